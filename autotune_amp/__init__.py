@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from autotune_amp.hardware import probe as probe
     from autotune_amp.profile.results import AmpProfile as AmpProfile
     from autotune_amp.runtime.controller import PrecisionController as PrecisionController
+    from autotune_amp.variants.prepare import prepare as prepare
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ _HOMES = {
     "Recommendation": "core.recommendation",
     "Workload": "core.workload",
     "check_fidelity": "api",
+    "prepare": "variants.prepare",
     "probe": "hardware",
     "profile_amp": "api",
     "recommend_config": "api",

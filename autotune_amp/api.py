@@ -40,6 +40,7 @@ def recommend_config(
     precision: Sequence[str] | str | None = None,
     batch_size: str | tuple[int, int] | None = None,
     effective_batch_size: int | str | None = None,
+    try_: str | Sequence[str] = "auto",
     baseline: str | tuple[str, int] | None = None,
     memory_fraction: float = 0.9,
     objective: str = "speed",
@@ -61,6 +62,9 @@ def recommend_config(
     `batch_size` is "LOW:HIGH" or a pair, `baseline` "PRECISION:BATCH" or a pair: what you run today.
     `effective_batch_size` is kept exactly, by accumulation: samples per optimizer step over all ranks, that of the
     DataLoader if left out; "free" lets the search change it.
+    `try_` names what else to try: "auto" for what this model and device can have safely, "none", or names in a list:
+    "compile", "memory_format" (or "channels_last"), "optimizer_impl" (or "fused", "foreach"),
+    "activation_checkpointing" and "weights".
     `objective` is "speed", "memory" (the least, no slower than the baseline) or "energy". `steps` or `samples` is how
     long the training will be: fp16's loss scale is chosen for it (10,000 steps if left out), and with `price_per_hour`
     the recommendation's `job` has its hours and its price. These change nothing of what is measured: a finished search

@@ -85,6 +85,12 @@ _OBJECTIVE = _option(
     "Choose for speed, memory (the least that is no slower than the baseline) or energy. A finished search is ranked "
     "again, nothing is run.",
 )
+_TRY = typer.Option(
+    "--try",
+    help="What else to try: auto (what is safe), none, or some of compile, channels_last, optimizer_impl, "
+    "activation_checkpointing, weights, with commas.",
+    metavar="NAMES",
+)
 Steps = Annotated[
     int | None, _option("N", "Optimizer steps of the training to come: fp16's loss scale is chosen for them.")
 ]
@@ -125,6 +131,7 @@ def search(
     baseline: Annotated[
         str | None, _option("PRECISION:BATCH", "What to compare with, such as fp32:32. Without it, what runs today.")
     ] = None,
+    try_: Annotated[str, _TRY] = "auto",
     memory_fraction: Annotated[float, _option("SHARE", "Share of the available memory that a trial may take.")] = 0.9,
     objective: Annotated[str, _OBJECTIVE] = "speed",
     steps: Steps = None,

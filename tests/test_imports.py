@@ -20,6 +20,7 @@ LAYERS = (
     ("precision", "hardware"),
     ("distributed",),
     ("fingerprint",),
+    ("variants",),
     ("numerics",),
     ("runtime", "trial"),
     ("isolation",),

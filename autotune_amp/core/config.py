@@ -17,6 +17,7 @@ from autotune_amp.core.dimensions import PRECISIONS as PRECISIONS
 from autotune_amp.core.dimensions import Precision as Precision
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.setting import Setting
+from autotune_amp.core.variants import VARIANTS, WEIGHTS
 
 # The least number above 0 that fp16 holds: the gradient of an fp16 loss begins as the scale itself, so that below
 # this every gradient is 0.
@@ -96,6 +97,10 @@ def _check_setting(setting: Setting) -> None:
     _must_be(setting, "num_workers", or_none, lambda num: num is None or (type(num) is int and num >= 0))
     _must_be(setting, "pinned_modules", "a list of module names", _is_list)
     msgspec.structs.force_setattr(setting, "pinned_modules", tuple(setting.pinned_modules))
+    for variant in VARIANTS:
+        _must_be(setting, variant.name, f"one of {', '.join(variant.values)}", variant.values.__contains__)
+    scaled = "as_found with fp16, whose gradient scaler is made for fp32 gradients"
+    _must_be(setting, "weights", scaled, lambda kept: kept == WEIGHTS.default or setting.precision != "fp16")
 
 
 class FallbackPlan(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -144,11 +149,13 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def plans(self) -> tuple[FallbackPlan, ...]:
-        """`fallback` as plans: a plain name keeps this config's batch size and accumulation, unmeasured."""
+        """`fallback` as plans: a plain name keeps what else this config decides, unmeasured."""
         return tuple(
             rung
             if isinstance(rung, FallbackPlan)
-            else FallbackPlan(precision=rung, batch_size=self.batch_size, accumulation_steps=self.accumulation_steps)
+            else FallbackPlan.of(
+                msgspec.structs.replace(Setting.of(self), precision=rung, pinned_modules=(), as_found=False)
+            )
             for rung in self.fallback
         )
 

@@ -54,6 +54,10 @@ class Dimension(Generic[Value]):
         """Its part in the name of a setting, "" for none."""
         return ""
 
+    def fits(self, value: Value, setting: Any) -> bool:  # noqa: ARG002
+        """Whether a `Setting` can have this value beside its others."""
+        return True
+
     def export(self, value: Value, target: str) -> Sequence[str] | None:  # noqa: ARG002
         """Lines of the script that `autotune-amp export --to TARGET` writes; None where that script has no place for it
         or says it already.

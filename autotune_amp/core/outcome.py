@@ -259,6 +259,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     `checks` are the kinds of check that can be answered, at a batch size of `check_batch_size` at most: what rounding
     does hardly moves with it (studies/README.md). `loader` is what makes a command's training loader:
     ``file:function:line``; without one, samples are counted along `sample_dim` of what enters its model.
+    `variants` are the values of further dimensions, by name, that its model and optimizer can have: None, or why not.
     """
 
     name: str
@@ -289,6 +290,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     check_batch_size: int = 16
     loader: str | None = None
     sample_dim: int = 0
+    variants: dict[str, dict[str, str | None]] = {}
 
     @property
     def today(self) -> Setting:

@@ -81,6 +81,26 @@ class CandidateRow(Setting, frozen=True, kw_only=True):
     has_environment: bool = False
 
 
+class VariantRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of one value of a further dimension.
+
+    `status` is "chosen", "tried" (it gained too little), "excluded", "untried" or the kind of a failure, with the
+    `reason`. `speedup` and `memory_change_bytes` are those of `setting` over the one `beside` it, which lacks the
+    value; the interval is that of the steps within one process each. `first_step_seconds` holds the compilation.
+    """
+
+    name: str
+    value: str
+    status: str
+    setting: str | None = None
+    beside: str | None = None
+    speedup: float | None = None
+    speedup_interval: tuple[float, float] | None = None
+    memory_change_bytes: int | None = None
+    first_step_seconds: float | None = None
+    reason: str | None = None
+
+
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     """What a recommendation holds for: a digest of each part; `unknown` names parts that cannot be compared."""
 
@@ -109,7 +129,8 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """What the records of a search come to: a config, the evidence behind it, and what became of all the others.
 
-    `fidelity` holds every check against fp32; `outlook` is what another effective batch size would reach, None where
+    `fidelity` holds every check against fp32; `variants` what came of every value of further
+    dimensions; `outlook` is what another effective batch size would reach, None where
     that was not measured or is no faster.
     """
 
@@ -120,6 +141,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     excluded: tuple[Exclusion, ...]
     candidates: tuple[CandidateRow, ...]
     fidelity: tuple[Fidelity, ...] = ()
+    variants: tuple[VariantRow, ...] = ()
     outlook: Outlook | None = None
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from autotune_amp.core import variants
 from autotune_amp.core.dimensions import (
     ACCUMULATION_STEPS,
     AS_FOUND,
@@ -17,6 +18,7 @@ from autotune_amp.core.dimensions import (
     Dimension,
     Precision,
 )
+from autotune_amp.core.variants import ActivationCheckpointing, Compile, MemoryFormat, OptimizerImpl, Weights
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -28,6 +30,7 @@ DIMENSIONS: Final[tuple[Dimension[Any], ...]] = (
     ACCUMULATION_STEPS,
     PINNED_MODULES,
     NUM_WORKERS,
+    *variants.VARIANTS,
     AS_FOUND,
 )
 NUMERIC: Final = tuple(dimension for dimension in DIMENSIONS if "numerics" in dimension.affects)
@@ -41,7 +44,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     optimizer step.
     `as_found` keeps the caller's own TF32 flags and autocast instead of the strict flags of `precision`: only the
     baseline is run so, and only where the two differ. `pinned_modules` run in fp32 whatever the precision.
-    `num_workers` is the DataLoader's number of worker processes, None for the user's own number.
+    `num_workers` is the DataLoader's number of worker processes, None for the user's own number. `weights` is what fp32
+    parameters are kept in, `optimizer_impl` whose loop the optimizer's step is, `compile` a mode of ``torch.compile``;
+    with `activation_checkpointing` the model's repeated blocks compute their activations again in the backward pass.
     """
 
     precision: Precision
@@ -50,6 +55,11 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     as_found: bool = False
     pinned_modules: tuple[str, ...] = ()
     num_workers: int | None = None
+    weights: Weights = "as_found"
+    memory_format: MemoryFormat = "contiguous"
+    activation_checkpointing: ActivationCheckpointing = "off"
+    optimizer_impl: OptimizerImpl = "as_found"
+    compile: Compile = "off"
 
     @classmethod
     def of(cls, setting: Setting, **others: Any) -> Self:
@@ -73,6 +83,19 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     def numerics(self) -> Setting:
         """The ordinary setting with each dimension that affects numerics: what is alike in these computes alike."""
         return msgspec.structs.replace(self.ordinary, **{d.name: getattr(self, d.name) for d in NUMERIC})
+
+    @property
+    def set_up(self) -> dict[str, str]:
+        """What is set up on the model and the optimizer, by name, in the order in which that is done."""
+        found = {variant.name: getattr(self, variant.name) for variant in variants.VARIANTS}
+        return {
+            variant.name: found[variant.name] for variant in variants.VARIANTS if found[variant.name] != variant.default
+        }
+
+    @property
+    def scaling(self) -> Setting:
+        """The ordinary setting with its pins: what a loss scale depends on."""
+        return msgspec.structs.replace(self.ordinary, pinned_modules=self.pinned_modules)
 
     @property
     def with_own_workers(self) -> Setting:

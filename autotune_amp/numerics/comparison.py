@@ -23,6 +23,7 @@ from autotune_amp.core.config import MIN_LOSS_SCALE
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import GradientDamage, LowWeights
 from autotune_amp.numerics.passes import Gradients, Pass, Passes
+from autotune_amp.precision.forward_wrapper import parameters_by_name
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.torch_state import HALF_DTYPES
 
@@ -246,7 +247,7 @@ def lost_updates(model: nn.Module, before: Mapping[str, Tensor], after: Mapping[
     """
     num_moved = num_lost = 0
     dtypes = set()
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters_by_name(model).items():
         if parameter.dtype not in HALF_DTYPES or not parameter.requires_grad:
             continue
         dtypes.add(parameter.dtype)

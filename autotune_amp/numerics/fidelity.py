@@ -10,6 +10,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -42,6 +43,7 @@ from autotune_amp.precision.forward_wrapper import (
     is_inside,
     modules_by_name,
     override,
+    parameters_by_name,
     watch_forward,
 )
 from autotune_amp.precision.modes import MODES
@@ -67,18 +69,21 @@ def check(
     pinned_modules: Sequence[str] = (),
     find_pins: bool = True,
     on_bad_verdict: Callable[[Fidelity], None] | None = None,
+    label: str | None = None,
 ) -> Fidelity:
     """Hold `precision`, with `pinned_modules` in fp32, against fp32 on `subject`, whose model is left as it was.
 
     `subject.batches` are eight at least, of `batch_size` samples. With `find_pins` a bad verdict says which modules are
     responsible, and whether pinning them heals it. What the model's own code raises comes through, as do out-of-memory
     errors and the `InvalidRequestError` for a module that cannot be pinned; numbers that are not finite never raise.
+    `label` is what the reason calls the precision with what else was set up.
     `on_bad_verdict` is given a bad verdict before that search, which may take long, or take the process with it.
     """
     passes = Passes(subject)
-    with watch_forward(subject.model, subject.device) as read_maxima:
+    is_watched = not subject.is_compiled or MODES[precision].takes_scaler
+    with watch_forward(subject.model, subject.device) if is_watched else nullcontext(_no_maxima) as read_maxima:
         try:
-            experiment = Experiment(passes, precision, batch_size, read_maxima)
+            experiment = Experiment(passes, precision, batch_size, read_maxima, label or precision)
             attempt = experiment.attempt(tuple(pinned_modules))
             if not find_pins or not attempt.grade.is_bad or attempt.grade.is_of_weights:
                 return experiment.report(attempt)
@@ -121,20 +126,28 @@ class Experiment:
     """
 
     def __init__(
-        self, low: Passes, precision: Precision, batch_size: int, read_maxima: Callable[[], dict[str, float]]
+        self,
+        low: Passes,
+        precision: Precision,
+        batch_size: int,
+        read_maxima: Callable[[], dict[str, float]],
+        label: str,
     ) -> None:
         self._started = time.perf_counter()
         self._batch_size = batch_size
+        self._label = label
         self.low = low
         self.precision = precision
         self._mode = MODES[precision]
         self._read_maxima = read_maxima
         self._subject = subject = low.subject
+        reference = subject.reference or subject
         self._has_half_weights = has_half_weights(subject.model)
         is_fp16 = any(parameter.dtype == torch.float16 for parameter in subject.model.parameters())
         self._format_max = FP16_MAX if is_fp16 else self._mode.format_max
-        # Where weights are kept in half precision fp32 is a copy of the model.
-        self.fp32 = Passes(subject, in_fp32(subject.model, subject.device.type)) if self._has_half_weights else low
+        self.fp32 = low if reference is subject else Passes(reference)
+        if has_half_weights(reference.model):  # fp32 is a copy of the model
+            self.fp32 = Passes(reference, in_fp32(reference.model, subject.device.type))
         self._reference = [self.fp32.run(index, "fp32") for index in range(NUM_BATCHES)]
         self._reference_runs: list[Run] = []  # plain, and from weights that are rounded otherwise
         self._fp32_step_seconds: float | None = None
@@ -207,8 +220,8 @@ class Experiment:
             precision=self.precision,
             batch_size=self._batch_size,
             verdict=verdict,
-            reason=f"{self.precision} is {verdict}: {attempt.grade.reason}{where}.",
-            next_step=next_step(self.precision, verdict, healing, is_of_weights=is_of_weights),
+            reason=f"{self._label} is {verdict}: {attempt.grade.reason}{where}.",
+            next_step=next_step(self._label, verdict, healing, is_of_weights=is_of_weights),
             pinned_modules=attempt.pins,
             **{name: getattr(found, name) for name in _SAID},
             gradient_cosine=None if sums is None else sums.whole.cosine,
@@ -232,7 +245,7 @@ class Experiment:
         if not self._has_half_weights:
             return None
         self.fp32.restore()
-        weights = {name: parameter.detach() for name, parameter in self.fp32.model.named_parameters()}
+        weights = {name: parameter.detach() for name, parameter in parameters_by_name(self.fp32.model).items()}
         before = {name: weight.clone() for name, weight in weights.items()}
         train(self.fp32, "fp32", 1)
         return lost_updates(self._subject.model, before, after=weights)
@@ -267,6 +280,10 @@ class Experiment:
             self._reference_runs = [reference, perturbed]
             self._fp32_step_seconds = (time.perf_counter() - started) / (2 * NUM_PAIRED_STEPS)
         return self._reference_runs
+
+
+def _no_maxima() -> dict[str, float]:
+    return {}
 
 
 def in_fp32(model: nn.Module, device_type: str) -> nn.Module:

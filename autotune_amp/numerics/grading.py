@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import GradientDamage, Verdict
 
 FAITHFUL_NOISE, UNFAITHFUL_NOISE = 0.2, 0.3  # rounding noise over the noise between batches
@@ -77,10 +76,10 @@ def grade(found: Findings) -> Grade:
     return Grade(verdict, "; ".join(each.reason for each in worst) + unmoved, is_of_weights)
 
 
-def next_step(precision: Precision, verdict: Verdict, pins: tuple[str, ...], *, is_of_weights: bool = False) -> str:
+def next_step(label: str, verdict: Verdict, pins: tuple[str, ...], *, is_of_weights: bool = False) -> str:
     """What the user does next. `pins`: modules that heal it once they run in fp32."""
     if verdict == "faithful":
-        return f"Train in {precision}."
+        return f"Train in {label}."
     if verdict == "unchecked":
         return "Train a few hundred steps in fp32 and in this precision and compare the losses before relying on it."
     if is_of_weights:

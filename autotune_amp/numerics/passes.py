@@ -43,6 +43,9 @@ class Subject:
 
     `make_optimizer` gives a fresh optimizer over the parameters of a model like this one. With a `loop` the model holds
     all of its modules, the loss is `no_loss`, and the optimizer steps all that the loop has.
+
+    `reference` is the same training without what was set up on this one beside its precision, None where nothing was.
+    `is_compiled`, but not the reference: then its passes draw other numbers, and watched they are another graph.
     """
 
     model: nn.Module
@@ -52,6 +55,8 @@ class Subject:
     device: torch.device
     seed: int = 0
     loop: Loop | None = None
+    reference: Subject | None = None
+    is_compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ class Passes:
         torch_state.seed(self.subject.seed + index if seed is None else seed)
         if self.subject.loop is not None:
             return self._loop_pass(self.subject.loop, index, precision, scale)
-        with comparable_draws(self.model, self.subject.device):
+        with comparable_draws(self.model, self.subject):
             with autocast(precision, self.subject.device.type), around_forward or nullcontext():
                 loss = self.subject.loss(self.model, self.subject.batches[index])
             to_go_back_from = scaled(loss, scale)
@@ -130,7 +135,7 @@ class Passes:
         config = AmpConfig(precision=precision, batch_size=loop.batch_size, loss_scale=loss_scale)
         amp = CatchingAmp(lambda: autocast(precision, device_type), device_type, config, names, scale)
         amp.begin()
-        with comparable_draws(self.model, self.subject.device):
+        with comparable_draws(self.model, self.subject):
             loop.step(self.model, self.subject.batches[index], amp)
         self.model.zero_grad(set_to_none=True)
         loss = float(amp.total_loss(needs_autocast=MODES[precision].uses_autocast))
@@ -322,10 +327,11 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def comparable_draws(model: nn.Module, device: torch.device) -> AbstractContextManager[object]:
+def comparable_draws(model: nn.Module, subject: Subject) -> AbstractContextManager[object]:
     """What to run passes in, so that dropout does the same in every precision.
 
     Nothing on a CPU, where one seed gives the same draws in every dtype. Accelerators draw as many numbers at once as
     the dtype allows: there dropout is taken out, since other draws alone make a cosine of 0.88 (a T5, measured).
     """
-    return nullcontext() if device.type == "cpu" else without_dropout(model)
+    are_alike = subject.device.type == "cpu" and not subject.is_compiled
+    return nullcontext() if are_alike else without_dropout(model)

@@ -53,7 +53,7 @@ class Ledger:
         self.records = tuple(records)
         self.scales: dict[Setting, Answer] = loss_scales.calibrated(records, num_steps)
         self._whole_space = space
-        self._num_steps = num_steps
+        self.num_steps = num_steps
         self._write = write
 
     def append(self, record: Record) -> None:
@@ -62,13 +62,13 @@ class Ledger:
         self.records = (*self.records, record)
         self._forget()
         if record.purpose == "calibration":
-            self.scales[record.candidate.numerics] = loss_scales.answer(
-                record, self._num_steps, is_loss_sum=self.is_loss_sum
+            self.scales[record.candidate.scaling] = loss_scales.answer(
+                record, self.num_steps, is_loss_sum=self.is_loss_sum
             )
 
     def with_only(self, records: Sequence[Record]) -> Ledger:
         """The ledger with these of its records alone, and with the loss scales that were asked for."""
-        before = Ledger(self._whole_space, records, objective=self.objective, num_steps=self._num_steps)
+        before = Ledger(self._whole_space, records, objective=self.objective, num_steps=self.num_steps)
         before.scales = {key: self.scales[key] for key in before.scales}
         return before
 
@@ -232,7 +232,7 @@ class Ledger:
 
     def awaits_calibration(self, setting: Setting) -> bool:
         """Whether what takes a scaler was measured within 10 % of the best so far, and not calibrated."""
-        if not MODES[setting.precision].takes_scaler or setting.numerics in self.scales:
+        if not MODES[setting.precision].takes_scaler or setting.scaling in self.scales:
             return False
         if "calibration" not in self.space.checks:
             return False

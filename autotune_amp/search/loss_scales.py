@@ -164,7 +164,7 @@ def best_pair(scored: Mapping[Pair, Replay], preferred: Pair) -> Pair:
 
 
 Answer: TypeAlias = Scales | Uncalibrated
-# By `Setting.numerics`: a calibration holds for all fp16 settings whose numbers are the same.
+# By `Setting.scaling`: a calibration holds for every fp16 setting that computes on the same modules in fp16.
 AllScales: TypeAlias = "Mapping[Setting, Answer]"
 
 
@@ -178,7 +178,7 @@ def calibrated(records: Sequence[Record], num_steps: int = DEFAULT_NUM_STEPS) ->
     found = found_accumulation(records)
     is_sum = found is not None and found.verdict == "sum"
     return {
-        r.candidate.numerics: answer(r, num_steps, is_loss_sum=is_sum) for r in records if r.purpose == "calibration"
+        r.candidate.scaling: answer(r, num_steps, is_loss_sum=is_sum) for r in records if r.purpose == "calibration"
     }
 
 
@@ -227,7 +227,7 @@ def scales_of(scales: AllScales, candidate: Setting) -> Scales | None:
 
 
 def _answer_for(scales: AllScales, candidate: Setting) -> Answer | None:
-    return scales.get(candidate.numerics) if MODES[candidate.precision].takes_scaler else None
+    return scales.get(candidate.scaling) if MODES[candidate.precision].takes_scaler else None
 
 
 def evidence(scales: AllScales, candidate: Setting, confirming: Sequence[Measurement]) -> LossScaleEvidence | None:

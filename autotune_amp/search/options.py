@@ -12,6 +12,7 @@ import msgspec
 from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import Objective
+from autotune_amp.core.variants import VARIANTS
 
 SEED_LIMIT = 2**32 - 10_000  # numpy's, with room for resumed trials, which add their number to the seed
 DEFAULT_NUM_STEPS = 10_000
@@ -26,7 +27,8 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     `batch_size` is an inclusive range in samples, `baseline` a precision and a batch size. `memory_fraction` is the
     share of the available memory that a trial may take. `effective_batch_size` is that of all `num_ranks` together;
-    None is what the data comes with, "free" none at all. The training to come has `num_steps` optimizer steps or
+    None is what the data comes with, "free" none at all. `variants` are the further dimensions to try, None for what is
+    safe. The training to come has `num_steps` optimizer steps or
     `num_samples` samples: a loss scale is judged over them, `DEFAULT_NUM_STEPS` where neither is given.
     """
 
@@ -34,6 +36,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_trials: int | None = None
     device: str = "auto"
     precisions: tuple[Precision, ...] | None = None
+    variants: tuple[str, ...] | None = None
     batch_size: tuple[int, int] | None = None
     effective_batch_size: int | Literal["free"] | None = None
     num_ranks: int = 1
@@ -80,7 +83,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _wrong(name: str, given: Any, wanted: str) -> InvalidRequestError:
-    option = f"--{name.replace('_', '-')}"
+    option = f"--{name.rstrip('_').replace('_', '-')}"
     shown = given[0] if isinstance(given, list) and len(given) == 1 else given
     return InvalidRequestError(f"{option} is {shown!r}; it must be {wanted}.", f"Give {option} {wanted}.")
 
@@ -157,10 +160,23 @@ def _precisions(given: Any) -> tuple[Precision, ...] | None:
     return tuple(dict.fromkeys(names))
 
 
+_VARIANTS = tuple(name for variant in VARIANTS for name in (variant.name, *variant.others))
+
+
+def _variants(given: Any) -> tuple[str, ...] | None:
+    names = given.split(",") if isinstance(given, str) else given
+    if names in (["auto"], ["none"]):
+        return None if names == ["auto"] else ()
+    if not isinstance(names, Sequence) or not all(name in _VARIANTS for name in names):
+        raise ValueError(given)
+    return tuple(dict.fromkeys(names))
+
+
 # The fields that are called otherwise than their options.
 _FIELDS = {
     "budget": "budget_seconds",
     "trials": "max_trials",
+    "try_": "variants",
     "precision": "precisions",
     "steps": "num_steps",
     "samples": "num_samples",
@@ -171,6 +187,7 @@ _OPTIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "trials": (_that(is_count), "a whole number from 1 up"),
     "device": (_that(_matching(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")), "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N"),
     "precision": (_precisions, f"one of {', '.join(PRECISIONS)}, or several in a list"),
+    "try_": (_variants, f"auto, none or some of {', '.join(_VARIANTS)}"),
     "batch_size": (_batch_range, "LOW:HIGH with 1 <= LOW <= HIGH, such as 8:256"),
     "effective_batch_size": (_effective, 'a whole number from 1 up, or "free"'),
     "baseline": (_baseline, "PRECISION:BATCH, such as fp32:32"),

@@ -21,7 +21,7 @@ from autotune_amp.core.evidence import Objective
 from autotune_amp.core.hardware import MachineLoad
 from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Measurement, Record, Verdict
 from autotune_amp.core.recommendation import Exclusion
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import NUMERIC, Setting
 from autotune_amp.core.text import sentence
 from autotune_amp.search.space import SAME_MEMORY, Space
 
@@ -135,8 +135,11 @@ def check_key(candidate: Setting) -> Setting:
 
 
 def needs_check(candidate: Setting, space: Space) -> bool:
-    """Whether fp32 is to be held against it: not strict fp32 itself, unless its weights are in low precision."""
-    return check_key(candidate).precision != "fp32" or space.weights in ("bf16", "fp16")
+    """Whether fp32 is to be held against it: not strict fp32 itself as the training is, unless its weights are in low
+    precision.
+    """
+    key = check_key(candidate)
+    return key.precision != "fp32" or not key.is_ordinary or space.weights in ("bf16", "fp16")
 
 
 def can_check(candidate: Setting, space: Space) -> bool:
@@ -220,13 +223,13 @@ def _of_failure(record: Record) -> Fidelity:
 
 
 def _judged(candidate: Setting, verdict: Verdict, reason: str, next_step: str) -> Fidelity:
-    precision = check_key(candidate).precision
+    key = check_key(candidate)
     return Fidelity(
-        precision=precision,
+        precision=key.precision,
         batch_size=candidate.batch_size,
         pinned_modules=candidate.pinned_modules,
         verdict=verdict,
-        reason=sentence(f"{precision} is {verdict}: {reason}"),
+        reason=sentence(f"{key.labelled(NUMERIC)} is {verdict}: {reason}"),
         next_step=next_step,
     )
 

@@ -39,7 +39,8 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     on one device; None where it is free. `num_ranks` devices make an optimizer step together. `accumulation_withheld`
     is why nothing may accumulate, None where nothing speaks against it. `weights` is what the parameters are kept in,
     `has_tf32` whether the device has it. `weighs_passes`: the training itself weighs what accumulates. `variants` are
-    other values of further dimensions, by name, which are tried on the setting that would win. `checks` are those that
+    other values of further dimensions, by name, which are tried on the setting that would win, `variants_left_out`
+    those that cannot be, with the reason. `checks` are those that
     can be answered, at `check_batch_size` at most.
     """
 
@@ -54,6 +55,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     has_tf32: bool = False
     weighs_passes: bool = False
     variants: dict[str, tuple[Any, ...]] = {}
+    variants_left_out: dict[str, dict[Any, str]] = {}
     checks: frozenset[str] = frozenset({"fidelity", "calibration", "accumulation"})
     check_batch_size: int = 16
 
@@ -83,9 +85,7 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
     if too_large is not None:
         reason = f"the dataset has only {description.num_samples} samples; this and all larger batch sizes are left out"
         excluded += [Exclusion(precision=p, batch_size=too_large, reason=reason) for p in precisions.values]
-    variants = {dimension: dimension.choices(hardware, description, options) for dimension in VARIANTS}
-    for dimension, found in variants.items():
-        notes += [f"{dimension.name} {value} is not tried: {reason}." for value, reason in found.left_out.items()]
+    variants = {dimension.name: dimension.choices(hardware, description, options) for dimension in VARIANTS}
     if description.weights != "fp32":
         kept = "low precision" if description.weights == "frozen_low" else description.weights
         notes.append(f"Weights are kept in {kept}: the rows called fp32 compute with them as they are.")
@@ -103,7 +103,8 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
         weights=description.weights,
         has_tf32=hardware.has_tf32,
         weighs_passes=description.weighs_passes,
-        variants={dimension.name: found.values for dimension, found in variants.items()},
+        variants={name: found.values for name, found in variants.items()},
+        variants_left_out={name: dict(found.left_out) for name, found in variants.items()},
         checks=frozenset(description.checks),
         check_batch_size=description.check_batch_size,
     )

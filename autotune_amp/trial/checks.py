@@ -15,29 +15,35 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from autotune_amp.core.dimensions import PINNED_MODULES, PRECISION
 from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import MIN_CUT_SAMPLES, Accumulation, Calibration, CheckOutcome, Failure, Fidelity
 from autotune_amp.core.setting import NUMERIC
+from autotune_amp.core.variants import COMPILE, VARIANTS, WEIGHTS
+from autotune_amp.core.workload import Workload
 from autotune_amp.numerics import accumulation, calibration, fidelity
 from autotune_amp.numerics.accumulation import IGNORED_LABEL, cut, first_dimensions, num_micro_batches, tensors
 from autotune_amp.numerics.passes import Loop, NoStepError, Passes, Subject, no_loss
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import has_half_weights
 from autotune_amp.trial import data, failures
-from autotune_amp.trial.context import Context, LoopState, make_optimizer
+from autotune_amp.trial.context import Context, LoopState, copied_model, each, make_optimizer
 from autotune_amp.trial.data import copied
 from autotune_amp.trial.jobs import Check
 from autotune_amp.trial.training import checked_loss
 from autotune_amp.trial.worker import guarded, prepare
 from autotune_amp.trial.worst_batch import MAX_SCANNED_SAMPLES, scan_samples
+from autotune_amp.variants.prepare import set_up
+from autotune_amp.variants.subject import Trained
 
 LOOK_SECONDS, LOOK_SHARE = 1.0, 0.2  # for unequal samples, at most; the latter of a check's seconds
 MAX_SAMPLES_SEEN = 2048  # what is rarer than one of so many is in few windows, and weighs little there
 # Dimensions that change numbers, and that the passes of numerics/ do not know.
-_UNSEEN = [d.name for d in NUMERIC if d.name not in ("precision", "pinned_modules")]
+_UNSEEN = [d.name for d in NUMERIC if d not in (PRECISION, PINNED_MODULES, *VARIANTS)]
 _PHASES = {
     "fidelity": "checking {} against fp32",
     "calibration": "calibrating the loss scale",
@@ -103,25 +109,50 @@ def _found(subject: Subject, spec: Check, tell: Tell) -> Fidelity | Calibration 
         asked.precision,
         pinned_modules=asked.pinned_modules,
         batch_size=asked.batch_size,
-        find_pins=spec.find_pins and subject.loop is None,
+        find_pins=spec.find_pins and subject.loop is None and subject.reference is None,
+        label=asked.labelled(NUMERIC),
         on_bad_verdict=lambda found: tell({"event": "so far", "value": msgspec.to_builtins(found)}),
     )
 
 
 def _subject(context: Context, spec: Check) -> Subject:
-    device = torch.device(spec.device)
-    workload = context.workload
-    model = context.model(device)
-    given = _batches(workload.data, spec)
-    if device.type != "cpu":
-        given = [data.move(batch, device) for batch in given]
+    """The training as the setting has it, beside the one without."""
+    device, wanted = torch.device(spec.device), spec.candidate.set_up
+    batches = [data.move(batch, device) for batch in _batches(context.workload.data, spec)]
+    plain = _subject_of(context.workload, spec, context.model(device), batches)
+    if not wanted:
+        return plain
+    model = copied_model(plain.model, context.workload)
+    parts = model.trained_parts(device) if isinstance(model, LoopState) else Trained([model], [], device)
+    if WEIGHTS.name in wanted:  # what rounded weights learn is held against what the same learn in fp32
+        for weight in plain.model.parameters():
+            weight.data = weight.data.to(torch.bfloat16).to(weight.dtype)
+    for name, value in wanted.items():
+        set_up(name, value, parts)
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = plain.make_optimizer(model)
+        for name, value in wanted.items():
+            set_up(name, value, Trained([], each(optimizer), device))
+        return optimizer
+
+    own = _subject_of(context.workload, spec, model, batches)
+    return replace(
+        own,
+        make_optimizer=own.make_optimizer if isinstance(model, LoopState) else make,
+        reference=plain,
+        is_compiled=COMPILE.name in wanted,
+    )
+
+
+def _subject_of(workload: Workload, spec: Check, model: nn.Module, batches: list[Any]) -> Subject:
     # Each pass gets a copy: what the user's code takes out of its batch, or changes in it, is there for the next one.
     subject = Subject(
         model=model,
         loss=no_loss,
-        batches=given,
+        batches=batches,
         make_optimizer=partial(make_optimizer, workload),
-        device=device,
+        device=torch.device(spec.device),
         seed=spec.seed,
     )
     if not isinstance(model, LoopState):

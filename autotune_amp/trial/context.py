@@ -17,9 +17,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
 from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.setting import Setting
 from autotune_amp.core.workload import OptimizersOfModel, Workload, WorkloadSource, make_workload, type_name
 from autotune_amp.precision import torch_state
 from autotune_amp.trial.memory import BuildMemory, file_bytes, watched_build
+from autotune_amp.variants.subject import Trained
 
 _NOT_LOOKED_INTO = (
     *(str, bytes, int, float, complex, type(None)),
@@ -88,6 +90,11 @@ class LoopState(nn.Module):
         if not self.optimizers:
             return [parameter for parameter in self.parameters() if parameter.requires_grad]
         return list(dict.fromkeys(tensor for part in self.optimizers.values() for tensor in _trained(part)))
+
+    def trained_parts(self, device: torch.device) -> Trained:
+        """Its models and optimizers, as further dimensions are set up on them."""
+        models = [module for module in self._modules.values() if module is not None]
+        return Trained(models, list(self.optimizers.values()), device)
 
     def start_again(self, first_state: dict[str, Tensor]) -> None:
         """Put everything back to where it began: `first_state` is the `state_dict` of then."""
@@ -215,6 +222,16 @@ def make_model(workload: Workload) -> nn.Module:
     return model
 
 
+def copied_model(model: nn.Module, workload: Workload) -> nn.Module:
+    """Another with the same numbers; a loop's is built anew, since its state holds what only its own code knows."""
+    if not isinstance(model, LoopState):
+        return copy.deepcopy(model)
+    device = next(iter((*model.parameters(), *model.buffers())), torch.empty(0)).device
+    built = make_model(workload).to(device)
+    built.load_state_dict(model.state_dict(), strict=False)
+    return built
+
+
 class Optimizers(torch.optim.Optimizer):
     """Several optimizers that step together; their parameter groups are its own, so that what sets one sets both."""
 
@@ -331,6 +348,15 @@ class Context:
         """Build the model for all children that are forked after this; `capture` reads the torch state they take."""
         self._model, self.build_memory = watched_build(lambda: make_model(self.workload))
         self._torch_state = capture()
+
+    def model_for(self, setting: Setting, device: torch.device) -> nn.Module:
+        """The model on the device for a trial of `setting`; one of its own in a kept worker, where the setting changes
+        it.
+        """
+        if not (self.is_kept and setting.set_up):
+            return self.model(device)
+        # The device's memory is that of the trial's own.
+        return copied_model(self.model(torch.device("cpu")), self.workload).to(device)
 
     def model(self, device: torch.device) -> nn.Module:
         """The model on the device, as first built."""

@@ -25,6 +25,8 @@ from autotune_amp.trial import data
 from autotune_amp.trial.context import LoopState, Optimizers, each, make_optimizer
 from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.worst_batch import worst_batches
+from autotune_amp.variants import prepare
+from autotune_amp.variants.subject import Trained
 
 
 class BaseTraining(ABC):
@@ -62,6 +64,15 @@ class BaseTraining(ABC):
             self._pinned = [module for module in named(self.model, names) if not forward_wrapper.is_pinned(module)]
             for module in self._pinned:
                 forward_wrapper.pin_fp32(module, self.device.type)
+
+    @property
+    @abstractmethod
+    def trained(self) -> Trained:
+        """What further dimensions are set up on."""
+
+    def set_up(self, name: str, value: str) -> None:
+        """Set up a further dimension as `variants.prepare` does."""
+        prepare.set_up(name, value, self.trained)
 
     def start_loading(self) -> None:
         """Take the first batch, which starts the loader's workers, and keep it for `next_batch`."""
@@ -148,6 +159,10 @@ class Training(BaseTraining):
         self.scaler = torch_state.grad_scaler(spec.loss_scale, self.device.type)
 
     @property
+    def trained(self) -> Trained:  # noqa: D102 - see BaseTraining
+        return Trained([self.model], each(self.optimizer), self.device)
+
+    @property
     def is_in_own_loop(self) -> bool:
         """Whether its steps are to be those of the workload's own `fit`."""
         return self.spec.is_confirmation and self.workload.fit is not None
@@ -197,11 +212,16 @@ class LoopTraining(BaseTraining):
         super().__init__(workload, model, spec)
         assert workload.train_step is not None
         self._train_step = workload.train_step
+        self.state = model
         self.parts = (model.held,)
         candidate = spec.candidate
         loss_scale = (spec.loss_scale or LossScale()) if MODES[candidate.precision].takes_scaler else None
         self._amp = StepAmp(self.autocast, self.device.type, AmpConfig.of(candidate, loss_scale=loss_scale))
         self.scaler = self._amp if self._amp.is_enabled() else None
+
+    @property
+    def trained(self) -> Trained:  # noqa: D102 - see BaseTraining
+        return self.state.trained_parts(self.device)
 
     def forward_backward(self, batch: Any) -> Tensor:
         """Move the batch to the device and take the step; returns the sum of the losses that amp saw, detached."""

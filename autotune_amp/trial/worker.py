@@ -30,7 +30,7 @@ from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.torch_state import CUDA_FLAGS
 from autotune_amp.trial import data, failures
-from autotune_amp.trial.context import Context, LoopState, make_optimizer
+from autotune_amp.trial.context import Context, LoopState, each, make_optimizer
 from autotune_amp.trial.energy import EnergyMeter, counter_of
 from autotune_amp.trial.jobs import Check, Describe, Probe, Trial
 from autotune_amp.trial.memory import PeakMemory, hold_heap
@@ -38,6 +38,8 @@ from autotune_amp.trial.own_loop import time_own_loop
 from autotune_amp.trial.timing import CompileWatch, Report, Timing, forget_compiled, time_steps
 from autotune_amp.trial.training import BaseTraining, Training, make_training
 from autotune_amp.trial.worst_batch import Scan, scan
+from autotune_amp.variants.prepare import values_for
+from autotune_amp.variants.subject import Trained
 
 _FLAG_OPERATORS = {"cudnn.conv": "convolution", "cudnn.rnn": "_rnn"}  # cuDNN's RNN and MIOpen's
 
@@ -68,9 +70,9 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
     model = context.model(device)
     parameters = list(model.parameters())
     if isinstance(model, LoopState):
-        trained = model.trained()
+        trained, parts = model.trained(), model.trained_parts(device)
     else:
-        make_optimizer(workload, model)
+        parts = Trained([model], each(make_optimizer(workload, model)), device)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
     build_seconds = time.perf_counter() - started
     seen_batch_size = job.baseline_batch_size and (batch_size or job.baseline_batch_size)
@@ -97,6 +99,7 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
         weighs_passes=workload.weighs_passes,
         trainer=workload.trainer,
         unsettable={"accumulation_steps": _OF_A_LOOP} if workload.is_loop else {},
+        variants=values_for(parts),
         **seen._asdict(),
     )
 
@@ -221,7 +224,9 @@ def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
     memory, context_seconds = prepare(context, spec)
     is_build_shared = context.build_memory is not None
     started = time.perf_counter()
-    with closing(make_training(context.workload, context.model(torch.device(spec.device)), spec)) as training:
+    with closing(
+        make_training(context.workload, context.model_for(spec.candidate, torch.device(spec.device)), spec)
+    ) as training:
         build_seconds = time.perf_counter() - started
         device = training.device
         meter = EnergyMeter(counter_of(device.type, cuda.uuid(device) if device.type == "cuda" else None))

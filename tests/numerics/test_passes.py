@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.numerics.passes import Passes, comparable_draws, without_dropout
+from autotune_amp.numerics.passes import Passes, Subject, comparable_draws, no_loss, without_dropout
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
@@ -137,16 +137,19 @@ def test_dropout_taken_out_drops_nothing_also_where_a_checkpoint_computes_again(
     torch.manual_seed(0)
     model = Drops()
 
+    def subject_on(device: str) -> Subject:
+        return Subject(model, no_loss, [], lambda of: torch.optim.SGD(of.parameters()), torch.device(device))
+
     def gradient(device: str) -> Tensor:
         x = X.clone().requires_grad_()
-        with comparable_draws(model, torch.device(device)):
+        with comparable_draws(model, subject_on(device)):
             out = model(x) if wrap is None else checkpoint(model, x, use_reentrant=wrap)
             out.square().sum().backward()
         assert x.grad is not None
         return x.grad
 
     before = vars(functional).copy()
-    with pytest.raises(KeyError), comparable_draws(model, torch.device("cuda")):
+    with pytest.raises(KeyError), comparable_draws(model, subject_on("cuda")):
         raise KeyError
     assert (vars(functional), model.lstm.dropout) == (before, 0.5), "put back where a pass raises, too"
     plain = gradient("cuda")

@@ -33,7 +33,7 @@ from autotune_amp.core.recommendation import Decision, Recommendation, SearchSum
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware import machine_load
 from autotune_amp.precision.modes import MODES
-from autotune_amp.search import loss_scales, ranking
+from autotune_amp.search import loss_scales, ranking, variants
 from autotune_amp.search.answer import explain
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.ledger import LOSS_SCALE, Ledger
@@ -110,6 +110,7 @@ def decide(
         excluded=excluded,
         candidates=explain.rows(ledger, excluded, environment),
         fidelity=tuple(ledger.fidelity.values()),
+        variants=variants.rows(ledger, Setting.of(config), is_budget_spent=is_budget_spent),
         outlook=_outlook(ledger, evidence),
     )
 

@@ -103,9 +103,9 @@ def next_todo(ledger: Ledger) -> Todo | None:
             "calibration" in ledger.space.checks
             and MODES[setting.precision].takes_scaler
             and may_win
-            and setting.numerics not in ledger.scales
+            and setting.scaling not in ledger.scales
         ):
-            return Todo("calibration", setting.with_own_workers)  # no check depends on their number
+            return Todo("calibration", setting.scaling)
         if _is_unchecked(ledger, setting):
             return _compare(setting, ledger.space)
     healable = _healable(ledger, fastest)

@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from autotune_amp.core.outcome import Measurement
-from autotune_amp.core.setting import DIMENSIONS, Setting
+from autotune_amp.core.setting import Setting
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.ranking import MAX_DATA_SHARE, PLATEAU, data_share, rank
 from autotune_amp.search.run import Budget
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.trials import Conditions
+from autotune_amp.search.variants import next_setting
 from autotune_amp.trial.jobs import Check, Trial
 
+SHARE = 0.3  # of the budget, for further dimensions: compiling alone takes tens of seconds
 SHORT_WAIT = 0.05  # of a step: more workers have little left to gain
 HANDOVER_SECONDS = 1e-3  # of a batch from a worker process: a shorter wait is not made shorter by one
 
@@ -44,25 +46,20 @@ class _OnTheWinner(ABC):
 
 
 class Variants(_OnTheWinner):
-    """Tries the space's variants."""
+    """Tries the space's variants, in `SHARE` of the budget; the check of what won comes last, since each adds to it."""
+
+    def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
+        """Another trial, else the check that the leader calls for."""
+        used_seconds = sum(r.seconds for r in ledger.trials if r.candidate.set_up)
+        left = min(budget.left_for_search(), SHARE * budget.seconds - used_seconds)
+        setting = self.setting(ledger) if self.conditions.may_try(ledger, left) else None
+        if setting is None:
+            return self.checks.next(ledger, budget)
+        return self.conditions.search_trial(ledger, budget, setting, left)
 
     def setting(self, ledger: Ledger) -> Setting | None:
-        """The would-be winner with another value of a dimension that bears on the objective; None once all were tried.
-
-        A config cannot express what is as found.
-        """
-        chosen = ledger.shortlist
-        if chosen is None or chosen.winner.as_found:
-            return None
-        wanted = "memory" if ledger.objective == "memory" else "speed"
-        settings = (
-            replace(chosen.winner, **{dimension.name: value})
-            for dimension in DIMENSIONS
-            if wanted in dimension.affects
-            for value in ledger.space.variants.get(dimension.name, ())
-        )
-        tried = {record.candidate for record in ledger.trials}
-        return next((setting for setting in settings if setting not in tried), None)
+        """See `search.variants`."""
+        return next_setting(ledger)
 
 
 class LoaderWorkers(_OnTheWinner):

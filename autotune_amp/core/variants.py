@@ -1,0 +1,77 @@
+"""The dimensions beside precision and batch size that decide a step's speed or memory.
+
+`autotune_amp.variants` sets them up on a model and an optimizer, and knows which of their values these can have.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal, TypeAlias, get_args
+
+from autotune_amp.core.dimensions import Choices, Dimension
+
+# Of each the default comes first, and then the others, those with less to go wrong before those with more.
+Weights: TypeAlias = Literal["as_found", "bf16"]
+MemoryFormat: TypeAlias = Literal["contiguous", "channels_last", "channels_last_3d"]
+ActivationCheckpointing: TypeAlias = Literal["off", "blocks"]
+OptimizerImpl: TypeAlias = Literal["as_found", "foreach", "fused"]
+Compile: TypeAlias = Literal["off", "default", "max-autotune-no-cudagraphs", "reduce-overhead"]
+
+
+class Variant(Dimension[str]):
+    """One whose values are tried on the setting that would win, each against the one without it.
+
+    `kind` names the values. With `why_not_auto`, a reason, they are tried only where the user names the dimension.
+    """
+
+    affects = frozenset({"speed", "memory", "numerics"})
+
+    def __init__(self, name: str, kind: Any, label: str, why_not_auto: str | None = None) -> None:
+        self.name, self.values, self.why_not_auto = name, get_args(kind), why_not_auto
+        self.default = self.values[0]
+        self._label = label
+
+    def choices(self, hardware: Any, description: Any, options: Any) -> Choices[str]:  # noqa: ARG002
+        """Those of its values that the workload can have, where the user does not ask for others alone."""
+        named, found = options.variants, dict[str, str | None](description.variants.get(self.name, {}))
+        if named is None:
+            left_out = {value: why or self.why_not_auto for value, why in found.items()}
+        else:
+            found = {value: why for value, why in found.items() if self.name in named or value in named}
+            left_out = found
+        left_out = {value: why for value, why in left_out.items() if why is not None}
+        return Choices(tuple(value for value in found if value not in left_out), left_out)
+
+    def apply(self, training: Any, value: str) -> None:  # noqa: D102 - see Dimension
+        if value != self.default:
+            training.set_up(self.name, value)
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The values beside the default."""
+        return self.values[1:]
+
+    def risk(self, value: str) -> int:  # noqa: D102 - see Dimension
+        return int(self.values.index(value))
+
+    def label(self, value: str) -> str:  # noqa: D102 - see Dimension
+        return "" if value == self.default else self._label.format(value)
+
+
+class _Weights(Variant):
+    def fits(self, value: str, setting: Any) -> bool:
+        return value in (self.default, setting.precision)
+
+
+# In the order in which they are set up: the optimizer is over weights as they are kept, and all of it is compiled.
+WEIGHTS: Final = _Weights(
+    "weights",
+    Weights,
+    "{} weights",
+    why_not_auto="most updates of a plain optimizer round away on weights in bf16; --try weights tries it, for an "
+    "optimizer that rounds stochastically or keeps fp32 copies",
+)
+MEMORY_FORMAT: Final = Variant("memory_format", MemoryFormat, "{}")
+ACTIVATION_CHECKPOINTING: Final = Variant("activation_checkpointing", ActivationCheckpointing, "checkpointed {}")
+OPTIMIZER_IMPL: Final = Variant("optimizer_impl", OptimizerImpl, "{} optimizer")
+COMPILE: Final = Variant("compile", Compile, "compiled ({})")
+VARIANTS: Final = (WEIGHTS, MEMORY_FORMAT, ACTIVATION_CHECKPOINTING, OPTIMIZER_IMPL, COMPILE)

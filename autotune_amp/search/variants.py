@@ -1,0 +1,181 @@
+"""Which values of further dimensions are worth a trial on the setting that would win, and what came of each. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from autotune_amp.core.dimensions import Dimension
+from autotune_amp.core.outcome import Failure, Measurement, Record
+from autotune_amp.core.recommendation import VariantRow
+from autotune_amp.core.setting import VARIANTS, Setting
+from autotune_amp.core.text import count
+from autotune_amp.core.variants import ACTIVATION_CHECKPOINTING, COMPILE, MEMORY_FORMAT, OPTIMIZER_IMPL, WEIGHTS
+from autotune_amp.search.ledger import Ledger
+from autotune_amp.search.ranking import PLATEAU
+
+# What costs a trial alone comes before what compiles; nothing is tried on top of weights in low precision, which few
+# checks find faithful.
+_ORDER = (MEMORY_FORMAT, OPTIMIZER_IMPL, COMPILE, ACTIVATION_CHECKPOINTING, WEIGHTS)
+COMPILE_SECONDS = 15.0  # that a small model takes at the least, the first time (studies/variants)
+
+
+def ordered() -> list[Dimension[Any]]:
+    """The dimensions in the order in which they are tried."""
+    others = [dimension for dimension in VARIANTS if dimension not in _ORDER]
+    return [*others, *_ORDER]
+
+
+def next_setting(ledger: Ledger) -> Setting | None:
+    """The would-be winner with a value that nobody tried yet, then what won so at the batch sizes next to its own.
+
+    None once there is nothing more. A config cannot express what is as found.
+    """
+    chosen = ledger.shortlist
+    if chosen is None or chosen.winner.as_found:
+        return None
+    tried = {record.candidate for record in ledger.trials}
+    for dimension in ordered():
+        for value in ledger.space.variants.get(dimension.name, ()):
+            if _trials_of(ledger, dimension, value) or why_not_worth(ledger, dimension, value) is not None:
+                continue
+            setting = _at_its_batch(ledger, replace(chosen.winner, **{dimension.name: value}))
+            if setting not in tried:
+                return setting
+    return next((setting for setting in _beside(ledger, chosen.winner) if setting not in tried), None)
+
+
+def why_not_worth(ledger: Ledger, dimension: Dimension[Any], value: Any) -> str | None:
+    """Why a value that can be had is not worth a trial on the setting that would win, None where it is."""
+    assert ledger.shortlist is not None
+    winner = ledger.shortlist.winner
+    wanted = "memory" if ledger.objective == "memory" else "speed"
+    if wanted not in dimension.affects:
+        return f"it does not bear on {wanted}"
+    if not dimension.fits(value, winner):
+        return f"it does not go with {winner.precision}, which is the fastest"
+    if dimension is OPTIMIZER_IMPL and wanted == "speed":
+        shares = [
+            m.update_seconds / m.step_seconds for m in ledger.measurements[winner] if m.update_seconds is not None
+        ]
+        if shares and max(shares) < PLATEAU:
+            return f"the optimizer takes {100 * max(shares):.1f} % of a step"
+    if dimension is COMPILE:
+        seconds = ledger.num_steps * min(m.step_seconds for m in ledger.measurements[winner])
+        if seconds / 2 < COMPILE_SECONDS:
+            steps = f"{count(ledger.num_steps, 'step')} of this training take {seconds:.0f} s (--steps says how many)"
+            return f"{steps}, and compiling takes longer than it could gain"
+        if value != "default" and winner.compile == COMPILE.default:
+            return "the default mode gained nothing"
+    if dimension is ACTIVATION_CHECKPOINTING and wanted == "speed" and _beyond_memory(ledger, winner) is None:
+        return "it costs time, and there is no larger batch that lacks memory"
+    return None
+
+
+def _at_its_batch(ledger: Ledger, setting: Setting) -> Setting:
+    """Where what frees memory is tried for speed: at the next larger batch, which ran out of it."""
+    if setting.activation_checkpointing == ACTIVATION_CHECKPOINTING.default or ledger.objective == "memory":
+        return setting
+    larger = _beyond_memory(ledger, setting)
+    return setting if larger is None else replace(larger, **setting.set_up)
+
+
+def _beyond_memory(ledger: Ledger, setting: Setting) -> Setting | None:
+    ran_out = [c.batch_size for c, f in ledger.failures.items() if f.kind == "oom" and c.precision == setting.precision]
+    larger = [c for c in _of_its_precision(ledger, setting) if c.batch_size > setting.batch_size]
+    beyond = [c for c in larger if ran_out and c.batch_size >= min(ran_out)]
+    return beyond[0] if beyond else None
+
+
+def _beside(ledger: Ledger, winner: Setting) -> Iterator[Setting]:
+    """What was set up with success, at the next smaller and the next larger batch size."""
+    sizes = _of_its_precision(ledger, winner)
+    if not winner.set_up or "batch_size" in ledger.space.variants:
+        return
+    smaller = [c for c in sizes if c.batch_size < winner.batch_size][-1:]
+    larger = [c for c in sizes if c.batch_size > winner.batch_size][:1]
+    for neighbour in (*larger, *smaller):
+        failure = ledger.failures.get(neighbour)
+        frees_memory = winner.activation_checkpointing != ACTIVATION_CHECKPOINTING.default
+        if failure is None or frees_memory:
+            yield replace(neighbour, num_workers=winner.num_workers, **winner.set_up)
+
+
+def _of_its_precision(ledger: Ledger, setting: Setting) -> list[Setting]:
+    """Ascending by batch size."""
+    return [c for c in ledger.space.candidates if c.precision == setting.precision]
+
+
+def _trials_of(ledger: Ledger, dimension: Dimension[Any], value: Any) -> list[Record]:
+    ours = [r for r in ledger.trials if r.purpose == "search" and r.candidate != ledger.space.baseline]
+    return [r for r in ours if getattr(r.candidate, dimension.name) == value]
+
+
+# -- what came of each -------------------------------------------------------------------------------------------------
+
+
+def rows(ledger: Ledger, chosen: Setting, *, is_budget_spent: bool) -> tuple[VariantRow, ...]:
+    """A row for each value that could be thought of: what it gained over the setting without it, or why it was not
+    tried.
+    """
+    found = []
+    for dimension in ordered():
+        name, space = dimension.name, ledger.space
+        for value in space.variants.get(name, ()):
+            is_chosen = getattr(chosen, name) == value
+            found.append(_row(ledger, dimension, value, is_chosen=is_chosen, is_budget_spent=is_budget_spent))
+        for value, reason in space.variants_left_out.get(name, {}).items():
+            found.append(VariantRow(name=name, value=str(value), status="untried", reason=reason))
+    return tuple(found)
+
+
+def _row(
+    ledger: Ledger, dimension: Dimension[Any], value: Any, *, is_chosen: bool, is_budget_spent: bool
+) -> VariantRow:
+    row = VariantRow(name=dimension.name, value=str(value), status="untried")
+    trials = _trials_of(ledger, dimension, value)
+    if not trials:
+        reason = None if ledger.shortlist is None else why_not_worth(ledger, dimension, value)
+        spent = "the budget ended: a larger --budget tries it" if is_budget_spent else "the search ended before"
+        return replace(row, reason=reason or spent)
+    record, outcome = trials[0], trials[0].outcome
+    row = replace(row, setting=str(record.candidate))
+    if isinstance(outcome, Failure):
+        return replace(row, status=outcome.kind, reason=outcome.message)
+    assert isinstance(outcome, Measurement)
+    without = _without(ledger, record.candidate, dimension)
+    row = replace(row, status="chosen" if is_chosen else "tried", first_step_seconds=outcome.first_step_seconds)
+    if record.candidate in ledger.ruled_out:
+        row = replace(row, status="excluded", reason=ledger.ruled_out[record.candidate])
+    if without is None:
+        return row
+    base = ledger.measurements[without][-1]
+    (low, high), (base_low, base_high) = (_per_sample(r, m) for r, m in ((record.candidate, outcome), (without, base)))
+    return replace(
+        row,
+        beside=str(without),
+        speedup=outcome.samples_per_second / base.samples_per_second,
+        speedup_interval=(base_low / high, base_high / low),
+        memory_change_bytes=outcome.peak_memory_bytes - base.peak_memory_bytes,
+    )
+
+
+def _per_sample(setting: Setting, measured: Measurement) -> tuple[float, float]:
+    """The interval of the seconds that a sample takes, within the process."""
+    low, high = measured.step_seconds_interval
+    return low / setting.effective_batch_size, high / setting.effective_batch_size
+
+
+def _without(ledger: Ledger, setting: Setting, dimension: Dimension[Any]) -> Setting | None:
+    """What a setting was tried against: itself without the dimension, or the fastest such where that lacked memory."""
+
+    def alike(other: Setting) -> Setting:
+        return replace(other, batch_size=1, accumulation_steps=1)
+
+    plain = replace(setting, **{dimension.name: dimension.default})
+    if plain in ledger.measurements:
+        return plain
+    others = [other for other in ledger.speeds if alike(other) == alike(plain)]
+    return max(others, key=lambda other: ledger.speeds[other], default=None)

@@ -1,0 +1,70 @@
+"""Whether a model's blocks keep what the backward pass needs, or compute it again there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
+
+from autotune_amp.precision.forward_wrapper import unwrap
+from autotune_amp.variants.subject import Trained
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the signature of all
+    """Why no block can be checkpointed, None where some can."""
+    if any(isinstance(module, CheckpointWrapper) for module in trained.modules) or any(
+        getattr(module, "is_gradient_checkpointing", False) is True for module in trained.modules
+    ):
+        return "the model checkpoints already"
+    blocks = _switched(trained) or [block for _, _, block in _blocks(trained)]
+    if not blocks:
+        return "the model has no repeated blocks: two or more modules of one class in a ModuleList or Sequential"
+    if any(_has_running_statistics(module) for block in blocks for module in block.modules()):
+        return "its blocks hold BatchNorm, whose running statistics a second forward pass would move once more"
+    return None
+
+
+def apply(value: str, trained: Trained) -> None:  # noqa: ARG001 - there is but one
+    """Have each block recompute its forward pass in the backward pass, with the same draws.
+
+    By Transformers' own switch where the model has it. The names in a ``state_dict`` stay as they are.
+    """
+    for model in (switched := _switched(trained)):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if switched:
+        return
+    wrapped: dict[nn.Module, nn.Module] = {}  # a block may stand in several places
+    for container, name, block in list(_blocks(trained)):
+        if block not in wrapped:
+            wrapped[block] = checkpoint_wrapper(block)
+        container._modules[name] = wrapped[block]
+
+
+def _switched(trained: Trained) -> list[Any]:
+    """The models with Transformers' own switch."""
+    models: list[Any] = [unwrap(model) for model in trained.models]
+    return [model for model in models if getattr(model, "supports_gradient_checkpointing", False)]
+
+
+def _blocks(trained: Trained) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Of the outermost containers the elements that share their class with another and hold modules themselves: the
+    container, the element's name in it, and the element.
+    """
+    inside: set[nn.Module] = set()
+    for container in trained.modules:
+        if container in inside or not isinstance(container, _CONTAINERS):
+            continue
+        counts = Counter(type(element) for element in container._modules.values())
+        for name, element in container._modules.items():
+            if element is not None and counts[type(element)] > 1 and next(element.children(), None) is not None:
+                inside.update(element.modules())
+                yield container, name, element
+
+
+def _has_running_statistics(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None

@@ -1,0 +1,48 @@
+"""Whether ``torch.compile`` makes a model's passes, and in which mode."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from torch import nn
+from torch._dynamo import OptimizedModule
+
+from autotune_amp.variants.subject import Trained
+
+_OF_CUDA = {
+    "reduce-overhead": "CUDA graphs are CUDA's",
+    "max-autotune-no-cudagraphs": "off CUDA it tunes nothing that a training runs",
+}
+
+
+def why_not(value: str, trained: Trained) -> str | None:
+    """Why the models cannot be compiled so, None where they can."""
+    if any(map(_is_compiled, trained.models)) or any(map(_is_compiled, trained.modules)):
+        return "the model is compiled already"
+    if trained.device.type != "cuda" and value in _OF_CUDA:
+        return _OF_CUDA[value]
+    return _missing_compiler(trained.device.type)
+
+
+def apply(value: str, trained: Trained) -> None:
+    """Compile in place what calling a model does: it stays the object that it is, with the names that it has."""
+    for model in trained.models:
+        model.compile(mode=value)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+
+
+def _missing_compiler(device_type: str) -> str | None:
+    if device_type != "cpu":
+        found = importlib.util.find_spec("triton")
+        return None if found is not None else "Triton is not installed, which compiles for this device"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "there is no C++ compiler: install g++ or clang, or name one in CXX"
+    return None

@@ -1,0 +1,35 @@
+"""How the weights of convolutions lie in memory; a convolution's output follows its weight, and so do the layers after
+it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from autotune_amp.variants.subject import Trained
+
+_FORMATS = {
+    "channels_last": (torch.channels_last, 4, (nn.Conv2d, nn.ConvTranspose2d)),
+    "channels_last_3d": (torch.channels_last_3d, 5, (nn.Conv3d, nn.ConvTranspose3d)),
+}
+
+
+def why_not(value: str, trained: Trained) -> str | None:
+    """Why the weights cannot lie so, None where they can."""
+    memory_format, num_dimensions, kinds = _FORMATS[value]
+    weights = [module.weight for module in trained.modules if isinstance(module, kinds)]
+    if not weights:
+        return f"the model has no convolution over {num_dimensions - 2} dimensions"
+    if all(weight.is_contiguous(memory_format=memory_format) for weight in weights):
+        return "its convolutions are in it already"
+    return None
+
+
+def apply(value: str, trained: Trained) -> None:
+    """Lay the weights of these convolutions out anew, in place, and what an optimizer holds of them."""
+    memory_format, num_dimensions, _ = _FORMATS[value]
+    for parameter in trained.parameters:
+        if parameter.dim() == num_dimensions:
+            parameter.data = parameter.data.contiguous(memory_format=memory_format)
+    trained.follow()

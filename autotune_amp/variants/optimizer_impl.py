@@ -1,0 +1,60 @@
+"""Whose loop an optimizer's step is: one kernel a tensor, one for many tensors, or one for the whole update."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotune_amp.variants.subject import Trained
+
+
+def why_not(value: str, trained: Trained) -> str | None:
+    """Why the optimizers cannot step so, None where they can."""
+    if not trained.optimizers:
+        return "no optimizer is known"
+    for optimizer in trained.optimizers:
+        kind = type(optimizer)
+        if not kind.__module__.startswith("torch.optim.") or value not in inspect.signature(kind).parameters:
+            return f"{kind.__module__}.{kind.__qualname__} offers no {value} implementation"
+    if all(_implementation(group, trained.device) == value for o in trained.optimizers for group in o.param_groups):
+        return f"it steps so already on {trained.device.type}"
+    try:
+        for optimizer in trained.optimizers:
+            _checked(value, optimizer)
+    except (RuntimeError, ValueError) as error:
+        return str(error).split("\n")[0]
+    return None
+
+
+def apply(value: str, trained: Trained) -> None:
+    """Have the optimizers step so from now on, their state and hyperparameters kept; raises what torch raises."""
+    for optimizer in trained.optimizers:
+        _checked(value, optimizer)
+        for options in (optimizer.defaults, *optimizer.param_groups):
+            options.update(foreach=value == "foreach", fused=value == "fused")
+        # What GradScaler asks before it leaves unscaling and skipping to the optimizer; torch sets it where it is made.
+        optimizer._step_supports_amp_scaling = value == "fused"  # type: ignore[attr-defined]
+        for parameter, state in optimizer.state.items():  # a fused step counts on the device, others on the host
+            if isinstance(step := state.get("step"), Tensor):
+                state["step"] = step.to(parameter.device if value == "fused" else "cpu", torch.float32)
+
+
+def _implementation(group: dict[str, Any], device: torch.device) -> str | None:
+    if group.get("fused"):
+        return "fused"
+    # Left open, torch takes it on an accelerator (torch.optim.optimizer._default_to_fused_or_foreach).
+    is_default = group.get("foreach") is None and device.type != "cpu"
+    return "foreach" if group.get("foreach") or is_default else None
+
+
+def _checked(value: str, optimizer: Any) -> None:
+    """Torch's own constructor, with the optimizer's hyperparameters, on one of its parameters without their number."""
+    kind = type(optimizer)
+    taken = inspect.signature(kind).parameters.keys() & optimizer.defaults.keys()
+    options = {name: optimizer.defaults[name] for name in taken}
+    some = next(parameter for group in optimizer.param_groups for parameter in group["params"])
+    alike = torch.zeros(1, dtype=some.dtype, device=some.device, requires_grad=True)
+    kind([alike], **options | {"foreach": value == "foreach", "fused": value == "fused"})

@@ -1,0 +1,71 @@
+"""prepare(): sets up on live objects what a config says of them; the trials of a search run the same code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.setting import Setting
+from autotune_amp.core.variants import VARIANTS
+from autotune_amp.variants import activation_checkpointing, compiling, memory_format, optimizer_impl, weights
+from autotune_amp.variants.subject import Trained
+
+Model = TypeVar("Model", bound=nn.Module)
+Optimizers = TypeVar("Optimizers", bound=torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None)
+
+
+class _Place(Protocol):
+    def why_not(self, value: str, trained: Trained) -> str | None: ...
+
+    def apply(self, value: str, trained: Trained) -> None: ...
+
+
+_PLACES: dict[str, _Place] = {
+    "weights": weights,
+    "memory_format": memory_format,
+    "activation_checkpointing": activation_checkpointing,
+    "optimizer_impl": optimizer_impl,
+    "compile": compiling,
+}
+
+
+def prepare(config: Setting, model: Model, optimizer: Optimizers) -> tuple[Model, Optimizers]:
+    """Set up on a model and its optimizer, or several in a list, what `config` says of them; returns the same objects.
+
+    The model's weights, their memory format, its checkpointed blocks and its compilation, and the implementation of the
+    optimizer's step. Everything else is for the loop, the loader and a `PrecisionController`. Call it once the model is
+    on its device, before ``DistributedDataParallel``; the optimizer may have taken steps. The names in both
+    ``state_dict`` are those of before, so that a checkpoint loads with and without it. An optimizer's own holds its
+    implementation: loaded elsewhere it brings that along.
+
+    Raises `InvalidRequestError` for what this model or optimizer cannot have, before anything is changed.
+    """
+    several = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    trained = Trained([model], list(several), device)
+    for name, value in config.set_up.items():
+        if (reason := _PLACES[name].why_not(value, trained)) is not None:
+            raise InvalidRequestError(
+                f"The config has {name}={value!r}, which cannot be set up here: {reason}.",
+                "Pass the model and the optimizer that were searched, once; or leave it out of the config.",
+            )
+    for name, value in config.set_up.items():
+        set_up(name, value, trained)
+    return model, optimizer
+
+
+def set_up(name: str, value: str, trained: Trained) -> None:
+    """Set up one dimension, whose value is not its default."""
+    _PLACES[name].apply(value, trained)
+
+
+def values_for(trained: Trained) -> dict[str, dict[str, str | None]]:
+    """For each dimension its values beside the default: None where it can be set up, else why not."""
+    return {
+        variant.name: {value: _PLACES[variant.name].why_not(value, trained) for value in variant.others}
+        for variant in VARIANTS
+    }

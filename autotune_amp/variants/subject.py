@@ -1,0 +1,40 @@
+"""What a dimension is set up on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from autotune_amp.precision.forward_wrapper import unwrap
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The `models` that a training calls, one as a rule, and the optimizers over their parameters, on `device`."""
+
+    models: Sequence[nn.Module]
+    optimizers: Sequence[torch.optim.Optimizer]
+    device: torch.device
+
+    @cached_property
+    def modules(self) -> list[nn.Module]:
+        """All of them, the user's own models first."""
+        return list(dict.fromkeys(module for model in self.models for module in unwrap(model).modules()))
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All of them, each once."""
+        return list(dict.fromkeys(parameter for model in self.models for parameter in model.parameters()))
+
+    def follow(self) -> None:
+        """Give the optimizers' state the dtype and the memory format that their parameters have now."""
+        for parameter, state in (item for optimizer in self.optimizers for item in optimizer.state.items()):
+            for name, value in state.items():
+                if not isinstance(value, Tensor) or name == "step" or value.shape != parameter.shape:
+                    continue
+                if value.is_floating_point():
+                    state[name] = torch.empty_like(parameter, requires_grad=False).copy_(value)
