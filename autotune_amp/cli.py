@@ -9,24 +9,21 @@ from __future__ import annotations
 import _thread
 import json
 import os
-import re
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autotune_amp import __version__
 from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError
+from autotune_amp.report.output import emit, json_document, reader_may_leave, rendered
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from autotune_amp.core.recommendation import Recommendation
 
 _TAKE_COMMANDS = ("search", "run", "apply")  # a training command, after ``--``
@@ -165,7 +162,11 @@ def search(
     line = from_command_line(context.obj, workload, value or [], file or [], is_dry=dry_run)
     if line is not None and dry_run:
         started = [shlex.join(arguments) for arguments in line.first_commands()]
-        return _document({"format": 1, "commands": started}) if as_json else "".join(f"{s}\n" for s in started).encode()
+        return (
+            json_document({"format": 1, "commands": started})
+            if as_json
+            else "".join(f"{s}\n" for s in started).encode()
+        )
     asked["workload"] = line or workload
     from autotune_amp.api import recommend_config
     from autotune_amp.distributed import place
@@ -189,10 +190,10 @@ def probe(device: Device = "auto", as_json: Json = False) -> bytes:
     with Console(stderr=True).status("Probing the device"):
         hardware = probe_hardware(device)
     if as_json:
-        return _document({"format": 1, "hardware": hardware})
+        return json_document({"format": 1, "hardware": hardware})
     from autotune_amp.report.terminal import hardware_table
 
-    return _rendered(lambda console: hardware_table(hardware, console))
+    return rendered(lambda console: hardware_table(hardware, console))
 
 
 @_command
@@ -245,7 +246,7 @@ def report(
         written = write_run_report(path, out)  # the controller writes its log to whatever name it is given
     else:
         written = write_report(latest(path, "recommendation.json", OUTCOMES), out)
-    return _document({"format": 1, "report": written.as_posix()}) if as_json else f"{written.as_posix()}\n".encode()
+    return json_document({"format": 1, "report": written.as_posix()}) if as_json else f"{written.as_posix()}\n".encode()
 
 
 @_command
@@ -272,7 +273,7 @@ def profile(
         return f"{found.to_json()}\n".encode()
     from autotune_amp.report.terminal import print_profile
 
-    return _rendered(lambda console: print_profile(found, console))
+    return rendered(lambda console: print_profile(found, console))
 
 
 @_command
@@ -308,7 +309,7 @@ def export(
     for note in made.notes:
         sys.stderr.write(f"Note: {note}\n")
     if as_json:
-        return _document(made)
+        return json_document(made)
     return (made.text if out is None else f"{out.as_posix()}\n").encode()
 
 
@@ -357,8 +358,8 @@ def apply(
     recommended = Recommendation.load(found)
     with Console(stderr=True).status("") as status:
         applied = applied_to(recommended, LaunchLine.of(training), study=found.parent, write=write, phase=status.update)
-    _write(_document(applied) if as_json else applied.diff.encode())
-    with _reader_may_leave(sys.stdout):
+    emit(json_document(applied) if as_json else applied.diff.encode())
+    with reader_may_leave(sys.stdout):
         sys.stdout.flush()
     for note in applied.notes():  # below the diff, however long that is
         sys.stderr.write(f"{note}\n")
@@ -412,7 +413,7 @@ def main() -> None:
     sys.unraisablehook = _interrupt_again
     code = run(sys.argv[1:])
     for stream in (sys.stdout, sys.stderr):
-        with _reader_may_leave(stream):
+        with reader_may_leave(stream):
             stream.flush()
     sys.exit(code)
 
@@ -435,7 +436,7 @@ def run(arguments: list[str]) -> int:
     try:
         work = command.main(own, prog_name="autotune-amp", standalone_mode=False, obj=training)
         if callable(work):
-            _write(work())
+            emit(work())
     except AutotuneAmpError as error:
         return _fail(error, as_json)
     except KeyboardInterrupt:
@@ -458,9 +459,9 @@ def _fail(error: AutotuneAmpError, as_json: bool) -> int:
 
     sys.stderr.write(error_text(error))
     if as_json:
-        _write(error_document(error).encode())
+        emit(error_document(error).encode())
     elif isinstance(error, SearchInterruptedError) and error.best is not None:
-        _write(_result(error.best, as_json))
+        emit(_result(error.best, as_json))
     return error.exit_code
 
 
@@ -473,35 +474,4 @@ def _result(recommendation: Recommendation, as_json: bool, path: Path | None = N
     from autotune_amp.report.terminal import print_recommendation
 
     shown = None if path is None else path.as_posix()
-    return _rendered(lambda console: print_recommendation(recommendation, console, shown))
-
-
-def _document(document: object) -> bytes:
-    import msgspec
-
-    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
-
-
-def _rendered(show: Callable[[Console], None]) -> bytes:
-    """What `show` prints to a console as wide and as colourful as standard output, as bytes for it."""
-    from rich.console import Console
-
-    console = Console(file=sys.stdout)
-    with console.capture() as capture:
-        show(console)
-    # Rich fills each line with blanks up to the width of its table.
-    return re.sub(r" +$", "", capture.get(), flags=re.MULTILINE).encode(console.encoding, "replace")
-
-
-def _write(result: bytes) -> None:
-    with _reader_may_leave(sys.stdout):
-        sys.stdout.buffer.write(result)
-
-
-@contextmanager
-def _reader_may_leave(stream: TextIO) -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:
-        # ``| head -1``: no error of ours, and the interpreter must not flush in vain at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return rendered(lambda console: print_recommendation(recommendation, console, shown))

@@ -17,7 +17,7 @@ from autotune_amp.core.dimensions import PRECISIONS as PRECISIONS
 from autotune_amp.core.dimensions import Precision as Precision
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.variants import VARIANTS, WEIGHTS
+from autotune_amp.core.variants import ACTIVATION_CHECKPOINTING, COMPILE, VARIANTS, WEIGHTS
 
 # The least number above 0 that fp16 holds: the gradient of an fp16 loss begins as the scale itself, so that below
 # this every gradient is 0.
@@ -166,8 +166,9 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
         arguments, decide, such as the learning rate. What their class has derived from the former batch size is kept
         too: name it in `others` (of TRL's ``GRPOConfig`` its ``generation_batch_size``).
 
-        It cannot hold the loss scale, the fallbacks, the pinned modules and the environment, to which
-        ``AutotuneTrainer(amp_config=config)`` keeps. Raises `InvalidRequestError` for an argument that this config
+        It cannot hold the loss scale, the fallbacks, the pinned modules, the environment, the memory format, weights in
+        bf16 and the implementation of an optimizer other than AdamW, to which ``AutotuneTrainer(amp_config=config)``
+        keeps. Raises `InvalidRequestError` for an argument that this config
         decides, for fp8 and for a `like` of another kind, and what TrainingArguments raises itself.
         """
         import dataclasses
@@ -183,7 +184,10 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
         without_workers = {"dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
         changed = without_workers if self.num_workers == 0 else {}
-        return dataclasses.replace(like, **changed | training_arguments(self, others))
+        decided = training_arguments(self, others)
+        if not str(like.optim).startswith("adamw_torch") and "optim" not in others:
+            decided.pop("optim", None)
+        return dataclasses.replace(like, **changed | decided)
 
     def to_json(self) -> str:
         """This config as a JSON document."""
@@ -223,6 +227,12 @@ def training_arguments(config: AmpConfig, others: Mapping[str, Any] | None = Non
         decided["tf32"] = config.precision == "tf32"
     if config.num_workers is not None:
         decided["dataloader_num_workers"] = config.num_workers
+    if config.compile != COMPILE.default:
+        decided |= {"torch_compile": True, "torch_compile_mode": config.compile}
+    if config.activation_checkpointing != ACTIVATION_CHECKPOINTING.default:
+        decided |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    if config.optimizer_impl == "fused":
+        decided["optim"] = "adamw_torch_fused"
     given = dict(others or {})
     if twice := [name for name in decided if name in given]:
         raise InvalidRequestError(

@@ -16,6 +16,7 @@ from autotune_amp.core.hardware import LoadEvidence
 from autotune_amp.core.outcome import Accumulation, Fidelity
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, duration, exact, number, one_line, rate, size, times
+from autotune_amp.core.variants import VARIANTS
 
 Objective: TypeAlias = Literal["speed", "memory", "energy"]
 
@@ -185,12 +186,14 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def config_line(config: AmpConfig) -> str:
-    """The config's precision, batch size, accumulation and loader workers."""
+    """The config's precision, batch size, accumulation, further dimensions and loader workers."""
     text = f"{config.precision}, batch size {config.batch_size}"
     if config.accumulation_steps > 1:
         effective = f"effective batch size {config.effective_batch_size}"
         text += f", {config.accumulation_steps} accumulation steps ({effective})"
-    return text if config.num_workers is None else f"{text}, {count(config.num_workers, 'loader worker')}"
+    further = [config.labelled([variant]) for variant in VARIANTS]
+    workers = None if config.num_workers is None else count(config.num_workers, "loader worker")
+    return ", ".join(filter(None, (text, *further, workers)))
 
 
 def speed_line(evidence: Evidence) -> str:

@@ -86,7 +86,8 @@ class VariantRow(msgspec.Struct, frozen=True, kw_only=True):
 
     `status` is "chosen", "tried" (it gained too little), "excluded", "untried" or the kind of a failure, with the
     `reason`. `speedup` and `memory_change_bytes` are those of `setting` over the one `beside` it, which lacks the
-    value; the interval is that of the steps within one process each. `first_step_seconds` holds the compilation.
+    value; the interval is that of the steps within one process each. `first_step_seconds` holds the compilation,
+    which pays from `break_even_steps` on, None where it never does.
     """
 
     name: str
@@ -98,6 +99,7 @@ class VariantRow(msgspec.Struct, frozen=True, kw_only=True):
     speedup_interval: tuple[float, float] | None = None
     memory_change_bytes: int | None = None
     first_step_seconds: float | None = None
+    break_even_steps: float | None = None
     reason: str | None = None
 
 

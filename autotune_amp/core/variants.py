@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from autotune_amp.core.dimensions import Choices, Dimension
@@ -33,12 +34,10 @@ class Variant(Dimension[str]):
     def choices(self, hardware: Any, description: Any, options: Any) -> Choices[str]:  # noqa: ARG002
         """Those of its values that the workload can have, where the user does not ask for others alone."""
         named, found = options.variants, dict[str, str | None](description.variants.get(self.name, {}))
-        if named is None:
-            left_out = {value: why or self.why_not_auto for value, why in found.items()}
-        else:
+        if named is not None:
             found = {value: why for value, why in found.items() if self.name in named or value in named}
-            left_out = found
-        left_out = {value: why for value, why in left_out.items() if why is not None}
+        why_not_auto = self.why_not_auto if named is None else None
+        left_out = {value: reason for value, why in found.items() if (reason := why or why_not_auto) is not None}
         return Choices(tuple(value for value in found if value not in left_out), left_out)
 
     def apply(self, training: Any, value: str) -> None:  # noqa: D102 - see Dimension
@@ -57,6 +56,17 @@ class Variant(Dimension[str]):
         return "" if value == self.default else self._label.format(value)
 
 
+class _Written(Variant):
+    """One that plain PyTorch has a line for."""
+
+    def __init__(self, name: str, kind: Any, label: str, line: str) -> None:
+        super().__init__(name, kind, label)
+        self._line = line
+
+    def export(self, value: str, target: str) -> Sequence[str] | None:
+        return [self._line.format(value)] if target == "torch" and value != self.default else None
+
+
 class _Weights(Variant):
     def fits(self, value: str, setting: Any) -> bool:
         return value in (self.default, setting.precision)
@@ -70,8 +80,12 @@ WEIGHTS: Final = _Weights(
     why_not_auto="most updates of a plain optimizer round away on weights in bf16; --try weights tries it, for an "
     "optimizer that rounds stochastically or keeps fp32 copies",
 )
-MEMORY_FORMAT: Final = Variant("memory_format", MemoryFormat, "{}")
+MEMORY_FORMAT: Final = _Written(
+    "memory_format", MemoryFormat, "{}", "model = model.to(memory_format=torch.{})  # a convolution's output follows"
+)
 ACTIVATION_CHECKPOINTING: Final = Variant("activation_checkpointing", ActivationCheckpointing, "checkpointed {}")
-OPTIMIZER_IMPL: Final = Variant("optimizer_impl", OptimizerImpl, "{} optimizer")
-COMPILE: Final = Variant("compile", Compile, "compiled ({})")
+OPTIMIZER_IMPL: Final = _Written(
+    "optimizer_impl", OptimizerImpl, "{} optimizer", "# Make the optimizer with {}=True beside its other arguments."
+)
+COMPILE: Final = _Written("compile", Compile, "compiled ({})", 'model.compile(mode="{}")')
 VARIANTS: Final = (WEIGHTS, MEMORY_FORMAT, ACTIVATION_CHECKPOINTING, OPTIMIZER_IMPL, COMPILE)

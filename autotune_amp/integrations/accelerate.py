@@ -24,7 +24,8 @@ from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.integrations.bridge import Window, config_of, refuse_other, refuse_other_window
-from autotune_amp.integrations.export import SCALER_ARGUMENTS, accelerate_config
+from autotune_amp.integrations.documents import accelerate_config
+from autotune_amp.integrations.export import SCALER_ARGUMENTS
 from autotune_amp.runtime.controller import PrecisionController
 
 __all__ = ["AutotuneAccelerator", "accelerate_config", "grad_scaler_kwargs"]

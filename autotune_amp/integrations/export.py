@@ -8,11 +8,10 @@ unequally. What of a config a text does not say itself stands in a comment: a fi
 from __future__ import annotations
 
 import json
-import math
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -29,7 +28,9 @@ from autotune_amp.core.evidence import (
     pass_loss,
     strict_flag_lines,
 )
-from autotune_amp.core.setting import DIMENSIONS
+from autotune_amp.core.setting import DIMENSIONS, Setting
+from autotune_amp.core.variants import VARIANTS
+from autotune_amp.integrations.documents import accelerate_config, deepspeed_config, refuse_fp8
 
 if TYPE_CHECKING:
     from autotune_amp.core.recommendation import Recommendation
@@ -75,7 +76,7 @@ def export(setting: Exportable, to: str) -> Export:
     if target is None:
         raise InvalidRequestError(f"There is no export to {to!r}.", f"Name one of {', '.join(TARGETS)}.")
     if target != "env":
-        _refuse_fp8(setting.config)
+        refuse_fp8(setting.config)
     if setting.is_loop and target in _STEPPING:
         raise InvalidRequestError(
             f"There is no export to {target} of a training with a train_step of its own: {target} takes the steps.",
@@ -93,6 +94,7 @@ def accelerate_file(setting: Exportable) -> Export:
     `notes` say what a plain Accelerator does not train of it. Raises `InvalidRequestError` for fp8.
     """
     written = accelerate_config(setting.config, setting.device_type)
+    written.pop("dynamo_config", None)  # the script compiles
     script = Script(setting, "", "This file", "the script that `autotune-amp export --to accelerate` prints")
     notes: tuple[str, ...] = ()
     if setting.config.precision in AUTOCAST_DTYPES and written["mixed_precision"] == "no":
@@ -121,14 +123,6 @@ def is_exported(text: str) -> bool:
         return False
     keys = deepspeed_config(AmpConfig(precision="fp32", batch_size=1)).keys()
     return isinstance(document, dict) and document.keys() == keys
-
-
-def _refuse_fp8(config: AmpConfig) -> None:
-    if config.precision == "fp8":
-        raise InvalidRequestError(
-            "There is no export of fp8, which needs a recipe of its own.",
-            "Export a config in bf16, fp16, tf32 or fp32.",
-        )
 
 
 WIDTH = 100  # of a line, where it can be broken
@@ -195,6 +189,13 @@ class Script:
         parts = ["\n".join(comments), "\n".join(imports), "\n".join(self.lines)]
         origin = wrapped(f"{_MARK} {self.setting.origin}") if self.setting.origin else []
         return "\n".join([*origin, "\n\n".join(filter(None, parts)), ""])
+
+    def add_prepared(self, config: str) -> None:
+        """``prepare(...)`` of what the config says of model and optimizer; `config` is its source."""
+        if self.setting.config.set_up:
+            self.said.update(variant.name for variant in VARIANTS)
+            self.imports.add("from autotune_amp import prepare")
+            self.lines.append(f"model, optimizer = prepare({config}, model, optimizer)  # on their device")
 
     def add_config(self) -> None:
         """``config = AmpConfig(...)``."""
@@ -272,6 +273,12 @@ def torch(setting: Exportable) -> str:
     if config.pinned_modules or (setting.loss == "weighted" and accumulates(config)):
         loss = _loss(script, "controller.window_size", "controller.window_share")
         return _controlled(script, controlled_loop(_windows(setting), loss))
+    if unsaid := {name: value for name, value in config.set_up.items() if name not in script.said}:
+        bare = AmpConfig.of(
+            Setting(precision=config.precision, batch_size=config.batch_size), loss_scale=config.loss_scale
+        )
+        script.add_prepared(_source(msgspec.structs.replace(bare, **unsaid)))
+        script.imports.add("from autotune_amp.core.config import AmpConfig")
     steps = config.accumulation_steps
     script.said |= {"precision", "as_found", "accumulation_steps", "loss_scale"}
     dtype = AUTOCAST_DTYPES.get(config.precision)
@@ -311,6 +318,9 @@ def accelerate(setting: Exportable) -> str:
     script.add_config()
     arguments = ["cpu=True"] if setting.device_type == "cpu" else []
     script.lines.append(call("accelerator = AutotuneAccelerator(", ["config", *arguments]))
+    if setting.config.set_up:
+        script.lines.append("model = model.to(accelerator.device)")
+    script.add_prepared("config")
     script.add_loader()
     if setting.is_loop:
         script.lines.append("loader = accelerator.prepare(loader)")
@@ -397,6 +407,7 @@ def _controlled(script: Script, lines: Sequence[str]) -> str:
     script.imports.add("from autotune_amp import PrecisionController")
     script.add_config()
     script.add_loader()
+    script.add_prepared("config")
     script.lines += [f'controller = PrecisionController(config, "{script.setting.device_type}")', *lines]
     return script.source()
 
@@ -424,62 +435,3 @@ def _loss(script: Script, steps: str, share: str, *, is_divided: bool = False) -
     if is_divided:
         return LOSS if setting.loss == "mean" else f"{pass_loss(setting.loss, steps, share)} * {steps}"
     return pass_loss(setting.loss, steps, share)
-
-
-def accelerate_config(config: AmpConfig, device_type: str = "cuda") -> dict[str, Any]:
-    """What ``accelerate config`` would write for one process on one device; keys as of Accelerate 1.15.
-
-    It holds the precision and the device; Accelerate refuses other keys. A plain Accelerator keeps no modules pinned,
-    and on a CPU it neither casts to fp16 nor scales: there the precision is ``"no"``, fp32 rather than what was not
-    measured. Raises `InvalidRequestError` for fp8.
-    """
-    _refuse_fp8(config)
-    is_cast = config.precision in AUTOCAST_DTYPES and (device_type, config.precision) != ("cpu", "fp16")
-    return {
-        "compute_environment": "LOCAL_MACHINE",
-        "debug": False,
-        "distributed_type": "NO",
-        "enable_cpu_affinity": False,
-        "machine_rank": 0,
-        "main_training_function": "main",
-        "mixed_precision": config.precision if is_cast and not config.pinned_modules else "no",
-        "num_machines": 1,
-        "num_processes": 1,
-        "rdzv_backend": "static",
-        "same_network": True,
-        "use_cpu": device_type == "cpu",
-    }
-
-
-def deepspeed_config(config: AmpConfig) -> dict[str, Any]:
-    """DeepSpeed's configuration document (``ds_config.json``) for a config; keys as of DeepSpeed 0.19.
-
-    DeepSpeed keeps the weights themselves in bf16 or fp16, with an fp32 copy in the optimizer, where autocast casts
-    fp32 weights. `init_scale` is rounded down to a power of two, the least scale to a whole number from 1 up. The scale
-    doubles and halves, whatever the growth and backoff factors, and has no upper bound.
-
-    Raises `InvalidRequestError` for an initial loss scale below 1, which DeepSpeed cannot go on from.
-    """
-    scale = config.loss_scale
-    fp16: dict[str, Any] = {"enabled": False}
-    if scale is not None:
-        if scale.init_scale < 1:
-            raise InvalidRequestError(
-                f"DeepSpeed cannot hold the initial loss scale {scale.init_scale!r}: its least scale is 1.",
-                "Train a loss that is a mean rather than a sum, or export to another framework.",
-            )
-        fp16 = {
-            "enabled": True,
-            "loss_scale": 0,  # dynamic
-            "initial_scale_power": math.floor(math.log2(scale.init_scale)),
-            "loss_scale_window": scale.growth_interval,
-            "hysteresis": scale.hysteresis,
-            "consecutive_hysteresis": False,  # counted anew when the scale grows, as `LossScale` has it
-            "min_loss_scale": max(1, math.floor(scale.floor)),
-        }
-    return {
-        "train_micro_batch_size_per_gpu": config.batch_size,
-        "gradient_accumulation_steps": config.accumulation_steps,
-        "bf16": {"enabled": config.precision == "bf16"},
-        "fp16": fp16,
-    }

@@ -27,6 +27,7 @@ from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.integrations.bridge import Window, config_of, readings, refuse_other, refuse_other_window, replaced
 from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.runtime.controller import PrecisionController
+from autotune_amp.variants.prepare import prepare
 
 __all__ = ["AutotuneCallback", "AutotunePrecision", "trainer_arguments"]
 
@@ -82,9 +83,13 @@ class AutotunePrecision(Precision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Make the controller, now that the model is on its device; for a module that was here before it goes on."""
+        """Make the controller, now that the model is on its device; for a module that was here before it goes on.
+
+        What the config says of model and optimizers is set up on them.
+        """
         module = unwrap(model)
         assert isinstance(module, LightningModule)
+        prepare(self.config, module, optimizers)
         before = self._controller.state_dict() if self._controller is not None and self._module is module else None
         self._module = module
         self._controller = PrecisionController(self.config, module.trainer.strategy.root_device, **self._options)

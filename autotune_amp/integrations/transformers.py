@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import torch
 from accelerate import Accelerator
 from accelerate.utils import convert_to_fp32
@@ -18,10 +19,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from autotune_amp.core.config import AmpConfig, DemotedError, training_arguments
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.recommendation import Recommendation
+from autotune_amp.core.setting import Setting
+from autotune_amp.core.variants import ACTIVATION_CHECKPOINTING, COMPILE
 from autotune_amp.integrations.accelerate import plain_optimizers
 from autotune_amp.integrations.bridge import config_of, readings, refuse_other_window
 from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.runtime.controller import PrecisionController
+from autotune_amp.variants.prepare import prepare
 
 __all__ = ["AutotuneCallback", "AutotuneTrainer"]
 
@@ -92,6 +96,12 @@ class AutotuneTrainer(Trainer):
         why = "the Trainer's loop keeps to one batch size and accumulation"
         refuse_other_window(self.controller, self._amp_config, why, f"Go on with {_NEXT_TRAINER}.")
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As the original's, with what the arguments have no place for set up on it and on the model."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        prepare(_beside_arguments(self._amp_config), cast("nn.Module", self.model), optimizer)
+        return optimizer
+
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """As the original's; the rung of a model before says nothing of a new one."""
         if self._attached is not None:
@@ -155,6 +165,12 @@ class AutotuneTrainer(Trainer):
             raise type(stopped)(stopped.message, f"{stopped.next_step} {saved}") from stopped
         next_step = f"{saved} Go on with {_NEXT_TRAINER} and train(resume_from_checkpoint={str(checkpoint)!r})."
         raise DemotedError(stopped.message, next_step, stopped.config) from stopped
+
+
+def _beside_arguments(config: AmpConfig) -> Setting:
+    """Of a config's setting what ``TrainingArguments`` do not set up themselves."""
+    by_arguments = {variant.name: variant.default for variant in (COMPILE, ACTIVATION_CHECKPOINTING)}
+    return msgspec.structs.replace(Setting.of(config), **by_arguments)
 
 
 class _KeepingController(PrecisionController):
@@ -228,6 +244,7 @@ def refuse_contradictions(args: Any, config: AmpConfig) -> None:
     """Raise `InvalidRequestError` for TrainingArguments that say something else than the config."""
     wanted = training_arguments(config)
     names = ["per_device_train_batch_size", "gradient_accumulation_steps"]
+    names += [name for name in ("torch_compile", "gradient_checkpointing") if name in wanted]
     if args.tf32 is not None and "tf32" in wanted:  # a config that keeps the flags as found decides none
         names.append("tf32")
     found = [(name, getattr(args, name), wanted[name]) for name in names]

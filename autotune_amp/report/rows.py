@@ -14,9 +14,9 @@ from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import PRECISION
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Accumulation, Calibration, Failure, Fidelity, Measurement
-from autotune_amp.core.recommendation import CandidateRow, Exclusion, Recommendation
+from autotune_amp.core.recommendation import CandidateRow, Exclusion, Recommendation, VariantRow
 from autotune_amp.core.setting import VARIANTS, Setting
-from autotune_amp.core.text import count, duration, flops, number, one_line, outcome_name, rate, size
+from autotune_amp.core.text import count, duration, flops, number, one_line, outcome_name, rate, size, times
 
 # The columns that are left out where they say the same of every candidate, with what they then say.
 _OPTIONAL = {"accum": "1", "workers": "-", "J/sample": "-"}
@@ -68,6 +68,36 @@ def _cells(row: CandidateRow) -> dict[str, str]:
         "memory": "-" if row.peak_memory_bytes is None else size(row.peak_memory_bytes),
         "J/sample": "-" if row.joules_per_sample is None else f"{row.joules_per_sample:.3g}",
     }
+
+
+VARIANT_COLUMNS = ("also tried", "gain", "memory", "outcome")
+
+
+def variants(recommendation: Recommendation) -> list[tuple[str, str, str, str]]:
+    """What came of each further value: it, what it gained, what memory it took more, and what became of it."""
+    return [_variant(row) for row in recommendation.variants]
+
+
+def _variant(row: VariantRow) -> tuple[str, str, str, str]:
+    gain = memory = "-"
+    if row.speedup is not None and row.speedup_interval is not None:
+        gain = f"{times(row.speedup)} ({times(row.speedup_interval[0])} to {times(row.speedup_interval[1])})"
+    if row.memory_change_bytes is not None:
+        change = row.memory_change_bytes
+        memory = f"{'+' if change > 0 else '-'}{size(abs(change))}" if change else "0"
+    words = [
+        "not tried"
+        if row.status == "untried"
+        else "recommended"
+        if row.status == "chosen"
+        else outcome_name(row.status),
+        f"beside {row.beside}" if row.beside else "",
+        f"first step {duration(row.first_step_seconds)}, pays after {row.break_even_steps:,.0f} steps"
+        if row.break_even_steps is not None and row.first_step_seconds is not None
+        else "",
+    ]
+    reason = f": {one_line(row.reason)}" if row.reason else ""
+    return f"{row.name} {row.value}", gain, memory, ", ".join(filter(None, words)) + reason
 
 
 def outcome_words(row: CandidateRow, recommended: CandidateRow | None, baseline: CandidateRow | None) -> str:
@@ -142,6 +172,9 @@ def precisions(hardware: Hardware) -> list[tuple[str, str, str, str]]:
     ]
 
 
+PREPARED = "model, optimizer = autotune_amp.prepare({}.config, model, optimizer)"
+
+
 # --- lines to copy -------------------------------------------------------------------------------------------------
 
 
@@ -168,7 +201,8 @@ def python_lines(recommendation: Recommendation, path: str) -> list[str]:
     loader = [explain.LOADER_COMMENT, explain.loader_line(config)]
     loaded = f'autotune_amp.PrecisionController.load({json.dumps(path)}, "{device_type}")'
     if recommendation.workload is not None and recommendation.workload.is_loop:
-        return [*loader, f"amp = {loaded}", "train_step(state, batch, amp)"]
+        each = ["# of each model in the state and its optimizer:", PREPARED.format("amp")] if config.set_up else []
+        return [*loader, f"amp = {loaded}", *each, "train_step(state, batch, amp)"]
     loop = explain.controlled_loop("loader", explain.LOSS)
     if explain.accumulates(config):  # the losses of a window add up to that of the whole batch
         found = recommendation.evidence.accumulation
@@ -178,7 +212,8 @@ def python_lines(recommendation: Recommendation, path: str) -> list[str]:
         if combination == "weighted":
             counted = (found and found.weighted_by) or "what the loss is a mean over"
             loop.insert(0, f"# count(batch) is yours: of a batch, {counted}")
-    return [*loader, f"controller = {loaded}", *loop]
+    prepared = [PREPARED.format("controller")] if config.set_up else []
+    return [*loader, f"controller = {loaded}", *prepared, *loop]
 
 
 def export_command(path: str) -> tuple[str, str]:

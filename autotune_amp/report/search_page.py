@@ -64,6 +64,7 @@ def search_page(recommendation: Recommendation, records: Sequence[Record], path:
             "Fidelity to fp32": _fidelity(recommendation.fidelity, recommendation.checks(), records),
             "Evidence": document.facts(pair for pair in facts if pair[0] not in _ELSEWHERE),
             "All candidates": _candidates(recommendation),
+            **_variants(recommendation),
             "Left out": _left_out(recommendation.excluded),
             "Failures": _failures(records),
             "Machine and versions": document.facts(rows.machine(hardware))
@@ -164,6 +165,11 @@ def _candidates(recommendation: Recommendation) -> str:
         outcome = rows.outcome_words(row, recommended, baseline)
         shown.append([*cells.values(), outcome, rows.reason_words(row)])
     return document.table([*columns, "outcome", "reason"], shown, num_numeric=len(columns) - 1)
+
+
+def _variants(recommendation: Recommendation) -> dict[str, str]:
+    shown = rows.variants(recommendation)
+    return {"Also tried": document.table(rows.VARIANT_COLUMNS, shown, num_numeric=2)} if shown else {}
 
 
 def _left_out(excluded: Iterable[Exclusion]) -> str:

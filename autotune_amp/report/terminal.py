@@ -35,6 +35,12 @@ def print_recommendation(recommendation: Recommendation, console: Console, path:
         )
     )
     console.print(_candidates(recommendation))
+    if recommendation.variants:
+        first, *numbers, last = rows.VARIANT_COLUMNS
+        table = _table(first, *numbers, last=last)
+        for cells in rows.variants(recommendation):
+            table.add_row(*map(Text, cells), style="" if cells[1] != "-" else "dim")
+        console.print(table)
     title = "Best so far: the search was interrupted" if search.was_interrupted else "Recommended"
     _print_panel(title, recommendation.facts(), console)
     # Below the panel and never wrapped by us: these lines are there to be copied.
@@ -107,9 +113,9 @@ def _precisions(profile: AmpProfile) -> Table:
 def _table(first: str, *numbers: str, last: str) -> Table:
     """Columns as wide as what they hold, but for the last, which is folded, and a speed-up with its interval."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(first, no_wrap=True)
+    table.add_column(first, max_width=24)
     for name in numbers:
-        table.add_column(name, justify="right", no_wrap=name != "speed-up")
+        table.add_column(name, justify="right", no_wrap=name not in ("speed-up", "gain"))
     table.add_column(last, overflow="fold")
     return table
 

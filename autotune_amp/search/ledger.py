@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from autotune_amp.core.evidence import Objective
 from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Measurement, Outcome, Record
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
+from autotune_amp.core.variants import COMPILE
 from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import loss_scales, ranking
@@ -271,4 +273,39 @@ class Ledger:
         ]
 
     def _harm(self, setting: Setting) -> str | None:
-        return ranking.harm(self.fidelity, setting) or loss_scales.refusal(self.scales, setting)
+        does_harm = ranking.harm(self.fidelity, setting) or loss_scales.refusal(self.scales, setting)
+        return does_harm or self._unpaid(setting)
+
+    def break_even_steps(self, setting: Setting) -> float | None:
+        """Optimizer steps after which compiling a setting has paid: what its first compilation took, over what a step
+        gains on the fastest that is not compiled. Infinite where it gains nothing, None where nothing is compiled or
+        there is nothing to compare with.
+        """
+        ours, plain = self._compiling.get(setting), self._uncompiled_seconds
+        if ours is None or plain is None:
+            return None
+        compiling_seconds, seconds_per_sample = ours
+        gain_seconds = setting.effective_batch_size * (plain - seconds_per_sample)
+        return compiling_seconds / gain_seconds if gain_seconds > 0 else math.inf
+
+    def _unpaid(self, setting: Setting) -> str | None:
+        num_steps = self.break_even_steps(setting)
+        if num_steps is None or num_steps <= self.num_steps:
+            return None
+        after = "never" if math.isinf(num_steps) else f"after {num_steps:,.0f} steps"
+        return f"compiling pays back {after}, and the training has {self.num_steps:,} (--steps)"
+
+    @cached_property
+    def _compiling(self) -> dict[Setting, tuple[float, float]]:
+        """Of what was compiled the longest first step, and the seconds of a sample."""
+        return {
+            c: (max(m.first_step_seconds for m in ours), min(1 / m.samples_per_second for m in ours))
+            for c, ours in self.measurements.items()
+            if c.compile != COMPILE.default
+        }
+
+    @cached_property
+    def _uncompiled_seconds(self) -> float | None:
+        """Seconds of a sample in the fastest that is not compiled."""
+        plain = [merit(ours) for c, ours in self.measurements.items() if c.compile == COMPILE.default]
+        return min((1 / found.samples_per_second for found in plain), default=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from autotune_amp.search.ranking import PLATEAU
 # What costs a trial alone comes before what compiles; nothing is tried on top of weights in low precision, which few
 # checks find faithful.
 _ORDER = (MEMORY_FORMAT, OPTIMIZER_IMPL, COMPILE, ACTIVATION_CHECKPOINTING, WEIGHTS)
-COMPILE_SECONDS = 15.0  # that a small model takes at the least, the first time (studies/variants)
+COMPILE_SECONDS = 5.0  # that a small model takes at the least, the first time (studies/variants)
 
 
 def ordered() -> list[Dimension[Any]]:
@@ -149,6 +150,8 @@ def _row(
     row = replace(row, status="chosen" if is_chosen else "tried", first_step_seconds=outcome.first_step_seconds)
     if record.candidate in ledger.ruled_out:
         row = replace(row, status="excluded", reason=ledger.ruled_out[record.candidate])
+    if (num_steps := ledger.break_even_steps(record.candidate)) is not None:
+        row = replace(row, break_even_steps=None if math.isinf(num_steps) else num_steps)
     if without is None:
         return row
     base = ledger.measurements[without][-1]

@@ -15,12 +15,16 @@ from autotune_amp.variants.subject import Trained
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
+def has(value: str, trained: Trained) -> bool:  # noqa: ARG001 - the signature of all
+    """Whether blocks are checkpointed already, as far as that shows."""
+    return any(
+        isinstance(module, CheckpointWrapper) or getattr(module, "is_gradient_checkpointing", False) is True
+        for module in trained.modules
+    )
+
+
 def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the signature of all
     """Why no block can be checkpointed, None where some can."""
-    if any(isinstance(module, CheckpointWrapper) for module in trained.modules) or any(
-        getattr(module, "is_gradient_checkpointing", False) is True for module in trained.modules
-    ):
-        return "the model checkpoints already"
     blocks = _switched(trained) or [block for _, _, block in _blocks(trained)]
     if not blocks:
         return "the model has no repeated blocks: two or more modules of one class in a ModuleList or Sequential"

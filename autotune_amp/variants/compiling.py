@@ -15,10 +15,13 @@ _OF_CUDA = {
 }
 
 
+def has(value: str, trained: Trained) -> bool:  # noqa: ARG001 - of what was compiled nothing says in which mode
+    """Whether a model or a part of it is compiled already."""
+    return any(map(_is_compiled, (*trained.models, *trained.modules)))
+
+
 def why_not(value: str, trained: Trained) -> str | None:
     """Why the models cannot be compiled so, None where they can."""
-    if any(map(_is_compiled, trained.models)) or any(map(_is_compiled, trained.modules)):
-        return "the model is compiled already"
     if trained.device.type != "cuda" and value in _OF_CUDA:
         return _OF_CUDA[value]
     return _missing_compiler(trained.device.type)

@@ -5,7 +5,7 @@ it.
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autotune_amp.variants.subject import Trained
 
@@ -15,14 +15,16 @@ _FORMATS = {
 }
 
 
+def has(value: str, trained: Trained) -> bool:
+    """Whether all the weights lie so already."""
+    memory_format, weights = _FORMATS[value][0], _weights(value, trained)
+    return bool(weights) and all(weight.is_contiguous(memory_format=memory_format) for weight in weights)
+
+
 def why_not(value: str, trained: Trained) -> str | None:
     """Why the weights cannot lie so, None where they can."""
-    memory_format, num_dimensions, kinds = _FORMATS[value]
-    weights = [module.weight for module in trained.modules if isinstance(module, kinds)]
-    if not weights:
-        return f"the model has no convolution over {num_dimensions - 2} dimensions"
-    if all(weight.is_contiguous(memory_format=memory_format) for weight in weights):
-        return "its convolutions are in it already"
+    if not _weights(value, trained):
+        return f"the model has no convolution over {_FORMATS[value][1] - 2} dimensions"
     return None
 
 
@@ -33,3 +35,7 @@ def apply(value: str, trained: Trained) -> None:
         if parameter.dim() == num_dimensions:
             parameter.data = parameter.data.contiguous(memory_format=memory_format)
     trained.follow()
+
+
+def _weights(value: str, trained: Trained) -> list[Tensor]:
+    return [module.weight for module in trained.modules if isinstance(module, _FORMATS[value][2])]

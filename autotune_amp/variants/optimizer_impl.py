@@ -11,6 +11,12 @@ from torch import Tensor
 from autotune_amp.variants.subject import Trained
 
 
+def has(value: str, trained: Trained) -> bool:
+    """Whether all the optimizers step so already."""
+    groups = [group for optimizer in trained.optimizers for group in optimizer.param_groups]
+    return bool(groups) and all(_implementation(group, trained.device) == value for group in groups)
+
+
 def why_not(value: str, trained: Trained) -> str | None:
     """Why the optimizers cannot step so, None where they can."""
     if not trained.optimizers:
@@ -19,8 +25,6 @@ def why_not(value: str, trained: Trained) -> str | None:
         kind = type(optimizer)
         if not kind.__module__.startswith("torch.optim.") or value not in inspect.signature(kind).parameters:
             return f"{kind.__module__}.{kind.__qualname__} offers no {value} implementation"
-    if all(_implementation(group, trained.device) == value for o in trained.optimizers for group in o.param_groups):
-        return f"it steps so already on {trained.device.type}"
     try:
         for optimizer in trained.optimizers:
             _checked(value, optimizer)

@@ -19,6 +19,8 @@ Optimizers = TypeVar("Optimizers", bound=torch.optim.Optimizer | Sequence[torch.
 
 
 class _Place(Protocol):
+    def has(self, value: str, trained: Trained) -> bool: ...
+
     def why_not(self, value: str, trained: Trained) -> str | None: ...
 
     def apply(self, value: str, trained: Trained) -> None: ...
@@ -42,18 +44,20 @@ def prepare(config: Setting, model: Model, optimizer: Optimizers) -> tuple[Model
     ``state_dict`` are those of before, so that a checkpoint loads with and without it. An optimizer's own holds its
     implementation: loaded elsewhere it brings that along.
 
-    Raises `InvalidRequestError` for what this model or optimizer cannot have, before anything is changed.
+    What is so already stays. Raises `InvalidRequestError` for what this model or optimizer cannot have, before anything
+    is changed.
     """
     several = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     trained = Trained([model], list(several), device)
-    for name, value in config.set_up.items():
+    wanted = {name: value for name, value in config.set_up.items() if not _PLACES[name].has(value, trained)}
+    for name, value in wanted.items():
         if (reason := _PLACES[name].why_not(value, trained)) is not None:
             raise InvalidRequestError(
                 f"The config has {name}={value!r}, which cannot be set up here: {reason}.",
-                "Pass the model and the optimizer that were searched, once; or leave it out of the config.",
+                "Pass the model and the optimizer that were searched, or leave it out of the config.",
             )
-    for name, value in config.set_up.items():
+    for name, value in wanted.items():
         set_up(name, value, trained)
     return model, optimizer
 
@@ -65,7 +69,8 @@ def set_up(name: str, value: str, trained: Trained) -> None:
 
 def values_for(trained: Trained) -> dict[str, dict[str, str | None]]:
     """For each dimension its values beside the default: None where it can be set up, else why not."""
-    return {
-        variant.name: {value: _PLACES[variant.name].why_not(value, trained) for value in variant.others}
-        for variant in VARIANTS
-    }
+
+    def why_not(place: _Place, value: str) -> str | None:
+        return "it is so already" if place.has(value, trained) else place.why_not(value, trained)
+
+    return {v.name: {value: why_not(_PLACES[v.name], value) for value in v.others} for v in VARIANTS}

@@ -12,10 +12,15 @@ from autotune_amp.variants.subject import Trained
 _KEPT = (nn.modules.batchnorm._NormBase,)
 
 
+def has(value: str, trained: Trained) -> bool:  # noqa: ARG001 - the signature of all
+    """Whether the parameters are kept so already."""
+    return not _to_cast(trained) and any(parameter.dtype == torch.bfloat16 for parameter in trained.parameters)
+
+
 def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the signature of all
     """Why the parameters cannot be kept so, None where they can."""
-    if all(parameter.dtype != torch.float32 for parameter in trained.parameters):
-        return "no parameter is in fp32"
+    if any(parameter.dtype == torch.float16 for parameter in trained.parameters):
+        return "some are kept in fp16"
     return None
 
 
@@ -23,9 +28,12 @@ def apply(value: str, trained: Trained) -> None:  # noqa: ARG001 - there is but 
     """Cast each fp32 parameter to bf16, and what an optimizer holds of it, in place; norms with running statistics keep
     theirs.
     """
-    kept = {id(p) for module in trained.modules if isinstance(module, _KEPT) for p in module.parameters()}
-    for parameter in trained.parameters:
-        if parameter.dtype == torch.float32 and id(parameter) not in kept:
-            parameter.data = parameter.data.to(torch.bfloat16)
-            parameter.grad = None
+    for parameter in _to_cast(trained):
+        parameter.grad = None
+        parameter.data = parameter.data.to(torch.bfloat16)
     trained.follow()
+
+
+def _to_cast(trained: Trained) -> list[nn.Parameter]:
+    kept = {p for module in trained.modules if isinstance(module, _KEPT) for p in module.parameters()}
+    return [p for p in trained.parameters if p.dtype == torch.float32 and p not in kept]

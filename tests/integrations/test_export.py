@@ -23,11 +23,11 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.integrations.documents import deepspeed_config
 from autotune_amp.integrations.export import (
     TARGETS,
     Exportable,
     accelerate_file,
-    deepspeed_config,
     export,
     is_exported,
 )

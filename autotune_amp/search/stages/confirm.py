@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from autotune_amp.core.outcome import Measurement, Purpose, Record
 from autotune_amp.core.setting import Setting
+from autotune_amp.core.variants import COMPILE
 from autotune_amp.isolation.local import Backend, Handle, Isolation
 from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.ranking import PLATEAU
@@ -28,6 +29,7 @@ RUN_SECONDS = MEASURE_SECONDS + 0.5  # with the warm-up of a small model
 ENDING_SHARE = 0.25  # of the confirmation's time, for evaluations and checkpoints
 MAX_SHARE = 0.5  # of the budget
 SAFETY = 1.1  # an estimate of a process's seconds that turns out short must not break the budget
+CACHED_SHARE = 0.3  # of the first compilation's seconds, for one that the compiler's cache knows (studies/variants)
 NUM_STEPS_FORESEEN = 14  # of an outlook's trial: a first step as long as three, the warm-up, the fewest measured
 
 
@@ -211,7 +213,9 @@ def run_seconds(ledger: Ledger, setting: Setting) -> float:
     outcome = ledger.outcomes.get(setting)
     if not isinstance(outcome, Measurement):
         return 0.0
-    warm_up = outcome.first_step_seconds + NUM_WARMUP_STEPS * outcome.step_seconds
+    is_compiled = setting.compile != COMPILE.default
+    first_step_seconds = outcome.first_step_seconds * (CACHED_SHARE if is_compiled else 1.0)
+    warm_up = first_step_seconds + NUM_WARMUP_STEPS * outcome.step_seconds
     measuring = min(MAX_STEPS * outcome.step_seconds, MEASURE_SECONDS + outcome.step_seconds)
     return warm_up + measuring
 

@@ -1,0 +1,87 @@
+"""A config as the documents that frameworks read: what ``accelerate config`` writes, DeepSpeed's JSON. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.evidence import AUTOCAST_DTYPES
+from autotune_amp.core.variants import COMPILE
+
+
+def refuse_fp8(config: AmpConfig) -> None:
+    """Raise `InvalidRequestError` for fp8."""
+    if config.precision == "fp8":
+        raise InvalidRequestError(
+            "There is no export of fp8, which needs a recipe of its own.",
+            "Export a config in bf16, fp16, tf32 or fp32.",
+        )
+
+
+def accelerate_config(config: AmpConfig, device_type: str = "cuda") -> dict[str, Any]:
+    """What ``accelerate config`` would write for one process on one device; keys as of Accelerate 1.15.
+
+    It holds the precision and the device; Accelerate refuses other keys. A plain Accelerator keeps no modules pinned,
+    and on a CPU it neither casts to fp16 nor scales: there the precision is ``"no"``, fp32 rather than what was not
+    measured. Raises `InvalidRequestError` for fp8.
+    """
+    refuse_fp8(config)
+    is_cast = config.precision in AUTOCAST_DTYPES and (device_type, config.precision) != ("cpu", "fp16")
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": "NO",
+        "enable_cpu_affinity": False,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "mixed_precision": config.precision if is_cast and not config.pinned_modules else "no",
+        "num_machines": 1,
+        "num_processes": 1,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": device_type == "cpu",
+        **({"dynamo_config": dynamo} if (dynamo := dynamo_config(config)) else {}),
+    }
+
+
+def dynamo_config(config: AmpConfig) -> dict[str, Any]:
+    """The part of ``accelerate config`` that compiles; empty where the config does not."""
+    if config.compile == COMPILE.default:
+        return {}
+    return {"dynamo_backend": "INDUCTOR", "dynamo_mode": config.compile, "dynamo_use_dynamic": False}
+
+
+def deepspeed_config(config: AmpConfig) -> dict[str, Any]:
+    """DeepSpeed's configuration document (``ds_config.json``) for a config; keys as of DeepSpeed 0.19.
+
+    DeepSpeed keeps the weights themselves in bf16 or fp16, with an fp32 copy in the optimizer, where autocast casts
+    fp32 weights. `init_scale` is rounded down to a power of two, the least scale to a whole number from 1 up. The scale
+    doubles and halves, whatever the growth and backoff factors, and has no upper bound.
+
+    Raises `InvalidRequestError` for an initial loss scale below 1, which DeepSpeed cannot go on from.
+    """
+    scale = config.loss_scale
+    fp16: dict[str, Any] = {"enabled": False}
+    if scale is not None:
+        if scale.init_scale < 1:
+            raise InvalidRequestError(
+                f"DeepSpeed cannot hold the initial loss scale {scale.init_scale!r}: its least scale is 1.",
+                "Train a loss that is a mean rather than a sum, or export to another framework.",
+            )
+        fp16 = {
+            "enabled": True,
+            "loss_scale": 0,  # dynamic
+            "initial_scale_power": math.floor(math.log2(scale.init_scale)),
+            "loss_scale_window": scale.growth_interval,
+            "hysteresis": scale.hysteresis,
+            "consecutive_hysteresis": False,  # counted anew when the scale grows, as `LossScale` has it
+            "min_loss_scale": max(1, math.floor(scale.floor)),
+        }
+    return {
+        "train_micro_batch_size_per_gpu": config.batch_size,
+        "gradient_accumulation_steps": config.accumulation_steps,
+        "bf16": {"enabled": config.precision == "bf16"},
+        "fp16": fp16,
+    }
