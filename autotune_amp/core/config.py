@@ -230,7 +230,7 @@ def training_arguments(config: AmpConfig, others: Mapping[str, Any] | None = Non
     if config.compile != COMPILE.default:
         decided |= {"torch_compile": True, "torch_compile_mode": config.compile}
     if config.activation_checkpointing != ACTIVATION_CHECKPOINTING.default:
-        decided |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+        decided |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
     if config.optimizer_impl == "fused":
         decided["optim"] = "adamw_torch_fused"
     given = dict(others or {})

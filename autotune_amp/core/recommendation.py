@@ -44,7 +44,7 @@ class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
     def covers(self, setting: Setting) -> bool:
         """Whether the reason holds for this setting."""
         named = msgspec.structs.asdict(self) | ({"batch_size": UNSET} if self.batch_size is None else {})
-        return all(named[name] in (UNSET, getattr(setting, name)) for name in Setting.__struct_fields__)
+        return all(named.get(name, UNSET) in (UNSET, getattr(setting, name)) for name in Setting.__struct_fields__)
 
 
 class SearchSummary(msgspec.Struct, frozen=True, kw_only=True):

@@ -77,7 +77,7 @@ WEIGHTS: Final = _Weights(
     "weights",
     Weights,
     "{} weights",
-    why_not_auto="most updates of a plain optimizer round away on weights in bf16; --try weights tries it, for an "
+    why_not_auto="small updates of a plain optimizer round away on weights in bf16; --try weights tries it, as for an "
     "optimizer that rounds stochastically or keeps fp32 copies",
 )
 MEMORY_FORMAT: Final = _Written(

@@ -244,7 +244,7 @@ def refuse_contradictions(args: Any, config: AmpConfig) -> None:
     """Raise `InvalidRequestError` for TrainingArguments that say something else than the config."""
     wanted = training_arguments(config)
     names = ["per_device_train_batch_size", "gradient_accumulation_steps"]
-    names += [name for name in ("torch_compile", "gradient_checkpointing") if name in wanted]
+    names += [name for name in ("torch_compile", "activation_checkpointing") if name in wanted]
     if args.tf32 is not None and "tf32" in wanted:  # a config that keeps the flags as found decides none
         names.append("tf32")
     found = [(name, getattr(args, name), wanted[name]) for name in names]

@@ -12,14 +12,16 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.variants.subject import Trained
 
+# Transformers' names, those of before 5.23 last.
+_SWITCHES = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+_STATES = ("is_activation_checkpointing", "is_gradient_checkpointing")
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def has(value: str, trained: Trained) -> bool:  # noqa: ARG001 - the signature of all
     """Whether blocks are checkpointed already, as far as that shows."""
-    return any(
-        isinstance(module, CheckpointWrapper) or getattr(module, "is_gradient_checkpointing", False) is True
-        for module in trained.modules
+    return any(isinstance(module, CheckpointWrapper) for module in trained.modules) or any(
+        getattr(model, next(name for name in _STATES if hasattr(type(model), name))) for model in _switched(trained)
     )
 
 
@@ -39,7 +41,8 @@ def apply(value: str, trained: Trained) -> None:  # noqa: ARG001 - there is but 
     By Transformers' own switch where the model has it. The names in a ``state_dict`` stay as they are.
     """
     for model in (switched := _switched(trained)):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable = next(getattr(model, name) for name in _SWITCHES if hasattr(model, name))
+        enable({"use_reentrant": False})
     if switched:
         return
     wrapped: dict[nn.Module, nn.Module] = {}  # a block may stand in several places

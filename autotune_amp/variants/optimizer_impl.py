@@ -38,7 +38,7 @@ def apply(value: str, trained: Trained) -> None:
     for optimizer in trained.optimizers:
         _checked(value, optimizer)
         for options in (optimizer.defaults, *optimizer.param_groups):
-            options.update(foreach=value == "foreach", fused=value == "fused")
+            options.update({name: value == name for name in ("foreach", "fused") if name in options})
         # What GradScaler asks before it leaves unscaling and skipping to the optimizer; torch sets it where it is made.
         optimizer._step_supports_amp_scaling = value == "fused"  # type: ignore[attr-defined]
         for parameter, state in optimizer.state.items():  # a fused step counts on the device, others on the host
@@ -57,8 +57,8 @@ def _implementation(group: dict[str, Any], device: torch.device) -> str | None:
 def _checked(value: str, optimizer: Any) -> None:
     """Torch's own constructor, with the optimizer's hyperparameters, on one of its parameters without their number."""
     kind = type(optimizer)
-    taken = inspect.signature(kind).parameters.keys() & optimizer.defaults.keys()
-    options = {name: optimizer.defaults[name] for name in taken}
+    chosen = {**optimizer.defaults, "foreach": value == "foreach", "fused": value == "fused"}
+    options = {name: chosen[name] for name in inspect.signature(kind).parameters.keys() & chosen.keys()}
     some = next(parameter for group in optimizer.param_groups for parameter in group["params"])
     alike = torch.zeros(1, dtype=some.dtype, device=some.device, requires_grad=True)
-    kind([alike], **options | {"foreach": value == "foreach", "fused": value == "fused"})
+    kind([alike], **options)

@@ -198,6 +198,10 @@ FULL = AmpConfig(
     num_workers=5,
     environment={"MALLOC_TRIM_THRESHOLD_": "2147483647"},
     as_found=True,
+    memory_format="channels_last",
+    activation_checkpointing="blocks",
+    optimizer_impl="foreach",
+    compile="reduce-overhead",
 )
 WORDS = {
     "precision": "fp16|float16",
@@ -209,6 +213,11 @@ WORDS = {
     "num_workers": "num_workers=5",
     "environment": "MALLOC_TRIM_THRESHOLD_",
     "as_found": "as_found=True|they stay as they are",
+    "weights": "weights=.bf16",
+    "memory_format": "channels_last",
+    "activation_checkpointing": "blocks",
+    "optimizer_impl": "foreach",
+    "compile": "reduce-overhead",
 }
 TEXTS = [*TARGETS, "accelerate file"]
 
@@ -225,7 +234,11 @@ def everything(config: AmpConfig, target: str) -> str:
 def test_every_field_of_a_config_shows_in_every_text_or_its_comments(config: AmpConfig, target: str) -> None:
     assert WORDS.keys() == set(AmpConfig.__struct_fields__), "a new field is to be found here, too"
     text = everything(config, target)
-    wanted = [name for name in WORDS if name != "pinned_modules" or config.pinned_modules]
+    if not config.pinned_modules:  # weights in bf16 are for other precisions than fp16, which alone has a loss scale
+        config = msgspec.structs.replace(config, precision="bf16", loss_scale=None, fallback=["fp32"], weights="bf16")
+        text += everything(config, target)
+    left_out = () if config.pinned_modules else ("pinned_modules",)
+    wanted = [name for name in WORDS if name not in (left_out or ("weights",))]
     assert [name for name in wanted if not re.search(WORDS[name], text)] == []
 
 

@@ -12,16 +12,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from scripted_backend import ScriptedSearch, measured
 
 import autotune_amp
-from autotune_amp.core.outcome import Record
 from autotune_amp.core.setting import DIMENSIONS, Setting
-from autotune_amp.search.ledger import Ledger
-from autotune_amp.search.space import Space
-from autotune_amp.search.stages.checks import Checks
-from autotune_amp.search.stages.variants import Variants
-from autotune_amp.trial.jobs import Trial
 
 HERE = Path(__file__).parent
 
@@ -72,7 +65,13 @@ def test_another_dimension_is_tried_checked_ranked_kept_and_shown(found: dict[st
     assert search["checked"] == ["no", "partly", "wholly"], "a verdict holds for one value"
     assert search["fused"] == "partly", "as fast within 3 %, and less to go wrong"
     assert search["are_read_back"]
-    assert any("magically" in note and "has no magic" in note for note in search["notes"])
+    fates = {value: (status, reason) for name, value, status, reason in search["variants"] if name == "fused"}
+    assert {value: status for value, (status, _) in fates.items()} == {
+        "partly": "chosen",
+        "wholly": "tried",
+        "magically": "untried",
+    }
+    assert "has no magic" in fates["magically"][1]
     assert "bf16 partly fused batch 32" in search["text"]
     assert {"bf16", "bf16 partly fused", "bf16 wholly fused"} <= set(search["cells"])
     assert "model = fuse(model, 'partly')  # for torch" in search["script"]
@@ -89,23 +88,3 @@ def test_a_trial_applies_it_and_no_check_that_does_not_know_it_calls_it_faithful
     assert job["applied"] == "partly"
     assert job["verdict"] == "unchecked"
     assert "fused" in job["reason"]
-
-
-def test_variants_are_those_that_bear_on_the_objective_one_after_the_other() -> None:
-    found, best = Setting(precision="fp32", batch_size=8, as_found=True), Setting(precision="bf16", batch_size=8)
-    where = Space(candidates=(best,), baseline=found, variants={"num_workers": (1, 2), "unknown": (True,)})
-    conditions = ScriptedSearch(where, answer=lambda trial: measured(trial, 1.0)).conditions
-    stage = Variants(conditions, Checks(conditions))
-    tried = [found, best]
-    for num_workers in (1, 2, None):
-        records = [a_trial(number, setting) for number, setting in enumerate(tried)]
-        assert stage.setting(Ledger(where, records, objective="memory")) is None, "workers do not change the memory"
-        setting = stage.setting(Ledger(where, records))
-        assert (None if setting is None else setting.num_workers) == num_workers
-        tried += [setting] if setting is not None else []
-    assert stage.setting(Ledger(where, [a_trial(0, found)])) is None, "no config can say what is as found"
-
-
-def a_trial(number: int, setting: Setting) -> Record:
-    outcome = measured(Trial(candidate=setting, device="cpu"), 200.0 if setting.precision == "bf16" else 100.0)
-    return Record(search_id="s", number=number, candidate=setting, purpose="search", outcome=outcome, seconds=1.0)

@@ -72,7 +72,7 @@ def searched(folder: Path, harmful: str) -> dict[str, Any]:
         "tried": [str(r.candidate) for r in read if r.candidate.fused != "no" and r.purpose == "search"],
         "checked": [r.candidate.fused for r in read if r.purpose == "fidelity"],
         "are_read_back": read == list(search.records),
-        "notes": space.notes,
+        "variants": [(row.name, row.value, row.status, row.reason) for row in kept.variants],
         "fused": kept.config.fused,
         "plans": [plan.fused for plan in kept.config.plans],
         "excluded": [(entry.precision, entry.batch_size) for entry in kept.excluded],
