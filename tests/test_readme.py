@@ -42,6 +42,7 @@ FIRST = Example("def workload()", r"\A\Z")  # what the commands are shown with
 QUICK = [
     FIRST,
     Example("AutotuneAccelerator", r"\Afp16\n\Z"),
+    Example("from autotune_amp import AmpConfig, prepare", r"\ATrue True\n\Z"),
     Example("controller.on_step", r"\Afp16 0 \(\)\n\Z"),
 ]
 SLOW = [

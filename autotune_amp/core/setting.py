@@ -93,6 +93,11 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     @property
+    def with_nothing_set_up(self) -> Setting:
+        """The setting with the model and the optimizer as they are found."""
+        return msgspec.structs.replace(self, **{variant.name: variant.default for variant in variants.VARIANTS})
+
+    @property
     def scaling(self) -> Setting:
         """The ordinary setting with its pins: what a loss scale depends on."""
         return msgspec.structs.replace(self.ordinary, pinned_modules=self.pinned_modules)

@@ -45,7 +45,8 @@ class Subject:
     all of its modules, the loss is `no_loss`, and the optimizer steps all that the loop has.
 
     `reference` is the same training without what was set up on this one beside its precision, None where nothing was.
-    `is_compiled`, but not the reference: then its passes draw other numbers, and watched they are another graph.
+    `is_compiled` by that: watched, its passes would be another graph. Without `has_like_draws`, as beside compiled
+    code, dropout is taken out on a CPU too.
     """
 
     model: nn.Module
@@ -57,6 +58,7 @@ class Subject:
     loop: Loop | None = None
     reference: Subject | None = None
     is_compiled: bool = False
+    has_like_draws: bool = True
 
 
 @dataclass(frozen=True)
@@ -333,5 +335,5 @@ def comparable_draws(model: nn.Module, subject: Subject) -> AbstractContextManag
     Nothing on a CPU, where one seed gives the same draws in every dtype. Accelerators draw as many numbers at once as
     the dtype allows: there dropout is taken out, since other draws alone make a cosine of 0.88 (a T5, measured).
     """
-    are_alike = subject.device.type == "cpu" and not subject.is_compiled
+    are_alike = subject.device.type == "cpu" and subject.has_like_draws
     return nullcontext() if are_alike else without_dropout(model)

@@ -1,8 +1,8 @@
 """The study: what the sampler is told and asked, and the only file that imports Optuna.
 
 The parameters are the dimensions that the sampler finds (numbers on a log scale, snapped to the nearest legal one: an
-int range may change later and a category may not) and, under fp16, `init_scale` and `growth_interval`, whose pairs are
-replayed on one measurement. User attributes say the rest for optuna-dashboard; they are few, since each is a commit.
+int range may change later and a category may not), of trials on the winner the further ones and, under fp16,
+`init_scale` and `growth_interval`, whose pairs are replayed on one measurement. User attributes say the rest for optuna-dashboard; they are few, since each is a commit.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from autotune_amp.core.dimensions import Dimension
 from autotune_amp.core.errors import StudyError
 from autotune_amp.core.outcome import Failure, Measurement, Outcome
 from autotune_amp.core.setting import DIMENSIONS, Setting
+from autotune_amp.core.variants import VARIANTS
 from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search.ledger import Ledger
@@ -67,6 +68,12 @@ class Study:
         self._calibrated: set[Setting] = set()
         self._legal = (*space.candidates, space.baseline)
         self._distributions = {dimension.name: _distribution(dimension, self._legal) for dimension in SAMPLED}
+        # Parameters of the trials alone that have another value somewhere: the sampler is not asked for them.
+        self._further: dict[str, BaseDistribution] = {
+            variant.name: CategoricalDistribution((variant.default, *values))
+            for variant in VARIANTS
+            if (values := space.variants.get(variant.name, ()))
+        }
 
     @classmethod
     @contextlib.contextmanager
@@ -111,9 +118,12 @@ class Study:
             raise ValueError(f"{setting} is not in the space.")
         with _storage_errors(self._storage):
             if setting is not None:
-                self._study.enqueue_trial(_parameters(setting, pair), user_attrs=_described(setting))
+                self._study.enqueue_trial(
+                    _parameters(setting, pair) | self._further_parameters(setting), user_attrs=_described(setting)
+                )
+            further = self._further if setting is not None and setting.set_up else {}
             try:
-                trial = self._study.ask(self._distributions)
+                trial = self._study.ask(self._distributions | further)
             except ValueError as error:
                 what = f"A trial that somebody enqueued in study {self.name} cannot be run: {error}."
                 raise StudyError(what, "The same command again goes on without that trial.") from error
@@ -221,8 +231,11 @@ class Study:
             self._study.tell(left.number, state=TrialState.FAIL)
 
     def _is_legal(self, setting: Setting) -> bool:
-        """Whether it is one of the space's, with or without pins; other numbers of loader workers are none."""
-        return msgspec.structs.replace(setting, pinned_modules=()) in self._legal
+        """Whether it is one of the space's, with or without pins and what is set up; other numbers of workers are none."""
+        return msgspec.structs.replace(setting.with_nothing_set_up, pinned_modules=()) in self._legal
+
+    def _further_parameters(self, setting: Setting) -> dict[str, str]:
+        return {name: getattr(setting, name) for name in self._further} if setting.set_up else {}
 
 
 def _distribution(dimension: Dimension[Any], settings: Sequence[Setting]) -> BaseDistribution:

@@ -136,12 +136,14 @@ def _subject(context: Context, spec: Check) -> Subject:
             set_up(name, value, Trained([], each(optimizer), device))
         return optimizer
 
+    is_compiled = COMPILE.name in wanted
     own = _subject_of(context.workload, spec, model, batches)
     return replace(
         own,
         make_optimizer=own.make_optimizer if isinstance(model, LoopState) else make,
-        reference=plain,
-        is_compiled=COMPILE.name in wanted,
+        reference=replace(plain, has_like_draws=not is_compiled),
+        is_compiled=is_compiled,
+        has_like_draws=not is_compiled,
     )
 
 

@@ -217,3 +217,30 @@ def test_a_seq2seq_trainer_trains_and_generates_with_todays_arguments(tmp_path: 
     assert are_finite(model)
     assert not same(before, model)
     assert trainer.predict(data[:BATCH]).predictions.dtype == "int64"  # tokens: it has generated
+
+
+def test_what_decides_the_speed_is_said_in_arguments_and_the_rest_is_set_up(tmp_path: Path) -> None:
+    config = AmpConfig(
+        precision="fp32",
+        batch_size=BATCH,
+        compile="reduce-overhead",
+        activation_checkpointing="blocks",
+        optimizer_impl="fused",
+    )
+    made = config.to_training_arguments(output_dir=str(tmp_path), use_cpu=True)
+    assert (made.torch_compile, made.torch_compile_mode, made.optim) == (True, "reduce-overhead", "adamw_torch_fused")
+    assert (made.activation_checkpointing, made.activation_checkpointing_kwargs) == (True, {"use_reentrant": False})
+    kept = config.to_training_arguments(like=seq2seq(tmp_path))
+    assert kept.optim == "adafactor", "another optimizer is not replaced"
+    with pytest.raises(InvalidRequestError, match="torch_compile"):
+        AutotuneTrainer(
+            Notes(),
+            arguments(AmpConfig(precision="fp32", batch_size=BATCH), tmp_path),
+            train_dataset=rows(BATCH),
+            amp_config=AmpConfig(precision="fp32", batch_size=BATCH, compile="default"),
+        )
+    foreach = AmpConfig(precision="fp32", batch_size=BATCH, optimizer_impl="foreach")
+    run = trainer(foreach, tmp_path, rows(2 * BATCH), max_steps=2)
+    run.train()
+    assert {(group["foreach"], group["fused"]) for group in run.optimizer.param_groups} == {(True, False)}
+    assert are_finite(run.model)

@@ -140,6 +140,24 @@ def test_the_torch_text_leaves_no_gradients_behind_at_the_end_of_a_loader_of_unk
     assert [parameter.grad for parameter in ran.net.parameters()] == [None] * 4
 
 
+@pytest.mark.parametrize("target", ["torch", "accelerate"])
+def test_the_text_sets_up_what_was_recommended_of_model_and_optimizer(target: str) -> None:
+    further: dict[str, Any] = {"weights": "bf16", "optimizer_impl": "fused"}
+    config = AmpConfig(precision="bf16", batch_size=8, **further)
+    with fresh_accelerate():
+        text = export(Exportable(config, "cpu"), target).text
+        ran = exec_text(text)
+    assert ran.net.first.weight.dtype == torch.bfloat16
+    assert ran.num_steps == 4
+    if target == "accelerate":
+        optimizer = ran.names["optimizer"].optimizer
+        assert all(group["fused"] for group in optimizer.param_groups)
+    else:
+        assert "fused=True" in comments(text), "where the optimizer is made"
+        compiled = export(Exportable(AmpConfig(precision="bf16", batch_size=8, compile="default")), "torch").text
+        assert 'model.compile(mode="default")' in compiled
+
+
 def test_the_torch_text_of_a_loop_of_its_own() -> None:
     seen = []
 

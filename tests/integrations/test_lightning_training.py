@@ -192,3 +192,14 @@ def test_a_run_without_a_rung_left_saves_a_checkpoint_before_it_stops(tmp_path: 
         run.fit(net, loader())
     assert callback.demotion is None
     assert (tmp_path / "last.ckpt").exists()
+
+
+def test_what_the_config_says_of_model_and_optimizer_is_set_up(tmp_path: Path) -> None:
+    net = Net()
+    config = AmpConfig(precision="fp32", batch_size=4, optimizer_impl="foreach")
+    run = trainer(tmp_path, **trainer_arguments(config))
+    run.fit(net, loader())
+    assert all(group["foreach"] for optimizer in run.optimizers for group in optimizer.param_groups)
+    assert are_finite(net)
+    again = trainer(tmp_path, **trainer_arguments(config))
+    again.fit(net, loader())  # is so already

@@ -13,6 +13,7 @@ from typing import Any
 
 import optuna
 import pytest
+from msgspec.structs import replace
 from optuna.trial import FrozenTrial, TrialState
 from scripted_backend import measurement
 from test_decide import at
@@ -106,6 +107,20 @@ def test_fp16_carries_the_loss_scale_and_the_others_do_not(file: Path) -> None:
     assert (uncalibrated.value, uncalibrated.user_attrs["is_calibrated"]) == (100.0, False)
     assert fp32.params == {"precision": "fp32", "batch_size": 8}
     assert "is_calibrated" not in fp32.user_attrs
+
+
+def test_a_further_dimension_is_a_parameter_of_the_trials_that_have_it(file: Path) -> None:
+    space = replace(SPACE, variants={"compile": ("default",), "memory_format": ("channels_last",), "weights": ()})
+    compiled = replace(at("fp32", 32), compile="default")
+    records = [record(1, at("fp32", 32), measured()), record(2, compiled, measured(150.0))]
+    with Study.open(file, "demo", Ledger(space, records, search_id="s1"), owner="", seed=0) as study:
+        assert study.ask().setting.set_up == {}, "they are tried by a stage of their own"
+    told = {frozenset(trial.params.items()): trial.value for trial in trials(file) if trial.value is not None}
+    plain = {"precision": "fp32", "batch_size": 32}
+    assert told == {
+        frozenset(plain.items()): 100.0,
+        frozenset((plain | {"compile": "default", "memory_format": "contiguous"}).items()): 150.0,
+    }
 
 
 def test_pairs_are_suggested_for_one_candidate_and_snapped(file: Path) -> None:

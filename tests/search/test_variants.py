@@ -1,0 +1,186 @@
+"""Which further values are tried on the setting that would win, in which order, and what is said of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from scripted_backend import ScriptedSearch, described, hardware, measurement, out_of_memory
+
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.outcome import Failure, Measurement, Outcome
+from autotune_amp.core.recommendation import VariantRow
+from autotune_amp.core.setting import Setting
+from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.space import build_space
+from autotune_amp.search.stages.checks import Checks
+from autotune_amp.search.stages.variants import SHARE, Variants
+from autotune_amp.search.variants import rows
+from autotune_amp.trial.jobs import Trial
+
+VALUES: dict[str, dict[str, str | None]] = {
+    "weights": {"bf16": None},
+    "memory_format": {"channels_last": None, "channels_last_3d": "no convolution over 3 dimensions"},
+    "activation_checkpointing": {"blocks": None},
+    "optimizer_impl": {"foreach": None, "fused": None},
+    "compile": {"default": None, "max-autotune-no-cudagraphs": None, "reduce-overhead": None},
+}
+# What each value multiplies the speed by, and the seconds of its first step.
+GAINS = {"channels_last": 1.2, "foreach": 1.0, "fused": 1.1, "default": 1.5, "bf16": 1.0, "blocks": 0.8}
+
+
+def speed(setting: Setting, gains: dict[str, float]) -> float:
+    found = {"fp32": 100.0, "bf16": 200.0}[setting.precision] * setting.batch_size / (setting.batch_size + 8)
+    for value in setting.set_up.values():
+        found *= gains.get(value, 1.0)
+    return found
+
+
+def measured(
+    setting: Setting, gains: dict[str, float], update_share: float = 0.2, compiling: float = 20.0
+) -> Measurement:
+    step = setting.effective_batch_size / speed(setting, gains)
+    first = 2 * step + (compiling if setting.compile != "off" else 0.0)
+    fields: dict[str, Any] = {"first_step_seconds": first, "update_seconds": update_share * step}
+    return measurement(speed(setting, gains), 2**28, step_seconds=step, **fields)
+
+
+def searched(
+    gains: dict[str, float] | None = None,
+    *,
+    options: dict[str, Any] | None = None,
+    wall: int = 1000,
+    update_share: float = 0.2,
+    budget: float = 1000.0,
+    failing: dict[str, Failure] | None = None,
+) -> tuple[list[Setting], dict[tuple[str, str], VariantRow], Setting]:
+    """What was tried beside precision and batch, what is said of each value, and what would win."""
+    gains = GAINS if gains is None else gains
+
+    def answer(spec: Trial) -> Outcome:
+        setting = spec.candidate
+        for value in setting.set_up.values():
+            if failing and value in failing:
+                return failing[value]
+        if setting.batch_size > wall and setting.activation_checkpointing == "off":
+            return out_of_memory()
+        return measured(setting, gains, update_share)
+
+    device = hardware({"fp32": 1.0, "bf16": 2.0})
+    about = described(batch_size=32, variants=VALUES)
+    asked = SearchOptions.from_user(
+        **{"precision": ["fp32", "bf16"], "try_": "auto", "steps": 10_000, **(options or {})}
+    )
+    search = ScriptedSearch(
+        build_space(device, about, asked),
+        answer,
+        budget,
+        device=device,
+        description=about,
+        objective=asked.objective,
+    )
+    search.ledger.num_steps = asked.horizon_steps(32)
+    search.explore()
+    checks = Checks(search.conditions)
+    for stage in (checks, Variants(search.conditions, checks)):
+        search.run(stage)
+    assert search.ledger.shortlist is not None
+    winner = search.ledger.shortlist.winner
+    tried = [r.candidate for r in search.ledger.trials if r.candidate.set_up]
+    found = {(row.name, row.value): row for row in rows(search.ledger, winner, is_budget_spent=False)}
+    return tried, found, winner
+
+
+def test_each_value_is_tried_once_on_what_leads_and_kept_where_it_wins() -> None:
+    tried, found, winner = searched(options={"steps": 100_000})
+    assert [tuple(setting.set_up.values()) for setting in tried[:5]] == [
+        ("channels_last",),
+        ("channels_last", "foreach"),
+        ("channels_last", "fused"),
+        ("channels_last", "fused", "default"),
+        ("channels_last", "fused", "max-autotune-no-cudagraphs"),
+    ]
+    assert winner.set_up == {"memory_format": "channels_last", "optimizer_impl": "fused", "compile": "default"}
+    assert {(row.value, row.status) for row in found.values() if row.status == "chosen"} == {
+        (value, "chosen") for value in ("channels_last", "fused", "default")
+    }
+    row = found["memory_format", "channels_last"]
+    assert row.speedup == pytest.approx(1.2)
+    assert row.beside == "bf16 batch 32"
+    assert found["optimizer_impl", "foreach"].status == "tried"
+    assert found["memory_format", "channels_last_3d"].reason == "no convolution over 3 dimensions"
+    assert "--try weights" in str(found["weights", "bf16"].reason)
+    assert "larger batch" in str(found["activation_checkpointing", "blocks"].reason)
+
+
+def test_a_compilation_that_does_not_pay_is_excluded_and_says_from_when_on_it_does() -> None:
+    quick = searched(options={"steps": 100_000})[1]["compile", "default"]
+    assert quick.break_even_steps is not None
+    # 20 s more once, and a step of 32 / (200 * 0.8 * 1.2 * 1.1) s a third faster.
+    step = 32 / (200 * 0.8 * 1.2 * 1.1)
+    assert quick.break_even_steps == pytest.approx(20 / (step - step / 1.5), rel=0.05)
+    short = int(quick.break_even_steps) - 50
+    _, found, winner = searched(options={"steps": short})
+    assert winner.compile == "off"
+    assert found["compile", "default"].status == "excluded"
+    assert f"{short:,}" in str(found["compile", "default"].reason)
+    tried, found, _ = searched(options={"steps": 30})
+    assert not any(setting.compile != "off" for setting in tried), "the whole training is shorter than compiling"
+    assert "--steps" in str(found["compile", "default"].reason)
+
+
+def test_where_nothing_can_be_gained_nothing_is_tried() -> None:
+    tried, found, winner = searched(update_share=0.01, options={"steps": 30, "try_": "optimizer_impl,compile"})
+    assert not tried
+    assert not winner.set_up
+    assert "1.0 % of a step" in str(found["optimizer_impl", "fused"].reason)
+    assert searched(options={"try_": "none"})[:2] == ([], {})
+
+
+def test_checkpointing_is_tried_at_the_batch_that_lacks_memory() -> None:
+    options = {"effective_batch_size": "free", "batch_size": "8:128", "try_": "activation_checkpointing"}
+    tried, found, winner = searched({"blocks": 0.99}, wall=32, options=options)
+    assert [(setting.batch_size, setting.activation_checkpointing) for setting in tried] == [
+        (64, "blocks"),
+        (128, "blocks"),
+    ]
+    assert (winner.batch_size, winner.activation_checkpointing) == (128, "blocks"), "and then beside it"
+    assert found["activation_checkpointing", "blocks"].beside == "bf16 batch 32"
+    tried, _, winner = searched({"blocks": 0.5}, wall=32, options=options)
+    assert (len(tried), winner.activation_checkpointing) == (1, "off")
+
+
+def test_what_goes_wrong_is_a_row_with_the_reason_and_the_rest_goes_on() -> None:
+    crash = Failure(kind="crash", message="the compiler crashed")
+    _, found, winner = searched(failing={"default": crash, "channels_last": crash}, options={"steps": 100_000})
+    assert (found["compile", "default"].status, found["compile", "default"].reason) == ("crash", "the compiler crashed")
+    assert winner.set_up == {"optimizer_impl": "fused"}
+    assert found["compile", "reduce-overhead"].reason == "the default mode gained nothing"
+
+
+def test_they_have_a_share_of_the_budget() -> None:
+    slow = Failure(kind="timeout", message="it was still compiling when its time was up")
+    tried, found, _ = searched(failing={"channels_last": slow}, budget=100.0, options={"steps": 100_000})
+    assert tried[0].memory_format == "channels_last"
+    assert len(tried) == 1, f"the first used all of the {SHARE:.0%}"
+    assert found["compile", "default"].status == "untried"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("auto", None), ("none", ()), ("compile,channels_last", ("compile", "channels_last")), (["fused"], ("fused",))],
+)
+def test_try_names_dimensions_or_values(given: Any, expected: Any) -> None:
+    options = SearchOptions.from_user(try_=given)
+    assert options.variants == expected
+    space = build_space(hardware({"fp32": 1.0}), described(variants=VALUES), options)
+    named = {name: values for name, values in space.variants.items() if values}
+    if expected == ("fused",):
+        assert named == {"optimizer_impl": ("fused",)}
+    assert ("weights" in named) is False
+
+
+@pytest.mark.parametrize("given", ["speed", "compile,none", 3, ["compile", 1]])
+def test_try_refuses_what_it_does_not_know(given: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="--try is"):
+        SearchOptions.from_user(try_=given)
