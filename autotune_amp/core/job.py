@@ -17,11 +17,13 @@ Tell: TypeAlias = Callable[[dict[str, Any]], None]  # sends an event to the pare
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after which a job is ended, None for no limit: those of all of it, the start of its process included;
-    and those from the last sign of life to the end of its first step, and of any other step."""
+    and those from the last sign of life to the end of its first step, and of any other step. A compilation that the job
+    is about may take `compiling_seconds`; any other takes half of what is left."""
 
     whole_seconds: float | None = None
     first_step_seconds: float | None = None
     step_seconds: float | None = None
+    compiling_seconds: float | None = None
 
 
 class Job(msgspec.Struct, Generic[Found], frozen=True, kw_only=True):

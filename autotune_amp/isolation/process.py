@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import json
 import math
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -71,14 +74,16 @@ class Process:
         self._printed: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._tail: deque[str] = deque(maxlen=64)
         self._num_oom_kills = 0
-        self._folders: list[str] = []  # that a child makes and removes, unless it is killed
         try:
+            # What is killed removes no temporary files: a loader's workers, a compiler.
+            self._temporary = tempfile.mkdtemp(prefix="amp-")
+            of_process = {MARK: self._mark, "TMPDIR": self._temporary}
             self._popen = subprocess.Popen(  # noqa: S603 - our own interpreter and module
                 [sys.executable, "-c", _SERVER, json.dumps(sys.path), mode, str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env={**environment, MARK: self._mark},
+                env={"TORCHINDUCTOR_CACHE_DIR": _compilers_cache(), **environment, **of_process},
                 start_new_session=True,  # Ctrl-C at the terminal is ours to handle
             )
         except OSError as error:
@@ -126,10 +131,10 @@ class Process:
                 # Half of what is left, since a cache of the compiler's may have made quick the steps that the deadlines
                 # are taken from.
                 left_seconds = math.inf if until is None else until - now
-                phase, allowed = "compiling", max(deadlines.first_step_seconds or 0.0, left_seconds / 2)
+                allowed = deadlines.compiling_seconds or max(deadlines.first_step_seconds or 0.0, left_seconds / 2)
+                phase = "compiling"
             elif event == "phase":
                 phase, allowed = message["name"], message.get("seconds")
-                self._folders += [message["folder"]] if "folder" in message else []
             elif event == "so far":
                 so_far = message["value"]
             elif event == "step":
@@ -197,8 +202,7 @@ class Process:
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
         kill_marked(self._mark)
-        for folder in self._folders:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(self._temporary, ignore_errors=True)
         for thread in self._threads:
             thread.join(KILL_SECONDS)
         self._drain_output()
@@ -221,6 +225,15 @@ class Process:
             text = chunk.decode(errors="replace")
             self._tail.append(text)
             self._printed.put(text)
+
+
+def _compilers_cache() -> str:
+    """Where torch has it unless told otherwise (``torch._inductor.runtime.cache_dir_utils``): it outlives a trial."""
+    try:
+        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    except (KeyError, OSError):  # a container's user without a name
+        user = f"uid_{os.getuid()}"
+    return f"{tempfile.gettempdir()}/torchinductor_{user}"
 
 
 def _value(answer: dict[str, Any]) -> Any:

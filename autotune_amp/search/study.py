@@ -2,7 +2,8 @@
 
 The parameters are the dimensions that the sampler finds (numbers on a log scale, snapped to the nearest legal one: an
 int range may change later and a category may not), of trials on the winner the further ones and, under fp16,
-`init_scale` and `growth_interval`, whose pairs are replayed on one measurement. User attributes say the rest for optuna-dashboard; they are few, since each is a commit.
+`init_scale` and `growth_interval`, whose pairs are replayed on one measurement. User attributes say the rest for
+optuna-dashboard; they are few, since each is a commit.
 """
 
 from __future__ import annotations
@@ -231,7 +232,7 @@ class Study:
             self._study.tell(left.number, state=TrialState.FAIL)
 
     def _is_legal(self, setting: Setting) -> bool:
-        """Whether it is one of the space's, with or without pins and what is set up; other numbers of workers are none."""
+        """Whether it is one of the space's, with or without pins and what is set up; other numbers of workers not."""
         return msgspec.structs.replace(setting.with_nothing_set_up, pinned_modules=()) in self._legal
 
     def _further_parameters(self, setting: Setting) -> dict[str, str]:

@@ -26,6 +26,7 @@ from autotune_amp.core.outcome import (
 )
 from autotune_amp.core.recommendation import Fingerprint
 from autotune_amp.core.setting import Setting
+from autotune_amp.core.variants import COMPILE
 
 CheckKind: TypeAlias = Literal["fidelity", "calibration", "accumulation"]
 
@@ -35,6 +36,7 @@ MAX_TIMED_MICRO_BATCHES = 4
 # An accelerator runs ahead of the host, so steps between two synchronisations are timed together.
 STEPS_PER_SYNC = 4
 NUM_WARMUP_STEPS = 3
+COMPILING_SHARE = 0.85  # of a trial's seconds, where that tries compiling
 
 
 class Trial(Job[Measurement], frozen=True, kw_only=True):
@@ -76,7 +78,9 @@ class Trial(Job[Measurement], frozen=True, kw_only=True):
     @property
     def deadlines(self) -> Deadlines:
         """Those of its steps too."""
+        whole_seconds, is_compiled = self.deadline_seconds, self.candidate.compile != COMPILE.default
         return Deadlines(
+            compiling_seconds=COMPILING_SHARE * whole_seconds if is_compiled and whole_seconds is not None else None,
             whole_seconds=self.deadline_seconds,
             first_step_seconds=self.first_step_deadline_seconds,
             step_seconds=self.step_deadline_seconds,

@@ -9,6 +9,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import loop_samples
 import pytest
 import torch
 from model_zoo import ZOO, Recurrent, convnet, gpt2, workload
@@ -23,7 +24,7 @@ from autotune_amp.isolation.local import LocalBackend, Payload
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import checks
-from autotune_amp.trial.context import Context
+from autotune_amp.trial.context import Context, LoopState, make_model
 from autotune_amp.trial.jobs import Check, Trial
 from autotune_amp.trial.training import make_training
 from autotune_amp.variants.prepare import values_for
@@ -207,6 +208,23 @@ def test_a_kept_process_sets_up_copies(tmp_path: Any) -> None:
     assert changed is not first
     torch.testing.assert_close(changed.state_dict(), first.state_dict())
     assert context.model_for(plain, CPU) is first
+
+
+def test_the_models_and_optimizers_of_a_loop_are_set_up_and_checked() -> None:
+    loop = loop_samples.LOOPS["gan"]()
+    setting = Setting(precision="fp32", batch_size=8, optimizer_impl="foreach")
+    model = make_model(loop)
+    assert isinstance(model, LoopState)
+    training = make_training(loop, model, Trial(candidate=setting, device="cpu"))
+    assert len(model.optimizers) == 2
+    assert all(group["foreach"] for one in model.optimizers.values() for group in one.param_groups)
+    training.close()
+    context = Context(loop, is_kept=False)
+    context.open("here")
+    spec = Check(what="fidelity", candidate=setting, device="cpu", torch_state=torch_state.capture())
+    found = checks.check(context, spec, lambda _: None)
+    assert isinstance(found, Fidelity), found
+    faithful(found)
 
 
 def checking(names: tuple[str, ...], **fields: Any) -> Check:

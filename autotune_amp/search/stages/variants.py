@@ -12,9 +12,10 @@ from msgspec.structs import replace
 
 from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
+from autotune_amp.core.variants import COMPILE
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.ranking import MAX_DATA_SHARE, PLATEAU, data_share, rank
-from autotune_amp.search.run import Budget
+from autotune_amp.search.run import CHECK_SHARE, Budget
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.search.variants import next_setting
@@ -55,6 +56,8 @@ class Variants(_OnTheWinner):
         setting = self.setting(ledger) if self.conditions.may_try(ledger, left) else None
         if setting is None:
             return self.checks.next(ledger, budget)
+        if setting.compile != COMPILE.default:  # whose seconds nobody knows: the share only says whether to begin
+            left = budget.left_for_search() - CHECK_SHARE * budget.seconds
         return self.conditions.search_trial(ledger, budget, setting, left)
 
     def setting(self, ledger: Ledger) -> Setting | None:
