@@ -99,8 +99,8 @@ def _check_setting(setting: Setting) -> None:
     msgspec.structs.force_setattr(setting, "pinned_modules", tuple(setting.pinned_modules))
     for variant in VARIANTS:
         _must_be(setting, variant.name, f"one of {', '.join(variant.values)}", variant.values.__contains__)
-    scaled = "as_found with fp16, whose gradient scaler is made for fp32 gradients"
-    _must_be(setting, "weights", scaled, lambda kept: kept == WEIGHTS.default or setting.precision != "fp16")
+    alone = f"as_found with {setting.precision}: bf16 weights are for bf16 alone"
+    _must_be(setting, "weights", alone, lambda kept: WEIGHTS.fits(kept, setting))
 
 
 class FallbackPlan(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -168,7 +168,8 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
         It cannot hold the loss scale, the fallbacks, the pinned modules, the environment, the memory format, weights in
         bf16 and the implementation of an optimizer other than AdamW, to which ``AutotuneTrainer(amp_config=config)``
-        keeps. Raises `InvalidRequestError` for an argument that this config
+        keeps. A model that is none of Transformers' cannot be told ``activation_checkpointing``: set it to False again,
+        and that trainer checkpoints its blocks. Raises `InvalidRequestError` for an argument that this config
         decides, for fp8 and for a `like` of another kind, and what TrainingArguments raises itself.
         """
         import dataclasses

@@ -34,7 +34,7 @@ DIMENSIONS: Final[tuple[Dimension[Any], ...]] = (
     AS_FOUND,
 )
 NUMERIC: Final = tuple(dimension for dimension in DIMENSIONS if "numerics" in dimension.affects)
-VARIANTS: Final = tuple(dimension for dimension in DIMENSIONS if dimension.found_by == "variants")
+ON_THE_WINNER: Final = tuple(dimension for dimension in DIMENSIONS if dimension.found_by == "variants")
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,6 +34,8 @@ class Variant(Dimension[str]):
     def choices(self, hardware: Any, description: Any, options: Any) -> Choices[str]:  # noqa: ARG002
         """Those of its values that the workload can have, where the user does not ask for others alone."""
         named, found = options.variants, dict[str, str | None](description.variants.get(self.name, {}))
+        if named and not description.variants:
+            found = dict.fromkeys(self.others, "a command's settings are those that it has placeholders for")
         if named is not None:
             found = {value: why for value, why in found.items() if self.name in named or value in named}
         why_not_auto = self.why_not_auto if named is None else None

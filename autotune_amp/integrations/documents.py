@@ -23,9 +23,9 @@ def refuse_fp8(config: AmpConfig) -> None:
 def accelerate_config(config: AmpConfig, device_type: str = "cuda") -> dict[str, Any]:
     """What ``accelerate config`` would write for one process on one device; keys as of Accelerate 1.15.
 
-    It holds the precision and the device; Accelerate refuses other keys. A plain Accelerator keeps no modules pinned,
-    and on a CPU it neither casts to fp16 nor scales: there the precision is ``"no"``, fp32 rather than what was not
-    measured. Raises `InvalidRequestError` for fp8.
+    It holds the precision, the device and the dynamo plugin; Accelerate refuses other keys. A plain Accelerator keeps
+    no modules pinned, and on a CPU it neither casts to fp16 nor scales: there the precision is ``"no"``, fp32 rather
+    than what was not measured. Raises `InvalidRequestError` for fp8.
     """
     refuse_fp8(config)
     is_cast = config.precision in AUTOCAST_DTYPES and (device_type, config.precision) != ("cpu", "fp16")

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -24,6 +25,8 @@ from torchmetrics import Metric
 from autotune_amp.core.config import AmpConfig, DemotedError
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.recommendation import Recommendation
+from autotune_amp.core.setting import Setting
+from autotune_amp.core.variants import MEMORY_FORMAT, WEIGHTS
 from autotune_amp.integrations.bridge import Window, config_of, readings, refuse_other, refuse_other_window, replaced
 from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.runtime.controller import PrecisionController
@@ -80,12 +83,18 @@ class AutotunePrecision(Precision):
         """Lightning's name for the precision of now: ``"16-mixed"``, ``"bf16-mixed"`` or ``"32-true"``."""
         return _NAMES.get((self._controller.config if self._controller else self.config).precision, "32-true")
 
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """What the config says of the weights is set up before DistributedDataParallel looks at them."""
+        of_weights = {variant.name: getattr(self.config, variant.name) for variant in (WEIGHTS, MEMORY_FORMAT)}
+        prepare(msgspec.structs.replace(Setting.of(self.config).with_nothing_set_up, **of_weights), module, None)
+        return module
+
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Make the controller, now that the model is on its device; for a module that was here before it goes on.
 
-        What the config says of model and optimizers is set up on them.
+        What else the config says of model and optimizers is set up on them.
         """
         module = unwrap(model)
         assert isinstance(module, LightningModule)

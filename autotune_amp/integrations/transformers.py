@@ -20,7 +20,7 @@ from autotune_amp.core.config import AmpConfig, DemotedError, training_arguments
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.variants import ACTIVATION_CHECKPOINTING, COMPILE
+from autotune_amp.core.variants import COMPILE
 from autotune_amp.integrations.accelerate import plain_optimizers
 from autotune_amp.integrations.bridge import config_of, readings, refuse_other_window
 from autotune_amp.precision.forward_wrapper import unwrap
@@ -169,8 +169,7 @@ class AutotuneTrainer(Trainer):
 
 def _beside_arguments(config: AmpConfig) -> Setting:
     """Of a config's setting what ``TrainingArguments`` do not set up themselves."""
-    by_arguments = {variant.name: variant.default for variant in (COMPILE, ACTIVATION_CHECKPOINTING)}
-    return msgspec.structs.replace(Setting.of(config), **by_arguments)
+    return msgspec.structs.replace(Setting.of(config), compile=COMPILE.default)
 
 
 class _KeepingController(PrecisionController):
@@ -244,7 +243,7 @@ def refuse_contradictions(args: Any, config: AmpConfig) -> None:
     """Raise `InvalidRequestError` for TrainingArguments that say something else than the config."""
     wanted = training_arguments(config)
     names = ["per_device_train_batch_size", "gradient_accumulation_steps"]
-    names += [name for name in ("torch_compile", "activation_checkpointing") if name in wanted]
+    names += [name for name in ("torch_compile",) if name in wanted]
     if args.tf32 is not None and "tf32" in wanted:  # a config that keeps the flags as found decides none
         names.append("tf32")
     found = [(name, getattr(args, name), wanted[name]) for name in names]

@@ -74,19 +74,20 @@ class Process:
         self._printed: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._tail: deque[str] = deque(maxlen=64)
         self._num_oom_kills = 0
+        # What is killed removes no temporary files: a loader's workers, a compiler.
+        self._temporary = tempfile.mkdtemp(prefix="amp-")
         try:
-            # What is killed removes no temporary files: a loader's workers, a compiler.
-            self._temporary = tempfile.mkdtemp(prefix="amp-")
             of_process = {MARK: self._mark, "TMPDIR": self._temporary}
             self._popen = subprocess.Popen(  # noqa: S603 - our own interpreter and module
                 [sys.executable, "-c", _SERVER, json.dumps(sys.path), mode, str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env={"TORCHINDUCTOR_CACHE_DIR": _compilers_cache(), **environment, **of_process},
+                env={**compilers_cache(), **environment, **of_process},
                 start_new_session=True,  # Ctrl-C at the terminal is ours to handle
             )
         except OSError as error:
+            shutil.rmtree(self._temporary, ignore_errors=True)
             raise RunnerError(
                 f"A trial process cannot be started: {error}.", "Check the limits on processes and memory."
             ) from error
@@ -227,13 +228,13 @@ class Process:
             self._printed.put(text)
 
 
-def _compilers_cache() -> str:
-    """Where torch has it unless told otherwise (``torch._inductor.runtime.cache_dir_utils``): it outlives a trial."""
+def compilers_cache() -> dict[str, str]:
+    """Where torch keeps what it compiled, which is beside TMPDIR and so gone with each run, unless told otherwise."""
     try:
         user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
     except (KeyError, OSError):  # a container's user without a name
         user = f"uid_{os.getuid()}"
-    return f"{tempfile.gettempdir()}/torchinductor_{user}"
+    return {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{user}"}
 
 
 def _value(answer: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from autotune_amp.core.dimensions import PRECISION
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Accumulation, Calibration, Failure, Fidelity, Measurement
 from autotune_amp.core.recommendation import CandidateRow, Exclusion, Recommendation, VariantRow
-from autotune_amp.core.setting import VARIANTS, Setting
+from autotune_amp.core.setting import ON_THE_WINNER, Setting
 from autotune_amp.core.text import count, duration, flops, number, one_line, outcome_name, rate, size, times
 
 # The columns that are left out where they say the same of every candidate, with what they then say.
@@ -57,7 +57,7 @@ def table(recommendation: Recommendation) -> list[tuple[CandidateRow, dict[str, 
 
 def _cells(row: CandidateRow) -> dict[str, str]:
     return {
-        "precision": row.labelled((PRECISION, *VARIANTS))
+        "precision": row.labelled((PRECISION, *ON_THE_WINNER))
         + " as found" * row.as_found
         + " pinned" * bool(row.pinned_modules),
         "batch": str(row.batch_size),

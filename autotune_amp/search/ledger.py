@@ -273,13 +273,16 @@ class Ledger:
         ]
 
     def _harm(self, setting: Setting) -> str | None:
-        does_harm = ranking.harm(self.fidelity, setting) or loss_scales.refusal(self.scales, setting)
-        return does_harm or self._unpaid(setting)
+        return self._ill(setting) or self._unpaid(setting)
+
+    def _ill(self, setting: Setting) -> str | None:
+        return ranking.harm(self.fidelity, setting) or loss_scales.refusal(self.scales, setting)
 
     def break_even_steps(self, setting: Setting) -> float | None:
         """Optimizer steps after which compiling a setting has paid: what its first compilation took, over what a step
-        gains on the fastest that is not compiled. Infinite where it gains nothing, None where nothing is compiled or
-        there is nothing to compare with.
+        gains on the fastest that is not compiled and may be recommended.
+
+        Infinite where it gains nothing, None where nothing is compiled or there is nothing to compare with.
         """
         ours, plain = self._compiling.get(setting), self._uncompiled_seconds
         if ours is None or plain is None:
@@ -290,10 +293,10 @@ class Ledger:
 
     def _unpaid(self, setting: Setting) -> str | None:
         num_steps = self.break_even_steps(setting)
-        if num_steps is None or num_steps <= self.num_steps:
+        if self.objective != "speed" or num_steps is None or num_steps <= self.num_steps:
             return None
         after = "never" if math.isinf(num_steps) else f"after {num_steps:,.0f} steps"
-        return f"compiling pays back {after}, and the training has {self.num_steps:,} (--steps)"
+        return f"compiling pays back {after}, and the training has {self.num_steps:,} steps (--steps)"
 
     @cached_property
     def _compiling(self) -> dict[Setting, tuple[float, float]]:
@@ -307,5 +310,5 @@ class Ledger:
     @cached_property
     def _uncompiled_seconds(self) -> float | None:
         """Seconds of a sample in the fastest that is not compiled."""
-        plain = [merit(ours) for c, ours in self.measurements.items() if c.compile == COMPILE.default]
-        return min((1 / found.samples_per_second for found in plain), default=None)
+        allowed = [ours for c, ours in self.measurements.items() if c.compile == COMPILE.default and not self._ill(c)]
+        return min((1 / merit(ours).samples_per_second for ours in allowed), default=None)

@@ -17,7 +17,7 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Accumulation, Description, Failure, Measurement, Outcome
 from autotune_amp.core.recommendation import Exclusion
-from autotune_amp.core.setting import VARIANTS, Setting
+from autotune_amp.core.setting import ON_THE_WINNER, Setting
 from autotune_amp.core.text import sentence
 from autotune_amp.search.options import SearchOptions
 
@@ -85,7 +85,7 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
     if too_large is not None:
         reason = f"the dataset has only {description.num_samples} samples; this and all larger batch sizes are left out"
         excluded += [Exclusion(precision=p, batch_size=too_large, reason=reason) for p in precisions.values]
-    variants = {dimension.name: dimension.choices(hardware, description, options) for dimension in VARIANTS}
+    variants = {dimension.name: dimension.choices(hardware, description, options) for dimension in ON_THE_WINNER}
     if description.weights != "fp32":
         kept = "low precision" if description.weights == "frozen_low" else description.weights
         notes.append(f"Weights are kept in {kept}: the rows called fp32 compute with them as they are.")

@@ -21,7 +21,8 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 def has(value: str, trained: Trained) -> bool:  # noqa: ARG001 - the signature of all
     """Whether blocks are checkpointed already, as far as that shows."""
     return any(isinstance(module, CheckpointWrapper) for module in trained.modules) or any(
-        getattr(model, next(name for name in _STATES if hasattr(type(model), name))) for model in _switched(trained)
+        getattr(model, next((name for name in _STATES if hasattr(model, name)), ""), False)
+        for model in _switched(trained)
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 
 from torch import nn
 from torch._dynamo import OptimizedModule
@@ -30,7 +31,18 @@ def why_not(value: str, trained: Trained) -> str | None:
 def apply(value: str, trained: Trained) -> None:
     """Compile in place what calling a model does: it stays the object that it is, with the names that it has."""
     for model in trained.models:
-        model.compile(mode=value)
+        for module in _called(model):
+            module.compile(mode=value)
+
+
+def _called(model: nn.Module) -> Iterator[nn.Module]:
+    """What a training calls of a model: itself; of a LightningModule, whose ``training_step`` is called, its parts."""
+    if not hasattr(model, "training_step") and not isinstance(model, nn.ModuleList | nn.ModuleDict):
+        yield model
+        return
+    for part in model.children():
+        if next(part.parameters(), None) is not None:
+            yield from _called(part)
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,16 +35,25 @@ def why_not(value: str, trained: Trained) -> str | None:
 
 
 def apply(value: str, trained: Trained) -> None:
-    """Have the optimizers step so from now on, their state and hyperparameters kept; raises what torch raises."""
+    """Have the optimizers step so from now on, their state and hyperparameters kept; raises what torch raises.
+
+    A checkpoint brings its own implementation along, which may be another: after loading one it is set up again.
+    """
     for optimizer in trained.optimizers:
         _checked(value, optimizer)
-        for options in (optimizer.defaults, *optimizer.param_groups):
-            options.update({name: value == name for name in ("foreach", "fused") if name in options})
-        # What GradScaler asks before it leaves unscaling and skipping to the optimizer; torch sets it where it is made.
-        optimizer._step_supports_amp_scaling = value == "fused"  # type: ignore[attr-defined]
-        for parameter, state in optimizer.state.items():  # a fused step counts on the device, others on the host
-            if isinstance(step := state.get("step"), Tensor):
-                state["step"] = step.to(parameter.device if value == "fused" else "cpu", torch.float32)
+        _set(optimizer, value)
+        optimizer.register_load_state_dict_post_hook(partial(_set, value=value))
+
+
+def _set(optimizer: Any, value: str) -> None:
+    offered = inspect.signature(type(optimizer)).parameters.keys() & {"foreach", "fused"}
+    for options in (optimizer.defaults, *optimizer.param_groups):
+        options.update({name: value == name for name in offered})
+    # What GradScaler asks before it leaves unscaling and skipping to the optimizer; torch sets it where it is made.
+    optimizer._step_supports_amp_scaling = value == "fused"
+    for parameter, state in optimizer.state.items():  # a fused step counts on the device, others on the host
+        if isinstance(step := state.get("step"), Tensor):
+            state["step"] = step.to(parameter.device if value == "fused" else "cpu", torch.float32)
 
 
 def _implementation(group: dict[str, Any], device: torch.device) -> str | None:

@@ -71,6 +71,9 @@ def values_for(trained: Trained) -> dict[str, dict[str, str | None]]:
     """For each dimension its values beside the default: None where it can be set up, else why not."""
 
     def why_not(place: _Place, value: str) -> str | None:
-        return "it is so already" if place.has(value, trained) else place.why_not(value, trained)
+        try:
+            return "it is so already" if place.has(value, trained) else place.why_not(value, trained)
+        except Exception as error:  # a look at code of the user's, which a search can do without
+            return f"looking at the model raised {type(error).__name__}: {error}"
 
     return {v.name: {value: why_not(_PLACES[v.name], value) for value in v.others} for v in VARIANTS}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from scripted_backend import ScriptedSearch, described, hardware, measurement, out_of_memory
+from scripted_backend import ScriptedSearch, all_well, described, fidelity, hardware, measurement, out_of_memory
 
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.core.outcome import Failure, Measurement, Outcome
+from autotune_amp.core.outcome import CheckOutcome, Failure, Measurement, Outcome
 from autotune_amp.core.recommendation import VariantRow
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.options import SearchOptions
@@ -16,7 +16,7 @@ from autotune_amp.search.space import build_space
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.variants import SHARE, Variants
 from autotune_amp.search.variants import rows
-from autotune_amp.trial.jobs import Trial
+from autotune_amp.trial.jobs import Check, Trial
 
 VALUES: dict[str, dict[str, str | None]] = {
     "weights": {"bf16": None},
@@ -42,6 +42,7 @@ def measured(
     step = setting.effective_batch_size / speed(setting, gains)
     first = 2 * step + (compiling if setting.compile != "off" else 0.0)
     fields: dict[str, Any] = {"first_step_seconds": first, "update_seconds": update_share * step}
+    fields["step_seconds_interval"] = (-0.1 * step, 3 * step)  # as of steps far apart
     return measurement(speed(setting, gains), 2**28, step_seconds=step, **fields)
 
 
@@ -53,6 +54,7 @@ def searched(
     update_share: float = 0.2,
     budget: float = 1000.0,
     failing: dict[str, Failure] | None = None,
+    unfaithful: str | None = None,
 ) -> tuple[list[Setting], dict[tuple[str, str], VariantRow], Setting]:
     """What was tried beside precision and batch, what is said of each value, and what would win."""
     gains = GAINS if gains is None else gains
@@ -71,10 +73,16 @@ def searched(
     asked = SearchOptions.from_user(
         **{"precision": ["fp32", "bf16"], "try_": "auto", "steps": 10_000, **(options or {})}
     )
+
+    def check_answer(spec: Check) -> CheckOutcome:
+        is_bad = spec.what == "fidelity" and spec.candidate.precision == unfaithful
+        return fidelity(spec.candidate.precision, "unfaithful") if is_bad else all_well(spec)
+
     search = ScriptedSearch(
         build_space(device, about, asked),
         answer,
         budget,
+        check_answer=check_answer,
         device=device,
         description=about,
         objective=asked.objective,
@@ -107,6 +115,7 @@ def test_each_value_is_tried_once_on_what_leads_and_kept_where_it_wins() -> None
     row = found["memory_format", "channels_last"]
     assert row.speedup == pytest.approx(1.2)
     assert row.beside == "bf16 batch 32"
+    assert row.speedup_interval == pytest.approx((1.2 / 3, 1.2 * 3))
     assert found["optimizer_impl", "foreach"].status == "tried"
     assert found["memory_format", "channels_last_3d"].reason == "no convolution over 3 dimensions"
     assert "--try weights" in str(found["weights", "bf16"].reason)
@@ -135,6 +144,27 @@ def test_where_nothing_can_be_gained_nothing_is_tried() -> None:
     assert not winner.set_up
     assert "1.0 % of a step" in str(found["optimizer_impl", "fused"].reason)
     assert searched(options={"try_": "none"})[:2] == ([], {})
+
+
+def test_a_mode_that_alone_is_asked_for_is_tried_and_memory_does_not_count_seconds() -> None:
+    tried, _, _ = searched(options={"try_": "reduce-overhead"})
+    assert [setting.compile for setting in tried[:1]] == ["reduce-overhead"]
+    tried, found, _ = searched({"default": 0.999}, options={"try_": "compile", "objective": "memory", "steps": 30})
+    assert tried
+    assert found["compile", "default"].status != "excluded"
+
+
+def test_what_is_ruled_out_is_nothing_to_pay_back_against() -> None:
+    _, found, winner = searched(options={"steps": 100_000}, unfaithful="bf16")
+    assert (winner.precision, winner.compile) == ("fp32", "default"), found["compile", "default"].reason
+
+
+def test_a_command_has_its_placeholders_alone() -> None:
+    options = SearchOptions.from_user(try_="compile")
+    space = build_space(hardware({"fp32": 1.0}), described(), options)
+    assert not any(space.variants.values())
+    assert "placeholders" in space.variants_left_out["compile"]["default"]
+    assert not any(space.variants_left_out["memory_format"])
 
 
 def test_checkpointing_is_tried_at_the_batch_that_lacks_memory() -> None:

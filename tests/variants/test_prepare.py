@@ -27,7 +27,7 @@ from autotune_amp.trial import checks
 from autotune_amp.trial.context import Context, LoopState, make_model
 from autotune_amp.trial.jobs import Check, Trial
 from autotune_amp.trial.training import make_training
-from autotune_amp.variants.prepare import values_for
+from autotune_amp.variants.prepare import set_up, values_for
 from autotune_amp.variants.subject import Trained
 
 CPU = torch.device("cpu")
@@ -115,6 +115,65 @@ def test_each_dimension_is_set_up() -> None:
     assert model[1].running_mean.dtype == torch.float32
     model.compile(backend="eager")
     prepare(config(compile="default"), model, optimizer)  # is so already
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_a_checkpoint_from_before_keeps_the_implementation_and_goes_on_under_a_scaler(kind: Any) -> None:
+    model = nn.Linear(4, 2)
+    before = kind(model.parameters(), lr=0.01)
+    model(torch.ones(2, 4)).sum().backward()
+    before.step()
+    saved = copy.deepcopy(before.state_dict())
+    optimizer = kind(model.parameters(), lr=0.01)
+    prepare(config(optimizer_impl="fused"), model, optimizer)
+    optimizer.load_state_dict(saved)
+    assert all(group["fused"] for group in optimizer.param_groups)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    weight = model.weight.detach().clone()
+    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+    scaler.step(optimizer)
+    assert not torch.equal(model.weight, weight)
+
+
+class Wrapped(nn.Module):
+    """As PEFT's: it answers for the model inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = gpt2()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base"), name)
+
+
+class Hostile(nn.Linear):
+    @property
+    def supports_gradient_checkpointing(self) -> bool:
+        raise KeyError("who asks?")
+
+
+def test_a_look_at_any_model_ends_with_an_answer() -> None:
+    assert values_for(trained(Wrapped()))["activation_checkpointing"]["blocks"] is None
+    assert "who asks?" in str(values_for(trained(Hostile(2, 2)))["activation_checkpointing"]["blocks"])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # the compiler's own
+def test_of_a_lightning_module_the_parts_are_compiled_that_its_step_calls() -> None:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.loss, self.heads = nn.Linear(2, 2), nn.MSELoss(), nn.ModuleList([nn.Linear(2, 1)])
+
+        def training_step(self, batch: Any) -> Any:
+            return self.loss(self.heads[0](self.net(batch)), batch)
+
+    module = Module()
+    set_up("compile", "default", Trained([module], [], CPU))
+    compiled = [name for name, part in module.named_modules() if part._compiled_call_impl is not None]
+    assert compiled == ["net", "heads.0"]
 
 
 def test_checkpointed_blocks_compute_again_and_give_the_same_gradient() -> None:
@@ -217,6 +276,7 @@ def test_the_models_and_optimizers_of_a_loop_are_set_up_and_checked() -> None:
     assert isinstance(model, LoopState)
     training = make_training(loop, model, Trial(candidate=setting, device="cpu"))
     assert len(model.optimizers) == 2
+    model.first_optimizer()  # as a check begins anew
     assert all(group["foreach"] for one in model.optimizers.values() for group in one.param_groups)
     training.close()
     context = Context(loop, is_kept=False)

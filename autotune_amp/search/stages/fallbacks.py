@@ -12,6 +12,7 @@ from autotune_amp.core.config import FallbackPlan
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Failure, Measurement, Record
 from autotune_amp.core.setting import Setting
+from autotune_amp.core.variants import VARIANTS
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import ranking
 from autotune_amp.search.ledger import Ledger
@@ -57,6 +58,8 @@ def missing_plans(ledger: Ledger, contender: Setting) -> list[Setting]:
     for precision in MODES[contender.precision].rungs_below:
         if precision in harmful or not any(c.precision == precision for c in ledger.space.candidates):
             continue
+        if not _fits(contender, precision):
+            continue
         for factor in (2**power for power in range(MAX_FALLBACK_TRIES) if contender.batch_size % 2**power == 0):
             setting = _stepped_down(contender, precision, factor)
             outcome = ledger.outcomes.get(setting)
@@ -72,6 +75,12 @@ def _stepped_down(setting: Setting, precision: Precision, factor: int) -> Settin
     batch_size, num_steps = setting.batch_size // factor, setting.accumulation_steps * factor
     split = replace(setting, batch_size=batch_size, accumulation_steps=num_steps)
     return replace(split, precision=precision, as_found=False, pinned_modules=())
+
+
+def _fits(setting: Setting, precision: Precision) -> bool:
+    """Whether what is set up, which stays through a training, goes with the precision."""
+    stepped_down = _stepped_down(setting, precision, 1)
+    return all(v.fits(getattr(setting, v.name), stepped_down) for v in VARIANTS)
 
 
 def fallback_plans(
@@ -96,6 +105,7 @@ def fallback_plans(
         and c.effective_batch_size == chosen.effective_batch_size
         and (may_add_steps or c.accumulation_steps == chosen.accumulation_steps)
         and c.precision not in harmful
+        and _fits(chosen, c.precision)
         and c not in failed
     ]
     rivals = [[c for c in fitting if c.precision == precision] for precision in MODES[chosen.precision].rungs_below]
