@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
+import sys
 from collections.abc import Iterator
 
 from torch import nn
-from torch._dynamo import OptimizedModule
 
 from autotune_amp.variants.subject import Trained
 
@@ -46,18 +48,15 @@ def _called(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+    # The first is torch.compile's wrapper; asking for its class would import the compiler.
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def _missing_compiler(device_type: str) -> str | None:
     if device_type != "cpu":
-        found = importlib.util.find_spec("triton")
-        return None if found is not None else "Triton is not installed, which compiles for this device"
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return "there is no C++ compiler: install g++ or clang, or name one in CXX"
-    return None
+        has_triton = importlib.util.find_spec("triton") is not None
+        return None if has_triton else "Triton is not installed, which compiles for this device"
+    # As torch._inductor.config.cpp.cxx has it, whose import takes two seconds.
+    name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    found = shutil.which(name)
+    return None if found is not None else f"there is no C++ compiler {name}: install it, or name another in CXX"
