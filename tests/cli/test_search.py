@@ -75,7 +75,8 @@ def test_what_a_search_leaves_in_its_folder_and_what_optuna_reads_there(found: S
     database.close()
     assert ("failure", '"workload_error"') in attributes
     assert any(key == "reason" and "not eight" in value for key, value in attributes)
-    assert {name for (name,) in parameters} == {"precision", "batch_size"}
+    further = {"optimizer_impl", "compile"}  # of trials on what leads, where they were worth one
+    assert {name for (name,) in parameters} - further == {"precision", "batch_size"}
 
 
 def test_the_same_command_is_answered_from_the_cache_and_ranked_again_for_another_objective(
