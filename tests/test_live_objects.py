@@ -109,7 +109,7 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
     found = recommend_config(
         Workload(lambda: Model(), loss, torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=2),
                  lambda parameters: torch.optim.SGD(parameters, lr=0.001)),
-        budget=40, precision=["fp32", "bf16"], batch_size=(4, 4), device="cpu")
+        budget=40, precision=["fp32", "bf16"], batch_size=(4, 4), device="cpu", try_="none")
 print(found.evidence.baseline.config.precision)
 """
     done = python(cli, script)

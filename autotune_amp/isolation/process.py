@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import json
 import math
 import os
 import queue
-import re
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -74,20 +71,17 @@ class Process:
         self._printed: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._tail: deque[str] = deque(maxlen=64)
         self._num_oom_kills = 0
-        # What is killed removes no temporary files: a loader's workers, a compiler.
-        self._temporary = tempfile.mkdtemp(prefix="amp-")
+        self._folders: list[str] = []  # that a child makes and removes, unless it is killed
         try:
-            of_process = {MARK: self._mark, "TMPDIR": self._temporary}
             self._popen = subprocess.Popen(  # noqa: S603 - our own interpreter and module
                 [sys.executable, "-c", _SERVER, json.dumps(sys.path), mode, str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env={**compilers_cache(), **environment, **of_process},
+                env={**environment, MARK: self._mark},
                 start_new_session=True,  # Ctrl-C at the terminal is ours to handle
             )
         except OSError as error:
-            shutil.rmtree(self._temporary, ignore_errors=True)
             raise RunnerError(
                 f"A trial process cannot be started: {error}.", "Check the limits on processes and memory."
             ) from error
@@ -136,6 +130,7 @@ class Process:
                 phase = "compiling"
             elif event == "phase":
                 phase, allowed = message["name"], message.get("seconds")
+                self._folders += [message["folder"]] if "folder" in message else []
             elif event == "so far":
                 so_far = message["value"]
             elif event == "step":
@@ -203,7 +198,8 @@ class Process:
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
         kill_marked(self._mark)
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
         for thread in self._threads:
             thread.join(KILL_SECONDS)
         self._drain_output()
@@ -226,15 +222,6 @@ class Process:
             text = chunk.decode(errors="replace")
             self._tail.append(text)
             self._printed.put(text)
-
-
-def compilers_cache() -> dict[str, str]:
-    """Where torch keeps what it compiled, which is beside TMPDIR and so gone with each run, unless told otherwise."""
-    try:
-        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
-    except (KeyError, OSError):  # a container's user without a name
-        user = f"uid_{os.getuid()}"
-    return {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{user}"}
 
 
 def _value(answer: dict[str, Any]) -> Any:

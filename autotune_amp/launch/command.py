@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import socket
 import tempfile
@@ -13,7 +14,7 @@ from autotune_amp.core.job import Deadlines
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import TRIAL_ENVIRONMENT
-from autotune_amp.isolation.process import Watcher, compilers_cache
+from autotune_amp.isolation.process import Watcher
 from autotune_amp.launch.made import remembered
 from autotune_amp.launch.ranks import Heard
 from autotune_amp.launch.running import Ran, run
@@ -62,7 +63,7 @@ class Command:
                 Path(path).write_text(text)
             ran = run(
                 arguments,
-                environment={**compilers_cache(), **os.environ, **TRIAL_ENVIRONMENT, **(environment or {})},
+                environment={**_compilers_cache(), **os.environ, **TRIAL_ENVIRONMENT, **(environment or {})},
                 agent={"seed": seed, "outside": outside, "sample_dim": self.sample_dim, **agent},
                 folders=[Path(folder), *([] if kept is None else [kept.parent])],
                 made=self.made,
@@ -80,6 +81,11 @@ class Command:
         """Know again what earlier runs made, by a file in the study's folder."""
         self._memory = folder / "made.json"
         self.made = remembered(self._memory)
+
+
+def _compilers_cache() -> dict[str, str]:
+    """Where torch keeps what it compiled, which is beside TMPDIR and so gone with each run, unless told otherwise."""
+    return {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}"))}
 
 
 def _free_port() -> int:

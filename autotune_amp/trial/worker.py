@@ -313,7 +313,7 @@ def _ending(training: BaseTraining, limit_seconds: float, tell: Tell, measured: 
     def fields(seconds: float, *overdue: str) -> dict[str, Any]:
         return {**taken, "ending_seconds": seconds, "ending_problem": "; ".join([*problems, *overdue]) or None}
 
-    def attempt(what: str, field: str, action: Callable[[], None], phase: str) -> None:
+    def attempt(what: str, field: str, action: Callable[[], None], **phase: str) -> None:
         started = time.perf_counter()
         left_seconds = limit_seconds - (started - began)
         if left_seconds <= 0:
@@ -323,7 +323,7 @@ def _ending(training: BaseTraining, limit_seconds: float, tell: Tell, measured: 
             measured, **fields(limit_seconds, f"{what} did not end within {left_seconds:.3g} s")
         )
         tell({"event": "so far", "value": msgspec.to_builtins(so_far)})
-        tell({"event": "phase", "seconds": left_seconds, "name": phase})
+        tell({"event": "phase", "seconds": left_seconds, **phase})
         try:
             action()
             synchronize(training.device)
@@ -336,11 +336,11 @@ def _ending(training: BaseTraining, limit_seconds: float, tell: Tell, measured: 
             taken[field] = time.perf_counter() - started
 
     if training.workload.evaluate is not None:
-        attempt("evaluate", "evaluation_seconds", training.evaluate, "evaluating")
+        attempt("evaluate", "evaluation_seconds", training.evaluate, name="evaluating")
     if training.workload.checkpoint is not None:
         with tempfile.TemporaryDirectory(prefix="autotune-amp-", ignore_cleanup_errors=True) as folder:
             write = partial(training.checkpoint, Path(folder))
-            attempt("checkpoint", "checkpoint_seconds", write, "writing a checkpoint")
+            attempt("checkpoint", "checkpoint_seconds", write, name="writing a checkpoint", folder=folder)
     return fields(time.perf_counter() - began)
 
 

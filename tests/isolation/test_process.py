@@ -31,6 +31,7 @@ class Script(Process):
         self.status = 0
         self._watcher = Watcher()
         self._tail = deque(["last words"])
+        self._folders = []
 
     def _next_message(self) -> dict[str, Any] | None:
         seconds, message = self.left[0] if self.left else (math.inf, {})
