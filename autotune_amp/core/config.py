@@ -17,7 +17,7 @@ from autotune_amp.core.dimensions import PRECISIONS as PRECISIONS
 from autotune_amp.core.dimensions import Precision as Precision
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.variants import ACTIVATION_CHECKPOINTING, COMPILE, VARIANTS, WEIGHTS
+from autotune_amp.core.variants import ACTIVATION_CHECKPOINTING, VARIANTS, WEIGHTS
 
 # The least number above 0 that fp16 holds: the gradient of an fp16 loss begins as the scale itself, so that below
 # this every gradient is 0.
@@ -228,7 +228,7 @@ def training_arguments(config: AmpConfig, others: Mapping[str, Any] | None = Non
         decided["tf32"] = config.precision == "tf32"
     if config.num_workers is not None:
         decided["dataloader_num_workers"] = config.num_workers
-    if config.compile != COMPILE.default:
+    if config.is_compiled:
         decided |= {"torch_compile": True, "torch_compile_mode": config.compile}
     if config.activation_checkpointing != ACTIVATION_CHECKPOINTING.default:
         decided |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}

@@ -93,6 +93,11 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether the model is compiled by it."""
+        return self.compile != "off"
+
+    @property
     def with_nothing_set_up(self) -> Setting:
         """The setting with the model and the optimizer as they are found."""
         return msgspec.structs.replace(self, **{variant.name: variant.default for variant in variants.VARIANTS})

@@ -8,7 +8,6 @@ from typing import Any
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import AUTOCAST_DTYPES
-from autotune_amp.core.variants import COMPILE
 
 
 def refuse_fp8(config: AmpConfig) -> None:
@@ -48,7 +47,7 @@ def accelerate_config(config: AmpConfig, device_type: str = "cuda") -> dict[str,
 
 def dynamo_config(config: AmpConfig) -> dict[str, Any]:
     """The part of ``accelerate config`` that compiles; empty where the config does not."""
-    if config.compile == COMPILE.default:
+    if not config.is_compiled:
         return {}
     return {"dynamo_backend": "INDUCTOR", "dynamo_mode": config.compile, "dynamo_use_dynamic": False}
 

@@ -243,7 +243,8 @@ def refuse_contradictions(args: Any, config: AmpConfig) -> None:
     """Raise `InvalidRequestError` for TrainingArguments that say something else than the config."""
     wanted = training_arguments(config)
     names = ["per_device_train_batch_size", "gradient_accumulation_steps"]
-    names += [name for name in ("torch_compile",) if name in wanted]
+    if config.is_compiled:
+        names.append("torch_compile")
     if args.tf32 is not None and "tf32" in wanted:  # a config that keeps the flags as found decides none
         names.append("tf32")
     found = [(name, getattr(args, name), wanted[name]) for name in names]

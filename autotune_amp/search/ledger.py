@@ -12,7 +12,6 @@ from autotune_amp.core.evidence import Objective
 from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Measurement, Outcome, Record
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.variants import COMPILE
 from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import loss_scales, ranking
@@ -304,11 +303,11 @@ class Ledger:
         return {
             c: (max(m.first_step_seconds for m in ours), min(1 / m.samples_per_second for m in ours))
             for c, ours in self.measurements.items()
-            if c.compile != COMPILE.default
+            if c.is_compiled
         }
 
     @cached_property
     def _uncompiled_seconds(self) -> float | None:
         """Seconds of a sample in the fastest that is not compiled."""
-        allowed = [ours for c, ours in self.measurements.items() if c.compile == COMPILE.default and not self._ill(c)]
+        allowed = [ours for c, ours in self.measurements.items() if not c.is_compiled and not self._ill(c)]
         return min((1 / merit(ours).samples_per_second for ours in allowed), default=None)

@@ -27,9 +27,9 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     `batch_size` is an inclusive range in samples, `baseline` a precision and a batch size. `memory_fraction` is the
     share of the available memory that a trial may take. `effective_batch_size` is that of all `num_ranks` together;
-    None is what the data comes with, "free" none at all. `variants` are the further dimensions to try, None for what is
-    safe. The training to come has `num_steps` optimizer steps or
-    `num_samples` samples: a loss scale is judged over them, `DEFAULT_NUM_STEPS` where neither is given.
+    None is what the data comes with, "free" none at all.
+    `variants` are the further dimensions to try, None for what is safe. The training to come has `num_steps` optimizer
+    steps or `num_samples` samples: a loss scale is judged over them, `DEFAULT_NUM_STEPS` where neither is given.
     """
 
     budget_seconds: float = 110.0

@@ -69,7 +69,7 @@ def why_not_worth(ledger: Ledger, dimension: Dimension[Any], value: Any) -> str 
         if seconds / 2 < COMPILE_SECONDS:
             steps = f"compiling takes longer than it could gain in {count(ledger.num_steps, 'step')}, which take"
             return f"{steps} {seconds:.0f} s: --fresh --steps N tries it for a longer training"
-        if _trials_of(ledger, COMPILE, "default") and winner.compile == COMPILE.default:
+        if _trials_of(ledger, COMPILE, "default") and not winner.is_compiled:
             return "the default mode gained nothing"
     if dimension is ACTIVATION_CHECKPOINTING and wanted == "speed" and _beyond_memory(ledger, winner) is None:
         return "it costs time, and there is no larger batch that lacks memory"

@@ -118,7 +118,9 @@ def _found(subject: Subject, spec: Check, tell: Tell) -> Fidelity | Calibration 
 def _subject(context: Context, spec: Check) -> Subject:
     """The training as the setting has it, beside the one without."""
     device, wanted = torch.device(spec.device), spec.candidate.set_up
-    batches = [data.move(batch, device) for batch in _batches(context.workload.data, spec)]
+    batches = _batches(context.workload.data, spec)
+    if device.type != "cpu":
+        batches = [data.move(batch, device) for batch in batches]
     plain = _subject_of(context.workload, spec, context.model(device), batches)
     if not wanted:
         return plain

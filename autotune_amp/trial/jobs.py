@@ -26,7 +26,6 @@ from autotune_amp.core.outcome import (
 )
 from autotune_amp.core.recommendation import Fingerprint
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.variants import COMPILE
 
 CheckKind: TypeAlias = Literal["fidelity", "calibration", "accumulation"]
 
@@ -78,10 +77,10 @@ class Trial(Job[Measurement], frozen=True, kw_only=True):
     @property
     def deadlines(self) -> Deadlines:
         """Those of its steps too."""
-        whole_seconds, is_compiled = self.deadline_seconds, self.candidate.compile != COMPILE.default
+        whole_seconds, is_compiled = self.deadline_seconds, self.candidate.is_compiled
         return Deadlines(
             compiling_seconds=COMPILING_SHARE * whole_seconds if is_compiled and whole_seconds is not None else None,
-            whole_seconds=self.deadline_seconds,
+            whole_seconds=whole_seconds,
             first_step_seconds=self.first_step_deadline_seconds,
             step_seconds=self.step_deadline_seconds,
         )

@@ -304,7 +304,8 @@ def _measurement(spec: Trial, timing: Timing, **measured: Any) -> Measurement:
 def _ending(training: BaseTraining, limit_seconds: float, tell: Tell, measured: Measurement) -> dict[str, Any]:
     """The end of a confirmation: the workload's own evaluation, then its checkpoint, `limit_seconds` for both.
 
-    The parent holds them to it: before each it is sent the measurement that holds should it not come back.
+    The parent holds them to it: before each it is sent the measurement that holds should it not come back, and the
+    folder that it would have to remove.
     """
     began = time.perf_counter()
     taken: dict[str, float] = {}

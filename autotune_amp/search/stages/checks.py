@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.variants import COMPILE
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.ledger import RIVAL, Ledger
@@ -153,6 +152,5 @@ def _healable(ledger: Ledger, fastest: float) -> Setting | None:
 
 def _compare(setting: Setting, space: Space) -> Todo:
     # What is compiled is checked as it was compiled already: in other sizes it would be once more.
-    is_compiled = setting.compile != COMPILE.default
-    size = setting.batch_size if is_compiled else min(space.check_batch_size, setting.batch_size)
+    size = setting.batch_size if setting.is_compiled else min(space.check_batch_size, setting.batch_size)
     return Todo("fidelity", replace(check_key(setting), batch_size=size))

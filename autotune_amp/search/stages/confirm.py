@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from autotune_amp.core.outcome import Measurement, Purpose, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.variants import COMPILE
 from autotune_amp.isolation.local import Backend, Handle, Isolation
 from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.ranking import PLATEAU
@@ -214,8 +213,7 @@ def run_seconds(ledger: Ledger, setting: Setting) -> float:
     outcome = ledger.outcomes.get(setting)
     if not isinstance(outcome, Measurement):
         return 0.0
-    is_compiled = setting.compile != COMPILE.default
-    first_step_seconds = outcome.first_step_seconds * (CACHED_SHARE if is_compiled else 1.0)
+    first_step_seconds = outcome.first_step_seconds * (CACHED_SHARE if setting.is_compiled else 1.0)
     warm_up = first_step_seconds + NUM_WARMUP_STEPS * outcome.step_seconds
     measuring = min(MAX_STEPS * outcome.step_seconds, MEASURE_SECONDS + outcome.step_seconds)
     return warm_up + measuring

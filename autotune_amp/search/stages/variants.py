@@ -4,7 +4,6 @@ other numbers of its workers. One change at a time, the best kept.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,7 +11,6 @@ from msgspec.structs import replace
 
 from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.variants import COMPILE
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.ranking import MAX_DATA_SHARE, PLATEAU, data_share, rank
 from autotune_amp.search.run import CHECK_SHARE, Budget
@@ -27,8 +25,27 @@ HANDOVER_SECONDS = 1e-3  # of a batch from a worker process: a shorter wait is n
 
 
 @dataclass
-class _OnTheWinner(ABC):
-    """Tries one setting after the other, and checks what comes to lead by it."""
+class Variants:
+    """Tries the space's variants, in `SHARE` of the budget; the check of what won comes last, since each adds to it."""
+
+    conditions: Conditions
+    checks: Checks
+
+    def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
+        """Another trial, else the check that the leader calls for."""
+        used_seconds = sum(r.seconds for r in ledger.trials if r.candidate.set_up)
+        left = min(budget.left_for_search(), SHARE * budget.seconds - used_seconds)
+        setting = next_setting(ledger) if self.conditions.may_try(ledger, left) else None
+        if setting is None:
+            return self.checks.next(ledger, budget)
+        if setting.is_compiled:  # whose seconds nobody knows: the share only says whether to begin
+            left = budget.left_for_search() - CHECK_SHARE * budget.seconds
+        return self.conditions.search_trial(ledger, budget, setting, left)
+
+
+@dataclass
+class LoaderWorkers:
+    """Tries more workers until one number will do or none helps, and checks what comes to lead by it."""
 
     conditions: Conditions
     checks: Checks
@@ -40,33 +57,6 @@ class _OnTheWinner(ABC):
             return check
         setting = self.setting(ledger)
         return None if setting is None else self.conditions.search_trial(ledger, budget, setting, left)
-
-    @abstractmethod
-    def setting(self, ledger: Ledger) -> Setting | None:
-        """What to try next."""
-
-
-class Variants(_OnTheWinner):
-    """Tries the space's variants, in `SHARE` of the budget; the check of what won comes last, since each adds to it."""
-
-    def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
-        """Another trial, else the check that the leader calls for."""
-        used_seconds = sum(r.seconds for r in ledger.trials if r.candidate.set_up)
-        left = min(budget.left_for_search(), SHARE * budget.seconds - used_seconds)
-        setting = self.setting(ledger) if self.conditions.may_try(ledger, left) else None
-        if setting is None:
-            return self.checks.next(ledger, budget)
-        if setting.compile != COMPILE.default:  # whose seconds nobody knows: the share only says whether to begin
-            left = budget.left_for_search() - CHECK_SHARE * budget.seconds
-        return self.conditions.search_trial(ledger, budget, setting, left)
-
-    def setting(self, ledger: Ledger) -> Setting | None:
-        """See `search.variants`."""
-        return next_setting(ledger)
-
-
-class LoaderWorkers(_OnTheWinner):
-    """Tries more workers until one number will do or none helps."""
 
     def setting(self, ledger: Ledger) -> Setting | None:
         """What would be chosen if no step waited for its data, with more workers; None where there is nothing to gain.
