@@ -27,14 +27,14 @@ class Dimension(Generic[Value]):
     """One thing that a setting decides, under the `name` of its field.
 
     `default` is what a setting has that does not say; precision and batch size are always said. Where it `affects`
-    numerics, each value is checked against fp32. `found_by` says who tries other values: Optuna's "sampler", or
+    numerics, each value is checked against fp32. `found_by` says who tries other values: the model of the "curves", or
     "variants", the stage that tries the `choices` on the setting that would win; None where that is a stage of its own.
     """
 
     name: str
     default: Any
     affects: frozenset[Effect]
-    found_by: Literal["sampler", "variants"] | None = "variants"
+    found_by: Literal["curves", "variants"] | None = "variants"
 
     def choices(self, hardware: Any, description: Any, options: Any) -> Choices[Value]:  # noqa: ARG002
         """The values to try, given a `Hardware`, a `Description` and `SearchOptions`, which stand above this module."""
@@ -69,7 +69,7 @@ class _Precision(Dimension[Precision]):
     name = "precision"
     default = "fp32"
     affects = frozenset({"speed", "memory", "numerics"})
-    found_by = "sampler"
+    found_by = "curves"
 
     def choices(self, hardware: Any, description: Any, options: Any) -> Choices[Precision]:
         asked: Sequence[Precision] = options.precisions or PRECISIONS
@@ -135,7 +135,7 @@ class _Plain(Dimension[Any]):
         *affects: Effect,
         label: Callable[[Any], str],
         risk: Callable[[Any], int] = lambda _: 0,
-        found_by: Literal["sampler"] | None = None,
+        found_by: Literal["curves"] | None = None,
     ) -> None:
         self.name, self.default, self.affects, self.found_by = name, default, frozenset(affects), found_by
         self._label, self._risk = label, risk
@@ -150,7 +150,7 @@ class _Plain(Dimension[Any]):
 PRECISION = _Precision()
 # Which sizes there are follows from the effective batch size (`search.space`), which accumulation makes up for; a check
 # of its own says whether that is exact.
-BATCH_SIZE = _Plain("batch_size", 1, "speed", "memory", label="batch {}".format, risk=int, found_by="sampler")
+BATCH_SIZE = _Plain("batch_size", 1, "speed", "memory", label="batch {}".format, risk=int, found_by="curves")
 ACCUMULATION_STEPS = _Plain("accumulation_steps", 1, "speed", label=lambda num: f"x {num}" if num > 1 else "")
 PINNED_MODULES = _PinnedModules()
 # Tried where the data loader sets the speed (`search.stages.variants`); the user's own number first.

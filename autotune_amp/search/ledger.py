@@ -69,8 +69,10 @@ class Ledger:
 
     def with_only(self, records: Sequence[Record]) -> Ledger:
         """The ledger with these of its records alone, and with the loss scales that were asked for."""
-        before = Ledger(self._whole_space, records, objective=self.objective, num_steps=self.num_steps)
-        before.scales = {key: self.scales[key] for key in before.scales}
+        before = Ledger(self._whole_space, objective=self.objective, num_steps=self.num_steps)
+        before.records = tuple(records)
+        calibrated = {r.candidate.scaling for r in records if r.purpose == "calibration"}
+        before.scales = {key: scales for key, scales in self.scales.items() if key in calibrated}
         return before
 
     def _forget(self) -> None:
@@ -161,6 +163,21 @@ class Ledger:
             if record.candidate not in self.failures:
                 found.setdefault(record.candidate, []).append(outcome)
         return found
+
+    def throughputs(self, *, without_waiting: bool = False) -> dict[Setting, list[float]]:
+        """What each process measured of the objective, more being better: applied samples per second, or per joule.
+
+        `without_waiting`: as if no step had waited for its data.
+        """
+        measured = self.measurements
+        if self.objective == "energy" and all(m.joules_per_sample for ours in measured.values() for m in ours):
+            return {c: [1 / (m.joules_per_sample or math.inf) for m in ours] for c, ours in measured.items()}
+
+        def speed(found: Measurement) -> float:
+            return found.samples_per_second / (1 - ranking.data_share(found) if without_waiting else 1)
+
+        shares = {c: self.applied_share(c) or math.ulp(0.0) for c in measured}
+        return {c: [shares[c] * speed(m) for m in ours] for c, ours in measured.items()}
 
     @cached_property
     def measured(self) -> dict[Setting, Merit]:
@@ -276,6 +293,11 @@ class Ledger:
 
     def _ill(self, setting: Setting) -> str | None:
         return ranking.harm(self.fidelity, setting) or loss_scales.refusal(self.scales, setting)
+
+    def may_lead(self, setting: Setting) -> bool:
+        """Whether what was measured may be recommended, if not now then once it was measured again: what is compiled
+        may have gained nothing in one slow process."""
+        return setting in self.merits or (self._ill(setting) is None and self.break_even_steps(setting) == math.inf)
 
     def break_even_steps(self, setting: Setting) -> float | None:
         """Optimizer steps after which compiling a setting has paid: what its first compilation took, over what a step

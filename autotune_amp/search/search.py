@@ -34,9 +34,9 @@ from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import Budget, ProgressWatcher, Stage, run
 from autotune_amp.search.source import Opened, Source, held_bytes, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
-from autotune_amp.search.stages.checks import EARLY_SHARE, AccumulationCheck, Checks, LossScales
+from autotune_amp.search.stages.checks import AccumulationCheck, Checks, LossScales
 from autotune_amp.search.stages.confirm import Confirm, ConfirmingProcesses, LargerBatches, reserved_seconds
-from autotune_amp.search.stages.explore import EXPLORING, left_to_explore, share_building
+from autotune_amp.search.stages.explore import exploring, left_to_explore, share_building
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.stages.trials import MIN_TRIAL_SECONDS, Conditions
 from autotune_amp.search.stages.variants import LoaderWorkers, Variants
@@ -188,12 +188,10 @@ class _Search:
         storage, owner = self._options.storage or self.folder.path / "study.db", str(self.folder.path.resolve())
         with Study.open(storage, self.folder.path.name, ledger, owner=owner, seed=self._options.seed) as study:
             self.watcher.phase("searching")
-            seeds, looks, suggestions = (stage(conditions, study) for stage in EXPLORING)
             checks, scales, fallbacks = Checks(conditions), LossScales(study), Fallbacks(conditions)
-            # A check at the end may come too late, and what it rules out leaves its place to others.
-            go(seeds, Checks(conditions, EARLY_SHARE), seeds, looks, suggestions)
+            go(*exploring(conditions, study))
             self._is_spent = left_to_explore(conditions, ledger, self.budget) <= conditions.min_trial_seconds
-            go(checks, scales, Variants(conditions, checks), LoaderWorkers(conditions, checks))
+            go(checks, scales, LoaderWorkers(conditions, checks), Variants(conditions, checks))
             # A fallback may turn out faster than what it is one of: then it is a contender, and checked like any other.
             go(fallbacks, checks, scales, fallbacks)
             study.catch_up(ledger, is_over=True)

@@ -1,9 +1,10 @@
 """The study: what the sampler is told and asked, and the only file that imports Optuna.
 
-The parameters are the dimensions that the sampler finds (numbers on a log scale, snapped to the nearest legal one: an
-int range may change later and a category may not), of trials on the winner the further ones and, under fp16,
-`init_scale` and `growth_interval`, whose pairs are replayed on one measurement. User attributes say the rest for
-optuna-dashboard; they are few, since each is a commit.
+What to try the model of the curves says (`curve`). The parameters of a trial are the dimensions of the space (numbers
+on a log scale: an int range may change later and a category may not), of trials on the winner the further ones and,
+under fp16, `init_scale` and `growth_interval`, whose pairs TPE suggests: they are replayed on one measurement. What
+somebody enqueues is snapped to the nearest legal setting. User attributes say the rest for optuna-dashboard; they are
+few, since each is a commit.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.loss_scales import DEFAULT_PAIR, LOG2_INIT_SCALES, Pair, scales_of, snapped
 from autotune_amp.search.run import Budget
 
-SAMPLED = tuple(dimension for dimension in DIMENSIONS if dimension.found_by == "sampler")
+OF_THE_SPACE = tuple(dimension for dimension in DIMENSIONS if dimension.found_by == "curves")
 GROWTH_INTERVALS = (10, 20_000)
 
 # TPE learns from a violated constraint and ignores a trial told as FAIL (studies/README.md).
@@ -68,8 +69,8 @@ class Study:
         self._told: set[int] = set()  # the records of finished trials
         self._calibrated: set[Setting] = set()
         self._legal = (*space.candidates, space.baseline)
-        self._distributions = {dimension.name: _distribution(dimension, self._legal) for dimension in SAMPLED}
-        # Parameters of the trials alone that have another value somewhere: the sampler is not asked for them.
+        self._distributions = {dimension.name: _distribution(dimension, self._legal) for dimension in OF_THE_SPACE}
+        # Parameters of the trials alone that have another value somewhere.
         self._further: dict[str, BaseDistribution] = {
             variant.name: CategoricalDistribution((variant.default, *values))
             for variant in VARIANTS
@@ -107,34 +108,32 @@ class Study:
         """The study's name in the storage."""
         return self._study.study_name
 
-    def ask(self, setting: Setting | None = None, pair: Pair | None = DEFAULT_PAIR) -> Asked:
-        """The next trial: of `setting`, or of what TPE suggests, snapped to the nearest legal batch size.
+    def ask(self, setting: Setting, pair: Pair | None = DEFAULT_PAIR) -> Asked:
+        """A trial of `setting`, under fp16 with `pair`; with None TPE suggests one for the setting.
 
-        Under fp16 with `pair`; with None TPE suggests one for the setting. What somebody enqueued through the dashboard
-        comes first, so run what is returned; where that cannot be read it is a `StudyError`. What was measured or ruled
-        out already is told as it is known, TPE learns from that too. Raises `ValueError` for a setting outside the
-        space: enqueued, it would leave a running trial behind.
+        What somebody enqueued through the dashboard comes first, snapped to the nearest legal setting, so run what is
+        returned; where that cannot be read it is a `StudyError`. Raises `ValueError` for a setting outside the space:
+        enqueued, it would leave a running trial behind.
         """
-        if setting is not None and not self._is_legal(setting):
+        if not self._is_legal(setting):
             raise ValueError(f"{setting} is not in the space.")
         with _storage_errors(self._storage):
-            if setting is not None:
-                self._study.enqueue_trial(
-                    _parameters(setting, pair) | self._further_parameters(setting), user_attrs=_described(setting)
-                )
-            further = self._further if setting is not None and setting.set_up else {}
+            self._study.enqueue_trial(
+                _parameters(setting, pair) | self._further_parameters(setting), user_attrs=_described(setting)
+            )
+            further = self._further if setting.set_up else {}
             try:
                 trial = self._study.ask(self._distributions | further)
             except ValueError as error:
                 what = f"A trial that somebody enqueued in study {self.name} cannot be run: {error}."
                 raise StudyError(what, "The same command again goes on without that trial.") from error
-            asked_for = {dimension.name: trial.params[dimension.name] for dimension in SAMPLED}
+            asked_for = {dimension.name: trial.params[dimension.name] for dimension in OF_THE_SPACE}
             suggested = None
             if MODES[asked_for["precision"]].takes_scaler:
                 low, high = (2.0**log2_scale for log2_scale in LOG2_INIT_SCALES)
                 init_scale = trial.suggest_float("init_scale", low, high, log=True)
                 suggested = snapped(init_scale), trial.suggest_int("growth_interval", *GROWTH_INTERVALS, log=True)
-            if setting is None or asked_for != _parameters(setting, None):
+            if asked_for != _parameters(setting, None):
                 setting = self._nearest(asked_for)
                 _set_attributes(trial, _described(setting))
             self._asked = Asked(setting, trial, suggested)
@@ -299,7 +298,7 @@ def _storage_errors(storage: str | Path) -> Iterator[None]:
 
 def _parameters(setting: Setting, pair: Pair | None) -> dict[str, Any]:
     """The parameters of a setting's trial; without `pair` those of the loss scale are left out."""
-    found = {dimension.name: getattr(setting, dimension.name) for dimension in SAMPLED}
+    found = {dimension.name: getattr(setting, dimension.name) for dimension in OF_THE_SPACE}
     if MODES[setting.precision].takes_scaler and pair is not None:
         found["init_scale"], found["growth_interval"] = pair
     return found

@@ -5,6 +5,8 @@ The first line of a file is its `Header`, every other one a `Process`. Imports n
 
 from __future__ import annotations
 
+import math
+import random
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,6 +19,8 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import DeviceIdentity, Hardware
 from autotune_amp.core.outcome import Description, Failure, Measurement
 from autotune_amp.core.setting import Setting
+from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.space import Space, build_space
 
 PROCESSES_A_CELL = 5  # of an exhaustive grid
 
@@ -87,12 +91,25 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
         is_timeout = isinstance(self.outcome, Failure) and self.outcome.kind == "timeout"
         return self.deadline_seconds if is_timeout else self.seconds
 
+    @property
+    def setup_seconds(self) -> float:
+        """All but the steps; of one that was killed before its first step nobody knows how much that was."""
+        if isinstance(self.outcome, Measurement):
+            step_seconds = self.outcome.num_steps * self.outcome.step_seconds
+        else:
+            step_seconds = sum(self.heard_step_seconds)
+            if self.outcome.kind == "timeout":
+                return 0.0
+        return max(0.0, self.seconds - sum(self.warmup_step_seconds) - step_seconds)
+
 
 class Landscape:
     """All processes of one workload on one machine: those of the grid in `cells`, the pairs apart."""
 
     def __init__(self, header: Header, processes: Iterable[Process]) -> None:
-        self.header = header
+        # Other numbers of loader workers were not recorded.
+        described = msgspec.structs.replace(header.description, num_workers=None)
+        self.header = msgspec.structs.replace(header, description=described)
         self.processes = tuple(processes)
         self.cells: dict[Setting, list[Process]] = {}
         for process in self.processes:
@@ -115,6 +132,41 @@ class Landscape:
     def samples_per_second(self, candidate: Setting) -> float:
         """The mean over the cell's processes, 0 where one of them failed."""
         return mean_samples_per_second(self.cells[candidate])
+
+    def space(self) -> Space:
+        """The grid as a search has it, the effective batch size free and without accumulation."""
+        header = self.header
+        options = SearchOptions(
+            precisions=header.precisions,
+            batch_size=(min(header.batch_sizes), max(header.batch_sizes)),
+            effective_batch_size="free",
+            baseline=("fp32", header.todays_batch_size),
+        )
+        space = build_space(header.hardware, header.description, options)
+        return msgspec.structs.replace(space, accumulation_withheld="the landscape has no accumulation")
+
+    def draw(self, setting: Setting, chance: random.Random) -> Process:
+        """One of the cell's processes; raises `KeyError` for what is not in the grid."""
+        if setting not in self.cells:
+            raise KeyError(f"{setting} was not recorded; the landscape has {', '.join(map(str, self.cells))}.")
+        return chance.choice(self.cells[setting])
+
+    def step_seconds(self, precision: Precision, batch_size: int) -> float:
+        """The mean step at the nearest batch size that was measured, in proportion to it; inf where none ran."""
+        measured = {
+            cell.batch_size: [p.outcome.step_seconds for p in processes if isinstance(p.outcome, Measurement)]
+            for cell, processes in self.cells.items()
+            if cell.precision == precision
+        }
+        sizes = [size for size, seconds in measured.items() if seconds]
+        if not sizes:
+            return math.inf
+        nearest = min(sizes, key=lambda size: abs(math.log(size / batch_size)))
+        return fmean(measured[nearest]) * batch_size / nearest
+
+    def setup_seconds(self) -> float:
+        """The longest that a process of the baseline took before its first step."""
+        return max(process.setup_seconds for process in self.cells[self.baseline])
 
     def best(self) -> Setting:
         """The cell with the highest mean."""

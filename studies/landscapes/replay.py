@@ -7,16 +7,18 @@ import random
 from collections.abc import Iterator
 from statistics import fmean
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
-from landscape import Header, Landscape, Process
+from landscape import Header, Process
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.outcome import Accumulation, Calibration, CheckOutcome, Failure, Fidelity, Measurement, Outcome
+from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Ability, Slot
 from autotune_amp.search.run import Budget
+from autotune_amp.search.space import Space
 from autotune_amp.trial.jobs import Check, Trial, is_hopeless, stop
 
 # Of a check of bf16 and of a calibration in real searches (num_passes in their outcomes.jsonl): of a check half are in
@@ -77,7 +79,7 @@ def play(process: Process, spec: Trial, header: Header, chance: random.Random, *
     have done later nobody knows: it is a timeout once more, at the earliest of the deadlines that it met then and those
     that it would meet now.
     """
-    setup_seconds = (0.0 if is_started else header.start_seconds) if spec.is_confirmation else _setup_seconds(process)
+    setup_seconds = (0.0 if is_started else header.start_seconds) if spec.is_confirmation else process.setup_seconds
     try:
         watch = _Watch(setup_seconds, spec.deadline_seconds)
         if isinstance(process.outcome, Failure):
@@ -85,17 +87,6 @@ def play(process: Process, spec: Trial, header: Header, chance: random.Random, *
         return _measure(process, process.outcome, spec, watch, chance)
     except _OverdueError as overdue:
         return Played(Failure(kind="timeout", message="its time was up"), overdue.seconds)
-
-
-def _setup_seconds(process: Process) -> float:
-    """All but the steps; of one that was killed before its first step nobody knows how much that was."""
-    if isinstance(process.outcome, Measurement):
-        step_seconds = process.outcome.num_steps * process.outcome.step_seconds
-    else:
-        step_seconds = sum(process.heard_step_seconds)
-        if process.outcome.kind == "timeout":
-            return 0.0
-    return max(0.0, process.seconds - sum(process.warmup_step_seconds) - step_seconds)
 
 
 def _fail(process: Process, failure: Failure, spec: Trial, watch: _Watch) -> Played:
@@ -142,7 +133,7 @@ def _measure(process: Process, recorded: Measurement, spec: Trial, watch: _Watch
 
 
 def _limits(spec: Trial) -> Iterator[float | None]:
-    yield spec.first_step_deadline_seconds
+    yield spec.deadlines.compiling_seconds if spec.candidate.is_compiled else spec.first_step_deadline_seconds
     while True:
         yield spec.step_deadline_seconds
 
@@ -175,10 +166,28 @@ class Done(NamedTuple):
 _CHECKS: frozenset[Ability] = frozenset({"fidelity", "calibration", "accumulation"})
 
 
-class ReplayBackend:
-    """A `Backend` that plays back whole recorded processes of a cell, drawn with replacement."""
+class Ground(Protocol):
+    """What a search can be played on: a recorded landscape, or one in closed form."""
 
-    def __init__(self, landscape: Landscape, budget: ReplayBudget, seed: int) -> None:
+    header: Header
+
+    def draw(self, setting: Setting, chance: random.Random) -> Process:
+        """A process of the setting; raises `KeyError` where there is none."""
+
+    def step_seconds(self, precision: Precision, batch_size: int) -> float:
+        """The mean step at a batch size, or in proportion at the nearest that ran; inf where none did."""
+
+    def setup_seconds(self) -> float:
+        """What a process takes before its first step."""
+
+    def space(self) -> Space:
+        """What a search has of it."""
+
+
+class ReplayBackend:
+    """A `Backend` that plays back whole processes of a setting."""
+
+    def __init__(self, landscape: Ground, budget: ReplayBudget, seed: int) -> None:
         self.landscape = landscape
         self.abilities: frozenset[Ability] = _CHECKS  # it builds nothing, so that it has nothing to share
         self.slots = (Slot(landscape.header.hardware.device),)
@@ -194,11 +203,8 @@ class ReplayBackend:
         return Done(found, self.start_seconds)
 
     def _run(self, spec: Trial) -> Outcome:
-        """Raises `KeyError` for what is not in the grid."""
-        if spec.candidate not in self.landscape.cells:
-            there = ", ".join(map(str, self.landscape.cells))
-            raise KeyError(f"{spec.candidate} was not recorded; the landscape has {there}.")
-        process = self._chance.choice(self.landscape.cells[spec.candidate])
+        """Raises `KeyError` for what the landscape has not."""
+        process = self.landscape.draw(spec.candidate, self._chance)
         played = play(process, spec, self.landscape.header, self._chance, is_started=self.is_started)
         self._budget.now += played.seconds
         if spec.is_confirmation and isinstance(played.outcome, Measurement):  # fresh: the rest is its outcome's
@@ -238,29 +244,15 @@ class ReplayBackend:
         self.close()
 
 
-def check_seconds(landscape: Landscape, spec: Check) -> float:
+def check_seconds(landscape: Ground, spec: Check) -> float:
     """What a check costs: setting up, and its passes as steps of their precision; inf where one never ran."""
     num_fp32 = NUM_HISTOGRAM_PASSES if spec.what == "calibration" else NUM_CHECK_PASSES / 2
     num_passes = NUM_CALIBRATION_PASSES if spec.what == "calibration" else NUM_CHECK_PASSES
     return (
-        num_fp32 * _step_seconds(landscape, "fp32", spec.candidate.batch_size)
-        + (num_passes - num_fp32) * _step_seconds(landscape, spec.candidate.precision, spec.candidate.batch_size)
-        + max(map(_setup_seconds, landscape.cells[landscape.baseline]))
+        num_fp32 * landscape.step_seconds("fp32", spec.candidate.batch_size)
+        + (num_passes - num_fp32) * landscape.step_seconds(spec.candidate.precision, spec.candidate.batch_size)
+        + landscape.setup_seconds()
     )
-
-
-def _step_seconds(landscape: Landscape, precision: Precision, batch_size: int) -> float:
-    """The mean step at the nearest batch size that was measured, in proportion to it."""
-    measured = {
-        candidate.batch_size: [p.outcome.step_seconds for p in processes if isinstance(p.outcome, Measurement)]
-        for candidate, processes in landscape.cells.items()
-        if candidate.precision == precision
-    }
-    sizes = [size for size, seconds in measured.items() if seconds]
-    if not sizes:
-        return math.inf
-    nearest = min(sizes, key=lambda size: abs(math.log(size / batch_size)))
-    return fmean(measured[nearest]) * batch_size / nearest
 
 
 def _all_well(spec: Check) -> CheckOutcome:

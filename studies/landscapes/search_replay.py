@@ -1,8 +1,8 @@
 """A whole search of ours on a recorded landscape: the real code of every step, on a clock of virtual seconds.
 
-What it measures is played back, so that a search takes well under a second. Left out are what a landscape knows nothing
-of: accumulation (searches are free to change the effective batch), other numbers of loader workers, the pins of
-modules, and the difference between the user's own environment and the recommended one.
+What it measures is played back, so that a search takes well under a second. Left out are the pins of modules and the
+difference between the user's own environment and the recommended one, and of recorded landscapes, which know nothing of
+them, accumulation, other numbers of loader workers and further dimensions.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import msgspec
 import optuna
-from landscape import Landscape
-from replay import ReplayBackend, ReplayBudget
+from replay import Ground, ReplayBackend, ReplayBudget
 
 from autotune_amp.core.outcome import Record
 from autotune_amp.core.recommendation import Decision
@@ -21,15 +19,15 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.search import study as studies
 from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.ledger import Ledger
-from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher, run
-from autotune_amp.search.space import Space, build_space
+from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Checks, LossScales
 from autotune_amp.search.stages.confirm import Confirm, ConfirmingProcesses, reserved_seconds
-from autotune_amp.search.stages.explore import EXPLORING
+from autotune_amp.search.stages.explore import exploring
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.stages.trials import Conditions
+from autotune_amp.search.stages.variants import LoaderWorkers, Variants
 
 
 class Replayed(NamedTuple):
@@ -60,14 +58,15 @@ class _Ends(Progress):
 
 
 def search_replay(
-    landscape: Landscape,
+    landscape: Ground,
     seed: int,
     budget_seconds: float = 110.0,
     wrap: Callable[[ReplayBackend], Any] = lambda backend: backend,
 ) -> Replayed:
     """Search `landscape` as `search.search` does; `wrap` is laid round the backend."""
-    header, described, budget = landscape.header, _described(landscape), ReplayBudget(budget_seconds)
-    ends, ledger = _Ends(budget), Ledger(space_of(landscape), search_id="replay-1")
+    header, budget = landscape.header, ReplayBudget(budget_seconds)
+    described, ends = header.description, _Ends(budget)
+    ledger = Ledger(landscape.space(), search_id="replay-1")
     conditions = Conditions(
         hardware=header.hardware,
         memory_limit_bytes=header.memory_limit_bytes,
@@ -81,9 +80,10 @@ def search_replay(
     if conditions.shares_processes:
         budget.confirm_seconds = reserved_seconds(budget_seconds, header.start_seconds)
     study = _study(ledger, seed)
-    explore = [stage(conditions, study) for stage in EXPLORING]
     checks, scales, fallbacks = Checks(conditions), LossScales(study), Fallbacks(conditions)
-    for stage in (explore[0], checks, *explore, checks, scales, fallbacks, checks, scales, fallbacks):
+    on_the_winner = LoaderWorkers(conditions, checks), Variants(conditions, checks)
+    ending = checks, scales, *on_the_winner, fallbacks, checks, scales, fallbacks
+    for stage in (*exploring(conditions, study), *ending):
         for _ in run(stage, backend, ledger, budget, watcher):
             pass
     searched_seconds = budget.now
@@ -95,7 +95,7 @@ def search_replay(
     decisions = [_decide(ledger, landscape, number) for number in range(1, len(ends.records) + 1)]
     return Replayed(
         trace=[
-            (seconds, candidate_of(decision))
+            (seconds, setting_of(decision))
             for (seconds, _), decision in zip(ends.records, decisions, strict=True)
             if decision is not None
         ],
@@ -107,26 +107,9 @@ def search_replay(
     )
 
 
-def space_of(landscape: Landscape) -> Space:
-    """The landscape's grid as the search has it."""
-    header = landscape.header
-    options = SearchOptions(
-        precisions=header.precisions,
-        batch_size=(min(header.batch_sizes), max(header.batch_sizes)),
-        effective_batch_size="free",
-        baseline=("fp32", header.todays_batch_size),
-    )
-    space = build_space(header.hardware, _described(landscape), options)
-    return msgspec.structs.replace(space, accumulation_withheld="the landscape has no accumulation")
-
-
-def candidate_of(decision: Decision) -> Setting:
-    """The cell that was recommended."""
-    return Setting(precision=decision.config.precision, batch_size=decision.config.batch_size)
-
-
-def _described(landscape: Landscape) -> Any:
-    return msgspec.structs.replace(landscape.header.description, num_workers=None)
+def setting_of(decision: Decision) -> Setting:
+    """The setting that was recommended."""
+    return Setting.of(decision.config)
 
 
 def _study(ledger: Ledger, seed: int) -> studies.Study:
@@ -137,9 +120,9 @@ def _study(ledger: Ledger, seed: int) -> studies.Study:
     return studies.Study("memory", made, ledger)
 
 
-def _decide(ledger: Ledger, landscape: Landscape, num_records: int) -> Decision | None:
+def _decide(ledger: Ledger, landscape: Ground, num_records: int) -> Decision | None:
     """What would be decided after so many records, None where nothing could."""
     before = ledger.with_only(ledger.records[:num_records])
     if before.finalists is None:
         return None
-    return decide(before, environment=landscape.header.environment, description=_described(landscape))
+    return decide(before, environment=landscape.header.environment, description=landscape.header.description)

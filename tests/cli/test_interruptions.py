@@ -17,7 +17,7 @@ from conftest import CommandLine
 from real_searches import FP32, WORKLOADS
 
 from autotune_amp.cli import run
-from autotune_amp.search.stages.explore import NUM_SEARCH_PROCESSES
+from autotune_amp.search.stages.explore import MAX_PROCESSES
 
 SEARCH = ("train.py:plain", *FP32, "--budget", "110", "--baseline", "fp32:4", "--batch-size", "1:64")
 
@@ -65,7 +65,7 @@ def test_killed_at_random_moments_the_same_command_goes_on(training: CommandLine
     numbers = [line["number"] for line in lines(training)]
     assert numbers == list(range(1, len(numbers) + 1))
     tried = [json.dumps(line["candidate"]) for line in lines(training) if line["purpose"] == "search"]
-    assert all(tried.count(candidate) <= NUM_SEARCH_PROCESSES for candidate in tried)
+    assert all(tried.count(candidate) <= MAX_PROCESSES for candidate in tried)
     assert done.document["search"]["num_trials"] == len(numbers)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from landscape import Landscape, Process
 from made_landscape import HEADER, SETUP_SECONDS, failed, landscape, process
 from replay import Played, ReplayBackend, ReplayBudget, play
-from search_replay import candidate_of, search_replay
+from search_replay import search_replay, setting_of
 
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
@@ -91,7 +91,7 @@ def test_a_timeout_costs_what_it_waited(limits: dict[str, float], seconds: float
 def test_a_whole_search_finds_what_is_far_the_best_within_its_budget(seed: int) -> None:
     found = search_replay(landscape(rate), seed, budget_seconds=120.0)
     assert found.decision is not None
-    assert candidate_of(found.decision) == BEST
+    assert setting_of(found.decision) == BEST
     assert found.trace[-1][1] == BEST
     assert found.records[-1][0] <= 120.0
     assert found.searched_seconds < found.round_seconds[0]

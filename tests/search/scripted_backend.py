@@ -37,9 +37,9 @@ from autotune_amp.search.loss_scales import AllScales
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import Budget, ProgressWatcher, Stage, run
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.checks import EARLY_SHARE, Checks, LossScales
+from autotune_amp.search.stages.checks import Checks, LossScales
 from autotune_amp.search.stages.confirm import Confirm
-from autotune_amp.search.stages.explore import EXPLORING, share_building
+from autotune_amp.search.stages.explore import exploring, share_building
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.search.study import Study
@@ -289,10 +289,9 @@ class ScriptedSearch:
         with Study.open(self.storage, "scripted", self.ledger) as study:
             self.share_building()
             conditions = replace(self.conditions, max_trials=max_trials)
-            explore = [stage(conditions, study) for stage in EXPLORING]
-            stages: list[Stage] = [*explore]
-            if is_checked:
-                stages = [explore[0], Checks(conditions, EARLY_SHARE), *explore, Checks(conditions), LossScales(study)]
+            stages: list[Stage] = [*exploring(conditions, study), Checks(conditions), LossScales(study)]
+            if not is_checked:
+                stages = [stage for stage in stages if not isinstance(stage, (Checks, LossScales))]
             for stage in stages:
                 for _ in run(stage, self.backend, self.ledger, self.budget, self.watcher):
                     self.share_building()

@@ -22,7 +22,7 @@ from autotune_amp.search.search import nothing_works
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages import checks
 from autotune_amp.search.stages.checks import Todo, next_todo
-from autotune_amp.search.stages.explore import NUM_SEARCH_PROCESSES
+from autotune_amp.search.stages.explore import MAX_PROCESSES
 from autotune_amp.search.stages.fallbacks import missing_plans
 
 FP32, BF16, FP16, TF32 = at("fp32", 32), at("bf16", 64), at("fp16", 64), at("tf32", 32)
@@ -187,7 +187,7 @@ def test_every_pair_is_answered_without_a_training_step(tmp_path: Path) -> None:
     machine, where = fp16_machine(tmp_path), space(("fp32", "fp16"))
     machine.explore(where, is_checked=True)
     ran = [s.candidate for s in machine.searched.backend.specs if s.candidate.precision == "fp16"]
-    assert max(map(ran.count, ran)) <= NUM_SEARCH_PROCESSES, "no batch size is measured for a pair"
+    assert max(map(ran.count, ran)) <= MAX_PROCESSES, "no batch size is measured for a pair"
     fp16 = [t for t in told(tmp_path) if t.params["precision"] == "fp16"]
     best = [t for t in fp16 if t.user_attrs["candidate"] == "fp16 batch 64"]
     assert len(best) >= checks.NUM_PAIRS, "the sampler may have asked for the setting by itself too"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
-from scripted_backend import ScriptedSearch, candidate, ledger_of, measured
+from scripted_backend import candidate, ledger_of, measured
 
 from autotune_amp.core.outcome import Failure, Outcome, Record
 from autotune_amp.core.setting import Setting
+from autotune_amp.search.curve import Curves
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.ranking import failures
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.explore import Looks
-from autotune_amp.search.study import Study
+from autotune_amp.search.stages.explore import MAX_PROCESSES, NUM_STEPS_FORESEEN, next_promising
 from autotune_amp.trial.jobs import Trial
 
 
@@ -39,11 +41,51 @@ def test_a_stall_while_measuring_again_does_not_rule_out_what_was_measured() -> 
 
 
 @pytest.mark.parametrize(("times", "is_run"), [(1.5, False), (2.5, True)])
-def test_what_is_run_for_certainty_alone_must_fit_twice(times: float, is_run: bool) -> None:
-    space = Space(candidates=tuple(candidate("fp32", size) for size in (16, 32)), baseline=candidate("fp32", 32))
-    made = ScriptedSearch(space, lambda spec: measured(spec, 32.0))
-    made.measure(candidate("fp32", 32))
-    made.budget.now = made.budget.seconds - made.budget.confirm_seconds - times * made.records[-1].seconds
-    with Study.open("sqlite://", "scripted", made.ledger) as study:
-        found = Looks(made.conditions, study).next(made.ledger, made.budget)
+def test_what_promises_something_must_fit_twice_into_the_time_left(times: float, is_run: bool) -> None:
+    setting = candidate("fp32", 32)
+    ledger = known(tried([(setting, 100.0)]))
+    untried = [candidate("fp32", 64)]
+    seconds = 1.0 + NUM_STEPS_FORESEEN * 64 / Curves(ledger.throughputs(), untried).throughput(untried[0])
+    found = next_promising(ledger, 1.0, times * seconds, untried)
     assert (found is not None) == is_run
+
+
+def test_where_processes_differ_the_leaders_are_measured_again_but_not_for_ever() -> None:
+    leaders = [candidate("fp32", 32), candidate("bf16", 32)]
+    rates = [(leaders[0], 100.0), (leaders[1], 103.0), (leaders[0], 120.0)]
+    for _ in range(2 * MAX_PROCESSES):
+        ledger = known(tried(rates))
+        setting = next_promising(ledger, 1.0, math.inf)
+        if setting is None:
+            break
+        rates.append((setting, 90.0 + 7 * len(rates)))
+    assert setting is None
+    num_processes = [sum(c == leader for c, _ in rates) for leader in leaders]
+    assert 2 < max(num_processes) <= MAX_PROCESSES
+    assert next_promising(known(tried(rates[:3])), 1.0, math.inf, max_processes=1) is None
+
+
+def test_one_lucky_process_does_not_win() -> None:
+    """Batch sizes whose processes differ by 15 % either way, and one process far above its neighbours."""
+    spread, lucky = (0.85, 1.0, 1.15), candidate("bf16", 64)
+    rates = [(candidate("fp32", 2**k), 100.0 * noise) for k in range(3, 9) for noise in spread]
+    rates += [(candidate("bf16", 2**k), 85.0 * noise) for k in (3, 4, 5, 7, 8) for noise in spread]
+    rates.append((lucky, 140.0))
+    while (setting := next_promising(known(tried(rates)), 1.0, math.inf)) is not None:
+        rates.append((setting, 100.0 if setting.precision == "fp32" else 85.0))
+    assert sum(c == lucky for c, _ in rates) > 1, "it was measured again"
+    chosen = known(tried(rates)).shortlist
+    assert chosen is not None
+    assert chosen.winner.precision == "fp32"
+
+
+def test_loader_workers_come_before_the_wait_for_data_decides() -> None:
+    fast, slow = candidate("bf16", 32), candidate("fp32", 32)
+    waits = {fast: 0.6, slow: 0.1}
+    records = [
+        record(number, setting, measured(Trial(candidate=setting, device="cpu"), 100.0, data_share=wait))
+        for number, (setting, wait) in enumerate(waits.items())
+    ]
+    found = known(records).throughputs(without_waiting=True)
+    assert found == {fast: [pytest.approx(250.0)], slow: [pytest.approx(100 / 0.9)]}
+    assert known(records).throughputs() == {fast: [100.0], slow: [100.0]}

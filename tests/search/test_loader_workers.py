@@ -11,7 +11,7 @@ from autotune_amp.core.outcome import Outcome
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Checks
-from autotune_amp.search.stages.explore import EXPLORING
+from autotune_amp.search.stages.explore import exploring
 from autotune_amp.search.stages.trials import DEADLINE_RATIO
 from autotune_amp.search.stages.variants import LoaderWorkers
 from autotune_amp.search.study import Study
@@ -55,10 +55,8 @@ class LoadingMachine:
         with Study.open("sqlite://", "scripted", self.ledger) as study:
             conditions = msgspec.structs.replace(self.searched.conditions, max_trials=max_trials)
             checks = Checks(conditions)
-            for stage in EXPLORING:
-                self.searched.run(stage(conditions, study))
-                self.searched.run(checks)
-            self.searched.run(LoaderWorkers(conditions, checks))
+            for stage in (*exploring(conditions, study), checks, LoaderWorkers(conditions, checks)):
+                self.searched.run(stage)
             told = [trial.user_attrs["candidate"] for trial in study._study.trials]
         assert not any("worker" in name for name in told), "other workers are not in the study's space"
         self.searched.measure_fallbacks()

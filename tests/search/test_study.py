@@ -114,10 +114,11 @@ def test_a_further_dimension_is_a_parameter_of_the_trials_that_have_it(file: Pat
     compiled = replace(at("fp32", 32), compile="default")
     records = [record(1, at("fp32", 32), measured()), record(2, compiled, measured(150.0))]
     with Study.open(file, "demo", Ledger(space, records, search_id="s1"), owner="", seed=0) as study:
-        assert study.ask().setting.set_up == {}, "they are tried by a stage of their own"
+        study.tell(study.ask(at("fp32", 16)), measured(50.0))
     told = {frozenset(trial.params.items()): trial.value for trial in trials(file) if trial.value is not None}
     plain = {"precision": "fp32", "batch_size": 32}
     assert told == {
+        frozenset((plain | {"batch_size": 16}).items()): 50.0,
         frozenset(plain.items()): 100.0,
         frozenset((plain | {"compile": "default", "memory_format": "contiguous"}).items()): 150.0,
     }
@@ -146,24 +147,23 @@ def test_a_candidate_outside_the_space_is_refused_and_leaves_nothing_behind(file
         assert trials(file) == []
 
 
-def test_suggestions_are_legal_and_snapped_to_the_nearest_size(file: Path) -> None:
-    with opened(file, seed=3) as study:
-        for k in range(25):
-            asked = study.ask()
-            assert asked.setting in SPACE.candidates
-            raw = asked.trial.params["batch_size"]
-            ours = asked.setting.batch_size
-            assert all(max(ours, raw) / min(ours, raw) <= max(b, raw) / min(b, raw) for b in SIZES)
-            study.tell(asked, OOM if asked.setting.batch_size > 64 else measured(float(k + 1)))
-    for trial in (told := trials(file)):
-        assert trial.user_attrs["candidate"].startswith(f"{trial.params['precision']} batch ")
-    assert any(not t.user_attrs["candidate"].endswith(f" {t.params['batch_size']}") for t in told)
+@pytest.mark.parametrize("raw", [4, 9, 45, 90, 100])
+def test_what_somebody_enqueues_comes_first_and_is_snapped_to_the_nearest_size(file: Path, raw: int) -> None:
+    with opened(file) as study:
+        study._study.enqueue_trial({"precision": "bf16", "batch_size": raw})
+        asked = study.ask(at("fp32", 32))
+        assert asked.setting in SPACE.candidates
+        assert asked.setting.precision == "bf16"
+        ours = asked.setting.batch_size
+        assert all(max(ours, raw) / min(ours, raw) <= max(b, raw) / min(b, raw) for b in SIZES)
+        study.tell(asked, measured())
+        assert study.ask(at("fp32", 8)).setting == at("fp32", 32), "what was asked for comes next"
 
 
-def test_the_same_seed_asks_for_the_same_trials(tmp_path: Path) -> None:
-    def asked(name: str, seed: int) -> list[Setting]:
+def test_the_same_seed_asks_for_the_same_pairs(tmp_path: Path) -> None:
+    def asked(name: str, seed: int) -> list[Pair | None]:
         with opened(tmp_path / name, seed=seed) as study:
-            return [study.ask().setting for _ in range(8)]
+            return [study.ask(at("fp16", 16), None).pair for _ in range(8)]
 
     assert asked("a.db", 1) == asked("b.db", 1) != asked("c.db", 2)
 
@@ -233,7 +233,7 @@ def test_a_storage_that_cannot_be_used_is_named_without_its_password(bad_url: st
 
 def test_a_storage_that_breaks_is_an_error(file: Path) -> None:
     with opened(file) as study:
-        asked = study.ask()
+        asked = study.ask(at("fp32", 32))
         with sqlite3.connect(file) as connection:
             connection.execute("DROP TABLE trial_user_attributes")
         connection.close()
@@ -276,7 +276,7 @@ def test_an_enqueued_trial_that_makes_no_sense_is_an_error_once(file: Path, enqu
     with opened(file) as study:
         study._study.enqueue_trial(enqueued)
         with pytest.raises(StudyError, match=r"enqueued in study demo.*(int8|many)"):
-            study.ask()
+            study.ask(at("fp32", 32))
     with opened(file) as study:
         assert study.ask(at("fp32", 32)).setting == at("fp32", 32)
     assert trials(file)[0].state == TrialState.FAIL

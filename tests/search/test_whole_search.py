@@ -16,7 +16,7 @@ from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.run import CONFIRM_SHARE
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages import checks
-from autotune_amp.search.stages.explore import NUM_SEARCH_PROCESSES
+from autotune_amp.search.stages.explore import MAX_PROCESSES
 from autotune_amp.trial.jobs import Check, Trial
 
 SIZES = (8, 16, 32, 64, 128)
@@ -138,7 +138,7 @@ def test_on_any_machine_the_answer_was_measured_and_the_budget_kept(
     machine.explore(where, is_checked=True)
     searched = [record for record in machine.ledger.records if record.purpose == "search"]
     tried = [record.candidate for record in searched]
-    assert all(tried.count(candidate) <= NUM_SEARCH_PROCESSES for candidate in tried)
+    assert all(tried.count(candidate) <= MAX_PROCESSES for candidate in tried)
     chosen = machine.ledger.shortlist
     if chosen is None:
         assert all(isinstance(record.outcome, Failure) for record in searched)

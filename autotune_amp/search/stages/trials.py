@@ -63,6 +63,12 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
         """
         return self.hardware.device != "cpu"
 
+    @property
+    def may_add_workers(self) -> bool:
+        """Whether more processes of the user's data loader can be tried."""
+        num_workers = self.description.num_workers
+        return num_workers is not None and num_workers < self.hardware.identity.num_cpus
+
     def may_try(self, ledger: Ledger, left_seconds: float) -> bool:
         """Whether the time that is left and the number of trials allow another one."""
         num_tried = sum(record.purpose == "search" for record in ledger.records)

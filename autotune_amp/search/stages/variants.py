@@ -15,11 +15,13 @@ from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.ranking import MAX_DATA_SHARE, PLATEAU, data_share, rank
 from autotune_amp.search.run import CHECK_SHARE, Budget
 from autotune_amp.search.stages.checks import Checks
+from autotune_amp.search.stages.explore import next_promising
 from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.search.variants import next_setting
 from autotune_amp.trial.jobs import Check, Trial
 
 SHARE = 0.3  # of the budget, for further dimensions: compiling alone takes tens of seconds
+LEAST_GAIN = 0.01  # of the throughput: measuring again what gains a few percent takes a trial that may compile
 SHORT_WAIT = 0.05  # of a step: more workers have little left to gain
 HANDOVER_SECONDS = 1e-3  # of a batch from a worker process: a shorter wait is not made shorter by one
 
@@ -35,12 +37,19 @@ class Variants:
         """Another trial, else the check that the leader calls for."""
         used_seconds = sum(r.seconds for r in ledger.trials if r.candidate.set_up)
         left = min(budget.left_for_search(), SHARE * budget.seconds - used_seconds)
-        setting = next_setting(ledger) if self.conditions.may_try(ledger, left) else None
+        setting = self._next(ledger, left) if self.conditions.may_try(ledger, left) else None
         if setting is None:
             return self.checks.next(ledger, budget)
         if setting.is_compiled:  # whose seconds nobody knows: the share only says whether to begin
             left = budget.left_for_search() - CHECK_SHARE * budget.seconds
         return self.conditions.search_trial(ledger, budget, setting, left)
+
+    def _next(self, ledger: Ledger, left_seconds: float) -> Setting | None:
+        """What the last choice hangs on once more, else the next value: it builds on that choice."""
+        is_tried = ledger.objective == "speed" and any(r.candidate.set_up for r in ledger.trials)
+        setup_seconds = self.conditions.setup_seconds
+        again = next_promising(ledger, setup_seconds, left_seconds, least_gain=LEAST_GAIN) if is_tried else None
+        return again or next_setting(ledger)
 
 
 @dataclass

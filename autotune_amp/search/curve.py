@@ -1,0 +1,126 @@
+"""A model of the throughput of every setting, from those that were measured: what one more trial is worth. Pure.
+
+The logarithm of the throughput is a Gaussian process over the precision and log2 of the batch size: what all precisions
+have in common, and what each has of its own. What a trial is worth is its knowledge gradient: how much better the
+setting that the model would choose is expected to be once the trial is known (Frazier, Powell, Dayanik, 2009, The
+Knowledge-Gradient Policy for Correlated Normal Beliefs). It is large where a curve is unknown and may lead, and where
+what leads was measured too rarely, and nothing where a whole curve lies too low to lead anywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from autotune_amp.core.dimensions import ACCUMULATION_STEPS, BATCH_SIZE, PRECISION
+from autotune_amp.core.setting import DIMENSIONS, Setting
+from autotune_amp.search.ranking import PLATEAU
+
+Array = npt.NDArray[np.float64]
+
+# Standard deviations of the logarithm, before anything is known.
+LEVEL, OF_A_PRECISION = 3.0, 0.7
+PER_OCTAVE, PER_OCTAVE_OF_A_PRECISION = 0.2, 0.1
+OF_A_VALUE = 0.15  # of a further dimension
+OF_ITS_OWN = 0.02  # what one batch size has apart from its neighbours
+SMOOTH_OCTAVES, ROUGH_OCTAVES = 4.0, 2.0
+# Weighed by how likely they make what was measured: what a curve may bend, and how processes of a setting differ.
+BENDS = (0.1, 0.2, 0.4)
+NOISES = (0.01, 0.03, 0.08, 0.15)
+
+_NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(21)
+
+
+class Curves:
+    """The model after `observed`: throughputs of processes, in any unit, a list for each setting."""
+
+    def __init__(self, observed: Mapping[Setting, Sequence[float]], others: Sequence[Setting]) -> None:
+        self.settings = tuple(dict.fromkeys((*observed, *others)))
+        index = {setting: number for number, setting in enumerate(self.settings)}
+        rows = np.array([index[setting] for setting, values in observed.items() for _ in values])
+        logs = np.log(np.array(list(itertools.chain(*observed.values())), dtype=np.float64))
+        level = logs.mean()
+        fits = [_fit(self.settings, rows, logs - level, bend, noise) for bend in BENDS for noise in NOISES]
+        likelihoods = np.array([fit.log_likelihood for fit in fits])
+        weights = np.exp(likelihoods - likelihoods.max())
+        self._fits, self._weights = fits, weights / weights.sum()
+        self.means: Array = level + sum(w * fit.means for w, fit in zip(self._weights, fits, strict=True))
+
+    def gains(self, choosable: Collection[Setting]) -> dict[Setting, float]:
+        """What one more process of each `choosable` setting is worth, as a share of the best throughput.
+
+        As the choice has it, what has less to go wrong may be up to `PLATEAU` slower.
+        """
+        order = sorted(range(len(self.settings)), key=lambda number: self.settings[number].risks)
+        handicap = np.empty(len(order))
+        handicap[order] = PLATEAU * np.arange(len(order)) / max(1, len(order) - 1)
+        chosen = [number for number, setting in enumerate(self.settings) if setting in choosable]
+        found = sum(w * fit.gains(chosen, handicap) for w, fit in zip(self._weights, self._fits, strict=True))
+        return {self.settings[number]: float(gain) for number, gain in zip(chosen, np.atleast_1d(found), strict=True)}
+
+    def throughput(self, setting: Setting) -> float:
+        """What the model expects of it."""
+        return math.exp(self.means[self.settings.index(setting)])
+
+
+class _Fit(NamedTuple):
+    means: Array
+    covariance: Array
+    noise: float
+    log_likelihood: float
+
+    def gains(self, chosen: Sequence[int], handicap: Array) -> Array:
+        """The knowledge gradient of each chosen setting, where one of them is going to be chosen."""
+        values, covariance = (self.means - handicap)[chosen], self.covariance[np.ix_(chosen, chosen)]
+        spread = np.sqrt(np.diag(covariance) + self.noise**2)
+        changes = covariance / spread[:, None]  # of every mean, after a process of each that is so much off
+        after = (values[None, :, None] + changes[:, :, None] * _NODES).max(axis=1) @ _WEIGHTS / _WEIGHTS.sum()
+        gains: Array = after - values.max()
+        return gains
+
+
+def _fit(settings: Sequence[Setting], rows: npt.NDArray[Any], logs: Array, bend: float, noise: float) -> _Fit:
+    prior = _prior(settings, bend)
+    within = prior[np.ix_(rows, rows)] + noise**2 * np.eye(len(rows))
+    lower = np.linalg.cholesky(within)
+    white = np.linalg.solve(lower, np.column_stack((logs, prior[rows])))
+    seen, explained = white[:, 0], white[:, 1:]
+    return _Fit(
+        means=explained.T @ seen,
+        covariance=prior - explained.T @ explained,
+        noise=noise,
+        log_likelihood=float(-0.5 * seen @ seen - np.log(np.diag(lower)).sum()),
+    )
+
+
+def _prior(settings: Sequence[Setting], bend: float) -> Array:
+    octaves = np.log2([setting.batch_size for setting in settings])
+    apart = np.abs(octaves[:, None] - octaves)
+    rough = np.exp(-apart / ROUGH_OCTAVES)
+    is_alike = _are_equal([setting.precision for setting in settings])
+    centred = octaves - octaves.mean()
+    sloped = np.outer(centred, centred)
+    shared = LEVEL**2 + PER_OCTAVE**2 * sloped + 0.25 * np.exp(-0.5 * (apart / SMOOTH_OCTAVES) ** 2)
+    own = OF_A_PRECISION**2 + PER_OCTAVE_OF_A_PRECISION**2 * sloped + bend**2 * rough
+    found: Array = shared + is_alike * own + _further(settings) + OF_ITS_OWN**2 * np.eye(len(settings))
+    return found
+
+
+def _further(settings: Sequence[Setting]) -> Array:
+    """What values of further dimensions that two settings have in common add to their covariance."""
+    found = np.zeros((len(settings), len(settings)))
+    for dimension in DIMENSIONS:
+        if dimension not in (PRECISION, BATCH_SIZE, ACCUMULATION_STEPS):
+            values = [getattr(setting, dimension.name) for setting in settings]
+            is_other = np.array([value != dimension.default for value in values])
+            found += OF_A_VALUE**2 * _are_equal(values) * np.outer(is_other, is_other)
+    return found
+
+
+def _are_equal(values: Sequence[Any]) -> Array:
+    return np.array([[float(a == b) for b in values] for a in values])
