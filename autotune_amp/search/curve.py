@@ -28,7 +28,8 @@ LEVEL, OF_A_PRECISION = 3.0, 0.7
 PER_OCTAVE, PER_OCTAVE_OF_A_PRECISION = 0.2, 0.1
 OF_A_VALUE = 0.15  # of a further dimension
 OF_ITS_OWN = 0.02  # what one batch size has apart from its neighbours
-SMOOTH_OCTAVES, ROUGH_OCTAVES = 4.0, 2.0
+SMOOTH, SMOOTH_OCTAVES = 0.5, 4.0  # how all curves bend alike, and over how many doublings
+BENDING_OCTAVES = 2.0
 # Weighed by how likely they make what was measured: what a curve may bend, and how processes of a setting differ.
 BENDS = (0.1, 0.2, 0.4)
 NOISES = (0.01, 0.03, 0.08, 0.15)
@@ -45,7 +46,8 @@ class Curves:
         rows = np.array([index[setting] for setting, values in observed.items() for _ in values])
         logs = np.log(np.array(list(itertools.chain(*observed.values())), dtype=np.float64))
         level = logs.mean()
-        fits = [_fit(self.settings, rows, logs - level, bend, noise) for bend in BENDS for noise in NOISES]
+        prior, bending = _prior(self.settings)
+        fits = [_fit(prior + bend**2 * bending, rows, logs - level, noise) for bend in BENDS for noise in NOISES]
         likelihoods = np.array([fit.log_likelihood for fit in fits])
         weights = np.exp(likelihoods - likelihoods.max())
         self._fits, self._weights = fits, weights / weights.sum()
@@ -84,8 +86,7 @@ class _Fit(NamedTuple):
         return gains
 
 
-def _fit(settings: Sequence[Setting], rows: npt.NDArray[Any], logs: Array, bend: float, noise: float) -> _Fit:
-    prior = _prior(settings, bend)
+def _fit(prior: Array, rows: npt.NDArray[Any], logs: Array, noise: float) -> _Fit:
     within = prior[np.ix_(rows, rows)] + noise**2 * np.eye(len(rows))
     lower = np.linalg.cholesky(within)
     white = np.linalg.solve(lower, np.column_stack((logs, prior[rows])))
@@ -98,17 +99,16 @@ def _fit(settings: Sequence[Setting], rows: npt.NDArray[Any], logs: Array, bend:
     )
 
 
-def _prior(settings: Sequence[Setting], bend: float) -> Array:
+def _prior(settings: Sequence[Setting]) -> tuple[Array, Array]:
+    """The covariance before anything is known, and that of how a precision's curve bends, each time its variance."""
     octaves = np.log2([setting.batch_size for setting in settings])
-    apart = np.abs(octaves[:, None] - octaves)
-    rough = np.exp(-apart / ROUGH_OCTAVES)
-    is_alike = _are_equal([setting.precision for setting in settings])
-    centred = octaves - octaves.mean()
+    centred, apart = octaves - octaves.mean(), np.abs(octaves[:, None] - octaves)
     sloped = np.outer(centred, centred)
-    shared = LEVEL**2 + PER_OCTAVE**2 * sloped + 0.25 * np.exp(-0.5 * (apart / SMOOTH_OCTAVES) ** 2)
-    own = OF_A_PRECISION**2 + PER_OCTAVE_OF_A_PRECISION**2 * sloped + bend**2 * rough
-    found: Array = shared + is_alike * own + _further(settings) + OF_ITS_OWN**2 * np.eye(len(settings))
-    return found
+    shared = LEVEL**2 + PER_OCTAVE**2 * sloped + SMOOTH**2 * np.exp(-0.5 * (apart / SMOOTH_OCTAVES) ** 2)
+    own = OF_A_PRECISION**2 + PER_OCTAVE_OF_A_PRECISION**2 * sloped
+    is_alike = _are_equal([setting.precision for setting in settings])
+    prior = shared + is_alike * own + _further(settings) + OF_ITS_OWN**2 * np.eye(len(settings))
+    return prior, is_alike * np.exp(-apart / BENDING_OCTAVES)
 
 
 def _further(settings: Sequence[Setting]) -> Array:

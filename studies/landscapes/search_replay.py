@@ -8,7 +8,9 @@ them, accumulation, other numbers of loader workers and further dimensions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import optuna
 from replay import Ground, ReplayBackend, ReplayBudget
@@ -21,7 +23,6 @@ from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher, run
-from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Checks, LossScales
 from autotune_amp.search.stages.confirm import Confirm, ConfirmingProcesses, reserved_seconds
 from autotune_amp.search.stages.explore import exploring
@@ -30,20 +31,45 @@ from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.search.stages.variants import LoaderWorkers, Variants
 
 
-class Replayed(NamedTuple):
+@dataclass(frozen=True)
+class Replayed:
     """A whole search, in virtual seconds since its first trial.
 
-    `trace` is what would be recommended if it ended there, `records` every trial and check, each with the seconds at
-    its end. `searched_seconds` is the end of the search phase, the checks and fallbacks included; `round_seconds` the
-    end of each confirmation round. `decision` is None where nothing could be chosen.
+    `records` are every trial and check, each with the seconds at its end. `searched_seconds` is the end of the search
+    phase, the checks and fallbacks included; `round_seconds` the end of each confirmation round.
     """
 
-    trace: list[tuple[float, Setting]]
+    ledger: Ledger
+    landscape: Ground
     records: list[tuple[float, Record]]
     searched_seconds: float
     round_seconds: list[float]
-    decision: Decision | None
-    space: Space
+
+    @cached_property
+    def decision(self) -> Decision | None:
+        """None where nothing could be chosen."""
+        return self._decide(len(self.records))
+
+    @cached_property
+    def searched(self) -> Decision | None:
+        """What would have been decided without a confirmation."""
+        return self._decide(sum(seconds <= self.searched_seconds for seconds, _ in self.records))
+
+    @cached_property
+    def trace(self) -> list[tuple[float, Setting]]:
+        """What would be recommended if it ended there."""
+        decisions = [self._decide(number) for number in range(1, len(self.records) + 1)]
+        return [
+            (seconds, setting_of(decision))
+            for (seconds, _), decision in zip(self.records, decisions, strict=True)
+            if decision is not None
+        ]
+
+    def _decide(self, num_records: int) -> Decision | None:
+        before, header = self.ledger.with_only(self.ledger.records[:num_records]), self.landscape.header
+        if before.finalists is None:
+            return None
+        return decide(before, environment=header.environment, description=header.description)
 
 
 class _Ends(Progress):
@@ -92,19 +118,7 @@ def search_replay(
         for _ in run(Confirm(conditions, ledger.finalists), fresh, ledger, budget, watcher):
             pass
     by_round = {record.round: seconds for seconds, record in ends.records if record.round is not None}
-    decisions = [_decide(ledger, landscape, number) for number in range(1, len(ends.records) + 1)]
-    return Replayed(
-        trace=[
-            (seconds, setting_of(decision))
-            for (seconds, _), decision in zip(ends.records, decisions, strict=True)
-            if decision is not None
-        ],
-        records=ends.records,
-        searched_seconds=searched_seconds,
-        round_seconds=list(by_round.values()),
-        decision=decisions[-1] if decisions else None,
-        space=ledger.space,
-    )
+    return Replayed(ledger, landscape, ends.records, searched_seconds, list(by_round.values()))
 
 
 def setting_of(decision: Decision) -> Setting:
@@ -118,11 +132,3 @@ def _study(ledger: Ledger, seed: int) -> studies.Study:
     sampler = studies.TPESampler(seed=seed)  # type: ignore[attr-defined] # by its name there, where another may stand
     made = optuna.create_study(storage=optuna.storages.InMemoryStorage(), direction="maximize", sampler=sampler)
     return studies.Study("memory", made, ledger)
-
-
-def _decide(ledger: Ledger, landscape: Ground, num_records: int) -> Decision | None:
-    """What would be decided after so many records, None where nothing could."""
-    before = ledger.with_only(ledger.records[:num_records])
-    if before.finalists is None:
-        return None
-    return decide(before, environment=landscape.header.environment, description=landscape.header.description)

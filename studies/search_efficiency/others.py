@@ -10,23 +10,25 @@ import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import fmean
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import optuna
 import paths  # noqa: F401 - finds landscape and replay
 from landscape import PROCESSES_A_CELL
+from msgspec.structs import replace
 from optuna.samplers import BaseSampler, GPSampler, TPESampler
 from optuna.trial import TrialState
 from replay import ReplayBackend
 from truth import confirming_spec
 
 from autotune_amp.core.outcome import Measurement, Outcome
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import DIMENSIONS, Setting
 from autotune_amp.trial.jobs import Trial
 
 NUM_STEPS = 8  # of a trial, after three to warm up
 # Each has settled long before on a few dozen cells, and samplers slow down; a GP's suggestion takes 25 ms.
 MAX_TRIALS, MAX_GP_TRIALS = 100, 25
+OF_A_SIZE = ("batch_size", "accumulation_steps")
 NUM_FINDER_STEPS = 3  # of a batch-size finder's try, none to warm up (Lightning's steps_per_trial)
 
 
@@ -92,19 +94,21 @@ def grid(
 def sampled(
     meter: Meter, seed: int, *, make: Callable[[int], BaseSampler], fails: bool = False, max_trials: int = MAX_TRIALS
 ) -> Iterator[Setting | None]:
-    """Optuna's loop as its documentation has it, over the precision and the power of two of the batch.
+    """Optuna's loop as its documentation has it, over whatever the cells differ in: of the batch sizes the number in
+    their order, which is log2 where they are doublings, all else categorical.
 
     What did not run is told as FAIL with `fails`, else as pruned with a violated constraint.
     """
-    precisions = sorted({cell.precision for cell in meter.cells})
-    powers = sorted({cell.batch_size.bit_length() - 1 for cell in meter.cells})
+    sizes = sorted({cell.batch_size for cell in meter.cells})
+    like = {cell.batch_size: cell for cell in meter.cells}  # of one batch size all accumulate alike
+    kinds = {d.name: sorted({getattr(c, d.name) for c in meter.cells}, key=repr) for d in DIMENSIONS}
+    categorical = {name: found for name, found in kinds.items() if len(found) > 1 and name not in OF_A_SIZE}
     study = optuna.create_study(direction="maximize", sampler=make(seed))
     best: tuple[float, Setting | None] = (0.0, None)
     for _ in range(max_trials):
         trial = study.ask()
-        precision: Any = trial.suggest_categorical("precision", precisions)
-        power = trial.suggest_int("log2_batch_size", powers[0], powers[-1])
-        cell = Setting(precision=precision, batch_size=2**power)
+        chosen = {name: trial.suggest_categorical(name, found) for name, found in categorical.items()}
+        cell = replace(like[sizes[trial.suggest_int("batch_size", 0, len(sizes) - 1)]], **chosen)
         found = rate(meter.trial(cell))
         if found:
             study.tell(trial, found)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -91,27 +91,33 @@ def results(folder: Path) -> list[Results]:
 
 
 def write(readme: Path, folder: Path) -> None:
+    """Every table of the recorded landscapes."""
+    every = results(folder)
+    put(readme, {name: make(every) for name, make in TABLES.items()})
+
+
+def put(readme: Path, tables: Mapping[str, Sequence[str]]) -> None:
     """Put each table between its markers: ``<!-- table NAME -->`` and ``<!-- end NAME -->``."""
-    every, text = results(folder), readme.read_text()
-    for name, make in TABLES.items():
+    text = readme.read_text()
+    for name, lines in tables.items():
         begin, end = f"<!-- table {name} -->\n", f"<!-- end {name} -->"
         before, rest = text.split(begin)
-        text = before + begin + "\n".join(make(every)) + "\n" + end + rest.split(end)[1]
+        text = before + begin + "\n".join(lines) + "\n" + end + rest.split(end)[1]
     readme.write_text(text)
 
 
 def regret_table(every: Sequence[Results]) -> list[str]:
     """Mean regret at each share of the grid's seconds, over all landscapes, and the worst landscape's at the goal's."""
-    rows = _head(["strategy", *(f"at {share:.0%}" for share in SHARES), f"worst landscape at {GOAL_SHARE:.0%}"])
+    rows = head(["strategy", *(f"at {share:.0%}" for share in SHARES), f"worst landscape at {GOAL_SHARE:.0%}"])
     for strategy in _played(every, (*CONSTANT, *OTHERS, OURS, BEFORE)):
         means = [_means(every, strategy, share) for share in SHARES]
         worst = max(_means(every, strategy, GOAL_SHARE))
-        rows.append(_row([CONSTANT.get(strategy, strategy), *map(_percent, means), _percent([worst])]))
+        rows.append(row([CONSTANT.get(strategy, strategy), *map(_percent, means), _percent([worst])]))
     ratios = [fmean(_means(every, OURS, share)) / fmean(_means(every, TPE, share)) for share in SHARES]
-    rows.append(_row(["ours / TPE", *(f"{ratio:.2f}" for ratio in ratios), ""]))
+    rows.append(row(["ours / TPE", *(f"{ratio:.2f}" for ratio in ratios), ""]))
     for strategy in (TPE, FORKED):
         found = [[_pairs(r, strategy, share * r.grid_seconds) for r in every] for share in SHARES]
-        rows.append(_row([f"{strategy}, less ours", *map(_difference, found), ""]))
+        rows.append(row([f"{strategy}, less ours", *map(_difference, found), ""]))
     return rows
 
 
@@ -125,31 +131,31 @@ def _means(every: Sequence[Results], strategy: str, share: float) -> list[float]
 
 def landscape_table(every: Sequence[Results]) -> list[str]:
     """The same by landscape, four shares in one cell."""
-    rows = _head(["strategy", *(r.name for r in every)])
+    rows = head(["strategy", *(r.name for r in every)])
     for strategy in _played(every, (*CONSTANT, *OTHERS, OURS, BEFORE)):
         cells = []
         for r in every:
             numbers = [100 * fmean(r.regrets(strategy, share * r.grid_seconds)) for share in SHARES[1:]]
             cells.append(f"{numbers[0]:.1f}" if strategy in CONSTANT else " / ".join(f"{n:.1f}" for n in numbers))
-        rows.append(_row([CONSTANT.get(strategy, strategy), *cells]))
+        rows.append(row([CONSTANT.get(strategy, strategy), *cells]))
     return rows
 
 
 def seconds_table(every: Sequence[Results]) -> list[str]:
     """Seconds from which the mean regret stays at 2 % or below, with their share of the grid's."""
-    rows = _head(["strategy", *(r.name for r in every)])
+    rows = head(["strategy", *(r.name for r in every)])
     for strategy in _played(every, (*OTHERS, OURS, BEFORE)):
         cells = []
         for r in every:
             seconds = r.seconds_to(strategy, GOAL_REGRET)
             cells.append("-" if seconds == NEVER else f"{seconds:.1f} ({seconds / r.grid_seconds:.1%})")
-        rows.append(_row([strategy, *cells]))
+        rows.append(row([strategy, *cells]))
     return rows
 
 
 def goals_table(every: Sequence[Results]) -> list[str]:
     """Ours against the goals, by landscape."""
-    rows = _head(
+    rows = head(
         ["landscape", "regret at 10 %", "oracle", "search s / confirmation s", "after the search: ours, fastest found, "
          "TPE", "at the end: ours, fastest found, TPE", "whole search s", "in % of the grid, fresh / forked"]
     )  # fmt: skip
@@ -163,7 +169,7 @@ def goals_table(every: Sequence[Results]) -> list[str]:
         tpe_final = [p.regret_at(o.facts["seconds"]) for p, o in zip(r.plays[TPE], plays, strict=True)]
         fastest = [[play.facts[key] for play in plays] for key in ("fastest_searched", "fastest_confirmed")]
         rows.append(
-            _row(
+            row(
                 [
                     r.name,
                     _percent(r.regrets(OURS, GOAL_SHARE * r.grid_seconds), 2),
@@ -183,7 +189,7 @@ def variant_table(every: Sequence[Results]) -> list[str]:
     """Every variant of ours over all landscapes: means, and the difference to ours, paired by landscape and seed, with
     its standard error by landscape; a star where the 95 % interval leaves 0 out.
     """
-    rows = _head(
+    rows = head(
         ["variant", "seeds", "search s", "trials", "all s", "regret after the search", "at the end",
          "fastest found at the end", "against ours at the end", "mean over the first 5 % of the grid"]
     )  # fmt: skip
@@ -192,7 +198,7 @@ def variant_table(every: Sequence[Results]) -> list[str]:
         facts = [play.facts for _, play, _ in pairs]
         early = [mean_regret(play, 0.05 * r.grid_seconds) for r, play, _ in pairs]
         rows.append(
-            _row(
+            row(
                 [
                     variant,
                     f"{len(pairs) / len(every):.0f}",
@@ -212,10 +218,10 @@ def variant_table(every: Sequence[Results]) -> list[str]:
 
 def grids_table(every: Sequence[Results]) -> list[str]:
     """Both exhaustive grids, ours and TPE against the cheaper one, and the cheapest grid there is."""
-    rows = _head(["", *(r.name for r in every), "mean"])
+    rows = head(["", *(r.name for r in every), "mean"])
 
     def add(title: str, numbers: Sequence[float], mean: str | None = None, digits: int = 1) -> None:
-        rows.append(_row([title, *(f"{n:.{digits}f}" for n in numbers), mean or f"{fmean(numbers):.{digits}f}"]))
+        rows.append(row([title, *(f"{n:.{digits}f}" for n in numbers), mean or f"{fmean(numbers):.{digits}f}"]))
 
     add("five fresh processes a cell, s", [r.grid_seconds for r in every], digits=0)
     add("five forked processes a cell, s", [r.forked_grid_seconds for r in every], digits=0)
@@ -304,9 +310,9 @@ def _percent(shares: Iterable[float], digits: int = 1) -> str:
     return f"{100 * fmean(shares):.{digits}f}"
 
 
-def _head(titles: Sequence[str]) -> list[str]:
-    return [_row(titles), "|" + "---|" * len(titles)]
+def head(titles: Sequence[str]) -> list[str]:
+    return [row(titles), "|" + "---|" * len(titles)]
 
 
-def _row(cells: Sequence[str]) -> str:
+def row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"

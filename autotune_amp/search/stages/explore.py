@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING
 
 from autotune_amp.core.dimensions import Precision
@@ -90,7 +91,7 @@ class Promising(_Explore):
     Where `max_processes` are more than one, what was tried may be measured again.
     """
 
-    max_processes: int = MAX_PROCESSES
+    max_processes: int
 
     def _next(self, ledger: Ledger, left_seconds: float) -> Setting | None:
         untried = untried_settings(ledger, self.conditions.memory_limit_bytes)
@@ -101,6 +102,7 @@ class Promising(_Explore):
             self.conditions.setup_seconds,
             left_seconds,
             untried,
+            least_gain=LEAST_GAIN,
             max_processes=self.max_processes,
             without_waiting=self.conditions.may_add_workers and is_waiting(ledger.records),
         )
@@ -112,7 +114,7 @@ def exploring(conditions: Conditions, study: Study) -> tuple[Stage, ...]:
     A check at the end may come too late, and what it rules out leaves its place to others.
     """
     seeds = Seeds(conditions, study)
-    first, again = Promising(conditions, study, max_processes=1), Promising(conditions, study)
+    first, again = Promising(conditions, study, 1), Promising(conditions, study, MAX_PROCESSES)
     return seeds, first, Checks(conditions, EARLY_SHARE), seeds, again
 
 
@@ -148,9 +150,9 @@ def next_promising(
     left_seconds: float,
     untried: Sequence[Setting] = (),
     *,
+    least_gain: float,
     max_processes: int = MAX_PROCESSES,
     without_waiting: bool = False,
-    least_gain: float = LEAST_GAIN,
 ) -> Setting | None:
     """The setting one more process of which is worth most a second, None where none is worth it. Pure.
 
@@ -174,13 +176,11 @@ def next_promising(
     worth = {c: gain / seconds(c) for c, gain in gains.items() if gain > least_gain and is_affordable(c)}
     if worth:
         return max(worth, key=lambda c: worth[c])
-    # What the measurements would choose by luck, the model says.
     chosen = ledger.shortlist.winner if ledger.shortlist is not None and not without_waiting else None
-    expected = {c: curves.throughput(c) for c in throughputs if c in choosable}
-    if chosen not in expected or expected[chosen] >= (1 - PLATEAU) * max(expected.values()):
+    if chosen not in throughputs or not is_affordable(chosen):
         return None
-    doubted = chosen, max(expected, key=lambda c: expected[c])
-    return min(filter(is_affordable, doubted), key=lambda c: len(throughputs[c]), default=None)
+    was_lucky = median(throughputs[chosen]) > (1 + PLATEAU) * curves.throughput(chosen)
+    return chosen if was_lucky else None
 
 
 def share_building(
