@@ -81,8 +81,8 @@ class _Fit(NamedTuple):
         values, covariance = (self.means - handicap)[chosen], self.covariance[np.ix_(chosen, chosen)]
         spread = np.sqrt(np.diag(covariance) + self.noise**2)
         changes = covariance / spread[:, None]  # of every mean, after a process of each that is so much off
-        after = (values[None, :, None] + changes[:, :, None] * _NODES).max(axis=1) @ _WEIGHTS / _WEIGHTS.sum()
-        gains: Array = after - values.max()
+        best = (values[None, :, None] + changes[:, :, None] * _NODES).max(axis=1)
+        gains: Array = best @ _WEIGHTS / _WEIGHTS.sum() - values.max()
         return gains
 
 

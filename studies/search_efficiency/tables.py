@@ -26,7 +26,7 @@ CONSTANT = {
     "best of all": "the best cell of all processes",
 }
 OURS, TPE, FORKED = "ours", "TPE", "grid, one forked trial a cell"
-BEFORE = "before: neither looks round nor repeats"
+BEFORE = "before: climbs, looks round the best, repeats the best 3"
 NEVER = float("inf")
 
 

@@ -11,7 +11,7 @@ from autotune_amp.core.outcome import Failure, Outcome, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.curve import Curves
 from autotune_amp.search.ledger import Ledger
-from autotune_amp.search.ranking import failures
+from autotune_amp.search.ranking import PLATEAU, failures
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.explore import LEAST_GAIN, MAX_PROCESSES, NUM_STEPS_FORESEEN, next_promising
 from autotune_amp.trial.jobs import Trial
@@ -31,6 +31,21 @@ def known(records: list[Record]) -> Ledger:
     return ledger_of(records, Space(candidates=(), baseline=candidate("fp32", 32)))
 
 
+def promising(
+    ledger: Ledger, untried: list[Setting] | None = None, left_seconds: float = math.inf, max_processes: int = 4
+) -> Setting | None:
+    return next_promising(
+        ledger,
+        ledger.throughputs(),
+        1.0,
+        left_seconds,
+        untried or [],
+        least_gain=LEAST_GAIN,
+        max_processes=max_processes,
+        most_luck=PLATEAU,
+    )
+
+
 def test_a_stall_while_measuring_again_does_not_rule_out_what_was_measured() -> None:
     records = tried([(candidate("fp32", 64), 100.0), (candidate("fp32", 32), 90.0)])
     records.append(record(9, candidate("fp32", 64), Failure(kind="timeout", message="still after step 3")))
@@ -46,7 +61,7 @@ def test_what_promises_something_must_fit_twice_into_the_time_left(times: float,
     ledger = known(tried([(setting, 100.0)]))
     untried = [candidate("fp32", 64)]
     seconds = 1.0 + NUM_STEPS_FORESEEN * 64 / Curves(ledger.throughputs(), untried).throughput(untried[0])
-    found = next_promising(ledger, 1.0, times * seconds, untried, least_gain=LEAST_GAIN)
+    found = promising(ledger, untried, left_seconds=times * seconds)
     assert (found is not None) == is_run
 
 
@@ -55,14 +70,14 @@ def test_where_processes_differ_the_leaders_are_measured_again_but_not_for_ever(
     rates = [(leaders[0], 100.0), (leaders[1], 103.0), (leaders[0], 120.0)]
     for _ in range(2 * MAX_PROCESSES):
         ledger = known(tried(rates))
-        setting = next_promising(ledger, 1.0, math.inf, least_gain=LEAST_GAIN)
+        setting = promising(ledger)
         if setting is None:
             break
         rates.append((setting, 90.0 + 7 * len(rates)))
     assert setting is None
     num_processes = [sum(c == leader for c, _ in rates) for leader in leaders]
     assert 2 < max(num_processes) <= MAX_PROCESSES
-    assert next_promising(known(tried(rates[:3])), 1.0, math.inf, least_gain=LEAST_GAIN, max_processes=1) is None
+    assert promising(known(tried(rates[:3])), max_processes=1) is None
 
 
 def test_one_lucky_process_does_not_win() -> None:
@@ -71,7 +86,7 @@ def test_one_lucky_process_does_not_win() -> None:
     rates = [(candidate("fp32", 2**k), 100.0 * noise) for k in range(3, 9) for noise in spread]
     rates += [(candidate("bf16", 2**k), 85.0 * noise) for k in (3, 4, 5, 7, 8) for noise in spread]
     rates.append((lucky, 140.0))
-    while (setting := next_promising(known(tried(rates)), 1.0, math.inf, least_gain=LEAST_GAIN)) is not None:
+    while (setting := promising(known(tried(rates)))) is not None:
         rates.append((setting, 100.0 if setting.precision == "fp32" else 85.0))
     assert sum(c == lucky for c, _ in rates) > 1, "it was measured again"
     chosen = known(tried(rates)).shortlist

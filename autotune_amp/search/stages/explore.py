@@ -95,16 +95,21 @@ class Promising(_Explore):
 
     def _next(self, ledger: Ledger, left_seconds: float) -> Setting | None:
         untried = untried_settings(ledger, self.conditions.memory_limit_bytes)
-        if ledger.best is None:
+        # More loader workers may end the wait for data, which decides nothing before.
+        is_held_up = self.conditions.may_add_workers and is_waiting(ledger.records)
+        known = ledger.throughputs(without_waiting=is_held_up)
+        throughputs = {c: found for c, found in known.items() if c.is_ordinary or c == ledger.space.baseline}
+        if not throughputs:
             return min(untried, key=lambda c: c.batch_size, default=None)
         return next_promising(
             ledger,
+            throughputs,
             self.conditions.setup_seconds,
             left_seconds,
             untried,
             least_gain=LEAST_GAIN,
             max_processes=self.max_processes,
-            without_waiting=self.conditions.may_add_workers and is_waiting(ledger.records),
+            most_luck=PLATEAU,
         )
 
 
@@ -146,27 +151,32 @@ def smaller_seed(ledger: Ledger) -> Setting | None:
 
 def next_promising(
     ledger: Ledger,
+    throughputs: Mapping[Setting, Sequence[float]],
     setup_seconds: float,
     left_seconds: float,
     untried: Sequence[Setting] = (),
     *,
     least_gain: float,
     max_processes: int = MAX_PROCESSES,
-    without_waiting: bool = False,
+    most_luck: float = math.inf,
 ) -> Setting | None:
     """The setting one more process of which is worth most a second, None where none is worth it. Pure.
 
-    What was tried is measured again where processes differ so much that the choice hangs on it. `without_waiting`: more
-    loader workers may end the wait for data, so that it decides nothing yet. `least_gain` is a share of the throughput.
+    `throughputs` are of the processes of each setting; where they differ so much that the choice hangs on it, one of
+    these is measured again, and so is a winner that is `most_luck`, a share, above what the model expects of it.
+    `least_gain` is a share of the throughput too.
     """
-    throughputs = ledger.throughputs(without_waiting=without_waiting)
     choosable = {*untried, *(c for c in throughputs if ledger.may_lead(c))}
+    if not choosable:
+        return None
     curves = Curves(throughputs, untried)
+    speeds = [m.samples_per_second for ours in ledger.measurements.values() for m in ours]
 
     def seconds(setting: Setting) -> float:
         compiling = [m.first_step_seconds for m in ledger.measurements.get(setting, ()) if setting.is_compiled]
-        steps_seconds = NUM_STEPS_FORESEEN * setting.effective_batch_size / curves.throughput(setting)
-        return setup_seconds + max(compiling, default=0.0) + steps_seconds
+        # A throughput for energy is no speed.
+        speed = max(speeds) if ledger.objective == "energy" else curves.throughput(setting)
+        return setup_seconds + max(compiling, default=0.0) + NUM_STEPS_FORESEEN * setting.effective_batch_size / speed
 
     def is_affordable(setting: Setting) -> bool:
         may_run = len(throughputs.get(setting, ())) < max_processes and not setting.as_found
@@ -176,10 +186,10 @@ def next_promising(
     worth = {c: gain / seconds(c) for c, gain in gains.items() if gain > least_gain and is_affordable(c)}
     if worth:
         return max(worth, key=lambda c: worth[c])
-    chosen = ledger.shortlist.winner if ledger.shortlist is not None and not without_waiting else None
-    if chosen not in throughputs or not is_affordable(chosen):
+    chosen = None if ledger.shortlist is None else ledger.shortlist.winner
+    if chosen is None or chosen not in throughputs or not is_affordable(chosen):
         return None
-    was_lucky = median(throughputs[chosen]) > (1 + PLATEAU) * curves.throughput(chosen)
+    was_lucky = median(throughputs[chosen]) > (1 + most_luck) * curves.throughput(chosen)
     return chosen if was_lucky else None
 
 

@@ -21,7 +21,7 @@ from autotune_amp.search.variants import next_setting
 from autotune_amp.trial.jobs import Check, Trial
 
 SHARE = 0.3  # of the budget, for further dimensions: compiling alone takes tens of seconds
-LEAST_GAIN = 0.01  # of the throughput: measuring again what gains a few percent takes a trial that may compile
+LEAST_GAIN = 0.02  # of the throughput: measuring again what gains a few percent takes a trial that may compile
 SHORT_WAIT = 0.05  # of a step: more workers have little left to gain
 HANDOVER_SECONDS = 1e-3  # of a batch from a worker process: a shorter wait is not made shorter by one
 
@@ -46,9 +46,10 @@ class Variants:
 
     def _next(self, ledger: Ledger, left_seconds: float) -> Setting | None:
         """What the last choice hangs on once more, else the next value: it builds on that choice."""
-        is_tried = ledger.objective == "speed" and any(r.candidate.set_up for r in ledger.trials)
-        setup_seconds = self.conditions.setup_seconds
-        again = next_promising(ledger, setup_seconds, left_seconds, least_gain=LEAST_GAIN) if is_tried else None
+        throughputs, setup_seconds = ledger.throughputs(), self.conditions.setup_seconds
+        again = None
+        if ledger.objective == "speed" and any(setting.set_up for setting in throughputs):
+            again = next_promising(ledger, throughputs, setup_seconds, left_seconds, least_gain=LEAST_GAIN)
         return again or next_setting(ledger)
 
 
