@@ -37,7 +37,6 @@ def promising(
     return next_promising(
         ledger,
         ledger.throughputs(),
-        1.0,
         left_seconds,
         untried or [],
         least_gain=LEAST_GAIN,
@@ -60,7 +59,7 @@ def test_what_promises_something_must_fit_twice_into_the_time_left(times: float,
     setting = candidate("fp32", 32)
     ledger = known(tried([(setting, 100.0)]))
     untried = [candidate("fp32", 64)]
-    seconds = 1.0 + NUM_STEPS_FORESEEN * 64 / Curves(ledger.throughputs(), untried).throughput(untried[0])
+    seconds = NUM_STEPS_FORESEEN * 64 / Curves(ledger.throughputs(), untried).throughput(untried[0])
     found = promising(ledger, untried, left_seconds=times * seconds)
     assert (found is not None) == is_run
 

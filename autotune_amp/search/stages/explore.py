@@ -104,7 +104,6 @@ class Promising(_Explore):
         return next_promising(
             ledger,
             throughputs,
-            self.conditions.setup_seconds,
             left_seconds,
             untried,
             least_gain=LEAST_GAIN,
@@ -114,13 +113,13 @@ class Promising(_Explore):
 
 
 def exploring(conditions: Conditions, study: Study) -> tuple[Stage, ...]:
-    """The stages in their order: what leads is checked before anything is measured again.
+    """The stages in their order: what leads is checked before its curve is explored, and before it is measured again.
 
     A check at the end may come too late, and what it rules out leaves its place to others.
     """
-    seeds = Seeds(conditions, study)
+    seeds, checks = Seeds(conditions, study), Checks(conditions, EARLY_SHARE)
     first, again = Promising(conditions, study, 1), Promising(conditions, study, MAX_PROCESSES)
-    return seeds, first, Checks(conditions, EARLY_SHARE), seeds, again
+    return seeds, checks, seeds, first, checks, seeds, again
 
 
 def left_to_explore(conditions: Conditions, ledger: Ledger, budget: Budget) -> float:
@@ -152,7 +151,6 @@ def smaller_seed(ledger: Ledger) -> Setting | None:
 def next_promising(
     ledger: Ledger,
     throughputs: Mapping[Setting, Sequence[float]],
-    setup_seconds: float,
     left_seconds: float,
     untried: Sequence[Setting] = (),
     *,
@@ -170,7 +168,9 @@ def next_promising(
     if not choosable:
         return None
     curves = Curves(throughputs, untried)
-    speeds = [m.samples_per_second for ours in ledger.measurements.values() for m in ours]
+    searched = [(r.seconds, r.outcome) for r in ledger.trials if isinstance(r.outcome, Measurement)]
+    setup_seconds = max(0.0, median(seconds - m.num_steps * m.step_seconds for seconds, m in searched))
+    speeds = [m.samples_per_second for _, m in searched]
 
     def seconds(setting: Setting) -> float:
         compiling = [m.first_step_seconds for m in ledger.measurements.get(setting, ()) if setting.is_compiled]

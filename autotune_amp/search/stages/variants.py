@@ -46,10 +46,10 @@ class Variants:
 
     def _next(self, ledger: Ledger, left_seconds: float) -> Setting | None:
         """What the last choice hangs on once more, else the next value: it builds on that choice."""
-        throughputs, setup_seconds = ledger.throughputs(), self.conditions.setup_seconds
+        throughputs = ledger.throughputs()
         again = None
         if ledger.objective == "speed" and any(setting.set_up for setting in throughputs):
-            again = next_promising(ledger, throughputs, setup_seconds, left_seconds, least_gain=LEAST_GAIN)
+            again = next_promising(ledger, throughputs, left_seconds, least_gain=LEAST_GAIN)
         return again or next_setting(ledger)
 
 
