@@ -137,7 +137,7 @@ def search(
     study: Annotated[str | None, _option("NAME", "The study; the same name goes on where it stopped.")] = None,
     out: Annotated[str, _option("FOLDER", "Folder that holds the studies.")] = "studies",
     storage: Annotated[str | None, _option("URL", "Optuna storage in place of SQLite in the study's folder.")] = None,
-    seed: Annotated[int, _option("N", "Seed of the sampler and of the trials.")] = 0,
+    seed: Annotated[int, _option("N", "Seed of the trials and of Optuna.")] = 0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, whatever is known from earlier.")] = False,
     value: Annotated[
         list[str] | None, _option("PRECISION=WORD", "What the command after -- calls a precision. Repeatable.")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autotune_amp.core.dimensions import ACCUMULATION_STEPS, BATCH_SIZE, PRECISION
+from autotune_amp.core.dimensions import ACCUMULATION_STEPS, BATCH_SIZE, NUM_WORKERS, PRECISION
 from autotune_amp.core.setting import DIMENSIONS, Setting
 from autotune_amp.search.ranking import PLATEAU
 
@@ -26,7 +26,7 @@ Array = npt.NDArray[np.float64]
 # Standard deviations of the logarithm, before anything is known.
 LEVEL, OF_A_PRECISION = 3.0, 0.7
 PER_OCTAVE, PER_OCTAVE_OF_A_PRECISION = 0.2, 0.1
-OF_A_VALUE = 0.15  # of a further dimension
+OF_A_VALUE, OF_WORKERS = 0.15, 1.0  # of a further dimension, and of a number of loader workers
 OF_ITS_OWN = 0.02  # what one batch size has apart from its neighbours
 SMOOTH, SMOOTH_OCTAVES = 0.5, 4.0  # how all curves bend alike, and over how many doublings
 BENDING_OCTAVES = 2.0
@@ -51,7 +51,7 @@ class Curves:
         likelihoods = np.array([fit.log_likelihood for fit in fits])
         weights = np.exp(likelihoods - likelihoods.max())
         self._fits, self._weights = fits, weights / weights.sum()
-        self.means: Array = level + sum(w * fit.means for w, fit in zip(self._weights, fits, strict=True))
+        self.means: Array = level + np.average([fit.means for fit in fits], axis=0, weights=self._weights)
 
     def gains(self, choosable: Collection[Setting]) -> dict[Setting, float]:
         """What one more process of each `choosable` setting is worth, as a share of the best throughput.
@@ -62,8 +62,8 @@ class Curves:
         handicap = np.empty(len(order))
         handicap[order] = PLATEAU * np.arange(len(order)) / max(1, len(order) - 1)
         chosen = [number for number, setting in enumerate(self.settings) if setting in choosable]
-        found = sum(w * fit.gains(chosen, handicap) for w, fit in zip(self._weights, self._fits, strict=True))
-        return {self.settings[number]: float(gain) for number, gain in zip(chosen, np.atleast_1d(found), strict=True)}
+        found = np.average([fit.gains(chosen, handicap) for fit in self._fits], axis=0, weights=self._weights)
+        return {self.settings[number]: float(gain) for number, gain in zip(chosen, found, strict=True)}
 
     def throughput(self, setting: Setting) -> float:
         """What the model expects of it."""
@@ -118,7 +118,8 @@ def _further(settings: Sequence[Setting]) -> Array:
         if dimension not in (PRECISION, BATCH_SIZE, ACCUMULATION_STEPS):
             values = [getattr(setting, dimension.name) for setting in settings]
             is_other = np.array([value != dimension.default for value in values])
-            found += OF_A_VALUE**2 * _are_equal(values) * np.outer(is_other, is_other)
+            deviation = OF_WORKERS if dimension is NUM_WORKERS else OF_A_VALUE
+            found += deviation**2 * _are_equal(values) * np.outer(is_other, is_other)
     return found
 
 

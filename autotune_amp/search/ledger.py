@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,6 +21,8 @@ from autotune_amp.search.ranking import Merit, least_speed, merit, rank_for
 from autotune_amp.search.space import Space, excluded_by_outcomes, with_accumulation_checked
 
 RIVAL = 0.10  # a rival within 10 % may overtake the winner in the confirmation: processes differ by a few percent
+# Less of either is as good as nothing, and would say nothing of other settings.
+LEAST_APPLIED_SHARE, LEAST_COMPUTING_SHARE = 0.1, 0.05
 LOSS_SCALE = LossScale()  # what fp16 is tried with before its own is known
 
 
@@ -165,19 +167,22 @@ class Ledger:
         return found
 
     def throughputs(self, *, without_waiting: bool = False) -> dict[Setting, list[float]]:
-        """What each process measured of the objective, more being better: applied samples per second, or per joule.
+        """What each process of what may lead measured of the objective, more being better: samples per second, or per
+        joule, that reach the optimizer.
 
         `without_waiting`: as if no step had waited for its data.
         """
-        measured = self.measurements
-        if self.objective == "energy" and all(m.joules_per_sample for ours in measured.values() for m in ours):
-            return {c: [1 / (m.joules_per_sample or math.inf) for m in ours] for c, ours in measured.items()}
+        leading = {c: ours for c, ours in self.measurements.items() if self.may_lead(c)}
+        has_joules = all(m.joules_per_sample for ours in leading.values() for m in ours)
 
-        def speed(found: Measurement) -> float:
-            return found.samples_per_second / (1 - ranking.data_share(found) if without_waiting else 1)
+        def throughput(found: Measurement) -> float:
+            if self.objective == "energy" and has_joules and found.joules_per_sample:
+                return 1 / found.joules_per_sample
+            computing_share = max(LEAST_COMPUTING_SHARE, 1 - ranking.data_share(found)) if without_waiting else 1.0
+            return found.samples_per_second / computing_share
 
-        shares = {c: self.applied_share(c) or math.ulp(0.0) for c in measured}
-        return {c: [shares[c] * speed(m) for m in ours] for c, ours in measured.items()}
+        shares = {c: max(LEAST_APPLIED_SHARE, self.applied_share(c)) for c in leading}
+        return {c: [shares[c] * throughput(m) for m in ours] for c, ours in leading.items()}
 
     @cached_property
     def measured(self) -> dict[Setting, Merit]:
@@ -298,6 +303,12 @@ class Ledger:
         """Whether what was measured may be recommended, if not now then once it was measured again: what is compiled
         may have gained nothing in one slow process."""
         return setting in self.merits or (self._ill(setting) is None and self.break_even_steps(setting) == math.inf)
+
+    def may_choose(self, settings: Iterable[Setting]) -> set[Setting]:
+        """Those of the settings, measured or not, that a config can express and that no others come before by what the
+        checks say."""
+        tiers = {c: ranking.tier(self.fidelity.get(ranking.check_key(c))) for c in settings if not c.as_found}
+        return {c for c, tier in tiers.items() if tier == min(tiers.values())}
 
     def break_even_steps(self, setting: Setting) -> float | None:
         """Optimizer steps after which compiling a setting has paid: what its first compilation took, over what a step

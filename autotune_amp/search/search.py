@@ -191,7 +191,9 @@ class _Search:
             checks, scales, fallbacks = Checks(conditions), LossScales(study), Fallbacks(conditions)
             go(*exploring(conditions, study))
             self._is_spent = left_to_explore(conditions, ledger, self.budget) <= conditions.min_trial_seconds
-            go(checks, scales, LoaderWorkers(conditions, checks), Variants(conditions, checks))
+            workers = LoaderWorkers(conditions, checks)
+            # What computes faster may wait for its data again.
+            go(checks, scales, workers, Variants(conditions, checks), workers)
             # A fallback may turn out faster than what it is one of: then it is a contender, and checked like any other.
             go(fallbacks, checks, scales, fallbacks)
             study.catch_up(ledger, is_over=True)

@@ -1,4 +1,4 @@
-"""The study: what the sampler is told and asked, and the only file that imports Optuna.
+"""The study: what Optuna is told and asked, and the only file that imports it.
 
 What to try the model of the curves says (`curve`). The parameters of a trial are the dimensions of the space (numbers
 on a log scale: an int range may change later and a category may not), of trials on the winner the further ones and,
@@ -42,7 +42,7 @@ from autotune_amp.search.run import Budget
 OF_THE_SPACE = tuple(dimension for dimension in DIMENSIONS if dimension.found_by == "curves")
 GROWTH_INTERVALS = (10, 20_000)
 
-# TPE learns from a violated constraint and ignores a trial told as FAIL (studies/README.md).
+# A sampler learns from a violated constraint and ignores a trial told as FAIL (studies/README.md).
 _RUNS = "runs"
 
 
@@ -143,7 +143,7 @@ class Study:
         """Finish a trial: its applied samples per second, or why there are none.
 
         `number` is that of the record, written before this is called; None where the outcome was known already.
-        A failure becomes a pruned trial with a violated constraint, never a failed one, so that TPE learns from it.
+        A failure becomes a pruned trial with a violated constraint, never a failed one: samplers learn from that.
         """
         self._asked = None
         outcome, replay = self._ledger.judged(asked.setting, outcome, asked.pair)

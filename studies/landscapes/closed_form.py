@@ -286,7 +286,7 @@ SHAPES = (
     Shape(
         "wall that accumulation moves",
         _EVEN,
-        pass_bytes=lambda precision, size: (22 if precision == "bf16" else 40) * MIB * size,
+        pass_bytes=lambda precision, size: (22 if precision == "bf16" else 41) * MIB * size,
         accumulating_bytes=4 * 2**30,
         update_seconds=0.01,
         effective_batch_size=192,

@@ -89,7 +89,7 @@ def search_replay(
     budget_seconds: float = 110.0,
     wrap: Callable[[ReplayBackend], Any] = lambda backend: backend,
 ) -> Replayed:
-    """Search `landscape` as `search.search` does; `wrap` is laid round the backend."""
+    """Search `landscape` as `search.search` does, without checking accumulation; `wrap` is laid round the backend."""
     header, budget = landscape.header, ReplayBudget(budget_seconds)
     described, ends = header.description, _Ends(budget)
     ledger = Ledger(landscape.space(), search_id="replay-1")
@@ -107,7 +107,8 @@ def search_replay(
         budget.confirm_seconds = reserved_seconds(budget_seconds, header.start_seconds)
     study = _study(ledger, seed)
     checks, scales, fallbacks = Checks(conditions), LossScales(study), Fallbacks(conditions)
-    on_the_winner = LoaderWorkers(conditions, checks), Variants(conditions, checks)
+    workers = LoaderWorkers(conditions, checks)
+    on_the_winner = workers, Variants(conditions, checks), workers
     ending = checks, scales, *on_the_winner, fallbacks, checks, scales, fallbacks
     for stage in (*exploring(conditions, study), *ending):
         for _ in run(stage, backend, ledger, budget, watcher):

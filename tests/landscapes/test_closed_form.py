@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from collections import Counter
+from typing import Any
 
 import pytest
 from closed_form import LIMIT_BYTES, SHAPES, ClosedForm, Shape, landscapes
@@ -61,5 +64,22 @@ def test_further_dimensions_workers_and_accumulation_change_what_they_are_said_t
     assert launched.rate(replace(plain, compile="default")) > 1.2 * launched.rate(plain)
     moved = found["wall that accumulation moves"]
     assert moved.rate(replace(plain, batch_size=192)) > 0
-    assert moved.rate(replace(plain, precision="fp32", batch_size=96, accumulation_steps=2)) > 0
     assert moved.rate(replace(plain, precision="fp32", batch_size=192)) > 0
+    assert moved.rate(replace(plain, precision="fp32", batch_size=96, accumulation_steps=2)) == 0
+
+
+def test_a_wait_for_data_that_compiling_uncovers_is_looked_at() -> None:
+    shape = changed("plateau", loading_seconds=1.8e-5, gains={"default": 0.3, "channels_last": 0.6})
+    landscape = ClosedForm(shape, 0.0, with_variants=True)
+    found = search_replay(landscape, 0, 300.0)
+    assert landscape.regret(found.trace[-1][1]) <= PLATEAU + 0.01
+
+
+def test_with_further_dimensions_what_the_choice_hangs_on_is_measured_again() -> None:
+    found = search_replay(ClosedForm(SHAPES[0], 0.15, with_variants=True), 0, 300.0)
+    tried = Counter(record.candidate for _, record in found.records if record.purpose == "search")
+    assert max(num for setting, num in tried.items() if setting.set_up) > 1
+
+
+def changed(name: str, **changes: Any) -> Shape:
+    return dataclasses.replace(next(shape for shape in SHAPES if shape.name == name), **changes)

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
-from scripted_backend import candidate, ledger_of, measured
+from scripted_backend import ScriptedSearch, all_well, calibration, candidate, described, hardware, ledger_of, measured
 
-from autotune_amp.core.outcome import Failure, Outcome, Record
+from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.curve import Curves
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.ranking import PLATEAU, failures
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.explore import LEAST_GAIN, MAX_PROCESSES, NUM_STEPS_FORESEEN, next_promising
-from autotune_amp.trial.jobs import Trial
+from autotune_amp.search.stages.trials import Conditions
+from autotune_amp.trial.jobs import Check, Trial
+
+SIZES, SETTING = (8, 32, 128), candidate("fp32", 32)
+CONDITIONS = Conditions(
+    hardware=hardware({"fp32": 1.0, "bf16": 2.0}), description=described(), memory_limit_bytes=2**33
+)
 
 
 def record(number: int, tried: Setting, outcome: Outcome) -> Record:
@@ -36,6 +43,7 @@ def promising(
 ) -> Setting | None:
     return next_promising(
         ledger,
+        CONDITIONS,
         ledger.throughputs(),
         left_seconds,
         untried or [],
@@ -56,12 +64,53 @@ def test_a_stall_while_measuring_again_does_not_rule_out_what_was_measured() -> 
 
 @pytest.mark.parametrize(("times", "is_run"), [(1.5, False), (2.5, True)])
 def test_what_promises_something_must_fit_twice_into_the_time_left(times: float, is_run: bool) -> None:
-    setting = candidate("fp32", 32)
-    ledger = known(tried([(setting, 100.0)]))
-    untried = [candidate("fp32", 64)]
-    seconds = NUM_STEPS_FORESEEN * 64 / Curves(ledger.throughputs(), untried).throughput(untried[0])
-    found = promising(ledger, untried, left_seconds=times * seconds)
-    assert (found is not None) == is_run
+    """A trial of 32 s, of which 20 are no steps: 12 s are a long first step, two of warm-up and eight measured."""
+    setting, untried = candidate("fp32", 32), [candidate("fp32", 64)]
+    found = measured(Trial(candidate=setting, device="cpu"), 32.0)
+    took = Record(search_id="s", number=1, candidate=setting, purpose="search", outcome=found, seconds=20.0 + 12.0)
+    ledger = known([took])
+    seconds = 20.0 + NUM_STEPS_FORESEEN * 64 / 32.0  # no faster than what was measured
+    assert (promising(ledger, untried, left_seconds=times * seconds) is not None) == is_run
+
+
+def test_what_stalls_again_and_again_is_left() -> None:
+    space = Space(candidates=tuple(candidate(p, b) for p in ("fp32", "bf16") for b in SIZES), baseline=SETTING)
+    count: Counter[Setting] = Counter()
+
+    def answer(spec: Trial) -> Outcome:
+        count[spec.candidate] += 1
+        if count[spec.candidate] > 1:
+            return Failure(kind="timeout", message="still after step 3")
+        return measured(spec, 100.0 * (1 + 0.1 * (count.total() % 3)))
+
+    search = ScriptedSearch(space, answer, 2000.0)
+    search.explore()
+    assert 1 < max(count.values()) <= MAX_PROCESSES
+
+
+@pytest.mark.parametrize("histogram", [{-40: 1000}, None])
+def test_a_refused_precision_is_left_and_the_others_are_explored(histogram: dict[int, int] | None) -> None:
+    """fp16 is the fastest, and no loss scale is safe for it, or all of its gradient is flushed."""
+    sizes = (8, 16, 32, 64, 128, 256)
+    precisions: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
+    space = Space(candidates=tuple(candidate(p, b) for p in precisions for b in sizes), baseline=SETTING)
+    speeds = {"fp32": 1.0, "bf16": 2.0, "fp16": 3.0}
+
+    def check_answer(spec: Check) -> CheckOutcome:
+        if spec.what != "calibration":
+            return all_well(spec)
+        return calibration(None) if histogram is None else calibration(histogram=histogram)
+
+    def answer(spec: Trial) -> Outcome:
+        size = spec.candidate.batch_size
+        return measured(spec, 1000 * speeds[spec.candidate.precision] * size / (64 + size))
+
+    device = hardware({"fp32": 1.0, "bf16": 2.0, "fp16": 2.0})
+    search = ScriptedSearch(space, answer, 2000.0, check_answer=check_answer, device=device)
+    search.explore(is_checked=True)
+    assert sum(r.purpose == "search" and r.candidate.precision == "fp16" for r in search.records) == 1
+    assert search.ledger.shortlist is not None
+    assert search.ledger.shortlist.winner == candidate("bf16", 256)
 
 
 def test_where_processes_differ_the_leaders_are_measured_again_but_not_for_ever() -> None:
@@ -93,7 +142,7 @@ def test_one_lucky_process_does_not_win() -> None:
     assert chosen.winner.precision == "fp32"
 
 
-def test_loader_workers_come_before_the_wait_for_data_decides() -> None:
+def test_a_throughput_without_the_wait_for_data() -> None:
     fast, slow = candidate("bf16", 32), candidate("fp32", 32)
     waits = {fast: 0.6, slow: 0.1}
     records = [

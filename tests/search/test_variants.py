@@ -99,9 +99,11 @@ def searched(
     return tried, found, winner
 
 
-def test_each_value_is_tried_once_on_what_leads_and_kept_where_it_wins() -> None:
+def test_each_value_is_tried_on_what_leads_and_kept_where_it_wins() -> None:
+    """Some once more, since nobody knows that these processes do not differ."""
     tried, found, winner = searched(options={"steps": 100_000})
-    assert [tuple(setting.set_up.values()) for setting in tried[:5]] == [
+    in_order = list(dict.fromkeys(tuple(setting.set_up.values()) for setting in tried))
+    assert in_order[:5] == [
         ("channels_last",),
         ("channels_last", "foreach"),
         ("channels_last", "fused"),

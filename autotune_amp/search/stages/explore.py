@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -27,15 +28,15 @@ from autotune_amp.search.run import CHECK_SHARE, Budget, Stage
 from autotune_amp.search.space import Space, excluded_by_outcomes, without
 from autotune_amp.search.stages.checks import EARLY_SHARE, Checks
 from autotune_amp.search.stages.trials import Conditions, is_hopeless
-from autotune_amp.trial.jobs import Check, Trial
+from autotune_amp.trial.jobs import MAX_TIMED_MICRO_BATCHES, NUM_WARMUP_STEPS, Check, Trial
 
 if TYPE_CHECKING:
     from autotune_amp.search.study import Study  # and with it Optuna, which what fits memory's model has no use for
 
 LOADER_SHARE = 0.1  # of the budget, kept back for other numbers of loader workers, where the loader sets the speed
 MAX_PROCESSES = 4  # of one setting
-# Of the throughput: a trial that is expected to make less of a difference to the choice is not run. The mean regret and
-# the seconds by other values, and by gain alone in place of gain a second, are in studies/search_efficiency.
+# Of the throughput: a trial that is expected to make less of a difference to the choice is not run. Mean regret and
+# seconds by other values are in studies/search_efficiency.
 LEAST_GAIN = 0.002
 NUM_STEPS_FORESEEN = 14  # of a trial: a first step as long as three, the warm-up, the fewest measured
 AFFORDABLE_MARGIN = 2.0
@@ -101,11 +102,16 @@ class Promising(_Explore):
         throughputs = {c: found for c, found in known.items() if c.is_ordinary or c == ledger.space.baseline}
         if not throughputs:
             return min(untried, key=lambda c: c.batch_size, default=None)
+        if ledger.objective == "memory":  # the fastest takes the most
+            return None
+        # A precision that ran and that nothing of may lead was refused: its other batches would be too.
+        out = {c.precision for c in ledger.measurements} - {c.precision for c in throughputs}
         return next_promising(
             ledger,
+            self.conditions,
             throughputs,
             left_seconds,
-            untried,
+            [c for c in untried if c.precision not in out],
             least_gain=LEAST_GAIN,
             max_processes=self.max_processes,
             most_luck=PLATEAU,
@@ -126,8 +132,7 @@ def left_to_explore(conditions: Conditions, ledger: Ledger, budget: Budget) -> f
     """Seconds left before the share of the checks begins, and of other numbers of loader workers."""
     space = ledger.space
     is_checked = any(ranking.needs_check(c, space) for c in (*space.candidates, space.baseline))
-    has_workers = conditions.description.num_workers is not None
-    share = is_checked * CHECK_SHARE + (has_workers and is_waiting(ledger.records)) * LOADER_SHARE
+    share = is_checked * CHECK_SHARE + (conditions.may_add_workers and is_waiting(ledger.records)) * LOADER_SHARE
     left = budget.left_for_search() - share * budget.seconds
     is_known = any(isinstance(outcome, Measurement) for outcome in ledger.outcomes.values())
     # While nothing has run there is nothing to confirm either, and building must not be all that the search does.
@@ -150,6 +155,7 @@ def smaller_seed(ledger: Ledger) -> Setting | None:
 
 def next_promising(
     ledger: Ledger,
+    conditions: Conditions,
     throughputs: Mapping[Setting, Sequence[float]],
     left_seconds: float,
     untried: Sequence[Setting] = (),
@@ -164,33 +170,49 @@ def next_promising(
     these is measured again, and so is a winner that is `most_luck`, a share, above what the model expects of it.
     `least_gain` is a share of the throughput too.
     """
-    choosable = {*untried, *(c for c in throughputs if ledger.may_lead(c))}
-    if not choosable:
+    choosable = ledger.may_choose((*throughputs, *untried))
+    if not throughputs or not choosable:
         return None
     curves = Curves(throughputs, untried)
-    searched = [(r.seconds, r.outcome) for r in ledger.trials if isinstance(r.outcome, Measurement)]
-    setup_seconds = max(0.0, median(seconds - m.num_steps * m.step_seconds for seconds, m in searched))
-    speeds = [m.samples_per_second for _, m in searched]
+    setup_seconds = _setup_seconds(ledger)
+    fastest = max(m.samples_per_second for ours in ledger.measurements.values() for m in ours)
+    num_tried = Counter(r.candidate for r in ledger.records if r.purpose == "search")
 
     def seconds(setting: Setting) -> float:
         compiling = [m.first_step_seconds for m in ledger.measurements.get(setting, ()) if setting.is_compiled]
-        # A throughput for energy is no speed.
-        speed = max(speeds) if ledger.objective == "energy" else curves.throughput(setting)
-        return setup_seconds + max(compiling, default=0.0) + NUM_STEPS_FORESEEN * setting.effective_batch_size / speed
+        # Without the wait for data, or by the joule, throughput is no speed.
+        speed = fastest if ledger.objective == "energy" else min(fastest, curves.throughput(setting))
+        num_samples = setting.batch_size * _num_timed_passes(setting) * conditions.description.num_ranks
+        return setup_seconds + max(compiling, default=0.0) + NUM_STEPS_FORESEEN * num_samples / speed
 
-    def is_affordable(setting: Setting) -> bool:
-        may_run = len(throughputs.get(setting, ())) < max_processes and not setting.as_found
-        return may_run and AFFORDABLE_MARGIN * seconds(setting) < left_seconds
+    def may_run(setting: Setting) -> bool:
+        return num_tried[setting] < max_processes and AFFORDABLE_MARGIN * seconds(setting) < left_seconds
 
     gains = curves.gains(choosable)
-    worth = {c: gain / seconds(c) for c, gain in gains.items() if gain > least_gain and is_affordable(c)}
+    worth = {c: gain / seconds(c) for c, gain in gains.items() if gain > least_gain and may_run(c)}
     if worth:
         return max(worth, key=lambda c: worth[c])
     chosen = None if ledger.shortlist is None else ledger.shortlist.winner
-    if chosen is None or chosen not in throughputs or not is_affordable(chosen):
+    if chosen is None or chosen not in choosable or chosen not in throughputs or not may_run(chosen):
         return None
     was_lucky = median(throughputs[chosen]) > (1 + most_luck) * curves.throughput(chosen)
     return chosen if was_lucky else None
+
+
+def _setup_seconds(ledger: Ledger) -> float:
+    """What a trial took beside its steps, in the median."""
+    found = []
+    for record in ledger.records:
+        measured, setting = record.outcome, record.candidate
+        if record.purpose == "search" and isinstance(measured, Measurement):
+            step_seconds = measured.step_seconds * _num_timed_passes(setting) / setting.accumulation_steps
+            num_steps = NUM_WARMUP_STEPS - 1 + measured.num_steps
+            found.append(record.seconds - measured.first_step_seconds - num_steps * step_seconds)
+    return max(0.0, median(found)) if found else 0.0
+
+
+def _num_timed_passes(setting: Setting) -> int:
+    return min(setting.accumulation_steps, MAX_TIMED_MICRO_BATCHES)
 
 
 def share_building(

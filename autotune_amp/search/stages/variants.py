@@ -21,7 +21,7 @@ from autotune_amp.search.variants import next_setting
 from autotune_amp.trial.jobs import Check, Trial
 
 SHARE = 0.3  # of the budget, for further dimensions: compiling alone takes tens of seconds
-LEAST_GAIN = 0.02  # of the throughput: measuring again what gains a few percent takes a trial that may compile
+LEAST_GAIN = 0.005  # of the throughput: measuring again what gains a few percent takes a trial that may compile
 SHORT_WAIT = 0.05  # of a step: more workers have little left to gain
 HANDOVER_SECONDS = 1e-3  # of a batch from a worker process: a shorter wait is not made shorter by one
 
@@ -32,10 +32,14 @@ class Variants:
 
     conditions: Conditions
     checks: Checks
+    _num_before: int | None = None  # records, before the first of these trials
 
     def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
         """Another trial, else the check that the leader calls for."""
-        used_seconds = sum(r.seconds for r in ledger.trials if r.candidate.set_up)
+        if self._num_before is None:
+            ours = (number for number, record in enumerate(ledger.records) if record.candidate.set_up)
+            self._num_before = next(ours, len(ledger.records))
+        used_seconds = sum(r.seconds for r in ledger.records[self._num_before :])
         left = min(budget.left_for_search(), SHARE * budget.seconds - used_seconds)
         setting = self._next(ledger, left) if self.conditions.may_try(ledger, left) else None
         if setting is None:
@@ -46,10 +50,9 @@ class Variants:
 
     def _next(self, ledger: Ledger, left_seconds: float) -> Setting | None:
         """What the last choice hangs on once more, else the next value: it builds on that choice."""
-        throughputs = ledger.throughputs()
-        again = None
+        throughputs, again = ledger.throughputs(), None
         if ledger.objective == "speed" and any(setting.set_up for setting in throughputs):
-            again = next_promising(ledger, throughputs, left_seconds, least_gain=LEAST_GAIN)
+            again = next_promising(ledger, self.conditions, throughputs, left_seconds, least_gain=LEAST_GAIN)
         return again or next_setting(ledger)
 
 
