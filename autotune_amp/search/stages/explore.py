@@ -190,8 +190,8 @@ def next_promising(
 
     gains = curves.gains(choosable)
     worth = {c: gain / seconds(c) for c, gain in gains.items() if gain > least_gain and may_run(c)}
-    if worth:
-        return max(worth, key=lambda c: worth[c])
+    if worth:  # between equals their order decides, and not how a CPU rounds
+        return max(worth, key=lambda c: float(f"{worth[c]:.6g}"))
     chosen = None if ledger.shortlist is None else ledger.shortlist.winner
     if chosen is None or chosen not in choosable or chosen not in throughputs or not may_run(chosen):
         return None
