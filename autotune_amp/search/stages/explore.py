@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import Hardware
@@ -28,10 +27,8 @@ from autotune_amp.search.run import CHECK_SHARE, Budget, Stage
 from autotune_amp.search.space import Space, excluded_by_outcomes, without
 from autotune_amp.search.stages.checks import EARLY_SHARE, Checks
 from autotune_amp.search.stages.trials import Conditions, is_hopeless
+from autotune_amp.search.study import Study
 from autotune_amp.trial.jobs import MAX_TIMED_MICRO_BATCHES, NUM_WARMUP_STEPS, Check, Trial
-
-if TYPE_CHECKING:
-    from autotune_amp.search.study import Study  # and with it Optuna, which what fits memory's model has no use for
 
 LOADER_SHARE = 0.1  # of the budget, kept back for other numbers of loader workers, where the loader sets the speed
 MAX_PROCESSES = 4  # of one setting
