@@ -51,7 +51,8 @@ subprocess.Popen(["env", "-i", sys.executable, "-c", note], start_new_session=Tr
 subprocess.Popen([sys.executable, "-E", "-c", f"import os; os.fork() and os._exit(0); os.setsid(); {note}"])
 subprocess.Popen(["bash", "-c", f'trap "" TERM; "{sys.executable}" -c "{note}"'])
 pathlib.Path("pids", str(os.getpid())).touch()
-facts = {"port": server.getsockname()[1], "temporary": tempfile.gettempdir()}
+shared = [memory.name, "sem." + lock._semlock.name.lstrip("/")]
+facts = {"port": server.getsockname()[1], "temporary": tempfile.gettempdir(), "shared": shared}
 pathlib.Path("facts.json").write_text(json.dumps(facts))
 try:
     while True:
@@ -77,7 +78,6 @@ class Clinging:
         (folder / "pids").mkdir()
         (folder / "train.py").write_text(CLINGING)
         (folder / "train.sh").write_text(f"{sys.executable} train.py\n")
-        self._shared = shared_memory().keys()
 
     @property
     def pids(self) -> list[int]:
@@ -90,7 +90,7 @@ class Clinging:
         if len(self.pids) < 4 or not facts.exists() or not facts.read_text():
             return False
         self.facts = json.loads((self._folder / "facts.json").read_text())
-        assert shared_memory().keys() - self._shared
+        assert shared_memory().keys() >= set(self.facts["shared"])
         assert all(map(psutil.pid_exists, self.pids))
         return True
 
@@ -98,7 +98,7 @@ class Clinging:
         """What is there of it."""
         found = [f"process {pid}" for pid in self.pids if psutil.pid_exists(pid)]
         found += [self.facts["temporary"]] if Path(self.facts["temporary"]).exists() else []
-        found += sorted(shared_memory().keys() - self._shared)
+        found += sorted(shared_memory().keys() & set(self.facts["shared"]))
         found += ["a handler ran"] if (self._folder / "handled").exists() else []
         try:
             socket.create_server(("127.0.0.1", self.facts["port"])).close()

@@ -229,7 +229,7 @@ def test_an_unfaithful_winner_is_excluded_or_healed(tmp_path: Path, precision: P
     config = healed.decide().config
     assert (config.precision, config.pinned_modules) == (precision, ("a", "b"))
     num_calibrated = sum("calibration" in name and "pinned" in name for name in healed.checks())
-    assert num_calibrated == (1 if precision == "fp16" else 0)
+    assert (num_calibrated > 0) == (precision == "fp16")
 
 
 def test_the_checks_keep_to_the_budget_and_what_they_left_is_said(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_ranked_again_for_memory(finished: tuple[Recommendation, StudyFolder]) -
     found, folder = finished
     assert (found.config.precision, found.objective, found.evidence.is_confirmed) == ("fp16", "speed", True)
     again = rerank(found, asked(objective="memory"), folder)
-    assert (again.config.precision, again.objective) == ("fp16", "memory")
+    assert again.objective == "memory"
     assert again.evidence.peak_memory_bytes < found.evidence.peak_memory_bytes
     assert again.options["objective"] == "memory"
     assert not again.evidence.is_confirmed

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from msgspec.structs import replace
+
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Measurement, Outcome
@@ -96,7 +98,7 @@ class Promising(_Explore):
         # More loader workers may end the wait for data, which decides nothing before.
         is_held_up = self.conditions.may_add_workers and is_waiting(ledger.records)
         known = ledger.throughputs(without_waiting=is_held_up)
-        throughputs = {c: found for c, found in known.items() if c.is_ordinary or c == ledger.space.baseline}
+        throughputs = {c: found for c, found in known.items() if c == ledger.space.baseline or _is_of_the_space(c)}
         if not throughputs:
             return min(untried, key=lambda c: c.batch_size, default=None)
         if ledger.objective == "memory":  # the fastest takes the most
@@ -108,7 +110,7 @@ class Promising(_Explore):
             self.conditions,
             throughputs,
             left_seconds,
-            [c for c in untried if c.precision not in out],
+            [*(c for c in untried if c.precision not in out), *healed_settings(ledger)],
             least_gain=LEAST_GAIN,
             max_processes=self.max_processes,
             most_luck=PLATEAU,
@@ -299,6 +301,23 @@ def untried_settings(ledger: Ledger, memory_limit_bytes: int | None) -> list[Set
     """The candidates that nobody tried and nothing rules out, without what the memory model puts a tenth over the
     limit."""
     return _untried(ledger.space, ledger.ordinary_outcomes, memory_limit_bytes, ledger.exclusions)
+
+
+def healed_settings(ledger: Ledger) -> list[Setting]:
+    """What nobody tried of a precision that some pinned modules made faithful, with these pins."""
+    tried = {
+        r.candidate: r.outcome for r in ledger.trials if r.candidate.pinned_modules and _is_of_the_space(r.candidate)
+    }
+    pins = {c.precision: c.pinned_modules for c in tried if c in ledger.merits}
+    failed_sizes = {c.precision: c.batch_size for c, outcome in tried.items() if not isinstance(outcome, Measurement)}
+    legal = without(ledger.space.candidates, excluded_by_outcomes(ledger.space, ledger.ordinary_outcomes))
+    found = [replace(c, pinned_modules=pins[c.precision]) for c in legal if c.precision in pins]
+    return [c for c in found if c not in tried and c.batch_size < failed_sizes.get(c.precision, math.inf)]
+
+
+def _is_of_the_space(setting: Setting) -> bool:
+    """Whether it is an ordinary setting, but for pins."""
+    return replace(setting, pinned_modules=()).is_ordinary
 
 
 def _untried(
