@@ -13,7 +13,7 @@ import msgspec
 from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import LoadEvidence
-from autotune_amp.core.outcome import Accumulation, Fidelity
+from autotune_amp.core.outcome import Accumulation, Fidelity, after_steps
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, duration, exact, number, one_line, rate, size, times
 from autotune_amp.core.variants import VARIANTS
@@ -267,6 +267,8 @@ def check_line(found: Fidelity) -> str:
     """A check: its verdict with the modules to blame, the numbers, and the modules that heal it."""
     pinned = f"with {names(found.pinned_modules)} in fp32 " if found.pinned_modules else ""
     parts = [pinned + one_line(found.reason).rstrip("."), *_numbers(found)]
+    if found.later is not None:
+        parts.append(f"{found.later.verdict}{after_steps(found.later.num_steps)}")
     if found.healing_pins:
         parts.append(f"with {names(found.healing_pins)} in fp32 it is faithful")
     return "; ".join(parts)

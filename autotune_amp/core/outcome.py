@@ -102,6 +102,19 @@ class LowWeights(msgspec.Struct, frozen=True, kw_only=True):
     lost_share: float
 
 
+def after_steps(num_steps: int) -> str:
+    """When a check looked: `` after 300 fp32 steps``, nothing at the first weights."""
+    return f" after {num_steps} fp32 steps" if num_steps else ""
+
+
+class Later(msgspec.Struct, frozen=True, kw_only=True):
+    """What a check said of weights that had been trained in fp32 for `num_steps`."""
+
+    num_steps: int
+    verdict: Verdict
+    reason: str
+
+
 class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="fidelity"):
     """How faithful a precision's loss and gradients are to fp32, on the same weights, batches and draws.
 
@@ -116,7 +129,9 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     parameters, the noisiest where there would be too many; "" is what is outside of every module. `gradient_histogram`
     counts the non-zero entries of an fp32 gradient, as `Calibration` does. `culprits` are the modules responsible; with
     `healing_pins` in fp32 the precision was found faithful; `pinned_modules` were in fp32 during the check.
-    `num_passes` counts forward and backward passes. None stands where a number could not be had.
+    `num_passes` counts forward and backward passes. None stands where a number could not be had. The weights had been
+    trained in fp32 for `num_steps_before`; `later` is what was found once they were, where the verdict is that of the
+    first weights and stands.
     """
 
     precision: Precision
@@ -147,6 +162,8 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     num_passes: int = 0
     seconds: float = 0.0
     fp32_step_seconds: float | None = None
+    num_steps_before: int = 0
+    later: Later | None = None
 
 
 # What a check of accumulation takes at the least: two micro-batches of two, since BatchNorm cannot train on one sample.
@@ -256,9 +273,10 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     training weighs them. `trainer` names the framework's loop that it is confirmed in, None for that of the trials.
     `unsettable` says of a precision, or of a dimension by its name, why it cannot be set to anything but what it is
     today; `notes` what the user is to know of the measurements. Throughput is that of all its `num_ranks` together.
-    `checks` are the kinds of check that can be answered, at a batch size of `check_batch_size` at most: what rounding
-    does hardly moves with it (studies/README.md). `loader` is what makes a command's training loader:
-    ``file:function:line``; without one, samples are counted along `sample_dim` of what enters its model.
+    `checks` are the kinds of check that can be answered, *later* being fidelity on trained weights, at a batch size of
+    `check_batch_size` at most: what rounding does hardly moves with it (studies/README.md). `loader` is what makes a
+    command's training loader: ``file:function:line``; without one, samples are counted along `sample_dim` of what
+    enters its model.
     `variants` are the values of further dimensions, by name, that its model and optimizer can have: None, or why not.
     """
 
@@ -286,7 +304,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     unsettable: dict[str, str] = {}
     notes: tuple[str, ...] = ()
     num_ranks: int = 1
-    checks: tuple[str, ...] = ("fidelity", "calibration", "accumulation")
+    checks: tuple[str, ...] = ("fidelity", "later", "calibration", "accumulation")
     check_batch_size: int = 16
     loader: str | None = None
     sample_dim: int = 0

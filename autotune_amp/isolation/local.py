@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 Found = TypeVar("Found")
 Found_co = TypeVar("Found_co", covariant=True)
 Isolation: TypeAlias = Literal["forked", "kept", "fresh"]
-# fidelity, calibration, accumulation, profile: it answers such jobs. share_build: it can build the model once for all.
-# energy: its trials say what the device drew.
-Ability: TypeAlias = Literal["fidelity", "calibration", "accumulation", "profile", "share_build", "energy"]
+# fidelity, calibration, accumulation, profile: it answers such jobs, later: fidelity on trained weights too.
+# share_build: it can build the model once for all. energy: its trials say what the device drew.
+Ability: TypeAlias = Literal["fidelity", "later", "calibration", "accumulation", "profile", "share_build", "energy"]
 
-_LOCAL: frozenset[Ability] = frozenset({"fidelity", "calibration", "accumulation", "profile", "energy"})
+_LOCAL: frozenset[Ability] = frozenset({"fidelity", "later", "calibration", "accumulation", "profile", "energy"})
 TRIAL_ENVIRONMENT = {
     "AUTOTUNE_AMP_TRIAL": "1",
     # User code asks torch.cuda.is_available() on import; answered by the CUDA runtime, no forked child could use it.

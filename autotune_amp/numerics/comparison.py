@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from operator import attrgetter
 from statistics import fmean, pstdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from autotune_amp.core.config import MIN_LOSS_SCALE
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import GradientDamage, LowWeights
-from autotune_amp.numerics.passes import Gradients, Pass, Passes
+from autotune_amp.numerics.passes import Gradients, Pass, Passes, Subject
 from autotune_amp.precision.forward_wrapper import parameters_by_name
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.torch_state import HALF_DTYPES
@@ -189,6 +189,19 @@ def train(
         losses.append(done.loss)
         passes.step(optimizer, done.gradients)
     return Run(tuple(losses), num_skips)
+
+
+def train_before(subject: Subject, batches: Iterable[Any]) -> None:
+    """Leave the subject's model as one fp32 step on each of these batches makes it; the first that is not finite ends
+    it."""
+    at_hand: list[Any] = []
+    passes, optimizer = Passes(replace(subject, batches=at_hand)), subject.make_optimizer(subject.model)
+    for number, batch in enumerate(batches):
+        at_hand[:] = [batch]
+        done = passes.run(0, "fp32", restores=False, seed=subject.seed + number)
+        if not done.is_finite:
+            return
+        passes.step(optimizer, done.gradients)
 
 
 def gap(low: Run, reference: Run, perturbed: Run) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from torch import nn
 
 from autotune_amp.core.config import FP16_MAX, MIN_LOSS_SCALE
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.outcome import Fidelity, LowWeights
+from autotune_amp.core.outcome import Fidelity, LowWeights, after_steps
 from autotune_amp.numerics.calibration import FIRST_GUESS, count_octaves, largest_safe_scale
 from autotune_amp.numerics.comparison import (
     Comparison,
@@ -70,20 +70,22 @@ def check(
     find_pins: bool = True,
     on_bad_verdict: Callable[[Fidelity], None] | None = None,
     label: str | None = None,
+    num_steps_before: int = 0,
 ) -> Fidelity:
     """Hold `precision`, with `pinned_modules` in fp32, against fp32 on `subject`, whose model is left as it was.
 
     `subject.batches` are eight at least, of `batch_size` samples. With `find_pins` a bad verdict says which modules are
     responsible, and whether pinning them heals it. What the model's own code raises comes through, as do out-of-memory
     errors and the `InvalidRequestError` for a module that cannot be pinned; numbers that are not finite never raise.
-    `label` is what the reason calls the precision with what else was set up.
+    `label` is what the reason calls the precision with what else was set up; the weights were trained in fp32 for
+    `num_steps_before`.
     `on_bad_verdict` is given a bad verdict before that search, which may take long, or take the process with it.
     """
     passes = Passes(subject)
     is_watched = not subject.is_compiled or MODES[precision].takes_scaler
     with watch_forward(subject.model, subject.device) if is_watched else nullcontext(_no_maxima) as read_maxima:
         try:
-            experiment = Experiment(passes, precision, batch_size, read_maxima, label or precision)
+            experiment = Experiment(passes, precision, batch_size, read_maxima, label or precision, num_steps_before)
             attempt = experiment.attempt(tuple(pinned_modules))
             if not find_pins or not attempt.grade.is_bad or attempt.grade.is_of_weights:
                 return experiment.report(attempt)
@@ -132,10 +134,12 @@ class Experiment:
         batch_size: int,
         read_maxima: Callable[[], dict[str, float]],
         label: str,
+        num_steps_before: int,
     ) -> None:
         self._started = time.perf_counter()
         self._batch_size = batch_size
         self._label = label
+        self._num_steps_before = num_steps_before
         self.low = low
         self.precision = precision
         self._mode = MODES[precision]
@@ -220,7 +224,7 @@ class Experiment:
             precision=self.precision,
             batch_size=self._batch_size,
             verdict=verdict,
-            reason=f"{self._label} is {verdict}: {attempt.grade.reason}{where}.",
+            reason=f"{self._label} is {verdict}{after_steps(self._num_steps_before)}: {attempt.grade.reason}{where}.",
             next_step=next_step(self._label, verdict, healing, is_of_weights=is_of_weights),
             pinned_modules=attempt.pins,
             **{name: getattr(found, name) for name in _SAID},
@@ -238,6 +242,7 @@ class Experiment:
             num_passes=self.low.num_passes + (0 if self.fp32 is self.low else self.fp32.num_passes),
             seconds=time.perf_counter() - self._started,
             fp32_step_seconds=self._fp32_step_seconds,
+            num_steps_before=self._num_steps_before,
         )
 
     def _lost_updates(self) -> LowWeights | None:

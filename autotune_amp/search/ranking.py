@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from autotune_amp.core.dimensions import PRECISION
 from autotune_amp.core.evidence import Objective
 from autotune_amp.core.hardware import MachineLoad
-from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Measurement, Record, Verdict
+from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Later, Measurement, Record, Verdict
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import NUMERIC, Setting
 from autotune_amp.core.text import sentence
@@ -152,12 +152,24 @@ def can_check(candidate: Setting, space: Space) -> bool:
 
 
 def found_fidelity(records: Sequence[Record]) -> dict[Setting, Fidelity]:
-    """The latest verdict of each check that was made, one that failed too."""
-    return {
-        check_key(r.candidate): r.outcome if isinstance(r.outcome, Fidelity) else _of_failure(r)
+    """The verdict of each check that was made, one that failed too: the latest of the first weights, or that of trained
+    ones where they are worse off.
+
+    Only an unfaithful one is worse: a training that has nearly learned its few samples leaves little noise between
+    batches to hold rounding against, and what is healthy may look doubtful then (studies/fidelity).
+    """
+    verdicts = [
+        (check_key(r.candidate), r.outcome if isinstance(r.outcome, Fidelity) else _of_failure(r))
         for r in records
         if r.purpose == "fidelity"
-    }
+    ]
+    found: dict[Setting, Fidelity] = {}
+    for key, ours in sorted(verdicts, key=lambda verdict: verdict[1].num_steps_before > 0):
+        if ours.num_steps_before and ours.verdict != "unfaithful":
+            later = Later(num_steps=ours.num_steps_before, verdict=ours.verdict, reason=ours.reason)
+            ours = replace(found[key], later=later)
+        found[key] = ours
+    return found
 
 
 def found_accumulation(records: Sequence[Record]) -> Accumulation | None:

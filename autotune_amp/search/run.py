@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 
 from autotune_amp.core.errors import BudgetTooSmallError
-from autotune_amp.core.outcome import Record
+from autotune_amp.core.outcome import Record, after_steps
 from autotune_amp.core.setting import NUMERIC
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.local import Handle
@@ -157,7 +157,7 @@ _PHASES = {
 
 def _phase(job: Trial | Check) -> str:
     setting, purpose = job.candidate, job.purpose if isinstance(job, Trial) else job.what
-    if purpose == "fidelity":
-        return f"checking {setting.labelled(NUMERIC)} against fp32"
+    if isinstance(job, Check) and purpose == "fidelity":
+        return f"checking {setting.labelled(NUMERIC)} against fp32{after_steps(job.num_steps_before)}"
     is_ordinary = replace(setting, as_found=False).is_ordinary
     return _PHASES.get(purpose) or ("searching" if is_ordinary else f"trying {setting}")

@@ -34,7 +34,7 @@ from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import Budget, ProgressWatcher, Stage, run
 from autotune_amp.search.source import Opened, Source, held_bytes, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
-from autotune_amp.search.stages.checks import AccumulationCheck, Checks, LossScales
+from autotune_amp.search.stages.checks import AccumulationCheck, Checks, LaterChecks, LossScales
 from autotune_amp.search.stages.confirm import Confirm, ConfirmingProcesses, LargerBatches, reserved_seconds
 from autotune_amp.search.stages.explore import exploring, left_to_explore, share_building
 from autotune_amp.search.stages.fallbacks import Fallbacks
@@ -192,10 +192,11 @@ class _Search:
             go(*exploring(conditions, study))
             self._is_spent = left_to_explore(conditions, ledger, self.budget) <= conditions.min_trial_seconds
             workers = LoaderWorkers(conditions, checks)
+            later = LaterChecks(conditions, checks)
             # What computes faster may wait for its data again.
-            go(checks, scales, workers, Variants(conditions, checks), workers)
+            go(checks, scales, workers, Variants(conditions, checks), workers, later)
             # A fallback may turn out faster than what it is one of: then it is a contender, and checked like any other.
-            go(fallbacks, checks, scales, fallbacks)
+            go(fallbacks, later, scales, fallbacks)
             study.catch_up(ledger, is_over=True)
 
     def _confirm(self, ledger: Ledger, conditions: Conditions) -> None:

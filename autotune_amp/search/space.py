@@ -55,7 +55,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     weighs_passes: bool = False
     variants: dict[str, tuple[Any, ...]] = {}
     variants_left_out: dict[str, dict[Any, str]] = {}
-    checks: frozenset[str] = frozenset({"fidelity", "calibration", "accumulation"})
+    checks: frozenset[str] = frozenset({"fidelity", "later", "calibration", "accumulation"})
     check_batch_size: int = 16
 
     @property

@@ -27,6 +27,7 @@ from autotune_amp.core.variants import COMPILE, VARIANTS, WEIGHTS
 from autotune_amp.core.workload import Workload
 from autotune_amp.numerics import accumulation, calibration, fidelity
 from autotune_amp.numerics.accumulation import IGNORED_LABEL, cut, first_dimensions, num_micro_batches, tensors
+from autotune_amp.numerics.comparison import train_before
 from autotune_amp.numerics.passes import Loop, NoStepError, Passes, Subject, no_loss
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import has_half_weights
@@ -58,6 +59,8 @@ def check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
 
 def _check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
     prepare(context, spec)
+    if spec.num_steps_before:
+        tell({"event": "phase", "name": f"training {spec.num_steps_before} steps in fp32"})
     try:
         subject = _subject(context, spec)
     except CannotCutError as error:
@@ -111,6 +114,7 @@ def _found(subject: Subject, spec: Check, tell: Tell) -> Fidelity | Calibration 
         batch_size=asked.batch_size,
         find_pins=spec.find_pins and subject.loop is None and subject.reference is None,
         label=asked.labelled(NUMERIC),
+        num_steps_before=spec.num_steps_before,
         on_bad_verdict=lambda found: tell({"event": "so far", "value": msgspec.to_builtins(found)}),
     )
 
@@ -122,6 +126,9 @@ def _subject(context: Context, spec: Check) -> Subject:
     if device.type != "cpu":
         batches = [data.move(batch, device) for batch in batches]
     plain = _subject_of(context.workload, spec, context.model(device), batches)
+    if spec.num_steps_before:
+        with closing(data.stream(context.workload.data, spec.candidate.batch_size)) as stream:
+            train_before(plain, (data.move(batch, device) for batch in islice(stream, spec.num_steps_before)))
     if not wanted:
         return plain
     model = copied_model(plain.model, context.workload)

@@ -23,6 +23,7 @@ from autotune_amp.core.outcome import (
     Fidelity,
     Measurement,
     Purpose,
+    after_steps,
 )
 from autotune_amp.core.recommendation import Fingerprint
 from autotune_amp.core.setting import Setting
@@ -114,7 +115,8 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
     accumulated gradients equal those of the whole batch (in fp32).
 
     `num_batches` different batches of its size are used, fewer samples where they do not fit into memory. `find_pins`:
-    look for modules that make the precision faithful when they run in fp32.
+    look for modules that make the precision faithful when they run in fp32. Fidelity is looked at once the weights were
+    trained in fp32 for `num_steps_before`.
     """
 
     answer: ClassVar[Any] = Fidelity | Calibration | Accumulation
@@ -123,6 +125,7 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
     what: CheckKind
     candidate: Setting
     find_pins: bool = True
+    num_steps_before: int = 0
     seed: int = 0
     num_batches: int = 12
     memory_limit_bytes: int | None = None
@@ -132,12 +135,12 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
         self, problem: Failure | AutotuneAmpError, so_far: Fidelity | Calibration | Accumulation | None
     ) -> CheckOutcome | Job[Fidelity | Calibration | Accumulation]:
         """Half the batch where memory was short; what does not fit at the smallest either is unchecked, a `Failure`
-        where fidelity is not asked for."""
+        where fidelity is not asked for. Whatever else fails on trained weights says nothing of the precision."""
         if so_far is not None:
             return so_far
         failure = _failure(problem)
         if failure.kind != "oom":
-            return failure
+            return self.unchecked(failure) if self.num_steps_before else failure
         smaller = self.candidate.batch_size // 2
         if smaller >= (MIN_CUT_SAMPLES if self.what == "accumulation" else 1):
             return msgspec.structs.replace(self, candidate=msgspec.structs.replace(self.candidate, batch_size=smaller))
@@ -152,9 +155,10 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
             precision=self.candidate.precision,
             batch_size=self.candidate.batch_size,
             verdict="unchecked",
-            reason=f"{self.candidate.precision} is unchecked: {reason}.",
+            reason=f"{self.candidate.precision} is unchecked{after_steps(self.num_steps_before)}: {reason}.",
             next_step=next_step,
             pinned_modules=self.candidate.pinned_modules,
+            num_steps_before=self.num_steps_before,
         )
 
 

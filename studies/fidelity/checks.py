@@ -1,6 +1,7 @@
 """The check of each precision on each case of a zoo, over seeds; appends what is missing to raw/checks_<zoo>.jsonl.
 
-Usage: checks.py --zoo healthy|sick|held_out [--seeds 10] [--device cpu] [--suffix after] [--only NAME ...]
+Usage: checks.py --zoo healthy|sick|sick_later|held_out [--seeds 10] [--device cpu] [--suffix after] [--only NAME ...]
+With --steps-before 300 on weights trained in fp32 for so many steps: raw/later_<zoo>.jsonl.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from case import Case
 
 from autotune_amp.core.dimensions import Precision
+from autotune_amp.numerics.comparison import train_before
 from autotune_amp.numerics.fidelity import check
 
 NUM_BATCHES = 8
@@ -25,10 +27,12 @@ def precisions(case: Case, device: torch.device) -> list[Precision]:
     return [*tried, "fp32"] if "fp32" in case.sick_in else tried
 
 
-def outcome(case: Case, precision: Precision, seed: int, device: torch.device) -> dict[str, Any]:
+def outcome(case: Case, precision: Precision, seed: int, device: torch.device, num_steps: int) -> dict[str, Any]:
     """The `Fidelity`, or what was raised."""
     try:
-        found = check(common.subject(case, seed, NUM_BATCHES, device), precision, batch_size=case.batch_size)
+        subject = common.subject(case, seed, NUM_BATCHES + num_steps, device)
+        train_before(subject, subject.batches[NUM_BATCHES:])
+        found = check(subject, precision, batch_size=case.batch_size, num_steps_before=num_steps)
     except Exception as error:
         return {"error": common.said(error)}
     return {"fidelity": msgspec.to_builtins(found)}
@@ -40,21 +44,25 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--suffix", default="", help="for a round after a change: checks_<zoo>_<suffix>.jsonl")
+    parser.add_argument("--steps-before", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=[])
     options = parser.parse_args()
     common.quieten()
     device, code = torch.device(options.device), common.code()
-    name = f"checks_{options.zoo}{options.suffix and '_' + options.suffix}"
-    raw = common.RawFile(common.raw_path(name, device), ("case", "precision", "seed"))
+    kind, num_steps = "later" if options.steps_before else "checks", options.steps_before
+    name = f"{kind}_{options.zoo}{options.suffix and '_' + options.suffix}"
+    keys = ("case", "precision", "seed", *(["num_steps"] if num_steps else []))
+    raw = common.RawFile(common.raw_path(name, device), keys)
     for case in common.cases(options.zoo, options.only):
         for precision in precisions(case, device):
             expected = common.expected(case, precision)
             truth = {"expected": expected, "culprit": case.culprit, "is_healable": case.is_healable}
             for seed in range(options.seeds):
                 key = {"case": case.name, "precision": precision, "seed": seed}
+                key |= {"num_steps": num_steps} if num_steps else {}
                 if raw.has(**key):
                     continue
-                found = outcome(case, precision, seed, device)
+                found = outcome(case, precision, seed, device, num_steps)
                 raw.append({**key, **truth, "code": code, **found})
                 verdict = found["fidelity"]["verdict"] if "fidelity" in found else found["error"]
                 print(case.name, precision, seed, expected, verdict, flush=True)

@@ -26,6 +26,7 @@ RAW = Path(__file__).parent / "raw"
 ZOOS = {  # the module, and the cases in it
     "healthy": ("zoo_healthy", ("HEALTHY",)),
     "sick": ("zoo_sick", ("SICK",)),
+    "sick_later": ("zoo_sick_later", ("SICK_LATER",)),
     "held_out": ("zoo_held_out", ("HELD_OUT_HEALTHY", "HELD_OUT_SICK")),
 }
 

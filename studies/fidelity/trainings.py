@@ -1,6 +1,6 @@
 """What training really does in a precision, beside what the check says of it; appends to raw/trainings_*.jsonl.
 
-Usage: trainings.py --zoo healthy|sick|held_out [--steps 500] [--device cpu] [--only NAME ...]
+Usage: trainings.py --zoo healthy|sick|sick_later|held_out [--steps 500] [--device cpu] [--only NAME ...]
        trainings.py --long [--minutes 4] [--device cpu] [--only NAME ...]
 """
 

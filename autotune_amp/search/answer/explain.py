@@ -184,6 +184,8 @@ def _numerical_doubts(chosen: Runs, evidence: Evidence, why_uncalibrated: str | 
     num_skips = sum(m.num_skips for m in chosen.measurements)
     if fidelity is not None and fidelity.verdict in ("unchecked", "doubtful"):
         found.append(f"{sentence(fidelity.reason)} {sentence(fidelity.next_step)}")
+    if fidelity is not None and fidelity.later is not None and fidelity.later.verdict == "doubtful":
+        found.append(f"{sentence(fidelity.later.reason)} Look at the losses of its first few hundred steps.")
     if fidelity is not None and fidelity.verdict == "faithful" and not fidelity.has_moved:
         found.append(f"{sentence(fidelity.reason)} Search again with a learning rate above 0 for the rest.")
     if MODES[chosen.candidate.precision].takes_scaler and scale is None:

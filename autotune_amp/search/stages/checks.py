@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from autotune_amp.core.outcome import Failure
+from autotune_amp.core.outcome import Failure, Fidelity
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import loss_scales, ranking
@@ -24,6 +24,10 @@ from autotune_amp.trial.jobs import Check, Trial
 NUM_PAIRS = 24  # of (init_scale, growth_interval) for one contender, the seeds among them
 MIN_CHECK_SECONDS = 0.5
 EARLY_SHARE = 0.3  # of the budget, for the checks that the rest of the search waits for: one may never end
+
+LATER_SHARE = 0.1  # of the budget, for checks of trained weights
+LATER_MARGIN = 0.7  # of their seconds: a busy machine takes longer than the first check did
+MIN_STEPS_BEFORE, MAX_STEPS_BEFORE = 50, 300  # fewer move the weights too little
 
 
 class Todo(NamedTuple):
@@ -69,6 +73,32 @@ class Checks:
 
 
 @dataclass
+class LaterChecks:
+    """Looks once more at what is about to be recommended, on weights that a while of training in fp32 has moved.
+
+    What that rules out gives way to others, which are `checks`' to judge. All of it takes `LATER_SHARE` of the budget.
+    """
+
+    conditions: Conditions
+    checks: Checks
+
+    def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
+        """The check that the last verdict calls for, else one of trained weights."""
+        if (job := self.checks.next(ledger, budget)) is not None:
+            return job
+        used_seconds = sum(
+            r.seconds for r in ledger.records if isinstance(r.outcome, Fidelity) and r.outcome.num_steps_before
+        )
+        seconds = min(budget.left_for_search(), LATER_SHARE * budget.seconds - used_seconds)
+        todo = next_later(ledger, seconds)
+        if todo is None:
+            return None
+        setting, num_steps = todo
+        check = self.conditions.check("fidelity", _compare(setting, ledger.space).setting, seconds)
+        return replace(check, num_steps_before=num_steps)
+
+
+@dataclass
 class LossScales:
     """Lets the sampler suggest loss scales for the contenders: they are answered by replay, without a job."""
 
@@ -110,6 +140,21 @@ def next_todo(ledger: Ledger) -> Todo | None:
             return _compare(setting, ledger.space)
     healable = _healable(ledger, fastest)
     return None if healable is None else _compare(healable, ledger.space)
+
+
+def next_later(ledger: Ledger, seconds: float) -> tuple[Setting, int] | None:
+    """Of the winner and its runner-up what was found harmless at its first weights alone, and the steps to train before
+    it is looked at again: as many as the seconds allow. None where too few fit. Pure."""
+    if "later" not in ledger.space.checks:
+        return None
+    for setting in filter(None, (ledger.finalists or ())[:2]):
+        first = ledger.fidelity.get(check_key(setting))
+        if first is None or first.later is not None or first.num_steps_before or not first.fp32_step_seconds:
+            continue
+        num_steps = int((LATER_MARGIN * seconds - first.seconds) / first.fp32_step_seconds)
+        if num_steps >= MIN_STEPS_BEFORE:
+            return setting, min(num_steps, MAX_STEPS_BEFORE)
+    return None
 
 
 def _is_unchecked(ledger: Ledger, setting: Setting) -> bool:
