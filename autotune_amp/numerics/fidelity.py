@@ -33,6 +33,7 @@ from autotune_amp.numerics.comparison import (
     signals,
     train,
 )
+from autotune_amp.numerics.draws import DrawnInFp32
 from autotune_amp.numerics.grading import MAX_FORWARD_SHARE, Findings, Grade, grade, next_step
 from autotune_amp.numerics.locate import OUTSIDE, bad_parameters, blown_up, first_wrong
 from autotune_amp.numerics.passes import Pass, Passes, Subject
@@ -87,6 +88,8 @@ def check(
         try:
             experiment = Experiment(passes, precision, batch_size, read_maxima, label or precision, num_steps_before)
             attempt = experiment.attempt(tuple(pinned_modules))
+            if attempt.grade.is_bad and experiment.takes_like_draws():
+                attempt = experiment.attempt(attempt.pins)
             if not find_pins or not attempt.grade.is_bad or attempt.grade.is_of_weights:
                 return experiment.report(attempt)
             if on_bad_verdict is not None:
@@ -204,6 +207,20 @@ class Experiment:
         )
         return replace(attempt, found=found, training=run, forward_maxima=maxima)
 
+    def takes_like_draws(self) -> bool:
+        """Whether passes draw in half precision: then from now on they take fp32's numbers, rounded, since others alone
+        make a verdict bad."""
+        if self._subject.is_compiled:
+            return False
+        self.low.drawn = drawn = DrawnInFp32()
+        try:  # the user's code, run another way than it was written for, may raise anything
+            self.low.run(0, self.precision)
+        except Exception:
+            drawn.num_drawn = 0
+        if not drawn.num_drawn:
+            self.low.drawn = None
+        return drawn.num_drawn > 0
+
     @cached_property
     def signals(self) -> set[str]:
         """The parameters whose gradient is more than rounding noise in fp32 itself."""
@@ -219,6 +236,8 @@ class Experiment:
         verdict, low_weights = attempt.grade.verdict, self._low_weights
         outside = "the code outside of the modules, as the loss and the optimizer"
         where = f"; it begins in {', '.join(culprit or outside for culprit in culprits)}" if culprits else ""
+        if self.low.drawn is not None:
+            where += "; its random numbers were fp32's, rounded, since in half precision it draws others"
         is_of_weights = attempt.grade.is_of_weights or (low_weights is not None and culprits == (OUTSIDE,))
         return Fidelity(
             precision=self.precision,

@@ -10,12 +10,12 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import WorkloadError
+from autotune_amp.numerics.draws import DrawnInFp32, comparable_draws
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import is_pinned, named, parameters_by_name, pin_fp32, unpin
 from autotune_amp.precision.modes import MODES
@@ -78,12 +78,14 @@ class Pass:
 
 
 class Passes:
-    """Passes over one model, which is left in its first state after each; counts them."""
+    """Passes over one model, which is left in its first state after each; counts them. `drawn` is what they draw in."""
 
     def __init__(self, subject: Subject, model: nn.Module | None = None) -> None:
         self.subject = subject
         self.model = subject.model if model is None else model
         self.num_passes = 0
+        self.drawn: DrawnInFp32 | None = None
+        self._draw_alike = subject.device.type == "cpu" and subject.has_like_draws
         self._first_state = _copied_state(self.model)
 
     def run(
@@ -111,7 +113,7 @@ class Passes:
         torch_state.seed(self.subject.seed + index if seed is None else seed)
         if self.subject.loop is not None:
             return self._loop_pass(self.subject.loop, index, precision, scale)
-        with comparable_draws(self.model, self.subject):
+        with comparable_draws(self.model, self.drawn, are_alike=self._draw_alike):
             with autocast(precision, self.subject.device.type), around_forward or nullcontext():
                 loss = self.subject.loss(self.model, self.subject.batches[index])
             to_go_back_from = scaled(loss, scale)
@@ -137,7 +139,7 @@ class Passes:
         config = AmpConfig(precision=precision, batch_size=loop.batch_size, loss_scale=loss_scale)
         amp = CatchingAmp(lambda: autocast(precision, device_type), device_type, config, names, scale)
         amp.begin()
-        with comparable_draws(self.model, self.subject):
+        with comparable_draws(self.model, self.drawn, are_alike=self._draw_alike):
             loop.step(self.model, self.subject.batches[index], amp)
         self.model.zero_grad(set_to_none=True)
         loss = float(amp.total_loss(needs_autocast=MODES[precision].uses_autocast))
@@ -289,51 +291,3 @@ def is_all_finite(tensor: Tensor) -> bool:
 def _gradients(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor]]:
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-
-
-# -- random draws ------------------------------------------------------------------------------------------------------
-
-# torch's modules look all of them up here at each call, and so do compiled ones' guards.
-_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-
-
-@contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """What to run passes in so that dropout drops nothing, also where a checkpoint computes a forward pass again."""
-    attend: Any = functional.scaled_dot_product_attention
-
-    def keep(input: Tensor, *_: Any, **__: Any) -> Tensor:  # noqa: A002 # torch's name for it
-        return input
-
-    def attend_to_all(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,  # noqa: ARG001 # what is taken out
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        return attend(query, key, value, attn_mask, 0.0, *args, **kwargs)
-
-    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
-    patches = [
-        *((functional, name, keep) for name in _DROPOUTS),
-        (functional, "scaled_dot_product_attention", attend_to_all),
-        *((module, "dropout", 0.0) for module in recurrent),
-    ]
-    with ExitStack() as stack:
-        for owner, name, value in patches:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
-        yield
-
-
-def comparable_draws(model: nn.Module, subject: Subject) -> AbstractContextManager[object]:
-    """What to run passes in, so that dropout does the same in every precision.
-
-    Nothing on a CPU, where one seed gives the same draws in every dtype. Accelerators draw as many numbers at once as
-    the dtype allows: there dropout is taken out, since other draws alone make a cosine of 0.88 (a T5, measured).
-    """
-    are_alike = subject.device.type == "cpu" and subject.has_like_draws
-    return nullcontext() if are_alike else without_dropout(model)

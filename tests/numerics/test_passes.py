@@ -9,11 +9,9 @@ import pytest
 import torch
 from subjects import SUBJECTS, Batch, build, dense, mean_square, mlp, subject
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.numerics.passes import Passes, Subject, comparable_draws, no_loss, without_dropout
+from autotune_amp.numerics.passes import Passes
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
@@ -108,63 +106,3 @@ def test_draws_are_the_same_in_every_precision_and_differ_from_batch_to_batch() 
     passes.run(1, "fp32")
     assert drawn[0] == drawn[1] == drawn[2]
     assert all(one != other for one, other in zip(drawn[0], drawn[3], strict=True))
-
-
-# -- random draws ------------------------------------------------------------------------------------------------------
-
-
-X = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
-
-
-class Drops(nn.Module):
-    """In every way that torch knows; `once` is its forward pass computed again in the backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.lstm = nn.TransformerEncoderLayer(8, 2, 16, 0.5), nn.LSTM(8, 8, num_layers=2, dropout=0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        p = 0.5 if self.training else 0.0
-        x = functional.dropout2d(functional.feature_alpha_dropout(x, p, self.training), p=p, training=self.training)
-        x = functional.scaled_dot_product_attention(x, x, x, None, p)
-        x = functional.scaled_dot_product_attention(x, x, x, dropout_p=p)
-        out: Tensor = self.lstm(self.layer(functional.dropout(x[0], p, self.training)))[0]
-        return out
-
-
-@pytest.mark.parametrize("wrap", [None, False, True])
-def test_dropout_taken_out_drops_nothing_also_where_a_checkpoint_computes_again(wrap: bool | None) -> None:
-    torch.manual_seed(0)
-    model = Drops()
-
-    def subject_on(device: str) -> Subject:
-        return Subject(model, no_loss, [], lambda of: torch.optim.SGD(of.parameters()), torch.device(device))
-
-    def gradient(device: str) -> Tensor:
-        x = X.clone().requires_grad_()
-        with comparable_draws(model, subject_on(device)):
-            out = model(x) if wrap is None else checkpoint(model, x, use_reentrant=wrap)
-            out.square().sum().backward()
-        assert x.grad is not None
-        return x.grad
-
-    before = vars(functional).copy()
-    with pytest.raises(KeyError), comparable_draws(model, subject_on("cuda")):
-        raise KeyError
-    assert (vars(functional), model.lstm.dropout) == (before, 0.5), "put back where a pass raises, too"
-    plain = gradient("cuda")
-    assert not torch.allclose(gradient("cpu"), plain, rtol=0.1), "one seed gives the same draws on a CPU"
-    torch.testing.assert_close(gradient("cuda"), plain)
-    model.eval()
-    torch.testing.assert_close(gradient("cpu"), plain)
-
-
-def test_dropout_is_taken_out_of_compiled_code_too() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
-    compiled = torch.compile(model, backend="eager")
-    x = torch.ones(4, 8)
-    compiled(x)
-    with without_dropout(model):
-        assert torch.equal(compiled(x), model[0](x))
-    assert not torch.equal(compiled(x), model[0](x))
-    torch._dynamo.reset()

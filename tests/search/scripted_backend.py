@@ -123,6 +123,7 @@ def fidelity(
     pins: tuple[str, ...] = (),
     healing: tuple[str, ...] = (),
     batch_size: int = 16,
+    **fields: Any,
 ) -> Fidelity:
     """A verdict with a reason that names it."""
     return Fidelity(
@@ -134,6 +135,7 @@ def fidelity(
         pinned_modules=pins,
         healing_pins=healing,
         noise_ratio=0.01,
+        **fields,
     )
 
 

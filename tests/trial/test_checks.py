@@ -49,7 +49,8 @@ def loss(model, batch):
     if MODE == "detached":
         return model(x).mean().detach()
     print("dtype", model[0](x).dtype)
-    return (model(x) - y).square().mean()
+    found = (model(x) - y).square().mean()
+    return found * float("nan") if MODE == "nan once learned" and is_low and found < 0.3 else found
 
 def data(size):
     generator = torch.Generator().manual_seed(size)
@@ -110,6 +111,24 @@ def test_a_healthy_model_is_faithful_also_where_its_loss_takes_its_batch_apart(f
     assert (found.verdict, found.precision, found.batch_size) == ("faithful", "bf16", 8)
     assert found.pinned_modules == ("0", "4")
     assert found.num_passes > 0
+
+
+def test_weights_are_trained_before_they_are_looked_at(folder: Folder) -> None:
+    first, trained = (folder.check("nan once learned", num_steps_before=num_steps) for num_steps in (0, 300))
+    assert isinstance(first, Fidelity)
+    assert isinstance(trained, Fidelity)
+    assert (first.verdict, first.num_steps_before) == ("faithful", 0)
+    assert (trained.verdict, trained.num_steps_before) == ("unfaithful", 300)
+    assert "300" in trained.reason
+    healthy = folder.check(num_steps_before=50)
+    assert isinstance(healthy, Fidelity)
+    assert (healthy.verdict, healthy.num_steps_before) == ("faithful", 50)
+
+
+def test_a_variant_is_looked_at_on_the_same_trained_weights(folder: Folder) -> None:
+    found = folder.check("nan once learned", num_steps_before=300, optimizer_impl="foreach")
+    assert isinstance(found, Fidelity)
+    assert (found.verdict, found.num_steps_before) == ("unfaithful", 300)
 
 
 def test_where_memory_is_short_a_smaller_batch_is_checked_and_what_never_fits_is_unchecked(folder: Folder) -> None:

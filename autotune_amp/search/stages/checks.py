@@ -143,11 +143,14 @@ def next_todo(ledger: Ledger) -> Todo | None:
 
 
 def next_later(ledger: Ledger, seconds: float) -> tuple[Setting, int] | None:
-    """Of the winner and its runner-up what was found harmless at its first weights alone, and the steps to train before
-    it is looked at again: as many as the seconds allow. None where too few fit. Pure."""
-    if "later" not in ledger.space.checks:
+    """Of the winner and a rival what was found harmless at its first weights alone, and the steps to train before it is
+    looked at again: as many as the seconds allow. None where too few fit. Pure."""
+    chosen, speeds = ledger.finalists, ledger.speeds
+    if chosen is None or "later" not in ledger.space.checks:
         return None
-    for setting in filter(None, (ledger.finalists or ())[:2]):
+    for setting in filter(None, chosen[:2]):
+        if speeds[setting] < (1 - RIVAL) * speeds[chosen.winner]:
+            continue
         first = ledger.fidelity.get(check_key(setting))
         if first is None or first.later is not None or first.num_steps_before or not first.fp32_step_seconds:
             continue
