@@ -88,7 +88,7 @@ def check(
         try:
             experiment = Experiment(passes, precision, batch_size, read_maxima, label or precision, num_steps_before)
             attempt = experiment.attempt(tuple(pinned_modules))
-            if attempt.grade.is_bad and experiment.takes_like_draws():
+            if attempt.grade.is_bad and experiment.takes_like_draws(attempt.pins):
                 attempt = experiment.attempt(attempt.pins)
             if not find_pins or not attempt.grade.is_bad or attempt.grade.is_of_weights:
                 return experiment.report(attempt)
@@ -207,14 +207,15 @@ class Experiment:
         )
         return replace(attempt, found=found, training=run, forward_maxima=maxima)
 
-    def takes_like_draws(self) -> bool:
+    def takes_like_draws(self, pins: tuple[str, ...]) -> bool:
         """Whether passes draw in half precision: then from now on they take fp32's numbers, rounded, since others alone
         make a verdict bad."""
         if self._subject.is_compiled:
             return False
         self.low.drawn = drawn = DrawnInFp32()
         try:  # the user's code, run another way than it was written for, may raise anything
-            self.low.run(0, self.precision)
+            with self.low.pinned(pins):
+                self.low.run(0, self.precision)
         except Exception:
             drawn.num_drawn = 0
         if not drawn.num_drawn:

@@ -42,6 +42,7 @@ class Curves:
 
     def __init__(self, observed: Mapping[Setting, Sequence[float]], others: Sequence[Setting]) -> None:
         self.settings = tuple(dict.fromkeys((*observed, *others)))
+        self._num_observed = len(observed)
         index = {setting: number for number, setting in enumerate(self.settings)}
         rows = np.array([index[setting] for setting, values in observed.items() for _ in values])
         logs = np.log(np.array(list(itertools.chain(*observed.values())), dtype=np.float64))
@@ -56,13 +57,16 @@ class Curves:
     def gains(self, choosable: Collection[Setting]) -> dict[Setting, float]:
         """What one more process of each `choosable` setting is worth, as a share of the best throughput.
 
-        As the choice has it, what has less to go wrong may be up to `PLATEAU` slower.
+        What was never measured cannot be chosen before it is. As the choice has it, what has less to go wrong may be up
+        to `PLATEAU` slower.
         """
         order = sorted(range(len(self.settings)), key=lambda number: self.settings[number].risks)
         handicap = np.empty(len(order))
         handicap[order] = PLATEAU * np.arange(len(order)) / max(1, len(order) - 1)
         chosen = [number for number, setting in enumerate(self.settings) if setting in choosable]
-        found = np.average([fit.gains(chosen, handicap) for fit in self._fits], axis=0, weights=self._weights)
+        is_measured = np.array([number < self._num_observed for number in chosen])
+        gains = [fit.gains(chosen, handicap, is_measured) for fit in self._fits]
+        found = np.average(gains, axis=0, weights=self._weights)
         return {self.settings[number]: float(gain) for number, gain in zip(chosen, found, strict=True)}
 
     def throughput(self, setting: Setting) -> float:
@@ -76,13 +80,16 @@ class _Fit(NamedTuple):
     noise: float
     log_likelihood: float
 
-    def gains(self, chosen: Sequence[int], handicap: Array) -> Array:
-        """The knowledge gradient of each chosen setting, where one of them is going to be chosen."""
+    def gains(self, chosen: Sequence[int], handicap: Array, is_measured: npt.NDArray[np.bool_]) -> Array:
+        """The knowledge gradient of each chosen setting, where it or one that is measured is going to be chosen."""
         values, covariance = (self.means - handicap)[chosen], self.covariance[np.ix_(chosen, chosen)]
         spread = np.sqrt(np.diag(covariance) + self.noise**2)
         changes = covariance / spread[:, None]  # of every mean, after a process of each that is so much off
-        best = (values[None, :, None] + changes[:, :, None] * _NODES).max(axis=1)
-        gains: Array = best @ _WEIGHTS / _WEIGHTS.sum() - values.max()
+        may_be_chosen = is_measured | np.eye(len(chosen), dtype=bool)
+        values_after = values[None, :, None] + changes[:, :, None] * _NODES
+        best = np.where(may_be_chosen[:, :, None], values_after, -np.inf).max(axis=1)
+        # Where nothing can be chosen yet, whatever comes of a trial is worth it.
+        gains: Array = best @ _WEIGHTS / _WEIGHTS.sum() - values[is_measured].max(initial=values.min() - 1)
         return gains
 
 

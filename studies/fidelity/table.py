@@ -248,8 +248,36 @@ def trainings(rows: list[Row]) -> list[str]:
     return table(titles, lines)
 
 
+def later(_: list[Row]) -> list[str]:
+    """Over every file of checks of trained weights; only an unfaithful verdict of those changes a search's choice."""
+    lines = []
+    for path in sorted(common.RAW.glob("later_*.jsonl")):
+        for (num_steps,), rows in groups(common.read(path), "num_steps").items():
+            healthy, sick = (
+                [verdict(row) == "unfaithful" for row in rows if row["expected"] == expected]
+                for expected in ("healthy", "sick")
+            )
+            doubted = {f"{row['case']} {row['precision']}" for row in rows if verdict(row) == "doubtful"}
+            lines.append(
+                [
+                    path.stem.removeprefix("later_"),
+                    str(num_steps),
+                    str(len(groups(rows, "case", "precision"))),
+                    share(healthy),
+                    share(sick),
+                    ", ".join(sorted(doubted)) or "-",
+                    tally(row["code"] for row in rows),
+                ]
+            )
+    titles = [
+        "zoo", "fp32 steps before", "cases with precision", "healthy ruled out", "sick ruled out", "doubtful",
+        "digest of the code, checks",
+    ]  # fmt: skip
+    return table(titles, lines)
+
+
 KINDS: dict[str, Callable[[list[Row]], list[str]]] = {
-    "totals": totals, "checks": checks, "loss_scales": loss_scales, "trainings": trainings,
+    "totals": totals, "later": later, "checks": checks, "loss_scales": loss_scales, "trainings": trainings,
 }  # fmt: skip
 
 
@@ -257,7 +285,7 @@ def filled(match: re.Match[str]) -> str:
     name = match[1]
     rows = common.read(common.RAW / f"{name}.jsonl")
     make = next(make for kind, make in KINDS.items() if name.startswith(kind))
-    lines = make(rows) if rows or name == "totals" else ["Not measured yet."]
+    lines = make(rows) if rows or name in ("totals", "later") else ["Not measured yet."]
     return f"<!-- {name}: table.py -->\n" + "\n".join(lines) + "\n<!-- end -->"
 
 

@@ -98,13 +98,15 @@ class Promising(_Explore):
         # More loader workers may end the wait for data, which decides nothing before.
         is_held_up = self.conditions.may_add_workers and is_waiting(ledger.records)
         known = ledger.throughputs(without_waiting=is_held_up)
-        throughputs = {c: found for c, found in known.items() if c == ledger.space.baseline or _is_of_the_space(c)}
+        throughputs = {c: found for c, found in known.items() if c == ledger.space.baseline or is_of_the_space(c)}
         if not throughputs:
             return min(untried, key=lambda c: c.batch_size, default=None)
         if ledger.objective == "memory":  # the fastest takes the most
             return None
         # A precision that ran and that nothing of may lead was refused: its other batches would be too.
         out = {c.precision for c in ledger.measurements} - {c.precision for c in throughputs}
+        # Of an emulated one that did not come to an end nobody knows how slow it is.
+        out |= {c.precision for c in ledger.failures if is_hopeless(self.conditions.hardware, c.precision)}
         return next_promising(
             ledger,
             self.conditions,
@@ -306,7 +308,7 @@ def untried_settings(ledger: Ledger, memory_limit_bytes: int | None) -> list[Set
 def healed_settings(ledger: Ledger) -> list[Setting]:
     """What nobody tried of a precision that some pinned modules made faithful, with these pins."""
     tried = {
-        r.candidate: r.outcome for r in ledger.trials if r.candidate.pinned_modules and _is_of_the_space(r.candidate)
+        r.candidate: r.outcome for r in ledger.trials if r.candidate.pinned_modules and is_of_the_space(r.candidate)
     }
     pins = {c.precision: c.pinned_modules for c in tried if c in ledger.merits}
     failed_sizes = {c.precision: c.batch_size for c, outcome in tried.items() if not isinstance(outcome, Measurement)}
@@ -315,7 +317,7 @@ def healed_settings(ledger: Ledger) -> list[Setting]:
     return [c for c in found if c not in tried and c.batch_size < failed_sizes.get(c.precision, math.inf)]
 
 
-def _is_of_the_space(setting: Setting) -> bool:
+def is_of_the_space(setting: Setting) -> bool:
     """Whether it is an ordinary setting, but for pins."""
     return replace(setting, pinned_modules=()).is_ordinary
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import median
 
 from msgspec.structs import replace
 
@@ -15,7 +16,7 @@ from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.ranking import MAX_DATA_SHARE, PLATEAU, data_share, rank
 from autotune_amp.search.run import CHECK_SHARE, Budget
 from autotune_amp.search.stages.checks import Checks
-from autotune_amp.search.stages.explore import next_promising
+from autotune_amp.search.stages.explore import is_of_the_space, next_promising, untried_settings
 from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.search.variants import next_setting
 from autotune_amp.trial.jobs import Check, Trial
@@ -23,6 +24,7 @@ from autotune_amp.trial.jobs import Check, Trial
 SHARE = 0.3  # of the budget, for further dimensions: compiling alone takes tens of seconds
 LEAST_GAIN = 0.005  # of the throughput: measuring again what gains a few percent takes a trial that may compile
 SHORT_WAIT = 0.05  # of a step: more workers have little left to gain
+SAME_WAIT = 0.9  # of the share of a step before: a lucky process before hides that more workers help, not what waits
 HANDOVER_SECONDS = 1e-3  # of a batch from a worker process: a shorter wait is not made shorter by one
 
 
@@ -58,7 +60,10 @@ class Variants:
 
 @dataclass
 class LoaderWorkers:
-    """Tries more workers until one number will do or none helps, and checks what comes to lead by it."""
+    """Tries more workers until one number will do or none helps, and checks what comes to lead by it.
+
+    Where nothing waits any more, the choice hangs on what was seen through the wait alone: that is explored again.
+    """
 
     conditions: Conditions
     checks: Checks
@@ -68,15 +73,15 @@ class LoaderWorkers:
         check, left = self.checks.next(ledger, budget), budget.left_for_search()
         if check is not None or not self.conditions.may_try(ledger, left):
             return check
-        setting = self.setting(ledger)
+        setting = self.setting(ledger) or self._promising(ledger, left)
         return None if setting is None else self.conditions.search_trial(ledger, budget, setting, left)
 
     def setting(self, ledger: Ledger) -> Setting | None:
         """What would be chosen if no step waited for its data, with more workers; None where there is nothing to gain.
 
         Their number is doubled up to that of the CPUs. That ends where the wait is short, where more workers failed,
-        and where they are no faster than half as many. The first worker is no test of that: it makes loading and
-        training overlap, the second one doubles the loading.
+        and where they are no faster than half as many and wait no less. The first worker is no test of that: it makes
+        loading and training overlap, the second one doubles the loading.
         """
         own_num_workers, num_cpus = self.conditions.description.num_workers, self.conditions.hardware.identity.num_cpus
         searched = [r for r in ledger.records if r.purpose == "search"]
@@ -100,21 +105,46 @@ class LoaderWorkers:
         if unheld[target] <= (1 + PLATEAU) * fastest:
             return None
         tried = {r.candidate: r.outcome for r in searched}
-        before = speeds[target]
+        before, share_before = speeds[target], waits[target]
         for num_workers in ladder(own_num_workers, num_cpus):
             found = tried.get(setting := replace(target, num_workers=num_workers))
             if found is None:
                 return setting
             if not isinstance(found, Measurement) or data_share(found) < SHORT_WAIT:
                 break
-            if num_workers > 1 and found.samples_per_second <= (1 + PLATEAU) * before:
+            is_no_faster = found.samples_per_second <= (1 + PLATEAU) * before
+            if num_workers > 1 and is_no_faster and data_share(found) > SAME_WAIT * share_before:
                 break
-            before = found.samples_per_second
+            before, share_before = found.samples_per_second, data_share(found)
         # Where the wait still sets the speed, what has less to go wrong reaches it too.
         leader = rank({c: speed for c, speed in speeds.items() if c.with_own_workers == target})[0]
         held = {c: min(speed, speeds[leader]) for c, speed in unheld.items()}
         safer = replace(rank(held, tiers=tiers)[0], num_workers=leader.num_workers)
         return None if safer in tried else safer
+
+    def _promising(self, ledger: Ledger, left_seconds: float) -> Setting | None:
+        """With as many workers as end the wait the setting that is worth most a second, None where none is."""
+        enough = [
+            c.num_workers
+            for c, ours in ledger.measurements.items()
+            if c.num_workers is not None and not c.set_up and median(map(data_share, ours)) < SHORT_WAIT
+        ]
+        if not enough or ledger.shortlist is None or ledger.shortlist.winner.set_up:
+            return None
+        num_workers = min(enough)
+        observed: dict[Setting, list[float]] = {}
+        for setting, throughputs in ledger.throughputs(without_waiting=True).items():
+            if is_of_the_space(setting.with_own_workers):
+                observed.setdefault(replace(setting, num_workers=num_workers), []).extend(throughputs)
+        untried = untried_settings(ledger, self.conditions.memory_limit_bytes)
+        return next_promising(
+            ledger,
+            self.conditions,
+            observed,
+            left_seconds,
+            [replace(setting, num_workers=num_workers) for setting in untried],
+            least_gain=LEAST_GAIN,
+        )
 
 
 def ladder(own_num_workers: int, num_cpus: int) -> Iterator[int]:
