@@ -61,8 +61,9 @@ def angle_of_embeddings() -> Workload:
     return Workload(model, loss, taught, adamw, "angle_of_embeddings")
 
 
-_BOTH = ("bf16", "fp16")
 SICK_LATER: tuple[Case, ...] = (
-    Case("cross_entropy_by_hand", cross_entropy_by_hand, _BOTH, note="p rounds to 1"),
-    Case("angle_of_embeddings", angle_of_embeddings, _BOTH, note="a cosine rounds to 1"),
+    Case(
+        "cross_entropy_by_hand", cross_entropy_by_hand, ("bf16", "fp16"), note="p rounds to 1, in fp32 too in the end"
+    ),
+    Case("angle_of_embeddings", angle_of_embeddings, ("bf16",), note="a cosine rounds to 1"),
 )

@@ -87,3 +87,13 @@ def test_values_of_further_dimensions_tell_of_one_another() -> None:
     expected = Curves(known, [both, replace(plain, memory_format="channels_last")])
     assert 115 < expected.throughput(both) < 145
     assert 90 < expected.throughput(replace(plain, memory_format="channels_last")) < 110
+
+
+def test_what_is_expected_to_be_the_best_is_worth_measuring_however_sure_that_is() -> None:
+    """Bound by launches, throughput doubles with every doubling: nothing is left to learn, and all is to gain."""
+    rising = {candidate("fp32", size): [32.0 * size] for size in SIZES[:-2]}
+    gains = Curves(rising, CELLS).gains(CELLS)
+    assert max(gains, key=lambda cell: gains[cell]) == candidate("fp32", SIZES[-1])
+    assert gains[candidate("fp32", SIZES[-1])] > 0.5
+    only_untried = [cell for cell in CELLS if cell not in rising]
+    assert max(Curves(rising, CELLS).gains(only_untried).values()) > LEAST_GAIN, "what cannot be chosen is no choice"

@@ -157,3 +157,36 @@ def test_the_number_of_trials_asked_for_is_kept() -> None:
     assert len([r for r in machine.ledger.records if r.purpose == "search"]) == 3
     assert machine.tried() == []
     assert any("More than its 0 workers were not tried" in warning for warning in decision.warnings)
+
+
+class RisingMachine(LoadingMachine):
+    """Steps alone are twice as fast at twice the batch, without end."""
+
+    def answer(self, spec: Trial) -> Outcome:
+        tried = spec.candidate
+        alone = ALONE[tried.precision] * tried.batch_size / 32
+        rate = min(alone, self.load_rate * (self.own or 0 if tried.num_workers is None else tried.num_workers))
+        return measured(spec, rate, data_share=1 - rate / alone)
+
+
+def test_where_nothing_waits_any_more_what_the_wait_hid_is_explored_with_those_workers() -> None:
+    machine = RisingMachine(load_rate=25.0, num_cpus=4, own=2)
+    searched = machine.searched
+    searched.measure(
+        *(
+            msgspec.structs.replace(candidate("fp32", size), num_workers=number)
+            for size in (8, 16, 32)
+            for number in (None, 4)
+        )
+    )
+    stage = LoaderWorkers(searched.conditions, Checks(searched.conditions))
+    job = stage.next(machine.ledger, searched.budget)
+    assert isinstance(job, Trial)
+    assert (job.candidate.batch_size, job.candidate.num_workers) == (64, 4)
+    still = RisingMachine(load_rate=10.0, num_cpus=4, own=2)
+    still.searched.measure(
+        *(msgspec.structs.replace(candidate("fp32", size), num_workers=n) for size in (16, 32) for n in (None, 4))
+    )
+    stage = LoaderWorkers(still.searched.conditions, Checks(still.searched.conditions))
+    found = stage.next(still.ledger, still.searched.budget)
+    assert found is None or found.candidate.batch_size <= 32
