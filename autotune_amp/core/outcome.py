@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
@@ -79,6 +79,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", ta
     details: str | None = None
 
 
+# A check or calibration that fails so tells of the precision; any other failure tells of the check itself.
+OF_THE_PRECISION: Final = ("unsupported", "nonfinite")
 Verdict: TypeAlias = Literal["faithful", "doubtful", "unfaithful", "unchecked"]
 
 

@@ -191,17 +191,20 @@ def train(
     return Run(tuple(losses), num_skips)
 
 
-def train_before(subject: Subject, batches: Iterable[Any]) -> None:
+def train_before(subject: Subject, batches: Iterable[Any]) -> int:
     """Leave the subject's model as one fp32 step on each of these batches makes it; the first that is not finite ends
-    it."""
+    it. Returns the steps that were taken."""
     at_hand: list[Any] = []
     passes, optimizer = Passes(replace(subject, batches=at_hand)), subject.make_optimizer(subject.model)
-    for number, batch in enumerate(batches):
+    num_steps = 0
+    for batch in batches:
         at_hand[:] = [batch]
-        done = passes.run(0, "fp32", restores=False, seed=subject.seed + number)
+        done = passes.run(0, "fp32", restores=False, seed=subject.seed + num_steps)
         if not done.is_finite:
-            return
+            break
         passes.step(optimizer, done.gradients)
+        num_steps += 1
+    return num_steps
 
 
 def gap(low: Run, reference: Run, perturbed: Run) -> tuple[float, float]:

@@ -53,8 +53,8 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 _DRAWING = frozenset(
     {
         *("bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "normal"),
-        *("normal_", "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random_"),
-        *("rrelu_with_noise", "uniform", "uniform_"),
+        *("normal_", "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "uniform"),
+        "uniform_",
     }
 )
 _UNIFORM = ("rand", "rand_like", "uniform", "uniform_")
@@ -78,7 +78,7 @@ class DrawnInFp32(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         name = func.overloadpacket.__name__
         dtype = kwargs.get("dtype") or next((a.dtype for a in args if isinstance(a, Tensor)), None)
-        if name not in _DRAWING or dtype not in HALF_DTYPES:
+        if name not in _DRAWING or dtype not in HALF_DTYPES or "out" in kwargs:
             return func(*args, **kwargs)
         self.num_drawn += 1
         drawn = func(*tree_map(_in_fp32, args), **tree_map(_in_fp32, kwargs))

@@ -178,6 +178,8 @@ class Experiment:
             )
             if not found.is_finite:
                 return Attempt(pins, scale, maxima, found, bad_index=len(low) - 1)
+            if not found.is_reference_finite:  # there is nothing to hold it to
+                return Attempt(pins, scale, maxima, found)
             difference = math.hypot(*(a.loss - b.loss for a, b in zip(low, self._reference, strict=True)))
             size = math.hypot(*(done.loss for done in self._reference))
             reference = [done.gradients for done in self._reference]
@@ -208,19 +210,23 @@ class Experiment:
         return replace(attempt, found=found, training=run, forward_maxima=maxima)
 
     def takes_like_draws(self, pins: tuple[str, ...]) -> bool:
-        """Whether passes draw in half precision: then from now on they take fp32's numbers, rounded, since others alone
-        make a verdict bad."""
+        """Whether the precision draws in half precision what fp32 does not: then from now on it takes fp32's numbers,
+        rounded, since others alone make a verdict bad."""
         if self._subject.is_compiled:
             return False
-        self.low.drawn = drawn = DrawnInFp32()
+        drawn = self.low.drawn = self.fp32.drawn = DrawnInFp32()
+        are_unlike = False
         try:  # the user's code, run another way than it was written for, may raise anything
-            with self.low.pinned(pins):
-                self.low.run(0, self.precision)
+            self.fp32.run(0, "fp32")
+            if not drawn.num_drawn:
+                with self.low.pinned(pins):
+                    self.low.run(0, self.precision)
+                are_unlike = drawn.num_drawn > 0
         except Exception:
-            drawn.num_drawn = 0
-        if not drawn.num_drawn:
-            self.low.drawn = None
-        return drawn.num_drawn > 0
+            are_unlike = False
+        if not are_unlike:
+            self.low.drawn = self.fp32.drawn = None
+        return are_unlike
 
     @cached_property
     def signals(self) -> set[str]:

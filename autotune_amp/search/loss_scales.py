@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from autotune_amp.core.config import FP16_MAX, LossScale
 from autotune_amp.core.evidence import LossScaleEvidence
-from autotune_amp.core.outcome import Calibration, Failure, Measurement, Record
+from autotune_amp.core.outcome import OF_THE_PRECISION, Calibration, Failure, Measurement, Record
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import exact
@@ -25,7 +25,7 @@ from autotune_amp.numerics.scaler_replay import (
 )
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
-from autotune_amp.search.ranking import OF_THE_PRECISION, found_accumulation
+from autotune_amp.search.ranking import found_accumulation
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
 
 Pair: TypeAlias = tuple[float, int]  # init_scale, growth_interval

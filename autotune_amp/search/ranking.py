@@ -19,7 +19,16 @@ from msgspec.structs import replace
 from autotune_amp.core.dimensions import PRECISION
 from autotune_amp.core.evidence import Objective
 from autotune_amp.core.hardware import MachineLoad
-from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Later, Measurement, Record, Verdict
+from autotune_amp.core.outcome import (
+    OF_THE_PRECISION,
+    Accumulation,
+    Failure,
+    Fidelity,
+    Later,
+    Measurement,
+    Record,
+    Verdict,
+)
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import NUMERIC, Setting
 from autotune_amp.core.text import sentence
@@ -28,8 +37,6 @@ from autotune_amp.search.space import SAME_MEMORY, Space
 PLATEAU = 0.03  # closer than this, other things decide: processes differ by as much (studies/README.md, Timing)
 MAX_DATA_SHARE = 0.10  # a wait of 5 to 10 % of a step: the loader sets the speed (studies/README.md)
 
-# A check or calibration that fails so tells of the precision; any other failure tells of the check itself.
-OF_THE_PRECISION = ("unsupported", "nonfinite")
 BEFORE_CONFIRMATION = ("search", "fallback")  # purposes of the trials whose measurements say what to confirm
 
 

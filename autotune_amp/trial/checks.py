@@ -62,9 +62,12 @@ def _check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
     if spec.num_steps_before:
         tell({"event": "phase", "name": f"training {spec.num_steps_before} steps in fp32"})
     try:
-        subject = _subject(context, spec)
+        subject, num_steps = _subject(context, spec)
     except CannotCutError as error:
         return accumulation.unchecked(str(error), spec.candidate.batch_size)
+    except NotTrainedError as error:
+        return spec.unchecked(f"training in fp32 for it failed: {error}")
+    spec = msgspec.structs.replace(spec, num_steps_before=num_steps)
     tell({"event": "phase", "name": _PHASES[spec.what].format(spec.candidate.precision)})
     try:
         return _found(subject, spec, tell)
@@ -119,18 +122,20 @@ def _found(subject: Subject, spec: Check, tell: Tell) -> Fidelity | Calibration 
     )
 
 
-def _subject(context: Context, spec: Check) -> Subject:
-    """The training as the setting has it, beside the one without."""
+class NotTrainedError(Exception):
+    """Why there are no trained weights to look at."""
+
+
+def _subject(context: Context, spec: Check) -> tuple[Subject, int]:
+    """The training as the setting has it, beside the one without; and the fp32 steps that its weights have taken."""
     device, wanted = torch.device(spec.device), spec.candidate.set_up
     batches = _batches(context.workload.data, spec)
     if device.type != "cpu":
         batches = [data.move(batch, device) for batch in batches]
     plain = _subject_of(context.workload, spec, context.model(device), batches)
-    if spec.num_steps_before:
-        with closing(data.stream(context.workload.data, spec.candidate.batch_size)) as stream:
-            train_before(plain, (data.move(batch, device) for batch in islice(stream, spec.num_steps_before)))
+    num_steps = _train(plain, context.workload, spec) if spec.num_steps_before else 0
     if not wanted:
-        return plain
+        return plain, num_steps
     model = copied_model(plain.model, context.workload)
     parts = model.trained_parts(device) if isinstance(model, LoopState) else Trained([model], [], device)
     if WEIGHTS.name in wanted:  # what rounded weights learn is held against what the same learn in fp32
@@ -147,13 +152,30 @@ def _subject(context: Context, spec: Check) -> Subject:
 
     is_compiled = COMPILE.name in wanted
     own = _subject_of(context.workload, spec, model, batches)
-    return replace(
+    subject = replace(
         own,
         make_optimizer=own.make_optimizer if isinstance(model, LoopState) else make,
         reference=replace(plain, has_like_draws=not is_compiled),
         is_compiled=is_compiled,
         has_like_draws=not is_compiled,
     )
+    return subject, num_steps
+
+
+def _train(subject: Subject, workload: Workload, spec: Check) -> int:
+    """Train it for the steps that the check comes after; returns those that were taken, one at least."""
+    try:
+        with closing(data.stream(workload.data, spec.candidate.batch_size)) as stream:
+            batches = (data.move(batch, subject.device) for batch in islice(stream, spec.num_steps_before))
+            num_steps = train_before(subject, batches)
+    except Exception as error:
+        failure = failures.of_error(error)
+        if failure.kind == "oom":  # a smaller batch may do
+            raise
+        raise NotTrainedError(failure.message) from error
+    if num_steps == 0:
+        raise NotTrainedError("its first step is not finite")
+    return num_steps
 
 
 def _subject_of(workload: Workload, spec: Check, model: nn.Module, batches: list[Any]) -> Subject:

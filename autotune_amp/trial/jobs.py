@@ -15,6 +15,7 @@ from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.job import Deadlines, Job, Tell
 from autotune_amp.core.outcome import (
     MIN_CUT_SAMPLES,
+    OF_THE_PRECISION,
     Accumulation,
     Calibration,
     CheckOutcome,
@@ -23,6 +24,7 @@ from autotune_amp.core.outcome import (
     Fidelity,
     Measurement,
     Purpose,
+    Verdict,
     after_steps,
 )
 from autotune_amp.core.recommendation import Fingerprint
@@ -135,12 +137,16 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
         self, problem: Failure | AutotuneAmpError, so_far: Fidelity | Calibration | Accumulation | None
     ) -> CheckOutcome | Job[Fidelity | Calibration | Accumulation]:
         """Half the batch where memory was short; what does not fit at the smallest either is unchecked, a `Failure`
-        where fidelity is not asked for. Whatever else fails on trained weights says nothing of the precision."""
+        where fidelity is not asked for. On trained weights every failure has a verdict, beside that of the first."""
         if so_far is not None:
             return so_far
         failure = _failure(problem)
         if failure.kind != "oom":
-            return self.unchecked(failure) if self.num_steps_before else failure
+            if not self.num_steps_before:
+                return failure
+            if failure.kind in OF_THE_PRECISION:
+                return self._judged("unfaithful", f"{failure.kind}: {failure.message}", "Use another precision.")
+            return self.unchecked(failure)
         smaller = self.candidate.batch_size // 2
         if smaller >= (MIN_CUT_SAMPLES if self.what == "accumulation" else 1):
             return msgspec.structs.replace(self, candidate=msgspec.structs.replace(self.candidate, batch_size=smaller))
@@ -150,12 +156,16 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
         self, why: Failure | str, next_step: str = "Mend what the reason names, give more time or memory, or use fp32."
     ) -> Fidelity:
         """What it says of its precision where it could not be made: nothing, with the reason."""
-        reason = f"{why.kind}: {why.message.rstrip('.')}" if isinstance(why, Failure) else why
+        reason = f"{why.kind}: {why.message}" if isinstance(why, Failure) else why
+        return self._judged("unchecked", reason, next_step)
+
+    def _judged(self, verdict: Verdict, reason: str, next_step: str) -> Fidelity:
+        when = after_steps(self.num_steps_before)
         return Fidelity(
             precision=self.candidate.precision,
             batch_size=self.candidate.batch_size,
-            verdict="unchecked",
-            reason=f"{self.candidate.precision} is unchecked{after_steps(self.num_steps_before)}: {reason}.",
+            verdict=verdict,
+            reason=f"{self.candidate.precision} is {verdict}{when}: {reason.rstrip('.')}.",
             next_step=next_step,
             pinned_modules=self.candidate.pinned_modules,
             num_steps_before=self.num_steps_before,

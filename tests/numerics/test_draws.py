@@ -147,6 +147,17 @@ def test_other_draws_alone_are_no_harm_and_are_named(made: type[nn.Module], verd
     assert (found.verdict, "random numbers" in found.reason) == (verdict, True)
 
 
+def test_what_draws_in_half_precision_in_fp32_too_is_left_alone() -> None:
+    class Sick(Latent):
+        def noise(self, mean: Tensor) -> Tensor:
+            drawn = 0.5 * torch.randn(mean.shape, dtype=torch.bfloat16)
+            return torch.log(1 - (1 - 1e-4 * (1 + drawn.to(mean.dtype).abs())))
+
+    torch.manual_seed(0)
+    found = check(subject(Sick()), "bf16", batch_size=8, find_pins=False)
+    assert (found.verdict, "random numbers" in found.reason) == ("unfaithful", False)
+
+
 def test_code_that_cannot_be_run_so_keeps_its_verdict() -> None:
     class Refuses(Latent):
         def noise(self, mean: Tensor) -> Tensor:

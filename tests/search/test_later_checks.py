@@ -11,7 +11,7 @@ from scripted_backend import CHECK_SECONDS, candidate, fidelity, ledger_of
 from test_decide import Log, at, decided
 from test_whole_search import Machine, space
 
-from autotune_amp.core.outcome import CheckOutcome, Failure, Fidelity, Record, Verdict
+from autotune_amp.core.outcome import CheckOutcome, Failure, FailureKind, Fidelity, Record, Verdict
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.ranking import check_key, found_fidelity
 from autotune_amp.search.space import Space
@@ -20,7 +20,7 @@ from autotune_amp.trial.jobs import Check
 
 FP32, BF16, FP16 = at("fp32", 32), at("bf16", 64), at("fp16", 64)
 WHERE = Space(candidates=(FP32, BF16, FP16), baseline=FP32)
-FIRST: dict[str, Any] = {"seconds": 1.0, "fp32_step_seconds": 0.01}
+FIRST: dict[str, Any] = {"fp32_step_seconds": 0.01}
 
 
 def log(*checked: Fidelity, speeds: dict[Setting, float] | None = None) -> Log:
@@ -61,6 +61,7 @@ def test_what_is_looked_at_again(made: Log, seconds: float, expected: tuple[Sett
 def test_not_where_nothing_can_train_for_it() -> None:
     made = log(fidelity("bf16", **FIRST))
     assert next_later(ledger_of(made.records, replace(WHERE, checks=frozenset({"fidelity"}))), 20.0) is None
+    assert next_later(ledger_of(made.records, replace(WHERE, weights="bf16")), 20.0) is None
 
 
 @pytest.mark.parametrize("verdict", ["faithful", "doubtful", "unchecked"])
@@ -126,9 +127,12 @@ def test_it_keeps_to_its_share(tmp_path: Path) -> None:
     assert deadlines == [share, share - CHECK_SECONDS]
 
 
-def test_a_failure_on_trained_weights_says_nothing_of_the_precision() -> None:
+@pytest.mark.parametrize(
+    ("kind", "verdict"), [("nonfinite", "unfaithful"), ("unsupported", "unfaithful"), ("timeout", "unchecked")]
+)
+def test_a_failure_on_trained_weights_is_a_verdict_of_them(kind: FailureKind, verdict: Verdict) -> None:
     check = Check(what="fidelity", candidate=candidate("bf16", 16), device="cpu", num_steps_before=100)
-    found = check.after(Failure(kind="nonfinite", message="its data ended"), None)
+    found = check.after(Failure(kind=kind, message="it went wrong"), None)
     assert isinstance(found, Fidelity)
-    assert (found.verdict, found.num_steps_before) == ("unchecked", 100)
-    assert "its data ended" in found.reason
+    assert (found.verdict, found.num_steps_before) == (verdict, 100)
+    assert "it went wrong" in found.reason

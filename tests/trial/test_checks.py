@@ -50,7 +50,12 @@ def loss(model, batch):
         return model(x).mean().detach()
     print("dtype", model[0](x).dtype)
     found = (model(x) - y).square().mean()
-    return found * float("nan") if MODE == "nan once learned" and is_low and found < 0.3 else found
+    has_learned = found < 0.3
+    if MODE == "raises once learned" and is_low and has_learned:
+        raise FloatingPointError("log of 0")
+    if MODE == "diverges" and not is_low and has_learned:
+        return found * float("inf")
+    return found * float("nan") if MODE == "nan once learned" and is_low and has_learned else found
 
 def data(size):
     generator = torch.Generator().manual_seed(size)
@@ -123,6 +128,23 @@ def test_weights_are_trained_before_they_are_looked_at(folder: Folder) -> None:
     healthy = folder.check(num_steps_before=50)
     assert isinstance(healthy, Fidelity)
     assert (healthy.verdict, healthy.num_steps_before) == ("faithful", 50)
+
+
+def test_what_raises_on_trained_weights_alone_is_unfaithful(folder: Folder) -> None:
+    found = folder.check("raises once learned", num_steps_before=300)
+    assert isinstance(found, Fidelity)
+    assert (found.verdict, found.num_steps_before) == ("unfaithful", 300)
+    assert "log of 0" in found.reason
+
+
+def test_the_steps_are_those_that_fp32_took(folder: Folder) -> None:
+    found = folder.check("diverges", num_steps_before=300)
+    assert isinstance(found, Fidelity)
+    assert 0 < found.num_steps_before < 300, found.reason
+    failed = folder.check("wrong", num_steps_before=300)
+    assert isinstance(failed, Fidelity)
+    assert (failed.verdict, failed.num_steps_before) == ("unchecked", 300)
+    assert "no good" in failed.reason
 
 
 def test_a_variant_is_looked_at_on_the_same_trained_weights(folder: Folder) -> None:

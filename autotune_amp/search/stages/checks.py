@@ -143,18 +143,21 @@ def next_todo(ledger: Ledger) -> Todo | None:
 
 
 def next_later(ledger: Ledger, seconds: float) -> tuple[Setting, int] | None:
-    """Of the winner and a rival what was found harmless at its first weights alone, and the steps to train before it is
-    looked at again: as many as the seconds allow. None where too few fit. Pure."""
+    """Of the winner and a rival what was looked at with its first weights alone, and the steps to train before it is
+    looked at again: as many as the seconds allow. None where too few fit, or where weights are in low precision, which
+    cannot be trained in fp32. Pure."""
     chosen, speeds = ledger.finalists, ledger.speeds
-    if chosen is None or "later" not in ledger.space.checks:
+    if chosen is None or "later" not in ledger.space.checks or ledger.space.weights in ("bf16", "fp16"):
         return None
+    checked = {check_key(r.candidate): r.seconds for r in ledger.records if r.purpose == "fidelity"}
     for setting in filter(None, chosen[:2]):
         if speeds[setting] < (1 - RIVAL) * speeds[chosen.winner]:
             continue
-        first = ledger.fidelity.get(check_key(setting))
+        key = check_key(setting)
+        first = ledger.fidelity.get(key)
         if first is None or first.later is not None or first.num_steps_before or not first.fp32_step_seconds:
             continue
-        num_steps = int((LATER_MARGIN * seconds - first.seconds) / first.fp32_step_seconds)
+        num_steps = int((LATER_MARGIN * seconds - checked[key]) / first.fp32_step_seconds)
         if num_steps >= MIN_STEPS_BEFORE:
             return setting, min(num_steps, MAX_STEPS_BEFORE)
     return None

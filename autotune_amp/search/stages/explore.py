@@ -103,16 +103,12 @@ class Promising(_Explore):
             return min(untried, key=lambda c: c.batch_size, default=None)
         if ledger.objective == "memory":  # the fastest takes the most
             return None
-        # A precision that ran and that nothing of may lead was refused: its other batches would be too.
-        out = {c.precision for c in ledger.measurements} - {c.precision for c in throughputs}
-        # Of an emulated one that did not come to an end nobody knows how slow it is.
-        out |= {c.precision for c in ledger.failures if is_hopeless(self.conditions.hardware, c.precision)}
         return next_promising(
             ledger,
             self.conditions,
             throughputs,
             left_seconds,
-            [*(c for c in untried if c.precision not in out), *healed_settings(ledger)],
+            [*worth_trying(ledger, self.conditions, throughputs), *healed_settings(ledger)],
             least_gain=LEAST_GAIN,
             max_processes=self.max_processes,
             most_luck=PLATEAU,
@@ -303,6 +299,15 @@ def untried_settings(ledger: Ledger, memory_limit_bytes: int | None) -> list[Set
     """The candidates that nobody tried and nothing rules out, without what the memory model puts a tenth over the
     limit."""
     return _untried(ledger.space, ledger.ordinary_outcomes, memory_limit_bytes, ledger.exclusions)
+
+
+def worth_trying(ledger: Ledger, conditions: Conditions, leading: Iterable[Setting]) -> list[Setting]:
+    """The untried settings without those of a precision that ran and that none of what is `leading` has: its other
+    batches would be refused too."""
+    out = {c.precision for c in ledger.measurements} - {c.precision for c in leading}
+    # Of an emulated one that did not come to an end nobody knows how slow it is.
+    out |= {c.precision for c in ledger.failures if is_hopeless(conditions.hardware, c.precision)}
+    return [c for c in untried_settings(ledger, conditions.memory_limit_bytes) if c.precision not in out]
 
 
 def healed_settings(ledger: Ledger) -> list[Setting]:

@@ -16,7 +16,7 @@ from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.ranking import MAX_DATA_SHARE, PLATEAU, data_share, rank
 from autotune_amp.search.run import CHECK_SHARE, Budget
 from autotune_amp.search.stages.checks import Checks
-from autotune_amp.search.stages.explore import is_of_the_space, next_promising, untried_settings
+from autotune_amp.search.stages.explore import is_of_the_space, next_promising, worth_trying
 from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.search.variants import next_setting
 from autotune_amp.trial.jobs import Check, Trial
@@ -129,20 +129,26 @@ class LoaderWorkers:
             for c, ours in ledger.measurements.items()
             if c.num_workers is not None and not c.set_up and median(map(data_share, ours)) < SHORT_WAIT
         ]
-        if not enough or ledger.shortlist is None or ledger.shortlist.winner.set_up:
+        is_settled = ledger.shortlist is None or ledger.shortlist.winner.set_up or ledger.objective == "memory"
+        if not enough or is_settled:
             return None
         num_workers = min(enough)
+        failed = [c for c in ledger.failures if c.num_workers == num_workers]
         observed: dict[Setting, list[float]] = {}
         for setting, throughputs in ledger.throughputs(without_waiting=True).items():
             if is_of_the_space(setting.with_own_workers):
                 observed.setdefault(replace(setting, num_workers=num_workers), []).extend(throughputs)
-        untried = untried_settings(ledger, self.conditions.memory_limit_bytes)
+        untried = [
+            replace(c, num_workers=num_workers)
+            for c in worth_trying(ledger, self.conditions, observed)
+            if all(c.precision != other.precision or c.batch_size < other.batch_size for other in failed)
+        ]
         return next_promising(
             ledger,
             self.conditions,
             observed,
             left_seconds,
-            [replace(setting, num_workers=num_workers) for setting in untried],
+            untried,
             least_gain=LEAST_GAIN,
         )
 
