@@ -10,7 +10,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -216,14 +216,12 @@ class Experiment:
             return False
         drawn = self.low.drawn = self.fp32.drawn = DrawnInFp32()
         are_unlike = False
-        try:  # the user's code, run another way than it was written for, may raise anything
+        with suppress(Exception):  # the user's code, run another way than it was written for, may raise anything
             self.fp32.run(0, "fp32")
             if not drawn.num_drawn:
                 with self.low.pinned(pins):
                     self.low.run(0, self.precision)
                 are_unlike = drawn.num_drawn > 0
-        except Exception:
-            are_unlike = False
         if not are_unlike:
             self.low.drawn = self.fp32.drawn = None
         return are_unlike

@@ -94,12 +94,12 @@ class Promising(_Explore):
     max_processes: int
 
     def _next(self, ledger: Ledger, left_seconds: float) -> Setting | None:
-        untried = untried_settings(ledger, self.conditions.memory_limit_bytes)
         # More loader workers may end the wait for data, which decides nothing before.
         is_held_up = self.conditions.may_add_workers and is_waiting(ledger.records)
         known = ledger.throughputs(without_waiting=is_held_up)
         throughputs = {c: found for c, found in known.items() if c == ledger.space.baseline or is_of_the_space(c)}
         if not throughputs:
+            untried = untried_settings(ledger, self.conditions.memory_limit_bytes)
             return min(untried, key=lambda c: c.batch_size, default=None)
         if ledger.objective == "memory":  # the fastest takes the most
             return None

@@ -143,14 +143,7 @@ class LoaderWorkers:
             for c in worth_trying(ledger, self.conditions, observed)
             if all(c.precision != other.precision or c.batch_size < other.batch_size for other in failed)
         ]
-        return next_promising(
-            ledger,
-            self.conditions,
-            observed,
-            left_seconds,
-            untried,
-            least_gain=LEAST_GAIN,
-        )
+        return next_promising(ledger, self.conditions, observed, left_seconds, untried, least_gain=LEAST_GAIN)
 
 
 def ladder(own_num_workers: int, num_cpus: int) -> Iterator[int]:
