@@ -152,7 +152,7 @@ def profile_amp(
     `InvalidRequestError` (a wrong option or device), `WorkloadError` (the workload cannot be loaded or built, or does
     not run in fp32 either) and `NothingWorksError` (the device cannot be probed, or no precision could be measured).
     """
-    from autotune_amp.profile.running import run_profile
+    from autotune_amp.search.profile_amp import run_profile
 
     origin = _origin(workload, "profile_amp", "profile")
     with _shown(quiet) as progress:

@@ -13,9 +13,9 @@ from autotune_amp.core.setting import Setting
 
 # search: a candidate tried; fallback: a plan for a lower rung; confirm: again in a fresh process in the recommended
 # environment (the baseline: in the user's own); plain: the winner once in the user's own environment. The others are no
-# trials but checks: of what a precision or accumulation does to the gradient.
+# trials but checks, of what a precision or accumulation does to the gradient, and a profile of the winner.
 Purpose: TypeAlias = Literal[
-    "search", "fallback", "confirm", "plain", "outlook", "fidelity", "calibration", "accumulation"
+    "search", "fallback", "confirm", "plain", "outlook", "fidelity", "calibration", "accumulation", "profile"
 ]
 FailureKind: TypeAlias = Literal["oom", "timeout", "nonfinite", "unsupported", "crash", "workload_error"]
 
@@ -29,14 +29,14 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     95 % interval over them, widened to hold their mean `step_seconds`. `was_cut`: stopped as clearly slower than the
     best. `peak_memory_bytes` is the peak resident memory of the process on a CPU, the peak allocated on an accelerator;
     `reserved_memory_bytes` is what counts against the limit. `num_skips` are measured steps that the loss scaler
-    skipped, `num_compiling_steps` were timed anew because a compiler ran in them, `num_steps_taken` are all behind the
-    peak (0: an earlier version did not count them). `build_seconds` is model, data and optimizer, `context_seconds`
-    starting the accelerator, `first_step_seconds` the first step with its compilation. `is_build_shared`: the model was
-    built once for several trials. `evaluation_seconds` and `checkpoint_seconds` are the workload's own, None where it
-    has none or they did not end; `ending_seconds` both, None where they were not to be run, `ending_problem` why one
-    did not end. `joules_per_sample` is what the device drew, None where nothing says so. `is_own_loop`: the steps are
-    those of the framework's own Trainer, with whatever it does between them, and `why_not_own_loop` is what kept a
-    confirmation from them.
+    skipped, `num_compiling_steps` were timed anew because a compiler ran in them, which had to leave code to Python
+    `num_graph_breaks` times, `num_steps_taken` are all behind the peak (0: an earlier version did not count them).
+    `build_seconds` is model, data and optimizer, `context_seconds` starting the accelerator, `first_step_seconds` the
+    first step with its compilation. `is_build_shared`: the model was built once for several trials.
+    `evaluation_seconds` and `checkpoint_seconds` are the workload's own, None where it has none or they did not end;
+    `ending_seconds` both, None where they were not to be run, `ending_problem` why one did not end. `joules_per_sample`
+    is what the device drew, None where nothing says so. `is_own_loop`: the steps are those of the framework's own
+    Trainer, with whatever it does between them, and `why_not_own_loop` is what kept a confirmation from them.
     """
 
     step_seconds: float
@@ -55,6 +55,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     was_cut: bool = False
     update_seconds: float | None = None
     num_compiling_steps: int = 0
+    num_graph_breaks: int = 0
     is_build_shared: bool = False
     evaluation_seconds: float | None = None
     checkpoint_seconds: float | None = None
@@ -218,12 +219,55 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     seconds: float = 0.0
 
 
+class ProfiledStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One step as torch.profiler saw it, in seconds.
+
+    `operation_seconds` are those of operations by `profile.gap.Kind`: of their kernels on a device that shows them,
+    else of the host, each without the operations that it calls; convolutions count as matrix products, of which they
+    are `convolution_seconds`. `step_seconds` is the step by the host's clock, slower for being profiled. `busy_seconds`
+    is how long the device had any kernel to run, 0 where none was seen.
+    """
+
+    operation_seconds: dict[str, float]
+    step_seconds: float
+    busy_seconds: float = 0.0
+    convolution_seconds: float = 0.0
+
+
+class Split(msgspec.Struct, frozen=True, kw_only=True):
+    """The profiled steps of one precision, alike but for what else ran on the machine.
+
+    `largest` names the operations that took most in each kind, over all steps, the largest first. `is_device`: it is
+    kernels that were seen.
+    """
+
+    steps: tuple[ProfiledStep, ...]
+    largest: dict[str, tuple[str, ...]]
+    is_device: bool = False
+
+
+class Profiled(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="profiled"):
+    """Where the time of a few steps on a device of `device_type` went.
+
+    `split` is None with a `split_problem`. `flops_per_step` are those of the matrix products of one step, None with a
+    `flops_problem` or where nobody asked. `unfused_optimizer` is the class of an optimizer that could step in fused
+    kernels and does not, None without one.
+    """
+
+    device_type: str
+    split: Split | None = None
+    split_problem: str | None = None
+    flops_per_step: int | None = None
+    flops_problem: str | None = None
+    unfused_optimizer: str | None = None
+
+
 Outcome: TypeAlias = Measurement | Failure
 CheckOutcome: TypeAlias = Fidelity | Calibration | Accumulation | Failure
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of outcomes.jsonl: a trial or a check, and its outcome.
+    """One line of outcomes.jsonl: a trial, a check or a profile, and its outcome.
 
     Only lines of the running `search_id` are resumed. `seconds` is what it cost, process start and set-up included, of
     which `start_seconds` is the start of its process: 0.0 in one kept from an earlier trial, None in a forked one and
@@ -236,7 +280,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     candidate: Setting
     purpose: Purpose
-    outcome: Measurement | Failure | Fidelity | Calibration | Accumulation
+    outcome: Measurement | Failure | Fidelity | Calibration | Accumulation | Profiled
     seconds: float
     round: int | None = None
     environment: dict[str, str] = {}
@@ -275,10 +319,10 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     training weighs them. `trainer` names the framework's loop that it is confirmed in, None for that of the trials.
     `unsettable` says of a precision, or of a dimension by its name, why it cannot be set to anything but what it is
     today; `notes` what the user is to know of the measurements. Throughput is that of all its `num_ranks` together.
-    `checks` are the kinds of check that can be answered, *later* being fidelity on trained weights, at a batch size of
-    `check_batch_size` at most: what rounding does hardly moves with it (studies/README.md). `loader` is what makes a
-    command's training loader: ``file:function:line``; without one, samples are counted along `sample_dim` of what
-    enters its model.
+    `checks` are the kinds of check that can be answered, *later* being fidelity on trained weights and *profile* where
+    the time of a step goes, at a batch size of `check_batch_size` at most: what rounding does hardly moves with it
+    (studies/README.md). `loader` is what makes a command's training loader: ``file:function:line``; without one,
+    samples are counted along `sample_dim` of what enters its model.
     `variants` are the values of further dimensions, by name, that its model and optimizer can have: None, or why not.
     """
 
@@ -306,7 +350,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     unsettable: dict[str, str] = {}
     notes: tuple[str, ...] = ()
     num_ranks: int = 1
-    checks: tuple[str, ...] = ("fidelity", "later", "calibration", "accumulation")
+    checks: tuple[str, ...] = ("fidelity", "later", "calibration", "accumulation", "profile")
     check_batch_size: int = 16
     loader: str | None = None
     sample_dim: int = 0

@@ -86,8 +86,9 @@ class VariantRow(msgspec.Struct, frozen=True, kw_only=True):
 
     `status` is "chosen", "tried" (it gained too little), "excluded", "untried" or the kind of a failure, with the
     `reason`. `speedup` and `memory_change_bytes` are those of `setting` over the one `beside` it, which lacks the
-    value; the interval is that of the steps within one process each. `first_step_seconds` holds the compilation,
-    which pays from `break_even_steps` on, None where it never does.
+    value; the interval is that of the steps within one process each. `first_step_seconds` holds the compilation, with
+    its `num_graph_breaks`, which pays from `break_even_steps` on, None where it never does. `max_speedup` is what a
+    profile of the step left it to gain at most, None where it says nothing of it.
     """
 
     name: str
@@ -99,7 +100,9 @@ class VariantRow(msgspec.Struct, frozen=True, kw_only=True):
     speedup_interval: tuple[float, float] | None = None
     memory_change_bytes: int | None = None
     first_step_seconds: float | None = None
+    num_graph_breaks: int = 0
     break_even_steps: float | None = None
+    max_speedup: float | None = None
     reason: str | None = None
 
 

@@ -89,5 +89,10 @@ ACTIVATION_CHECKPOINTING: Final = Variant("activation_checkpointing", Activation
 OPTIMIZER_IMPL: Final = _Written(
     "optimizer_impl", OptimizerImpl, "{} optimizer", "# Make the optimizer with {}=True beside its other arguments."
 )
-COMPILE: Final = _Written("compile", Compile, "compiled ({})", 'model.compile(mode="{}")')
+COMPILE: Final = _Written(
+    "compile",
+    Compile,
+    "compiled ({})",
+    'model.compile(mode="{0}")  # of a bare nn.Sequential, before torch 2.15: torch.compile(model, mode="{0}")',
+)
 VARIANTS: Final = (WEIGHTS, MEMORY_FORMAT, ACTIVATION_CHECKPOINTING, OPTIMIZER_IMPL, COMPILE)

@@ -1,1 +1,1 @@
-"""Does mixed precision pay here, and why: precisions timed side by side on one workload, and a step taken apart."""
+"""Where the time of a training step goes: torch.profiler's trace taken apart, and what may gain by it."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import os
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 import msgspec
@@ -18,9 +20,9 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 from autotune_amp.core.job import Tell
-from autotune_amp.core.outcome import Failure
+from autotune_amp.core.outcome import Failure, Profiled, Split
 from autotune_amp.hardware.measuring import synchronize
-from autotune_amp.profile.gap import MARK, Profile, Profiled, Split, Trace, split, step_mark
+from autotune_amp.profile.gap import MARK, Profile, Trace, split, step_mark
 from autotune_amp.trial.context import Context, LoopState, each
 from autotune_amp.trial.failures import NonFiniteError
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
@@ -29,6 +31,7 @@ from autotune_amp.trial.training import BaseTraining, Training, make_training
 from autotune_amp.trial.worker import guarded, prepare
 
 NUM_PROFILED_STEPS = 3, 7  # at least and at most, after the first, which starts the profiler and does not count
+_ABOVE_ALL_LEVELS = "99"  # Kineto writes a line to standard error at every start and end
 PROFILED_SECONDS = 1.0  # after which no step is begun that is more than the least
 
 Window: TypeAlias = list[Any]  # the batches of one optimizer step
@@ -46,9 +49,13 @@ def _profile(context: Context, spec: Profile, tell: Tell) -> Profiled:
         training.start_loading()
         _warm_up(training)
         tell({"event": "phase", "name": "profiling"})
-        found, problem = _traced(training, spec.trace_file)
-        flops, flops_problem = count_flops(partial(_step, training, _next_window(training)), training.device.type)
+        with TemporaryDirectory(prefix="autotune_amp-") as folder:
+            found, problem = _traced(training, spec.trace_file or str(Path(folder, "trace.json")))
+        flops = flops_problem = None
+        if spec.counts_flops:
+            flops, flops_problem = count_flops(partial(_step, training, _next_window(training)), training.device.type)
         return Profiled(
+            device_type=training.device.type,
             split=found,
             split_problem=problem,
             flops_per_step=flops,
@@ -87,6 +94,7 @@ def _traced(training: BaseTraining, trace_file: str) -> tuple[Split | None, str 
     if device.type in ("cuda", "xpu"):
         activities.append(getattr(ProfilerActivity, device.type.upper()))
     least, most = NUM_PROFILED_STEPS
+    os.environ.setdefault("KINETO_LOG_LEVEL", _ABOVE_ALL_LEVELS)
     started = time.perf_counter()
     with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
         for number in range(1 + most):

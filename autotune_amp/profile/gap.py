@@ -9,13 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from statistics import fmean, geometric_mean, median
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 import msgspec
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.job import Job
-from autotune_amp.core.outcome import Measurement
+from autotune_amp.core.outcome import Measurement, Profiled, ProfiledStep, Split
+from autotune_amp.core.setting import Setting
 from autotune_amp.precision.modes import MODES
 from autotune_amp.profile.results import PART_NAMES, Gap, NextStep, Part, PartName
 from autotune_amp.trial.jobs import Trial
@@ -23,57 +24,25 @@ from autotune_amp.trial.jobs import Trial
 LOW = tuple(precision for precision, mode in MODES.items() if mode.uses_autocast)  # what mixed precision means
 
 
-class ProfiledStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One step as torch.profiler saw it, in seconds.
-
-    `operation_seconds` are those of operations by `gap.Kind`: of their kernels on a device that shows them, else of
-    the host, each without the operations that it calls. `step_seconds` is the step by the host's clock, slower for
-    being profiled. `busy_seconds` is how long the device had any kernel to run, 0 where none was seen.
-    """
-
-    operation_seconds: dict[str, float]
-    step_seconds: float
-    busy_seconds: float = 0.0
-
-
-class Split(msgspec.Struct, frozen=True, kw_only=True):
-    """The profiled steps of one precision, alike but for what else ran on the machine.
-
-    `largest` names the operations that took most in each kind, over all steps, the largest first. `is_device`: it is
-    kernels that were seen.
-    """
-
-    steps: tuple[ProfiledStep, ...]
-    largest: dict[str, tuple[str, ...]]
-    is_device: bool = False
-
-
-class Profiled(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="profiled"):
-    """What the child found.
-
-    `split` is None with a `split_problem`. `flops_per_step` are those of the matrix products of one step, None with a
-    `flops_problem`. `unfused_optimizer` is the class of an optimizer that could step in fused kernels
-    and does not, None without one.
-    """
-
-    split: Split | None = None
-    split_problem: str | None = None
-    flops_per_step: int | None = None
-    flops_problem: str | None = None
-    unfused_optimizer: str | None = None
-
-
 class Profile(Job[Profiled], frozen=True, kw_only=True):
     """A few steps, of the training that `trial` describes, under torch.profiler.
 
-    The Chrome trace is written to `trace_file`; the operations of a step are counted after it.
+    The Chrome trace is kept in `trace_file`, nowhere where that is None. The FLOPs of a step are counted after it,
+    where it `counts_flops`.
     """
 
     answer: ClassVar[Any] = Profiled
     work: ClassVar[str] = "autotune_amp.profile.child:profile"
+    what: ClassVar[Literal["profile"]] = "profile"
 
     trial: Trial
-    trace_file: str
+    trace_file: str | None = None
+    counts_flops: bool = True
+
+    @property
+    def candidate(self) -> Setting:
+        """What it trains in."""
+        return self.trial.candidate
 
 
 Kind: TypeAlias = Literal["matrix_products", "casts", "fp32_operations", "optimizer", "other"]
@@ -85,6 +54,7 @@ _MATRIX_PRODUCT = re.compile(
     r"aten::(mm|addmm|bmm|baddbmm|mv|addmv|_scaled_mm|mkldnn_linear\w*|\w*convolution\w*|\w*rnn\w*"
     r"|_scaled_dot_product_\w+|_(flash|efficient|cudnn)_attention_\w+)"
 )
+_CONVOLUTION = re.compile(r"aten::\w*convolution\w*")
 _CONVERSIONS = ("aten::to", "aten::_to_copy", "aten::copy_")
 _LOW_TYPES = {"c10::BFloat16", "c10::Half"}
 _FLOAT_TYPES = {*_LOW_TYPES, "float", "double"}
@@ -142,13 +112,19 @@ def split(trace: Trace, precision: Precision, numbers: Iterable[int]) -> Split |
     for step in marked:
         inside = spans[bisect_left(spans, step.ts, key=_start) : bisect_left(spans, step.end, key=_start)]
         seconds: dict[str, float] = defaultdict(float)
+        convolution_seconds = 0.0
         for kind, name, microseconds in (_on_device if has_kernels else _on_host)(inside, step, precision):
             seconds[kind] += microseconds * _SECONDS
             by_name[kind][name] += microseconds
+            if kind == "matrix_products" and _CONVOLUTION.fullmatch(name):
+                convolution_seconds += microseconds * _SECONDS
         busy = sum(end - start for start, end in _merged(event for event in inside if event.cat in _KERNELS))
         steps.append(
             ProfiledStep(
-                operation_seconds=dict(seconds), step_seconds=step.dur * _SECONDS, busy_seconds=busy * _SECONDS
+                operation_seconds=dict(seconds),
+                step_seconds=step.dur * _SECONDS,
+                busy_seconds=busy * _SECONDS,
+                convolution_seconds=convolution_seconds,
             )
         )
     return Split(
@@ -258,13 +234,13 @@ MIN_SHARE = 0.05  # of the step; less is not worth a change of code
 _FROM_PROFILE: tuple[PartName, ...] = ("matrix_products", "casts", "fp32_operations", "optimizer")
 
 
-def gap(processes: Sequence[Measurement], profiled: Profiled, rate: float | None, device_type: str) -> Gap | None:
+def gap(processes: Sequence[Measurement], profiled: Profiled, rate: float | None) -> Gap | None:
     """Take the step of these processes apart: its profile says how to divide the time that it took without one.
 
     `rate` is the machine's in matrix products, in FLOP/s, None where unknown. On a CPU the profiled operations are
     stretched or shrunk to the step; on an accelerator the time that no kernel fills is idle. None without a profile.
     """
-    split, flops = profiled.split, profiled.flops_per_step
+    split, flops, device_type = profiled.split, profiled.flops_per_step, profiled.device_type
     if split is None:
         return None
     whole = geometric_mean(process.step_seconds for process in processes)
@@ -300,8 +276,17 @@ def gap(processes: Sequence[Measurement], profiled: Profiled, rate: float | None
         attained_flops_per_second=flops / whole if flops else None,
         flops_per_step=flops,
         parts=tuple(part(name) for name in PART_NAMES if name in usual),
+        convolution_share=_convolution_share(split.steps, usual, whole),
         note=None if is_seen else f"torch.profiler sees no kernels of {device_type}",
     )
+
+
+def _convolution_share(steps: Sequence[ProfiledStep], parts: Mapping[PartName, float], whole: float) -> float:
+    """Of the step, what convolutions take of its matrix products."""
+    products = sum(step.operation_seconds.get("matrix_products", 0.0) for step in steps)
+    convolutions = sum(step.convolution_seconds for step in steps)
+    seconds = parts.get("matrix_products", 0.0) + parts.get("slow_matrix_products", 0.0)
+    return convolutions / products * seconds / whole if products else 0.0
 
 
 def _median(steps: Sequence[ProfiledStep]) -> ProfiledStep:
@@ -339,7 +324,7 @@ def next_steps(found: Gap, precision: Precision, unfused_optimizer: str | None) 
             share=part.share,
             share_range=part.share_range,
             max_speedup=1 / (1 - part.share),
-            action=_action(part, unfused_optimizer),
+            dimensions=_dimensions(part, found, unfused_optimizer),
         )
         for part in found.parts
         if part.name not in skipped and part.share_range[0] >= MIN_SHARE and part.share < 1
@@ -347,15 +332,32 @@ def next_steps(found: Gap, precision: Precision, unfused_optimizer: str | None) 
     return tuple(sorted(steps, key=lambda step: -step.share))
 
 
-def _action(part: Part, unfused_optimizer: str | None) -> str:
-    chiefly = f" ({', '.join(part.largest)})" if part.largest else ""
-    fused = "" if unfused_optimizer is None else f"{unfused_optimizer}(..., fused=True), or "
-    return {
-        "loader": "more num_workers in the DataLoader, or samples that cost less to load",
-        "optimizer": f"{fused}fewer updates: a larger batch",
-        "slow_matrix_products": "more for each matrix product to do: a larger batch, sizes that are multiples of 8",
-        "casts": "torch.compile, or a larger batch, over which the weights are cast once",
-        "fp32_operations": f"torch.compile, or fewer of them{chiefly}",
-        "idle": 'a larger batch, or torch.compile(mode="reduce-overhead"), which launches kernels together',
-        "rest": f"torch.compile, or fewer small operations{chiefly}",
-    }[part.name]
+# The parts of a step that a dimension of the search bears on.
+_PARTS_OF: dict[str, tuple[PartName, ...]] = {
+    "num_workers": ("loader",),
+    "optimizer_impl": ("optimizer",),
+    "compile": ("casts", "fp32_operations", "idle", "rest"),
+}
+DIMENSIONS_OF_A_PROFILE: Final = frozenset({*_PARTS_OF, "memory_format"})
+_MAX_SHARE = 0.99  # a whole step does not vanish
+
+
+def max_speedups(found: Gap) -> dict[str, float]:
+    """By dimension of the search, what a step gains at most by it: what would be left without the parts that it bears
+    on. Only of those that a profile says something of."""
+    shares = {name: sum(map(found.share, parts)) for name, parts in _PARTS_OF.items()}
+    shares["memory_format"] = found.convolution_share
+    return {name: 1 / (1 - min(share, _MAX_SHARE)) for name, share in shares.items()}
+
+
+def _dimensions(part: Part, found: Gap, unfused_optimizer: str | None) -> tuple[str, ...]:
+    """Those of the search that bear on a part, in the order in which they are worth a thought."""
+    ours = [name for name, parts in _PARTS_OF.items() if part.name in parts]
+    if part.name == "optimizer" and unfused_optimizer is None:
+        ours = []
+    if part.name == "slow_matrix_products" and found.convolution_share >= MIN_SHARE:
+        ours.append("memory_format")
+    # A larger batch has fewer updates, more for each product and kernel to do, and casts its weights once.
+    if part.name in ("optimizer", "slow_matrix_products", "casts", "idle"):
+        ours.append("batch_size")
+    return tuple(ours)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal, TypeAlias
 
 import msgspec
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.outcome import FailureKind
+from autotune_amp.core.outcome import FailureKind, Profiled
 from autotune_amp.core.text import count, duration, flops, number, one_line, outcome_name, size, times
 
 Verdict: TypeAlias = Literal["excellent", "significant", "modest", "negligible", "slower"]
@@ -51,14 +52,16 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True):
 
     Rates are in floating-point operations a second: `machine_flops_per_second` that of large matrix products in this
     precision, `attained_flops_per_second` is `flops_per_step` over the step's seconds. Each is None where it could not
-    be measured or counted. `parts` are in the order of `PartName`; one that does not apply is left out. `note` says
-    what could not be told, None where all could.
+    be measured or counted. `parts` are in the order of `PartName`; one that does not apply is left out. Convolutions
+    are matrix products, and take `convolution_share` of the step. `note` says what could not be told, None where all
+    could.
     """
 
     machine_flops_per_second: float | None
     attained_flops_per_second: float | None
     flops_per_step: int | None
     parts: tuple[Part, ...]
+    convolution_share: float = 0.0
     note: str | None = None
 
     def share(self, name: PartName) -> float:
@@ -69,7 +72,8 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True):
 class NextStep(msgspec.Struct, frozen=True, kw_only=True):
     """Something worth trying: the step would be at most `max_speedup` times as fast, if `part` vanished.
 
-    `share` and `share_range` are the part's: even the least is worth acting on.
+    `dimensions` are those of the search that bear on it. `share` and `share_range` are the part's: even the least is
+    worth acting on.
     """
 
     precision: Precision
@@ -77,7 +81,7 @@ class NextStep(msgspec.Struct, frozen=True, kw_only=True):
     share: float
     share_range: tuple[float, float]
     max_speedup: float
-    action: str
+    dimensions: tuple[str, ...]
 
 
 class PrecisionRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,15 +183,36 @@ def facts(profile: AmpProfile) -> list[tuple[str, str]]:
                 lines.append(("rate", f"{row.precision}: {_rate(row.gap, row.gap.attained_flops_per_second)}"))
             lines.append(("gap", f"{row.precision}: {_gap(row.gap)}"))
     lines += [("next step", next_step_line(step)) for step in profile.next_steps[:_NUM_NEXT_STEPS]]
+    if profile.next_steps:
+        lines.append(("search", "autotune-amp search tries them, and says what each gained"))
     if profile.trace is not None:
         lines.append(("trace", f"{profile.trace} opens at https://ui.perfetto.dev"))
     return [*lines, *(("note", one_line(note)) for note in profile.notes)]
 
 
+_WORDS = {"batch_size": "a larger batch size", "num_workers": "more num_workers"}
+
+
 def next_step_line(step: NextStep) -> str:
-    """``waiting for the loader, 62 % (58 to 66) of a step in bf16: num_workers=2; at most 2.63x if it vanished``."""
+    """``optimizer, 17 % (15 to 19) of a step in bf16: optimizer_impl or a larger batch size; at most 1.2x if it
+    vanished``."""
     share = f"{_percent(step)} of a step in {step.precision}"
-    return f"{PART_NAMES[step.part]}, {share}: {step.action}; at most {times(step.max_speedup)} if it vanished"
+    tried = " or ".join(_WORDS.get(name, name) for name in step.dimensions)
+    return f"{PART_NAMES[step.part]}, {share}: {tried}; at most {times(step.max_speedup)} if it vanished"
+
+
+def profiled_line(found: Profiled) -> str:
+    """What took most of the profiled steps: ``41 % matrix products, 22 % optimizer, 9 % casts``."""
+    if found.split is None:
+        return found.split_problem or "no step was seen"
+    seconds: Counter[str] = Counter()
+    for step in found.split.steps:
+        seconds.update(step.operation_seconds)
+    whole = sum(step.step_seconds for step in found.split.steps)
+    names = dict[str, str](PART_NAMES.items()) | {"other": "other operations"}
+    return ", ".join(
+        f"{100 * taken / whole:.0f} % {names[kind]}" for kind, taken in seconds.most_common(_NUM_NEXT_STEPS)
+    )
 
 
 def heading(profile: AmpProfile) -> str:

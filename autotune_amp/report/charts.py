@@ -325,7 +325,7 @@ def _row_hover(row: CandidateRow) -> str:
 # --- the search as it went -----------------------------------------------------------------------------------------
 
 # What a record was made for, in the order in which a search comes to it; the last stands lowest.
-_PURPOSES = ("accumulation", "search", "fidelity", "calibration", "fallback", "confirm", "plain", "outlook")
+_PURPOSES = ("accumulation", "search", "fidelity", "calibration", "profile", "fallback", "confirm", "plain", "outlook")
 
 
 class Span(NamedTuple):

@@ -13,10 +13,11 @@ from autotune_amp.core import evidence as explain
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import PRECISION
 from autotune_amp.core.hardware import Hardware
-from autotune_amp.core.outcome import Accumulation, Calibration, Failure, Fidelity, Measurement
+from autotune_amp.core.outcome import Accumulation, Calibration, Failure, Fidelity, Measurement, Profiled
 from autotune_amp.core.recommendation import CandidateRow, Exclusion, Recommendation, VariantRow
 from autotune_amp.core.setting import ON_THE_WINNER, Setting
 from autotune_amp.core.text import count, duration, flops, number, one_line, outcome_name, rate, size, times
+from autotune_amp.profile.results import profiled_line
 
 # The columns that are left out where they say the same of every candidate, with what they then say.
 _OPTIONAL = {"accum": "1", "workers": "-", "J/sample": "-"}
@@ -95,6 +96,8 @@ def _variant(row: VariantRow) -> tuple[str, str, str, str]:
         f"first step {duration(row.first_step_seconds)}, pays after {row.break_even_steps:,.0f} steps"
         if row.break_even_steps is not None and row.first_step_seconds is not None
         else "",
+        count(row.num_graph_breaks, "graph break") if row.num_graph_breaks else "",
+        f"by a profile {times(row.max_speedup)} at most" if row.max_speedup is not None else "",
     ]
     reason = f": {one_line(row.reason)}" if row.reason else ""
     return f"{row.name} {row.value}", gain, memory, ", ".join(filter(None, words)) + reason
@@ -145,8 +148,8 @@ def machine(hardware: Hardware) -> list[tuple[str, str]]:
     return lines + [("warning", one_line(note)) for note in hardware.notes]
 
 
-def outcome_line(outcome: Measurement | Failure | Fidelity | Calibration | Accumulation) -> str:
-    """What came out of a trial or a check, in a few words."""
+def outcome_line(outcome: Measurement | Failure | Fidelity | Calibration | Accumulation | Profiled) -> str:
+    """What came out of a trial, a check or a profile, in a few words."""
     if isinstance(outcome, Measurement):
         return rate(outcome.samples_per_second) + ", cut as far slower" * outcome.was_cut
     if isinstance(outcome, Failure):
@@ -156,6 +159,8 @@ def outcome_line(outcome: Measurement | Failure | Fidelity | Calibration | Accum
         return f"{outcome.verdict}{ratio}"
     if isinstance(outcome, Calibration):
         return "no loss scale is safe" if outcome.init_scale is None else f"loss scale {number(outcome.init_scale)}"
+    if isinstance(outcome, Profiled):
+        return profiled_line(outcome)
     return f"accumulation {explain.accumulation_line(outcome)}"
 
 

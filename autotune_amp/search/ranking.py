@@ -42,7 +42,7 @@ BEFORE_CONFIRMATION = ("search", "fallback")  # purposes of the trials whose mea
 
 def is_trial(record: Record) -> bool:
     """Whether a record is of a trial, and not of a check."""
-    return record.purpose not in ("fidelity", "calibration", "accumulation")
+    return record.purpose not in ("fidelity", "calibration", "accumulation", "profile")
 
 
 def failures(records: Sequence[Record]) -> dict[Setting, Failure]:

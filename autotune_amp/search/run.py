@@ -15,6 +15,7 @@ from autotune_amp.core.setting import NUMERIC
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.local import Handle
 from autotune_amp.isolation.process import Watcher
+from autotune_amp.profile.gap import Profile
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.progress import Progress
 from autotune_amp.trial.jobs import Check, Trial
@@ -62,7 +63,7 @@ class Budget:
 class Stage(Protocol):
     """One phase of a search. Its share of the time it asks the budget for; jobs run one at a time, each alone."""
 
-    def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
+    def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | Profile | None:
         """What the records and the budget ask for next, None where the stage is over."""
 
 
@@ -148,6 +149,7 @@ def run(stage: Stage, backend: RunsJobs, ledger: Ledger, budget: Budget, watcher
 _PHASES = {
     "accumulation": "checking whether gradients accumulate",
     "calibration": "calibrating the loss scale",
+    "profile": "taking a step of the best apart",
     "fallback": "measuring fallbacks",
     "outlook": "looking beyond the effective batch size",
     "confirm": "confirming in fresh processes",
@@ -155,7 +157,7 @@ _PHASES = {
 }
 
 
-def _phase(job: Trial | Check) -> str:
+def _phase(job: Trial | Check | Profile) -> str:
     setting, purpose = job.candidate, job.purpose if isinstance(job, Trial) else job.what
     if isinstance(job, Check) and purpose == "fidelity":
         return f"checking {setting.labelled(NUMERIC)} against fp32{after_steps(job.num_steps_before)}"

@@ -9,24 +9,59 @@ from typing import Any
 from msgspec.structs import replace
 
 from autotune_amp.core.dimensions import Dimension
-from autotune_amp.core.outcome import Failure, Measurement, Record
+from autotune_amp.core.outcome import Failure, Measurement, Profiled, Record
 from autotune_amp.core.recommendation import VariantRow
 from autotune_amp.core.setting import ON_THE_WINNER, Setting
 from autotune_amp.core.text import count
 from autotune_amp.core.variants import ACTIVATION_CHECKPOINTING, COMPILE, MEMORY_FORMAT, OPTIMIZER_IMPL, WEIGHTS
+from autotune_amp.profile.gap import DIMENSIONS_OF_A_PROFILE, gap, max_speedups
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.ranking import PLATEAU
 
-# What costs a trial alone comes before what compiles; nothing is tried on top of weights in low precision, which few
-# checks find faithful.
+# Where no profile says more: what costs a trial alone comes before what compiles. Nothing is tried on top of weights in
+# low precision, which few checks find faithful.
 _ORDER = (MEMORY_FORMAT, OPTIMIZER_IMPL, COMPILE, ACTIVATION_CHECKPOINTING, WEIGHTS)
 COMPILE_SECONDS = 5.0  # the first time, at the least: 6.5 s a convnet of six blocks, on 2 cores without AVX-512
 
 
-def ordered() -> list[Dimension[Any]]:
-    """The dimensions in the order in which they are tried."""
+def ordered(ledger: Ledger) -> list[Dimension[Any]]:
+    """The dimensions in the order in which they are tried: by what a profile leaves them to gain for a second spent."""
     others = [dimension for dimension in ON_THE_WINNER if dimension not in _ORDER]
-    return [*others, *_ORDER]
+    gains = _max_speedups(ledger)
+    trial_seconds = min((r.seconds for r in ledger.trials if isinstance(r.outcome, Measurement)), default=1.0)
+
+    def worth(dimension: Dimension[Any]) -> float:
+        seconds = trial_seconds + (COMPILE_SECONDS if dimension is COMPILE else 0.0)
+        return math.log(gains.get(dimension.name, 1.0)) / seconds
+
+    return [*others, *sorted(_ORDER, key=worth, reverse=True)]
+
+
+def to_profile(ledger: Ledger) -> Setting | None:
+    """The would-be winner, where something can be tried on it that a profile of its step says more of."""
+    if "profile" not in ledger.space.checks or any(record.purpose == "profile" for record in ledger.records):
+        return None
+    leader, names = _leader(ledger), ledger.space.variants.keys() & DIMENSIONS_OF_A_PROFILE
+    if leader is None or leader.set_up or ledger.objective == "memory":
+        return None
+    worth = [
+        dimension
+        for dimension in _ORDER
+        if dimension.name in names
+        for value in ledger.space.variants[dimension.name]
+        if not _trials_of(ledger, dimension, value) and why_not_worth(ledger, dimension, value) is None
+    ]
+    return leader if worth else None
+
+
+def _max_speedups(ledger: Ledger) -> dict[str, float]:
+    """By dimension, what a profile leaves it to gain at most; nothing without one."""
+    record = next((record for record in ledger.records if isinstance(record.outcome, Profiled)), None)
+    if record is None or record.candidate not in ledger.measurements:
+        return {}
+    assert isinstance(record.outcome, Profiled)
+    found = gap(ledger.measurements[record.candidate], record.outcome, None)
+    return {} if found is None or found.note is not None else max_speedups(found)
 
 
 def next_setting(ledger: Ledger) -> Setting | None:
@@ -38,7 +73,7 @@ def next_setting(ledger: Ledger) -> Setting | None:
     if leader is None:
         return None
     tried = {record.candidate for record in ledger.trials}
-    for dimension in ordered():
+    for dimension in ordered(ledger):
         for value in ledger.space.variants.get(dimension.name, ()):
             if _trials_of(ledger, dimension, value) or why_not_worth(ledger, dimension, value) is not None:
                 continue
@@ -64,9 +99,12 @@ def why_not_worth(ledger: Ledger, dimension: Dimension[Any], value: Any) -> str 
         ]
         if shares and max(shares) < PLATEAU:
             return f"the optimizer takes {100 * max(shares):.1f} % of a step"
+    gain = _max_speedups(ledger).get(dimension.name)
+    if gain is not None and gain < 1 + PLATEAU and wanted == "speed":
+        return f"a profile of the step leaves it {100 * (gain - 1):.1f} % to gain at most"
     if dimension is COMPILE and wanted == "speed":
         seconds = ledger.num_steps * min(m.step_seconds for m in ledger.measurements[winner])
-        if seconds / 2 < COMPILE_SECONDS:
+        if seconds * (0.5 if gain is None else 1 - 1 / gain) < COMPILE_SECONDS:
             steps = f"compiling takes longer than it could gain in {count(ledger.num_steps, 'step')}, which take"
             return f"{steps} {seconds:.0f} s: --fresh --steps N tries it for a longer training"
         if _trials_of(ledger, COMPILE, "default") and not winner.is_compiled:
@@ -135,7 +173,7 @@ def rows(ledger: Ledger, chosen: Setting, *, is_budget_spent: bool) -> tuple[Var
     tried.
     """
     found = []
-    for dimension in ordered():
+    for dimension in ordered(ledger):
         name, space = dimension.name, ledger.space
         for value in space.variants.get(name, ()):
             is_chosen = getattr(chosen, name) == value
@@ -148,7 +186,8 @@ def rows(ledger: Ledger, chosen: Setting, *, is_budget_spent: bool) -> tuple[Var
 def _row(
     ledger: Ledger, dimension: Dimension[Any], value: Any, *, is_chosen: bool, is_budget_spent: bool
 ) -> VariantRow:
-    row = VariantRow(name=dimension.name, value=str(value), status="untried")
+    gain = _max_speedups(ledger).get(dimension.name)
+    row = VariantRow(name=dimension.name, value=str(value), status="untried", max_speedup=gain)
     trials = _trials_of(ledger, dimension, value)
     if not trials:
         reason = why_not_worth(ledger, dimension, value)
@@ -160,7 +199,12 @@ def _row(
         return replace(row, status=outcome.kind, reason=outcome.message)
     assert isinstance(outcome, Measurement)
     without = _without(ledger, record.candidate, dimension)
-    row = replace(row, status="chosen" if is_chosen else "tried", first_step_seconds=outcome.first_step_seconds)
+    row = replace(
+        row,
+        status="chosen" if is_chosen else "tried",
+        first_step_seconds=outcome.first_step_seconds,
+        num_graph_breaks=outcome.num_graph_breaks,
+    )
     if record.candidate in ledger.ruled_out:
         row = replace(row, status="excluded", reason=ledger.ruled_out[record.candidate])
     if (num_steps := ledger.break_even_steps(record.candidate)) is not None:

@@ -12,6 +12,7 @@ import msgspec
 import torch
 from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.convert_frame import input_codes
+from torch._dynamo.utils import counters
 
 from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.trial.failures import NonFiniteError
@@ -20,14 +21,15 @@ from autotune_amp.trial.training import BaseTraining
 
 
 class CompileWatch:
-    """Counts compilations while it is entered, deferred backward passes and CUDA graph recordings among them; calls
-    `started` as each begins, on whatever thread it does."""
+    """Counts compilations while it is entered, deferred backward passes and CUDA graph recordings among them, and the
+    graph breaks in them; calls `started` as each begins, on whatever thread it does."""
 
     def __init__(self, started: Callable[[], None]) -> None:
         self._started = started
         self._num_compilations = 0
 
     def __enter__(self) -> CompileWatch:
+        self._num_breaks_before = _num_graph_breaks()
         callback_handler.register_start_callback(self._note)
         return self
 
@@ -39,9 +41,17 @@ class CompileWatch:
         """How many there were so far."""
         return self._num_compilations
 
+    def num_graph_breaks(self) -> int:
+        """How often a compiler had to leave code to Python so far."""
+        return _num_graph_breaks() - self._num_breaks_before
+
     def _note(self, _: CallbackArgs) -> None:
         self._num_compilations += 1
         self._started()
+
+
+def _num_graph_breaks() -> int:
+    return sum(counters["graph_break"].values())
 
 
 def forget_compiled() -> None:

@@ -247,6 +247,9 @@ def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
                     training, report, lambda name: tell({"event": "phase", "name": name}), compiling.count
                 )
 
+        if spec.candidate.is_compiled and not compiling.count():
+            return Failure(kind="unsupported", message="torch.compile compiled nothing of it")
+
         def outcome(ending: dict[str, Any]) -> Outcome:
             memory.poll()
             peak, reserved = memory.peak_bytes()
@@ -262,6 +265,7 @@ def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
                 peak_memory_bytes=peak,
                 reserved_memory_bytes=reserved,
                 joules_per_sample=meter.joules_per_sample(spec.candidate.batch_size * spec.num_timed_micro_batches),
+                num_graph_breaks=compiling.num_graph_breaks(),
                 num_steps_taken=training.num_steps_taken,
                 why_not_own_loop=why_not_own,
                 **ending,

@@ -7,7 +7,9 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 from torch import nn
 
 from autotune_amp.variants.subject import Trained
@@ -34,7 +36,21 @@ def apply(value: str, trained: Trained) -> None:
     """Compile in place what calling a model does: it stays the object that it is, with the names that it has."""
     for model in trained.models:
         for module in _called(model):
-            module.compile(mode=value)
+            compile_in_place(module, mode=value)
+
+
+def compile_in_place(module: nn.Module, **options: Any) -> None:
+    """``module.compile(**options)``, of torch's own classes too, as a bare Sequential is one: before torch 2.15 that
+    compiles nothing of them, since no frame of the user's is entered (pytorch#150915).
+    """
+    if not type(module).forward.__module__.startswith("torch.nn."):
+        module.compile(**options)
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call] # torch does not type it
+
+    module._compiled_call_impl = torch.compile(call, **options)
 
 
 def _called(model: nn.Module) -> Iterator[nn.Module]:

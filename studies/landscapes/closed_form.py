@@ -205,6 +205,7 @@ def _header(shape: Shape) -> Header:
             build_seconds=0.01,
             context_seconds=0.0,
             num_workers=0 if shape.loading_seconds else None,
+            checks=("fidelity", "calibration", "accumulation"),
         ),
         versions={},
         torch_state={},

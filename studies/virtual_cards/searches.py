@@ -15,7 +15,7 @@ from autotune_amp.core.outcome import Outcome
 from autotune_amp.core.setting import Setting
 from autotune_amp.profile.gap import LOW
 from autotune_amp.profile.results import AmpProfile
-from autotune_amp.profile.running import NUM_ROUNDS, Found, answer, rows
+from autotune_amp.search.profile_amp import NUM_ROUNDS, Found, answer, rows
 from autotune_amp.trial.jobs import Trial
 
 CHECKS = ("fidelity", "calibration", "accumulation")

@@ -6,14 +6,15 @@ import pytest
 from profile_samples import host_step, measured, profiled
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.profile.gap import Event, Profiled, ProfiledStep, Split, Trace, gap, next_steps, split, step_mark
+from autotune_amp.core.outcome import Profiled, ProfiledStep, Split
+from autotune_amp.profile.gap import Event, Trace, gap, max_speedups, next_steps, split, step_mark
 from autotune_amp.profile.results import Gap
 
 
-def apart(data_seconds: float, compute_seconds: float, found: Profiled, *, device_type: str = "cpu") -> Gap:
+def apart(data_seconds: float, compute_seconds: float, found: Profiled) -> Gap:
     """A step of which so much is the wait for its data; the machine's rate is 400 FLOP/s."""
     process = measured(data_seconds + compute_seconds, data_seconds=data_seconds)
-    made = gap([process], found, 400.0, device_type)
+    made = gap([process], found, 400.0)
     assert made is not None
     assert sum(part.share for part in made.parts) == pytest.approx(1)
     return made
@@ -45,13 +46,13 @@ def test_on_a_cpu_the_profile_is_stretched_to_the_step_that_was_timed() -> None:
 def test_on_an_accelerator_what_no_kernel_fills_is_idle() -> None:
     operations = {"matrix_products": 0.3, "optimizer": 0.1, "other": 0.2}
     step = ProfiledStep(operation_seconds=operations, step_seconds=9.0, busy_seconds=0.6)
-    found = apart(0.2, 1.0, profiled(step, is_device=True), device_type="cuda")
+    found = apart(0.2, 1.0, profiled(step, is_device=True, device_type="cuda"))
     assert seconds(found) == {"matrix_products": 0.3, "optimizer": 0.1, "loader": 0.2, "idle": 0.4, "rest": 0.2}
     # Kernels side by side, slower for being profiled, fit into the step.
     step = ProfiledStep(operation_seconds={"matrix_products": 3.0, "casts": 1.0}, step_seconds=9.0, busy_seconds=2.0)
-    found = apart(0.0, 1.0, profiled(step, is_device=True), device_type="cuda")
+    found = apart(0.0, 1.0, profiled(step, is_device=True, device_type="cuda"))
     assert seconds(found) == {"matrix_products": 0.75, "casts": 0.25}
-    assert "no kernels of mps" in (apart(0.0, 1.0, profiled(host_step()), device_type="mps").note or "")
+    assert "no kernels of mps" in (apart(0.0, 1.0, profiled(host_step(), device_type="mps")).note or "")
 
 
 UNEVEN = [  # one of three steps was disturbed in its casts, another in its optimizer
@@ -74,18 +75,28 @@ def test_the_largest_gain_comes_first_and_what_is_small_in_any_step_is_left_alon
     steps = next_steps(apart(1.0, 1.0, made), "bf16", "AdamW")
     assert [step.part for step in steps] == ["loader", "fp32_operations", "optimizer"]
     assert [step.max_speedup for step in steps] == pytest.approx([2.0, 1 / 0.75, 1 / 0.85])
-    for step, advised in zip(steps, ("num_workers", "torch.compile", "AdamW(..., fused=True)"), strict=True):
-        assert advised in step.action
+    assert [step.dimensions for step in steps] == [("num_workers",), ("compile",), ("optimizer_impl", "batch_size")]
     found = apart(0.0, 1.0, profiled(*UNEVEN, host_step(1.0, matrix_products=0.7, casts=0.01, optimizer=0.2)))
     assert found.share("casts") > 0.05
     optimizer, _ = next_steps(found, "bf16", None)
-    assert (optimizer.part, "fused" in optimizer.action) == ("optimizer", False)
+    assert (optimizer.part, optimizer.dimensions) == ("optimizer", ("batch_size",)), "it is fused already"
 
 
 def test_where_autocast_makes_no_casts_there_is_no_advice_on_casts() -> None:
     found = apart(0.0, 1.0, profiled(host_step(casts=0.5, optimizer=0.3)))
     assert [step.part for step in next_steps(found, "bf16", None)] == ["casts", "optimizer", "rest"]
     assert [step.part for step in next_steps(found, "tf32", None)] == ["optimizer", "rest"]
+
+
+def test_a_dimension_gains_at_most_the_parts_that_it_bears_on() -> None:
+    step = host_step(matrix_products=0.5, convolution_seconds=0.3, casts=0.1, optimizer=0.2)
+    found = apart(0.0, 1.0, profiled(step, flops_per_step=100))
+    assert max_speedups(found) == pytest.approx(
+        {"num_workers": 1.0, "optimizer_impl": 1 / 0.8, "compile": 1 / 0.7, "memory_format": 1 / 0.7}
+    )
+    slow = next(step for step in next_steps(found, "fp32", None) if step.part == "slow_matrix_products")
+    assert slow.dimensions == ("memory_format", "batch_size")
+    assert max_speedups(apart(0.0, 1.0, profiled(host_step(casts=1.0))))["compile"] == pytest.approx(100)
 
 
 FP32, BF16 = "float", "c10::BFloat16"
@@ -154,6 +165,13 @@ def test_a_step_on_the_host() -> None:
     assert answer.largest["fp32_operations"] == ("_softmax", "softmax")
     assert only(answer).step_seconds == pytest.approx(500e-6)
     assert not answer.is_device
+
+
+def test_convolutions_are_matrix_products_that_are_known_apart() -> None:
+    events = [op("conv2d", 10, 100, FP32), op("mkldnn_convolution", 20, 80, FP32), op("mm", 200, 40, FP32)]
+    step = only(found(events, "fp32"))
+    assert microseconds(step)["matrix_products"] == 120
+    assert step.convolution_seconds == pytest.approx(80e-6)
 
 
 def test_what_is_kept_in_fp32_is_so_beside_a_low_precision_alone() -> None:

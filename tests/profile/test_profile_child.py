@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from torch.utils.data import DataLoader
 from autotune_amp import Workload
 from autotune_amp.core.config import LossScale
 from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.outcome import Profiled
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
 from autotune_amp.profile import child
 from autotune_amp.profile.child import count_flops
-from autotune_amp.profile.gap import Profile, Profiled, gap
+from autotune_amp.profile.gap import Profile, gap
 from autotune_amp.profile.results import Gap
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.jobs import Trial
@@ -38,7 +40,9 @@ def loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return error.square().mean()
 
 
-def taken_apart(precision: Precision, trace_file: Path, **changes: Any) -> tuple[Profiled, Gap]:
+def taken_apart(
+    precision: Precision, trace_file: Path | None, *, counts_flops: bool = True, **changes: Any
+) -> tuple[Profiled, Gap]:
     data = DataLoader(SAMPLES, batch_size=4, shuffle=True)
     made = Workload(**{"model": model, "loss": loss, "data": data, "optimizer": torch.optim.AdamW, **changes})
     trial = Trial(
@@ -47,10 +51,11 @@ def taken_apart(precision: Precision, trace_file: Path, **changes: Any) -> tuple
         loss_scale=LossScale() if precision == "fp16" else None,
         torch_state=torch_state.capture(),
     )
-    spec = Profile(device="cpu", trial=trial, trace_file=str(trace_file))
+    path = None if trace_file is None else str(trace_file)
+    spec = Profile(device="cpu", trial=trial, trace_file=path, counts_flops=counts_flops)
     found = child.profile(Context(made, is_kept=False), spec, lambda message: None)
     assert isinstance(found, Profiled), found
-    split = gap([measured(1.0)], found, None, "cpu")
+    split = gap([measured(1.0)], found, None)
     assert split is not None, found.split_problem
     assert sum(part.share for part in split.parts) == pytest.approx(1)
     return found, split
@@ -74,6 +79,14 @@ def test_the_trace_has_the_marks_and_the_operations_are_counted(tmp_path: Path) 
     names = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]
     for mark in ("fp16 step 1", "forward and backward", "update"):
         assert f"autotune_amp {mark}" in names
+
+
+def test_without_a_file_for_it_no_trace_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found, _ = taken_apart("fp32", None, counts_flops=False)
+    assert found.split is not None
+    assert (found.flops_per_step, found.flops_problem) == (None, None)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_cpus_attention_counts_as_the_products_that_it_is_made_of() -> None:

@@ -54,9 +54,21 @@ PROFILE = AmpProfile(
     verdict="significant",
     next_steps=(
         NextStep(
-            **BF16, part="fp32_operations", share=0.5, share_range=(0.46, 0.52), max_speedup=2.0, action="compile"
+            **BF16,
+            part="fp32_operations",
+            share=0.5,
+            share_range=(0.46, 0.52),
+            max_speedup=2.0,
+            dimensions=("compile",),
         ),
-        NextStep(**BF16, part="rest", share=0.1, share_range=(0.1, 0.1), max_speedup=1.11, action="fewer of them"),
+        NextStep(
+            **BF16,
+            part="optimizer",
+            share=0.1,
+            share_range=(0.1, 0.1),
+            max_speedup=1.11,
+            dimensions=("optimizer_impl", "batch_size"),
+        ),
     ),
     notes=("Something was assumed.",),
     trace="/tmp/trace.json",

@@ -345,6 +345,7 @@ def described(**fields: Any) -> Description:
         "build_seconds": 0.01,
         "context_seconds": 0.0,
         "num_workers": 0,
+        "checks": ("fidelity", "later", "calibration", "accumulation"),
     }
     return Description(**(values | fields))
 

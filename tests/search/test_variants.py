@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from profile_samples import host_step, profiled
 from scripted_backend import ScriptedSearch, all_well, described, fidelity, hardware, measurement, out_of_memory
 
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.core.outcome import CheckOutcome, Failure, Measurement, Outcome
+from autotune_amp.core.outcome import Failure, Measurement, Outcome, Profiled
 from autotune_amp.core.recommendation import VariantRow
 from autotune_amp.core.setting import Setting
+from autotune_amp.profile.gap import Profile
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.space import build_space
 from autotune_amp.search.stages.checks import Checks
@@ -55,6 +57,7 @@ def searched(
     budget: float = 1000.0,
     failing: dict[str, Failure] | None = None,
     unfaithful: str | None = None,
+    profile: Profiled | Failure | None = None,
 ) -> tuple[list[Setting], dict[tuple[str, str], VariantRow], Setting]:
     """What was tried beside precision and batch, what is said of each value, and what would win."""
     gains = GAINS if gains is None else gains
@@ -69,12 +72,17 @@ def searched(
         return measured(setting, gains, update_share)
 
     device = hardware({"fp32": 1.0, "bf16": 2.0})
-    about = described(batch_size=32, variants=VALUES)
+    checks = ("fidelity", *(() if profile is None else ("profile",)))
+    about = described(batch_size=32, variants=VALUES, checks=checks)
     asked = SearchOptions.from_user(
         **{"precision": ["fp32", "bf16"], "try_": "auto", "steps": 10_000, **(options or {})}
     )
 
-    def check_answer(spec: Check) -> CheckOutcome:
+    def check_answer(spec: Check | Profile) -> Any:
+        if isinstance(spec, Profile):
+            assert not spec.counts_flops
+            assert not spec.candidate.set_up
+            return profile
         is_bad = spec.what == "fidelity" and spec.candidate.precision == unfaithful
         return fidelity(spec.candidate.precision, "unfaithful") if is_bad else all_well(spec)
 
@@ -89,8 +97,8 @@ def searched(
     )
     search.ledger.num_steps = asked.horizon_steps(32)
     search.explore()
-    checks = Checks(search.conditions)
-    for stage in (checks, Variants(search.conditions, checks)):
+    judge = Checks(search.conditions)
+    for stage in (judge, Variants(search.conditions, judge)):
         search.run(stage)
     assert search.ledger.shortlist is not None
     winner = search.ledger.shortlist.winner
@@ -138,6 +146,48 @@ def test_a_compilation_that_does_not_pay_is_excluded_and_says_from_when_on_it_do
     tried, found, _ = searched(options={"steps": 30})
     assert not any(setting.compile != "off" for setting in tried), "the whole training is shorter than compiling"
     assert "--steps" in str(found["compile", "default"].reason)
+
+
+def test_a_profile_of_the_winner_says_what_comes_first_and_what_is_not_worth_a_trial() -> None:
+    long = {"steps": 100_000}
+    tried, found, _ = searched(profile=profiled(host_step(matrix_products=0.4, optimizer=0.2, casts=0.1)), options=long)
+    in_order = list(dict.fromkeys(tuple(setting.set_up.values()) for setting in tried))
+    assert in_order[:3] == [("foreach",), ("fused",), ("fused", "default")]
+    assert not any(setting.memory_format == "channels_last" for setting in tried), "there are no convolutions"
+    assert "0.0 % to gain" in str(found["memory_format", "channels_last"].reason)
+    assert found["optimizer_impl", "fused"].max_speedup == pytest.approx(1 / 0.8)
+    assert found["compile", "default"].max_speedup == pytest.approx(1 / 0.6)
+    assert found["activation_checkpointing", "blocks"].max_speedup is None
+    launching = profiled(host_step(matrix_products=0.1, optimizer=0.1, convolution_seconds=0.1))
+    tried, _, _ = searched(profile=launching, options=long)
+    assert tried[0].set_up == {"compile": "default"}, "most of the step is what compiling may take away"
+    busy = profiled(host_step(matrix_products=0.98, convolution_seconds=0.98))
+    tried, found, _ = searched(profile=busy, options=long, update_share=0.01)
+    assert {tuple(setting.set_up) for setting in tried} == {("memory_format",)}
+    assert "2.0 % to gain" in str(found["compile", "default"].reason)
+
+
+@pytest.mark.parametrize(
+    "nothing",
+    [
+        Failure(kind="crash", message="the profiler crashed"),
+        Profiled(device_type="cpu", split_problem="the disk is full"),
+        profiled(host_step(matrix_products=1.0), device_type="mps"),
+    ],
+)
+def test_where_a_profile_says_nothing_the_usual_order_stands(nothing: Profiled | Failure) -> None:
+    tried, found, _ = searched(profile=nothing, options={"steps": 100_000})
+    assert tried[0].set_up == {"memory_format": "channels_last"}
+    assert {row.max_speedup for row in found.values()} == {None}
+
+
+def test_a_profile_is_not_taken_where_it_would_cost_too_much_or_decides_nothing() -> None:
+    never = profiled(host_step(matrix_products=1.0))
+    for options in ({"try_": "none"}, {"try_": "activation_checkpointing"}, {"objective": "memory"}):
+        _, found, _ = searched(profile=never, options={"steps": 100_000, **options})
+        assert {row.max_speedup for row in found.values()} <= {None}
+    _, found, _ = searched(profile=never, options={"steps": 100_000}, budget=60.0)
+    assert {row.max_speedup for row in found.values()} == {None}
 
 
 def test_where_nothing_can_be_gained_nothing_is_tried() -> None:

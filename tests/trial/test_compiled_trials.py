@@ -121,6 +121,50 @@ def test_compiling_has_time_of_its_own_and_a_kept_worker_compiles_for_each_trial
     assert "compiling" in late.message
 
 
+def test_graph_breaks_are_counted_while_it_watches() -> None:
+    def broken(batch: Tensor) -> Tensor:
+        doubled = 2 * batch
+        torch._dynamo.graph_break()
+        return doubled + 1
+
+    for _ in range(2):
+        torch.compiler.reset()
+        with CompileWatch(lambda: None) as watch:
+            torch.compile(broken, backend="eager")(torch.ones(2))
+            assert watch.num_graph_breaks() == 1
+
+
+SKIPPED = """
+import torch
+from torch import nn
+from autotune_amp import Workload
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    @torch.compiler.disable
+    def forward(self, batch):
+        return self.linear(batch)
+
+def workload():
+    data = lambda size: torch.ones(size, 4)
+    return Workload(Net, lambda model, batch: model(batch).square().mean(), data, torch.optim.AdamW)
+"""
+
+
+def test_what_the_compiler_leaves_alone_is_not_called_compiled(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SKIPPED)
+    compiled = Setting(precision="fp32", batch_size=4, compile="default")
+    with LocalBackend(Payload(target="train:workload", path=(str(tmp_path), *sys.path)), "kept", Listener()) as runner:
+        state = runner.load(60)
+        runner.open("cpu", None, 60)
+        found = runner.submit(spec(candidate=compiled, torch_state=state)).result()
+    assert isinstance(found, Failure)
+    assert (found.kind, "compiled nothing" in found.message) == ("unsupported", True)
+
+
 @NEEDS_CXX
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # the compiler's own

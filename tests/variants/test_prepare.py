@@ -26,7 +26,9 @@ from autotune_amp.precision import torch_state
 from autotune_amp.trial import checks
 from autotune_amp.trial.context import Context, LoopState, make_model
 from autotune_amp.trial.jobs import Check, Trial
+from autotune_amp.trial.timing import CompileWatch
 from autotune_amp.trial.training import make_training
+from autotune_amp.variants.compiling import compile_in_place
 from autotune_amp.variants.prepare import set_up, values_for
 from autotune_amp.variants.subject import Trained
 
@@ -158,6 +160,19 @@ class Hostile(nn.Linear):
 def test_a_look_at_any_model_ends_with_an_answer() -> None:
     assert values_for(trained(Wrapped()))["activation_checkpointing"]["blocks"] is None
     assert "who asks?" in str(values_for(trained(Hostile(2, 2)))["activation_checkpointing"]["blocks"])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # the compiler's own
+@pytest.mark.parametrize("kind", ["torch's own", "the user's"])
+def test_a_model_of_any_class_is_compiled_in_place(kind: str) -> None:
+    net, batch = Recurrent(), torch.ones(2, 4, dtype=torch.long)
+    model = net if kind == "the user's" else nn.Sequential(net.embed, nn.Flatten(), nn.Linear(64, 2))
+    names = list(model.state_dict())
+    compile_in_place(model, backend="eager")
+    with CompileWatch(lambda: None) as watch:
+        model(batch)
+    assert watch.count() > 0
+    assert list(model.state_dict()) == names
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # the compiler's own

@@ -21,13 +21,13 @@ from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Backend
 from autotune_amp.search import ranking
-from autotune_amp.search.curve import Curves
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.ranking import PLATEAU, is_waiting
 from autotune_amp.search.run import CHECK_SHARE, Budget, Stage
 from autotune_amp.search.space import Space, excluded_by_outcomes, without
 from autotune_amp.search.stages.checks import EARLY_SHARE, Checks
+from autotune_amp.search.stages.curve import Curves
 from autotune_amp.search.stages.trials import Conditions, is_hopeless
 from autotune_amp.search.study import Study
 from autotune_amp.trial.jobs import MAX_TIMED_MICRO_BATCHES, NUM_WARMUP_STEPS, Check, Trial

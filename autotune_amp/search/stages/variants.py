@@ -12,16 +12,19 @@ from msgspec.structs import replace
 
 from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
+from autotune_amp.profile.gap import Profile
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.ranking import MAX_DATA_SHARE, PLATEAU, data_share, rank
 from autotune_amp.search.run import CHECK_SHARE, Budget
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.explore import is_of_the_space, next_promising, worth_trying
 from autotune_amp.search.stages.trials import Conditions
-from autotune_amp.search.variants import next_setting
+from autotune_amp.search.variants import next_setting, to_profile
 from autotune_amp.trial.jobs import Check, Trial
 
 SHARE = 0.3  # of the budget, for further dimensions: compiling alone takes tens of seconds
+PROFILE_SHARE = 0.05  # of the budget, for a profile of the winner
+TRACE_SECONDS, NUM_STEPS_FORESEEN = 2.0, 8  # of a profile: for its trace; warming up and under the profiler
 LEAST_GAIN = 0.005  # of the throughput: measuring again what gains a few percent takes a trial that may compile
 SHORT_WAIT = 0.05  # of a step: more workers have little left to gain
 SAME_WAIT = 0.9  # of the share of a step before: a lucky process before hides that more workers help, not what waits
@@ -30,25 +33,36 @@ HANDOVER_SECONDS = 1e-3  # of a batch from a worker process: a shorter wait is n
 
 @dataclass
 class Variants:
-    """Tries the space's variants, in `SHARE` of the budget; the check of what won comes last, since each adds to it."""
+    """Tries the space's variants, in `SHARE` of the budget; the check of what won comes last, since each adds to it.
+
+    A profile of the winner's step comes first, where it costs little: it says what can gain at all.
+    """
 
     conditions: Conditions
     checks: Checks
     _num_before: int | None = None  # records, before the first of these trials
 
-    def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
-        """Another trial, else the check that the leader calls for."""
+    def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | Profile | None:
+        """The profile, another trial, else the check that the leader calls for."""
         if self._num_before is None:
-            ours = (number for number, record in enumerate(ledger.records) if record.candidate.set_up)
+            ours = (n for n, r in enumerate(ledger.records) if r.candidate.set_up or r.purpose == "profile")
             self._num_before = next(ours, len(ledger.records))
         used_seconds = sum(r.seconds for r in ledger.records[self._num_before :])
         left = min(budget.left_for_search(), SHARE * budget.seconds - used_seconds)
+        leader = to_profile(ledger)
+        if leader is not None and self._profile_seconds(ledger, leader) < min(left, PROFILE_SHARE * budget.seconds):
+            trial = self.conditions.trial(ledger, leader)
+            return Profile(device=trial.device, trial=trial, deadline_seconds=left, counts_flops=False)
         setting = self._next(ledger, left) if self.conditions.may_try(ledger, left) else None
         if setting is None:
             return self.checks.next(ledger, budget)
         if setting.is_compiled:  # whose seconds nobody knows: the share only says whether to begin
             left = budget.left_for_search() - CHECK_SHARE * budget.seconds
         return self.conditions.search_trial(ledger, budget, setting, left)
+
+    def _profile_seconds(self, ledger: Ledger, leader: Setting) -> float:
+        step_seconds = min(m.step_seconds for m in ledger.measurements[leader])
+        return TRACE_SECONDS + self.conditions.setup_seconds + NUM_STEPS_FORESEEN * step_seconds
 
     def _next(self, ledger: Ledger, left_seconds: float) -> Setting | None:
         """What the last choice hangs on once more, else the next value: it builds on that choice."""

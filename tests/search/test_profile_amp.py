@@ -15,7 +15,7 @@ from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.outcome import Failure, FailureKind, Outcome
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
-from autotune_amp.profile.running import refused_in, time_in_turns
+from autotune_amp.search.profile_amp import refused_in, time_in_turns
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.space import Space
 from autotune_amp.trial.jobs import Trial

@@ -20,14 +20,14 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import ratio_interval
-from autotune_amp.core.outcome import Description, Failure, Measurement, Outcome, Record
+from autotune_amp.core.outcome import Description, Failure, Measurement, Outcome, Profiled, Record
 from autotune_amp.core.recommendation import Exclusion, NothingWorksError
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import number
 from autotune_amp.hardware import identify, machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.precision.modes import MODES
-from autotune_amp.profile.gap import LOW, Profile, Profiled, gap, next_steps
+from autotune_amp.profile.gap import LOW, Profile, gap, next_steps
 from autotune_amp.profile.results import AmpProfile, PrecisionRow, Verdict
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
@@ -45,8 +45,6 @@ FIRST_STEP_RATIO = 3.0  # as a search allows it
 SHORTEST_FIRST_STEP_DEADLINE_SECONDS = 30.0  # it may compile and set up what fp32's did not need
 DEADLINE_SECONDS = 600.0  # of one process
 NUM_ROUNDS = 3
-# Kineto writes a line to standard error at every start and end; this is above all its levels.
-_ENVIRONMENT = {"KINETO_LOG_LEVEL": "99"}
 
 
 def run_profile(
@@ -75,7 +73,7 @@ def run_profile(
     meter = LoadMeter(identify(device).uuid)  # before a context of ours is on the card
     watcher = ProgressWatcher(progress, clock, meter)
     progress.work_started(None)
-    with origin.backend(watcher, environment=_ENVIRONMENT) as backend:
+    with origin.backend(watcher) as backend:
         if "profile" not in backend.abilities:
             raise InvalidRequestError(
                 f"{origin.name} is a command, whose steps cannot be profiled from outside.",
@@ -319,7 +317,7 @@ def _row(precision: Precision, found: Found) -> PrecisionRow:
         process_step_seconds=steps,
         num_steps=sum(outcome.num_steps for outcome in measured),
         peak_memory_bytes=measured[0].peak_memory_bytes,
-        gap=None if profiled is None else gap(measured, profiled, rate, found.hardware.identity.type),
+        gap=None if profiled is None else gap(measured, profiled, rate),
         **failed,
     )
 

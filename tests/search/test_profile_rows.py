@@ -9,11 +9,10 @@ import pytest
 from profile_samples import HARDWARE, host_step, measured, profiled
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.outcome import Failure, FailureKind, Outcome
+from autotune_amp.core.outcome import Failure, FailureKind, Outcome, Profiled
 from autotune_amp.core.setting import Setting
-from autotune_amp.profile.gap import Profiled
 from autotune_amp.profile.results import AmpProfile, PrecisionRow, facts
-from autotune_amp.profile.running import Found, answer, rows, verdict
+from autotune_amp.search.profile_amp import Found, answer, rows, verdict
 
 
 def failure(kind: FailureKind = "oom") -> Failure:

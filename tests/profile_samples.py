@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware
-from autotune_amp.core.outcome import Measurement
-from autotune_amp.profile.gap import Profiled, ProfiledStep, Split
+from autotune_amp.core.outcome import Measurement, Profiled, ProfiledStep, Split
 
 HARDWARE = Hardware(
     device="cpu",
@@ -37,9 +36,14 @@ def measured(step_seconds: float, **changes: Any) -> Measurement:
     return Measurement(**{**fields, **changes})
 
 
-def host_step(step_seconds: float = 1.0, **operation_seconds: float) -> ProfiledStep:
-    return ProfiledStep(operation_seconds=operation_seconds, step_seconds=step_seconds)
+def host_step(step_seconds: float = 1.0, convolution_seconds: float = 0.0, **operation_seconds: float) -> ProfiledStep:
+    return ProfiledStep(
+        operation_seconds=operation_seconds, step_seconds=step_seconds, convolution_seconds=convolution_seconds
+    )
 
 
-def profiled(*steps: ProfiledStep, is_device: bool = False, **changes: Any) -> Profiled:
-    return Profiled(split=Split(steps=steps, largest={}, is_device=is_device), **changes)
+def profiled(
+    *steps: ProfiledStep, device_type: str = "cpu", flops_per_step: int | None = None, is_device: bool = False
+) -> Profiled:
+    split = Split(steps=steps, largest={}, is_device=is_device)
+    return Profiled(device_type=device_type, split=split, flops_per_step=flops_per_step)
