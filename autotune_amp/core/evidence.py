@@ -310,7 +310,7 @@ def _numbers(found: Fidelity) -> list[str]:
         parts.append(f"noise ratio {small(found.noise_ratio)}")
     if found.flushed_share is not None:
         parts.append(f"{_percent(found.flushed_share)} flushed")
-    if found.forward_max is not None:
+    if found.forward_max:  # 0 where nothing is put out in half precision
         limit = f" of {found.format_max:.5g}" if found.precision == "fp16" and found.format_max is not None else ""
         parts.append(f"activations up to {found.forward_max:.3g}{limit}")
     if found.training_gap is not None:
