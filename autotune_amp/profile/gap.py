@@ -14,12 +14,13 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias
 import msgspec
 
 from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.job import Job
-from autotune_amp.core.outcome import Measurement, Profiled, ProfiledStep, Split
+from autotune_amp.core.outcome import Failure, Measurement, Profiled, ProfiledStep, Split
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision.modes import MODES
 from autotune_amp.profile.results import PART_NAMES, Gap, NextStep, Part, PartName
-from autotune_amp.trial.jobs import Trial
+from autotune_amp.trial.jobs import Trial, as_failure
 
 LOW = tuple(precision for precision, mode in MODES.items() if mode.uses_autocast)  # what mixed precision means
 
@@ -43,6 +44,10 @@ class Profile(Job[Profiled], frozen=True, kw_only=True):
     def candidate(self) -> Setting:
         """What it trains in."""
         return self.trial.candidate
+
+    def after(self, problem: Failure | AutotuneAmpError, so_far: Profiled | None) -> Failure:  # noqa: ARG002
+        """Nothing is known then, which nothing else hangs on."""
+        return as_failure(problem)
 
 
 Kind: TypeAlias = Literal["matrix_products", "casts", "fp32_operations", "optimizer", "other"]

@@ -92,7 +92,7 @@ class Trial(Job[Measurement], frozen=True, kw_only=True):
         self, problem: Failure | AutotuneAmpError, so_far: Measurement | None
     ) -> Measurement | Failure | Job[Measurement]:
         """One whose evaluation was too long was measured; one that died of its evaluation did not survive its job."""
-        failure = _failure(problem)
+        failure = as_failure(problem)
         return so_far if so_far is not None and failure.kind == "timeout" else failure
 
     @property
@@ -140,7 +140,7 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
         where fidelity is not asked for. On trained weights every failure has a verdict, beside that of the first."""
         if so_far is not None:
             return so_far
-        failure = _failure(problem)
+        failure = as_failure(problem)
         if failure.kind != "oom":
             if not self.num_steps_before:
                 return failure
@@ -208,7 +208,8 @@ class FingerprintJob(Job[Fingerprint], frozen=True, kw_only=True):
         return compute(context.source, self.options, self.identity, self.torch_state)
 
 
-def _failure(problem: Failure | AutotuneAmpError) -> Failure:
+def as_failure(problem: Failure | AutotuneAmpError) -> Failure:
+    """What ended a job whose search goes on, a process that could not load the workload among it."""
     if isinstance(problem, Failure):
         return problem
     if isinstance(problem, BudgetTooSmallError):  # a process that loads it again

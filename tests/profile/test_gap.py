@@ -6,9 +6,12 @@ import pytest
 from profile_samples import host_step, measured, profiled
 
 from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.errors import BudgetTooSmallError, WorkloadError
 from autotune_amp.core.outcome import Profiled, ProfiledStep, Split
-from autotune_amp.profile.gap import Event, Trace, gap, max_speedups, next_steps, split, step_mark
+from autotune_amp.core.setting import Setting
+from autotune_amp.profile.gap import Event, Profile, Trace, gap, max_speedups, next_steps, split, step_mark
 from autotune_amp.profile.results import Gap
+from autotune_amp.trial.jobs import Trial
 
 
 def apart(data_seconds: float, compute_seconds: float, found: Profiled) -> Gap:
@@ -97,6 +100,12 @@ def test_a_dimension_gains_at_most_the_parts_that_it_bears_on() -> None:
     slow = next(step for step in next_steps(found, "fp32", None) if step.part == "slow_matrix_products")
     assert slow.dimensions == ("memory_format", "batch_size")
     assert max_speedups(apart(0.0, 1.0, profiled(host_step(casts=1.0))))["compile"] == pytest.approx(100)
+
+
+def test_a_process_that_does_not_come_back_is_no_end_of_a_search() -> None:
+    job = Profile(device="cpu", trial=Trial(candidate=Setting(precision="fp32", batch_size=1), device="cpu"))
+    assert job.after(BudgetTooSmallError("It ended.", "Give more."), None).kind == "timeout"
+    assert job.after(WorkloadError("It is gone.", "Look."), None).message == "It is gone."
 
 
 FP32, BF16 = "float", "c10::BFloat16"
