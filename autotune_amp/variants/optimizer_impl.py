@@ -26,6 +26,8 @@ def why_not(value: str, trained: Trained) -> str | None:
         kind = type(optimizer)
         if not kind.__module__.startswith("torch.optim.") or value not in inspect.signature(kind).parameters:
             return f"{kind.__module__}.{kind.__qualname__} offers no {value} implementation"
+        if value == "fused" and kind is torch.optim.SGD and any(group["momentum"] for group in optimizer.param_groups):
+            return "where a loss scaler skips its first step, torch's fused SGD goes on from uninitialised momentum"
     try:
         for optimizer in trained.optimizers:
             _checked(value, optimizer)

@@ -228,6 +228,8 @@ def test_what_cannot_be_is_said_before_anything_is_changed() -> None:
         """A custom optimizer: nobody knows what its step does beside."""
 
     assert "Own" in str(values_for(trained(net, Own))["optimizer_impl"]["fused"])
+    momentum = values_for(trained(net, torch.optim.SGD, momentum=0.9))["optimizer_impl"]
+    assert ("uninitialised" in str(momentum["fused"]), momentum["foreach"]) == (True, None)
     assert found["compile"]["reduce-overhead"] is not None, "CUDA's alone"
     net.compile(backend="eager")
     assert values_for(trained(net))["compile"]["default"] == "it is so already"
