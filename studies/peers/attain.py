@@ -6,6 +6,7 @@ that of fixed samples in fp32 without autocast, in the first pause after NUM_LOS
 
 import contextlib
 import copy
+import inspect
 import json
 import math
 import sys
@@ -24,9 +25,17 @@ def steps(part, dataset, setting, model):
     precision, accumulation = setting["precision"], setting["accumulation_steps"]
     if precision == "tf32":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    if setting.get("channels_last"):
+    is_channels_last = setting.get("channels_last") or setting.get("memory_format") == "channels_last"
+    if is_channels_last:
         model.to(memory_format=torch.channels_last)
+    if setting.get("activation_checkpointing"):  # only Transformers' models are run so here
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = part.optimizer(model.parameters())
+    if implementation := setting.get("optimizer_impl"):
+        named = {**optimizer.defaults, "foreach": implementation == "foreach", "fused": implementation == "fused"}
+        taken = inspect.signature(type(optimizer)).parameters.keys()
+        options = {name: value for name, value in named.items() if name in taken}
+        optimizer = type(optimizer)(model.parameters(), **options)
     mode = setting.get("compile", "off")
     run = model if mode == "off" else torch.compile(model, mode=None if mode == "default" else mode)
     scale = setting.get("loss_scale") or {"init_scale": 65536.0, "growth_interval": 2000}
@@ -42,7 +51,7 @@ def steps(part, dataset, setting, model):
     while True:
         for _ in range(accumulation):
             batch = next(batches)
-            if setting.get("channels_last") and batch[0].dim() == 4:
+            if is_channels_last and batch[0].dim() == 4:
                 batch[0] = batch[0].to(memory_format=torch.channels_last)
             with autocast():
                 loss = part.loss(run, batch)

@@ -32,7 +32,7 @@ NAMES = ("mlp", "convnet", "transformer_small", "transformer_medium", "lstm", "v
 PEERS = ("pytorch_autotune", "lightning", "accelerate", "toma")
 PEERS_PYTHON = os.environ.get("PEERS_PYTHON", str(HERE / ".venv" / "bin" / "python"))
 RESULTS = HERE / os.environ.get("STUDY_RESULTS", "results")
-BUDGET_SECONDS = os.environ.get("STUDY_BUDGET_SECONDS", "45")
+BUDGET_SECONDS = os.environ.get("STUDY_BUDGET_SECONDS", "110")  # the default
 SECONDS = os.environ.get("STUDY_SECONDS", "5")
 NUM_ROUNDS = int(os.environ.get("STUDY_ROUNDS", "3"))
 ASKED_SECONDS = 600.0
@@ -76,7 +76,9 @@ def search(tool: str, name: str, options: list[str]) -> dict[str, Any]:
         command += ["--memory-fraction", f"{limit * 2**20 / psutil.virtual_memory().available:.6f}"]
     shutil.rmtree(folder / tool, ignore_errors=True)
     started = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    with tempfile.TemporaryDirectory() as cache:  # of the compiler, as for the others
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     seconds = time.monotonic() - started
     if done.returncode:
         return {"failure": f"exit code {done.returncode}: {last_words(done.stderr)}", "search_seconds": seconds}
@@ -87,9 +89,12 @@ def search(tool: str, name: str, options: list[str]) -> dict[str, Any]:
     config = document["config"]
     assert not config["pinned_modules"], "attain.py pins no modules"
     assert not config["num_workers"], "attain.py has no loader workers"
+    assert config["weights"] == "as_found", "attain.py keeps weights in fp32"
     words = ("precision", "batch_size", "accumulation_steps", "loss_scale", "environment")
+    further = ("memory_format", "activation_checkpointing", "optimizer_impl", "compile")
+    chosen = {word: config[word] for word in further if config[word] not in ("contiguous", "off", "as_found")}
     return {
-        "setting": {word: config[word] for word in words},
+        "setting": {**{word: config[word] for word in words}, **chosen},
         "search_seconds": seconds,
         "promised_samples_per_second": document["evidence"]["samples_per_second"],
         "is_confirmed": document["evidence"]["is_confirmed"],

@@ -219,7 +219,11 @@ def plan(setting: dict[str, Any] | None) -> str:
         words += f" x {setting['accumulation_steps']}"
     if setting.get("compile", "off") != "off":
         words += f", compile {setting['compile']}"
-    if setting.get("channels_last"):
+    if implementation := setting.get("optimizer_impl"):
+        words += f", {implementation} optimizer"
+    if setting.get("activation_checkpointing"):
+        words += ", checkpointed"
+    if setting.get("channels_last") or setting.get("memory_format"):
         words += ", channels last"
     if setting.get("environment"):
         words += " + environment"

@@ -61,6 +61,16 @@ def test_every_precision_is_measured_and_the_baseline_is_confirmed(searched: Any
     assert document["evidence"]["peak_memory_bytes"] > 1024 * 1024 * 4
 
 
+def test_what_else_a_card_can_have_is_tried_or_refused_with_a_reason(searched: Any) -> None:
+    document, records = searched
+    rows = {(row["name"], row["value"]): row for row in document["variants"]}
+    assert rows["memory_format", "channels_last"]["status"] == "untried", "it has no convolution"
+    assert rows["compile", "reduce-overhead"]["reason"] != "CUDA graphs are CUDA's"
+    assert all(row["reason"] for row in rows.values() if row["status"] == "untried")
+    assert not [row for row in rows.values() if row["status"] == "crash"]
+    assert sum(record["purpose"] == "profile" for record in records) <= 1
+
+
 def test_a_batch_over_the_devices_memory_is_out_of_memory_and_the_search_goes_on(searched: Any) -> None:
     document, _ = searched
     assert any("oom" in one["reason"] for one in document["excluded"] if one["batch_size"] == 512)
