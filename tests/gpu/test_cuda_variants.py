@@ -1,0 +1,112 @@
+"""Further dimensions on a CUDA device: set up on live objects, under a scaler, in trials of every isolation."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autotune_amp import AmpConfig, LossScale, PrecisionController, prepare
+from autotune_amp.core.outcome import Measurement
+from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
+from autotune_amp.isolation.process import Watcher
+from autotune_amp.trial.jobs import Trial
+
+pytestmark = pytest.mark.gpu
+VALUES: dict[str, Any] = {
+    "memory_format": "channels_last",
+    "activation_checkpointing": "blocks",
+    "optimizer_impl": "fused",
+}
+WORKLOAD = """
+import torch
+from torch import nn
+from autotune_amp import Workload
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x):
+        return x + self.conv(x).relu()
+
+def model():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sequential(Block(), Block()), nn.Flatten(), nn.Linear(8 * 6 * 6, 4))
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+def workload():
+    data = lambda size: (torch.randn(size, 3, 8, 8), torch.randint(4, (size,)))
+    return Workload(model, loss, data, torch.optim.AdamW)
+"""
+
+
+@pytest.fixture
+def made() -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(WORKLOAD, names)  # what the trials import
+    return names
+
+
+def gradients(model: nn.Module, loss: Any, seed: int = 0) -> list[Tensor]:
+    torch.manual_seed(seed)
+    batch = torch.randn(4, 3, 8, 8, device="cuda"), torch.randint(4, (4,), device="cuda")
+    model.zero_grad()
+    loss(model, batch).backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_set_up_on_a_card_they_give_the_same_gradient(made: dict[str, Any]) -> None:
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    model = made["model"]().cuda()
+    expected = gradients(model, made["loss"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    prepare(AmpConfig(precision="fp32", batch_size=4, **VALUES), model, optimizer)
+    torch.testing.assert_close(gradients(model, made["loss"]), expected, rtol=1e-3, atol=1e-5)
+    optimizer.step()
+    assert {state["step"].device.type for state in optimizer.state.values()} == {"cuda"}
+
+
+def test_a_fused_step_that_overflows_is_skipped_without_the_host_and_the_next_is_taken(made: dict[str, Any]) -> None:
+    model = made["model"]().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    config = AmpConfig(precision="fp16", batch_size=4, loss_scale=LossScale(init_scale=4.0), **VALUES)
+    prepare(config, model, optimizer)
+    controller = PrecisionController(config, "cuda")
+    controller.attach(model)
+    for factor, moves in ((float("inf"), False), (1.0, True)):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with controller.autocast():
+            loss = made["loss"](model, (torch.randn(4, 3, 8, 8, device="cuda"), torch.zeros(4, device="cuda").long()))
+        controller.backward(loss * factor)
+        controller.step(optimizer)
+        controller.update()
+        optimizer.zero_grad()
+        same = all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+        assert same is not moves
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("isolation", ["forked", "kept"])
+def test_trials_have_it_one_after_the_other(isolation: Isolation, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WORKLOAD)
+    plain = Setting(precision="fp32", batch_size=4)
+    settings = [plain, *(Setting(precision="fp16", batch_size=4, **{name: VALUES[name]}) for name in VALUES), plain]
+    payload = Payload(target="train:workload", path=(str(tmp_path), *sys.path))
+    with LocalBackend(payload, isolation, Watcher()) as backend:
+        state = backend.load(120)
+        backend.open("cuda", None, 120)
+        for setting in settings:
+            scale = LossScale(init_scale=4.0) if setting.precision == "fp16" else None
+            found = backend.submit(
+                Trial(candidate=setting, device="cuda", loss_scale=scale, torch_state=state)
+            ).result()
+            assert isinstance(found, Measurement), found
