@@ -340,7 +340,7 @@ def next_steps(found: Gap, precision: Precision, unfused_optimizer: str | None) 
 # The parts of a step that a dimension of the search bears on.
 _PARTS_OF: dict[str, tuple[PartName, ...]] = {
     "num_workers": ("loader",),
-    "optimizer_impl": ("optimizer",),
+    "optimizer_impl": ("optimizer", "idle"),  # what the host takes to launch its kernels
     "compile": ("casts", "fp32_operations", "idle", "rest"),
 }
 DIMENSIONS_OF_A_PROFILE: Final = frozenset({*_PARTS_OF, "memory_format"})

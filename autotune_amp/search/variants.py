@@ -99,12 +99,9 @@ def why_not_worth(ledger: Ledger, dimension: Dimension[Any], value: Any) -> str 
         ]
         if shares and max(shares) < PLATEAU:
             return f"the optimizer takes {100 * max(shares):.1f} % of a step"
-    gain = _max_speedups(ledger).get(dimension.name)
-    if gain is not None and gain < 1 + PLATEAU and wanted == "speed":
-        return f"a profile of the step leaves it {100 * (gain - 1):.1f} % to gain at most"
     if dimension is COMPILE and wanted == "speed":
         seconds = ledger.num_steps * min(m.step_seconds for m in ledger.measurements[winner])
-        if seconds * (0.5 if gain is None else 1 - 1 / gain) < COMPILE_SECONDS:
+        if seconds / 2 < COMPILE_SECONDS:
             steps = f"compiling takes longer than it could gain in {count(ledger.num_steps, 'step')}, which take"
             return f"{steps} {seconds:.0f} s: --fresh --steps N tries it for a longer training"
         if _trials_of(ledger, COMPILE, "default") and not winner.is_compiled:

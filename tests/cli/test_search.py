@@ -47,7 +47,7 @@ def test_the_document(found: Searched) -> None:
     assert 0 < evidence["baseline"]["samples_per_second"] <= 4 / 0.02  # a step sleeps 20 ms
     assert any("learning rate" in warning for warning in document["warnings"]), "the effective batch size was free"
     assert evidence["is_confirmed"] != any("Unconfirmed" in warning for warning in document["warnings"])
-    checks = {"fidelity", "calibration", "accumulation"}
+    checks = {"fidelity", "calibration", "accumulation", "profile"}
     assert document["search"]["num_trials"] == sum(line["purpose"] not in checks for line in found.records)
     assert set(document["versions"]) >= {"python", "torch", "optuna", "autotune_amp"}
     assert len(document["fingerprint"]["digest"]) == 64

@@ -148,23 +148,18 @@ def test_a_compilation_that_does_not_pay_is_excluded_and_says_from_when_on_it_do
     assert "--steps" in str(found["compile", "default"].reason)
 
 
-def test_a_profile_of_the_winner_says_what_comes_first_and_what_is_not_worth_a_trial() -> None:
+def test_a_profile_of_the_winner_says_what_comes_first_and_is_shown_beside_what_it_gained() -> None:
     long = {"steps": 100_000}
     tried, found, _ = searched(profile=profiled(host_step(matrix_products=0.4, optimizer=0.2, casts=0.1)), options=long)
     in_order = list(dict.fromkeys(tuple(setting.set_up.values()) for setting in tried))
     assert in_order[:3] == [("foreach",), ("fused",), ("fused", "default")]
-    assert not any(setting.memory_format == "channels_last" for setting in tried), "there are no convolutions"
-    assert "0.0 % to gain" in str(found["memory_format", "channels_last"].reason)
+    assert found["memory_format", "channels_last"].max_speedup == 1.0, "there are no convolutions"
     assert found["optimizer_impl", "fused"].max_speedup == pytest.approx(1 / 0.8)
     assert found["compile", "default"].max_speedup == pytest.approx(1 / 0.6)
     assert found["activation_checkpointing", "blocks"].max_speedup is None
     launching = profiled(host_step(matrix_products=0.1, optimizer=0.1, convolution_seconds=0.1))
     tried, _, _ = searched(profile=launching, options=long)
     assert tried[0].set_up == {"compile": "default"}, "most of the step is what compiling may take away"
-    busy = profiled(host_step(matrix_products=0.98, convolution_seconds=0.98))
-    tried, found, _ = searched(profile=busy, options=long, update_share=0.01)
-    assert {tuple(setting.set_up) for setting in tried} == {("memory_format",)}
-    assert "2.0 % to gain" in str(found["compile", "default"].reason)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ HANDOVER_SECONDS = 1e-3  # of a batch from a worker process: a shorter wait is n
 class Variants:
     """Tries the space's variants, in `SHARE` of the budget; the check of what won comes last, since each adds to it.
 
-    A profile of the winner's step comes first, where it costs little: it says what can gain at all.
+    A profile of the winner's step comes first, where it costs little: it says what may gain most.
     """
 
     conditions: Conditions
@@ -52,7 +52,8 @@ class Variants:
         leader = to_profile(ledger)
         if leader is not None and self._profile_seconds(ledger, leader) < min(left, PROFILE_SHARE * budget.seconds):
             trial = self.conditions.trial(ledger, leader)
-            return Profile(device=trial.device, trial=trial, deadline_seconds=left, counts_flops=False)
+            seconds = min(left, 2 * PROFILE_SHARE * budget.seconds)
+            return Profile(device=trial.device, trial=trial, deadline_seconds=seconds, counts_flops=False)
         setting = self._next(ledger, left) if self.conditions.may_try(ledger, left) else None
         if setting is None:
             return self.checks.next(ledger, budget)
