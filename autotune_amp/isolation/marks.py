@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +13,7 @@ import psutil
 
 MARK = "AUTOTUNE_AMP_PROCESS"  # in the environment of the first process; the value is one of a kind
 KILL_SECONDS = 5.0
+TERMINATE_SECONDS = 1.0
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux has it
 # A line of /proc/PID/maps, and its inode: the name of a semaphore changes once it is mapped.
 _MAPPED = re.compile(rf"^\S+ \S+ \S+ \S+ (\d+) +{SHARED_MEMORY}/", re.MULTILINE)
@@ -25,6 +27,18 @@ def marked(mark: str) -> list[psutil.Process]:
             if process.environ().get(MARK) == mark:
                 found.append(process)
     return found
+
+
+def terminate_programs(processes: Iterable[psutil.Process]) -> None:
+    """Ask those that run no Python, as a compiler does, to end, and wait for them a moment: killed they would leave
+    their temporary files behind."""
+    programs = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error, OSError):
+            if Path(process.exe()) != Path(sys.executable).resolve():
+                process.terminate()
+                programs.append(process)
+    psutil.wait_procs(programs, timeout=TERMINATE_SECONDS)
 
 
 def kill_marked(mark: str) -> None:

@@ -23,7 +23,7 @@ from autotune_amp.core import errors
 from autotune_amp.core.errors import AutotuneAmpError, RunnerError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
-from autotune_amp.isolation.marks import KILL_SECONDS, MARK, kill_marked
+from autotune_amp.isolation.marks import KILL_SECONDS, MARK, kill_marked, marked, terminate_programs
 from autotune_amp.trial.failures import num_oom_kills, of_exit
 
 _NO_DEADLINES = Deadlines()
@@ -194,6 +194,7 @@ class Process:
     def end(self) -> None:
         """Kill the process and all that came of it, what left its group and outlived it too; then it is gone."""
         self._watcher.ending()
+        terminate_programs(marked(self._mark))
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()

@@ -34,6 +34,7 @@ from autotune_amp.core.job import find_job
 from autotune_amp.core.outcome import Failure
 from autotune_amp.hardware.measuring import make_current
 from autotune_amp.isolation import packing
+from autotune_amp.isolation.marks import terminate_programs
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import failures
 from autotune_amp.trial.context import Context
@@ -235,6 +236,7 @@ def _watch(channel: Channel, pid: int, own: set[int]) -> bool:
     ready, _, _ = select.select([pidfd, channel.input.fileno()], [], [])
     if pidfd not in ready:  # the only command now is to kill it
         is_parent_there = channel.read() is not None
+        terminate_programs(psutil.Process(pid).children(recursive=True))
         _kill_group(pid)
         os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
     os.close(pidfd)

@@ -23,8 +23,12 @@ from autotune_amp.trial.jobs import Check, Describe, Trial
 
 needs_fork = pytest.mark.skipif(not can_fork(), reason="trials are not forked here")
 
+# A program that removes its temporary file when it is asked to end, and not when it is killed; as gcc does.
+COMPILER = 'touch "$1"; trap "rm -f $1; exit 1" TERM; while true; do sleep 0.02; done'
 # What a batch does is said by its size.
-WORKLOAD = """
+WORKLOAD = f"""
+COMPILER = {COMPILER!r}
+""" + """
 import os, subprocess, sys, time
 import torch
 from torch import nn
@@ -53,7 +57,9 @@ def loss(model, batch):
         print("sleeper", subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
         sys.stdout.flush()
         os._exit(7)
-    if len(batch) == 6:
+    if len(batch) == 7:
+        print("compiler", subprocess.Popen(["sh", "-c", COMPILER, "sh", __file__ + ".s"]).pid)
+    if len(batch) in (6, 7):
         time.sleep(1000)
     return model(batch).square().mean()
 
@@ -78,7 +84,8 @@ class Opened:
     """A backend whose workload is open, and who listens to it."""
 
     def __init__(self, folder: Path, isolation: Isolation, *, text: str = WORKLOAD) -> None:
-        (folder / "train.py").write_text(text)
+        self.workload = folder / "train.py"
+        self.workload.write_text(text)
         self.listener = Heard()
         payload = Payload(target="train:workload", path=(str(folder), *sys.path))
         self.backend = LocalBackend(payload, isolation, self.listener)
@@ -223,6 +230,16 @@ def test_what_a_dying_trial_leaves_in_another_session_is_ended(isolation: str, r
     assert (ended.kind, "status 7" in ended.message) == ("crash", True)
     sleeper = int(opened.listener.words("sleeper")[-1])
     assert not psutil.pid_exists(sleeper) or psutil.Process(sleeper).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("isolation", ["forked", "kept"])
+def test_a_program_that_a_late_trial_runs_may_remove_its_temporary_files(
+    isolation: str, request: pytest.FixtureRequest
+) -> None:
+    opened: Opened = request.getfixturevalue(isolation)
+    assert opened.failure(7, deadline_seconds=3.0).kind == "timeout"
+    assert opened.listener.words("compiler"), "it was started"
+    assert not opened.workload.with_suffix(".py.s").exists()
 
 
 def test_what_the_workloads_code_sets_and_prints_is_taken_over_and_trackers_are_off(forked: Opened) -> None:
