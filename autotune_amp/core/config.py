@@ -17,7 +17,7 @@ from autotune_amp.core.dimensions import PRECISIONS as PRECISIONS
 from autotune_amp.core.dimensions import Precision as Precision
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.variants import ACTIVATION_CHECKPOINTING, VARIANTS, WEIGHTS
+from autotune_amp.core.variants import ACTIVATION_CHECKPOINTING, FP8_RECIPE, VARIANTS, WEIGHTS
 
 # The least number above 0 that fp16 holds: the gradient of an fp16 loss begins as the scale itself, so that below
 # this every gradient is 0.
@@ -101,6 +101,7 @@ def _check_setting(setting: Setting) -> None:
         _must_be(setting, variant.name, f"one of {', '.join(variant.values)}", variant.values.__contains__)
     alone = f"as_found with {setting.precision}: bf16 weights are for bf16 alone"
     _must_be(setting, "weights", alone, lambda kept: WEIGHTS.fits(kept, setting))
+    _must_be(setting, "fp8_recipe", "left out but with fp8", lambda recipe: FP8_RECIPE.fits(recipe, setting))
 
 
 class FallbackPlan(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -154,7 +155,9 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
             rung
             if isinstance(rung, FallbackPlan)
             else FallbackPlan.of(
-                msgspec.structs.replace(Setting.of(self), precision=rung, pinned_modules=(), as_found=False)
+                msgspec.structs.replace(
+                    FP8_RECIPE.off(Setting.of(self)), precision=rung, pinned_modules=(), as_found=False
+                )
             )
             for rung in self.fallback
         )
@@ -167,10 +170,11 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
         too: name it in `others` (of TRL's ``GRPOConfig`` its ``generation_batch_size``).
 
         It cannot hold the loss scale, the fallbacks, the pinned modules, the environment, the memory format, weights in
-        bf16 and the implementation of an optimizer other than AdamW, to which ``AutotuneTrainer(amp_config=config)``
-        keeps. A model that is none of Transformers' cannot be told ``activation_checkpointing``: set it to False again,
-        and that trainer checkpoints its blocks. Raises `InvalidRequestError` for an argument that this config
-        decides, for fp8 and for a `like` of another kind, and what TrainingArguments raises itself.
+        bf16, fp8's layers and the implementation of an optimizer other than AdamW, to which
+        ``AutotuneTrainer(amp_config=config)`` keeps. A model that is none of Transformers' cannot be told
+        ``activation_checkpointing``: set it to False again, and that trainer checkpoints its blocks. Raises
+        `InvalidRequestError` for an argument that this config decides and for a `like` of another kind, and what
+        TrainingArguments raises itself.
         """
         import dataclasses
 
@@ -213,16 +217,14 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def training_arguments(config: AmpConfig, others: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Keyword arguments for ``TrainingArguments``, those of `others` among them.
 
-    Raises `InvalidRequestError` where `others` names what the config decides, and for fp8, which Transformers cannot be
-    asked for. On a CPU a plain ``Trainer`` trains in fp32 where `fp16` is set.
+    Raises `InvalidRequestError` where `others` names what the config decides. On a CPU a plain ``Trainer`` trains in
+    fp32 where `fp16` is set.
     """
-    if config.precision == "fp8":
-        raise InvalidRequestError("TrainingArguments has no fp8.", "Use a config in bf16, fp16, tf32 or fp32.")
     decided: dict[str, Any] = {
         "per_device_train_batch_size": config.batch_size,
         "gradient_accumulation_steps": config.accumulation_steps,
         "fp16": config.precision == "fp16",
-        "bf16": config.precision == "bf16",
+        "bf16": FP8_RECIPE.off(config).precision == "bf16",
     }
     if not config.as_found:
         decided["tf32"] = config.precision == "tf32"

@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
+import msgspec
+
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 
 # From the one with least to go wrong at run time to the one with most.
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16", "fp8")
+AROUND_FP8: Precision = "bf16"  # what the rest of a model computes in whose linear layers multiply in fp8
 
 Effect: TypeAlias = Literal["speed", "memory", "numerics"]
 Value = TypeVar("Value")
@@ -54,6 +57,15 @@ class Dimension(Generic[Value]):
         """Its part in the name of a setting, "" for none."""
         return ""
 
+    def value_in(self, setting: Any) -> Value | None:
+        """The value that a `Setting` has beside the default, None for the default."""
+        value: Value = getattr(setting, self.name)
+        return None if value == self.default else value
+
+    def on(self, setting: Any, value: Value) -> Any:
+        """The `Setting` that tries this value on another."""
+        return msgspec.structs.replace(setting, **{self.name: value})
+
     def fits(self, value: Value, setting: Any) -> bool:  # noqa: ARG002
         """Whether a `Setting` can have this value beside its others."""
         return True
@@ -73,6 +85,9 @@ class _Precision(Dimension[Precision]):
 
     def choices(self, hardware: Any, description: Any, options: Any) -> Choices[Precision]:
         asked: Sequence[Precision] = options.precisions or PRECISIONS
+        # What wins in the others is tried in fp8, beside what else is tried there.
+        is_tried_later = len(asked) > 1 and options.variants != () and hardware.has("fp8")
+        asked = [precision for precision in asked if precision != "fp8" or not is_tried_later]
         reasons = {precision: self.why_not(precision, hardware, description) for precision in asked}
         left_out = {precision: reason for precision, reason in reasons.items() if reason is not None}
         return Choices(tuple(precision for precision in asked if precision not in left_out), left_out)
@@ -82,13 +97,13 @@ class _Precision(Dimension[Precision]):
         weights = description.weights
         if precision in description.unsettable:
             return str(description.unsettable[precision])
-        if precision == "fp8":
-            return "this version has no fp8 training path: PyTorch's autocast has none"
         capability = hardware.precisions.get(precision)
         if capability is None:
             return f"the probe of {hardware.device} says nothing of it"
         if capability.level == "unsupported":
             return str(capability.reason)
+        if precision == "fp8":
+            return "fp8 is tried on what wins in another precision: name one beside it, and leave --try to auto"
         kept = f"the weights are kept in {weights}"
         if weights == "bf16" and precision == "fp16":
             return (

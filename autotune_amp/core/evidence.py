@@ -16,7 +16,7 @@ from autotune_amp.core.hardware import LoadEvidence
 from autotune_amp.core.outcome import Accumulation, Fidelity, after_steps
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, duration, exact, number, one_line, rate, size, times
-from autotune_amp.core.variants import VARIANTS
+from autotune_amp.core.variants import ALLOCATOR, VARIANTS
 
 Objective: TypeAlias = Literal["speed", "memory", "energy"]
 
@@ -339,7 +339,7 @@ def measured_line(what: object, samples_per_second: float | None, peak_memory_by
     return ", ".join([str(what), *speed, *([] if peak_memory_bytes is None else [size(peak_memory_bytes)])])
 
 
-AUTOCAST_DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+AUTOCAST_DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp8": "torch.bfloat16"}
 LOSS = "compute_loss(model, batch)"
 LOADER_COMMENT = "# Your loader's other arguments stay: shuffle, collate_fn, drop_last, ..."
 
@@ -355,9 +355,10 @@ def strict_flag_lines(precision: Precision) -> list[str]:
 
 def export_lines(config: AmpConfig) -> list[str]:
     """The shell line that sets the environment the config was measured in; empty where there is nothing to set."""
-    if not config.environment:
+    variables = {**config.environment, **ALLOCATOR.environment(config.allocator, {})}
+    if not variables:
         return []
-    return ["export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in config.environment.items())]
+    return ["export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())]
 
 
 def loader_line(config: AmpConfig) -> str:

@@ -62,10 +62,14 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     precisions: dict[Precision, Capability]
     notes: tuple[str, ...] = ()
 
+    def has(self, precision: Precision) -> bool:
+        """Whether the device computes in it, emulated or not."""
+        return precision in self.precisions and self.precisions[precision].level != "unsupported"
+
     @property
     def has_tf32(self) -> bool:
         """Whether torch's TF32 flags mean anything here."""
-        return "tf32" in self.precisions and self.precisions["tf32"].level != "unsupported"
+        return self.has("tf32")
 
 
 class BusyProcess(msgspec.Struct, frozen=True, kw_only=True):

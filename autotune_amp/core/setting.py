@@ -18,7 +18,15 @@ from autotune_amp.core.dimensions import (
     Dimension,
     Precision,
 )
-from autotune_amp.core.variants import ActivationCheckpointing, Compile, MemoryFormat, OptimizerImpl, Weights
+from autotune_amp.core.variants import (
+    ActivationCheckpointing,
+    Allocator,
+    Compile,
+    Fp8Recipe,
+    MemoryFormat,
+    OptimizerImpl,
+    Weights,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -44,9 +52,10 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     optimizer step.
     `as_found` keeps the caller's own TF32 flags and autocast instead of the strict flags of `precision`: only the
     baseline is run so, and only where the two differ. `pinned_modules` run in fp32 whatever the precision.
-    `num_workers` is the DataLoader's number of worker processes, None for the user's own number. `weights` is what fp32
-    parameters are kept in, `optimizer_impl` whose loop the optimizer's step is, `compile` a mode of ``torch.compile``;
-    with `activation_checkpointing` the model's repeated blocks compute their activations again in the backward pass.
+    `num_workers` is the DataLoader's number of worker processes, None for the user's own number. `allocator` is how
+    CUDA's holds its memory, `weights` what fp32 parameters are kept in, `fp8_recipe` how fp8 scales what its linear
+    layers multiply, `optimizer_impl` whose loop the optimizer's step is, `compile` a mode of ``torch.compile``; with
+    `activation_checkpointing` the model's repeated blocks compute their activations again in the backward pass.
     """
 
     precision: Precision
@@ -55,8 +64,10 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     as_found: bool = False
     pinned_modules: tuple[str, ...] = ()
     num_workers: int | None = None
+    allocator: Allocator = "as_found"
     weights: Weights = "as_found"
     memory_format: MemoryFormat = "contiguous"
+    fp8_recipe: Fp8Recipe = "rowwise"
     activation_checkpointing: ActivationCheckpointing = "off"
     optimizer_impl: OptimizerImpl = "as_found"
     compile: Compile = "off"
@@ -87,10 +98,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def set_up(self) -> dict[str, str]:
         """What is set up on the model and the optimizer, by name, in the order in which that is done."""
-        found = {variant.name: getattr(self, variant.name) for variant in variants.VARIANTS}
-        return {
-            variant.name: found[variant.name] for variant in variants.VARIANTS if found[variant.name] != variant.default
-        }
+        found = {variant.name: variant.value_in(self) for variant in variants.VARIANTS}
+        return {name: value for name, value in found.items() if value is not None}
 
     @property
     def is_compiled(self) -> bool:
@@ -100,7 +109,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def with_nothing_set_up(self) -> Setting:
         """The setting with the model and the optimizer as they are found."""
-        return msgspec.structs.replace(self, **{variant.name: variant.default for variant in variants.VARIANTS})
+        defaults = {variant.name: variant.default for variant in variants.VARIANTS}
+        return msgspec.structs.replace(variants.FP8_RECIPE.off(self), **defaults)
 
     @property
     def scaling(self) -> Setting:

@@ -5,17 +5,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, Literal, TypeAlias, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
 
-from autotune_amp.core.dimensions import Choices, Dimension
+import msgspec
+
+from autotune_amp.core.dimensions import AROUND_FP8, PRECISION, Choices, Dimension
 
 # Of each the default comes first, and then the others, those with less to go wrong before those with more.
 Weights: TypeAlias = Literal["as_found", "bf16"]
 MemoryFormat: TypeAlias = Literal["contiguous", "channels_last", "channels_last_3d"]
+Fp8Recipe: TypeAlias = Literal["rowwise", "tensorwise"]  # of how many numbers share a scale: a row's or a tensor's
+Allocator: TypeAlias = Literal["as_found", "expandable_segments"]
 ActivationCheckpointing: TypeAlias = Literal["off", "blocks"]
 OptimizerImpl: TypeAlias = Literal["as_found", "foreach", "fused"]
 Compile: TypeAlias = Literal["off", "default", "max-autotune-no-cudagraphs", "reduce-overhead"]
+
+
+SO_ALREADY = "it is so already"
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the older name last, which torch reads too
 
 
 class Variant(Dimension[str]):
@@ -74,6 +82,66 @@ class _Weights(Variant):
         return value in (self.default, setting.precision)
 
 
+class _Allocator(Variant):
+    """An allocator's own setting, which a variable sets too where it is there before Python starts."""
+
+    affects = frozenset({"speed", "memory"})
+
+    def environment(self, value: str, found: Mapping[str, str]) -> dict[str, str]:
+        """The variable for it, beside what the environment `found` says there already."""
+        if value == self.default:
+            return {}
+        name = next((name for name in ALLOCATOR_VARIABLES if name in found), ALLOCATOR_VARIABLES[0])
+        others = [part for part in found.get(name, "").split(",") if part and not part.startswith(value)]
+        return {name: ",".join((*others, f"{value}:True"))}
+
+
+Of = TypeVar("Of", bound=Any)  # a Setting, which stands above this module
+
+
+class _Fp8Recipe(Variant):
+    """How the linear layers of a model in fp8 are scaled: a setting in another precision has none."""
+
+    def choices(self, hardware: Any, description: Any, options: Any) -> Choices[str]:
+        found = super().choices(hardware, description, options)
+        reason = None
+        if options.precisions is not None and "fp8" not in options.precisions:
+            reason = "--precision leaves fp8 out"
+        elif description.weights != "fp32":
+            reason = f"the weights are kept in {description.weights}, and fp8 is checked for those in fp32 alone"
+        elif options.variants is None and not hardware.has("fp8"):
+            reason = f"{PRECISION.why_not('fp8', hardware, description)} --try {self.name} emulates it"
+        elif why := description.variants.get(COMPILE.name, {}).get("default"):
+            reason = None if why == SO_ALREADY else f"fp8 pays when it is compiled: {why}"
+        if reason is None:
+            return found
+        return Choices((), {**found.left_out, **dict.fromkeys(found.values, reason)})
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        return self.values
+
+    def apply(self, training: Any, value: str) -> None:
+        if training.spec.candidate.precision == "fp8":
+            training.set_up(self.name, value)
+
+    def fits(self, value: str, setting: Any) -> bool:
+        return bool(value == self.default or setting.precision == "fp8")
+
+    def value_in(self, setting: Any) -> str | None:
+        return getattr(setting, self.name) if setting.precision == "fp8" else None
+
+    def on(self, setting: Any, value: str) -> Any:
+        compiled = setting.compile if setting.is_compiled else "default"
+        return msgspec.structs.replace(setting, precision="fp8", fp8_recipe=value, compile=compiled)
+
+    def off(self, setting: Of) -> Of:
+        """The setting in the precision that is around fp8's layers; itself where it has none."""
+        if setting.precision != "fp8":
+            return setting
+        return msgspec.structs.replace(setting, precision=AROUND_FP8, fp8_recipe=self.default)
+
+
 # In the order in which they are set up: the optimizer is over weights as they are kept, and all of it is compiled.
 WEIGHTS: Final = _Weights(
     "weights",
@@ -85,6 +153,8 @@ WEIGHTS: Final = _Weights(
 MEMORY_FORMAT: Final = _Written(
     "memory_format", MemoryFormat, "{}", "model = model.to(memory_format=torch.{})  # a convolution's output follows"
 )
+FP8_RECIPE: Final = _Fp8Recipe("fp8_recipe", Fp8Recipe, "{}")
+ALLOCATOR: Final = _Allocator("allocator", Allocator, "{}")
 ACTIVATION_CHECKPOINTING: Final = Variant("activation_checkpointing", ActivationCheckpointing, "checkpointed {}")
 OPTIMIZER_IMPL: Final = _Written(
     "optimizer_impl", OptimizerImpl, "{} optimizer", "# Make the optimizer with {}=True beside its other arguments."
@@ -95,4 +165,6 @@ COMPILE: Final = _Written(
     "compiled ({})",
     'model.compile(mode="{0}")  # of a bare nn.Sequential, before torch 2.15: torch.compile(model, mode="{0}")',
 )
-VARIANTS: Final = (WEIGHTS, MEMORY_FORMAT, ACTIVATION_CHECKPOINTING, OPTIMIZER_IMPL, COMPILE)
+FREES_MEMORY: Final = (ALLOCATOR, ACTIVATION_CHECKPOINTING)
+# The allocator first: what else is set up allocates.
+VARIANTS: Final = (ALLOCATOR, WEIGHTS, MEMORY_FORMAT, FP8_RECIPE, ACTIVATION_CHECKPOINTING, OPTIMIZER_IMPL, COMPILE)

@@ -19,7 +19,6 @@ from autotune_amp.hardware import host, nvml
 from autotune_amp.hardware.device import emulated, native, numbered, unsupported
 
 _GET_STARTED = "https://pytorch.org/get-started/locally/"
-_NO_FP8_AUTOCAST = "PyTorch's autocast has no fp8: training in it needs a library such as torchao"
 
 
 def decide(
@@ -41,7 +40,7 @@ def decide(
         if is_bf16_native
         else emulated(f"bf16 arithmetic begins with 8.0; this card has {has} and computes in fp32 with conversions."),
         "fp16": _decide_fp16(compute_capability, name),
-        "fp8": native(f"fp8 tensor cores ({has}), but {_NO_FP8_AUTOCAST}.")
+        "fp8": native(f"fp8 tensor cores ({has}), for linear layers that torchao makes.")
         if compute_capability >= (8, 9)
         else unsupported(f"fp8 tensor cores begin with 8.9; this card has {has}."),
     }
@@ -65,7 +64,7 @@ def _decide_rocm(rocm: str, *, is_tf32_supported: bool) -> dict[Precision, Capab
         else unsupported("TF32 on AMD cards begins with gfx94x."),
         "bf16": native(f"{rocm} answers yes for every card, emulated or not: the rate says what it is worth."),
         "fp16": native(f"Every card under {rocm} computes in fp16."),
-        "fp8": unsupported(f"fp8 is not probed under ROCm, and {_NO_FP8_AUTOCAST}."),
+        "fp8": unsupported("fp8 is not probed under ROCm."),
     }
 
 

@@ -8,15 +8,7 @@ from typing import Any
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import AUTOCAST_DTYPES
-
-
-def refuse_fp8(config: AmpConfig) -> None:
-    """Raise `InvalidRequestError` for fp8."""
-    if config.precision == "fp8":
-        raise InvalidRequestError(
-            "There is no export of fp8, which needs a recipe of its own.",
-            "Export a config in bf16, fp16, tf32 or fp32.",
-        )
+from autotune_amp.core.variants import FP8_RECIPE
 
 
 def accelerate_config(config: AmpConfig, device_type: str = "cuda") -> dict[str, Any]:
@@ -24,9 +16,8 @@ def accelerate_config(config: AmpConfig, device_type: str = "cuda") -> dict[str,
 
     It holds the precision, the device and the dynamo plugin; Accelerate refuses other keys. A plain Accelerator keeps
     no modules pinned, and on a CPU it neither casts to fp16 nor scales: there the precision is ``"no"``, fp32 rather
-    than what was not measured. Raises `InvalidRequestError` for fp8.
+    than what was not measured. Of fp8 it holds the bf16 around the layers, which ``prepare`` sets up.
     """
-    refuse_fp8(config)
     is_cast = config.precision in AUTOCAST_DTYPES and (device_type, config.precision) != ("cpu", "fp16")
     return {
         "compute_environment": "LOCAL_MACHINE",
@@ -35,7 +26,7 @@ def accelerate_config(config: AmpConfig, device_type: str = "cuda") -> dict[str,
         "enable_cpu_affinity": False,
         "machine_rank": 0,
         "main_training_function": "main",
-        "mixed_precision": config.precision if is_cast and not config.pinned_modules else "no",
+        "mixed_precision": FP8_RECIPE.off(config).precision if is_cast and not config.pinned_modules else "no",
         "num_machines": 1,
         "num_processes": 1,
         "rdzv_backend": "static",
@@ -81,6 +72,6 @@ def deepspeed_config(config: AmpConfig) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": config.batch_size,
         "gradient_accumulation_steps": config.accumulation_steps,
-        "bf16": {"enabled": config.precision == "bf16"},
+        "bf16": {"enabled": FP8_RECIPE.off(config).precision == "bf16"},
         "fp16": fp16,
     }

@@ -30,7 +30,7 @@ from autotune_amp.core.evidence import (
 )
 from autotune_amp.core.setting import DIMENSIONS, Setting
 from autotune_amp.core.variants import VARIANTS
-from autotune_amp.integrations.documents import accelerate_config, deepspeed_config, refuse_fp8
+from autotune_amp.integrations.documents import accelerate_config, deepspeed_config
 
 if TYPE_CHECKING:
     from autotune_amp.core.recommendation import Recommendation
@@ -75,8 +75,6 @@ def export(setting: Exportable, to: str) -> Export:
     target = next((name for name in TARGETS if name == to), None)
     if target is None:
         raise InvalidRequestError(f"There is no export to {to!r}.", f"Name one of {', '.join(TARGETS)}.")
-    if target != "env":
-        refuse_fp8(setting.config)
     if setting.is_loop and target in _STEPPING:
         raise InvalidRequestError(
             f"There is no export to {target} of a training with a train_step of its own: {target} takes the steps.",
@@ -91,7 +89,7 @@ def export(setting: Exportable, to: str) -> Export:
 def accelerate_file(setting: Exportable) -> Export:
     """The file that ``accelerate launch --config_file`` reads; its comments say what belongs to the script.
 
-    `notes` say what a plain Accelerator does not train of it. Raises `InvalidRequestError` for fp8.
+    `notes` say what a plain Accelerator does not train of it.
     """
     written = accelerate_config(setting.config, setting.device_type)
     written.pop("dynamo_config", None)  # the script compiles
@@ -101,7 +99,7 @@ def accelerate_file(setting: Exportable) -> Export:
         pinned = "".join(f", with {name} in fp32" for name in setting.config.pinned_modules)
         what = f"{setting.config.precision} on {setting.device_type}{pinned}"
         notes = (f"A plain Accelerator cannot train {what}: under this file it trains all in fp32.",)
-    else:
+    elif setting.config.precision != "fp8":  # whose layers the script makes
         script.said.add("precision")
     script.comments[:0] = [
         f"The script has to make its accelerator with {_ACCELERATOR}, which sets the precision itself.",
@@ -391,7 +389,9 @@ def beside_deepspeed(setting: Exportable) -> list[str]:
         found.append('TF32 has no key: call torch.set_float32_matmul_precision("high") in the script.')
     if config.loss_scale is not None:
         found.append(f"DeepSpeed rounds what was measured, {_inline(config.loss_scale)}, and has no upper bound.")
-    said = ("precision", "batch_size", "accumulation_steps", "loss_scale", "as_found")
+    said = {"batch_size", "accumulation_steps", "loss_scale", "as_found"}
+    if config.precision != "fp8":
+        said.add("precision")
     if unsaid := unsaid_of(config, said):
         found.append(f"The JSON has no place for {'; '.join(unsaid)}: another --to has.")
     return [*found, *setting.divided_by("DeepSpeed")]

@@ -36,7 +36,7 @@ __all__ = ["AutotuneCallback", "AutotunePrecision", "trainer_arguments"]
 
 Result = TypeVar("Result")
 
-_NAMES = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp8": "transformer-engine"}
+_NAMES = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp8": "bf16-mixed"}
 
 
 class AutotunePrecision(Precision):

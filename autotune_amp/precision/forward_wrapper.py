@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.precision.torch_state import AUTOCAST_DTYPES, HALF_DTYPES, ambient, refuse_untrainable
+from autotune_amp.precision.torch_state import AUTOCAST_DTYPES, HALF_DTYPES, ambient
 
 # Parts of a module's path that wrappers add to what the user wrote.
 _WRAPPER_PARTS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -107,7 +107,6 @@ def override(module: nn.Module, precision: Precision, device_type: str) -> None:
 
     A pin on the same module or one inside it wins. A compiled model recompiles once for each new precision.
     """
-    refuse_untrainable(precision)
     _run_backward_as_eager_does()
     _change(module, override=_Forced(precision, device_type, casts_up=not has_half_weights(module)))
 

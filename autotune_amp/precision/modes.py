@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from autotune_amp.core.config import FP16_MAX
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.dimensions import AROUND_FP8, Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,6 @@ class Mode:
     significand_bits: int
     format_max: float = 3.4028234663852886e38
     autocast_dtype: Literal["bfloat16", "float16"] | None = None
-    is_trainable: bool = True  # False where it would take an autocast that torch lacks
     uses_tf32: bool = False
     takes_scaler: bool = False
     next_down: Precision | None = "fp32"
@@ -55,10 +54,19 @@ _FP16 = Mode(
     takes_scaler=True,
     next_down="bf16",
 )
-_FP8 = Mode(  # e4m3, which weights and activations are kept in
-    precision="fp8", significand_bits=4, format_max=448.0, is_trainable=False, next_down="bf16"
+_FP8 = Mode(  # e4m3's bits; between the layers that scale what they multiply in it, all is bf16
+    precision="fp8",
+    significand_bits=4,
+    format_max=_BF16.format_max,
+    autocast_dtype=_BF16.autocast_dtype,
+    next_down=AROUND_FP8,
 )
 MODES: Final[dict[Precision, Mode]] = {mode.precision: mode for mode in (_FP32, _TF32, _BF16, _FP16, _FP8)}
+
+
+def seen_of(precision: Precision) -> Precision:
+    """What a layer that runs in it is seen to run in, by autocast: of fp8 that is what is around its layers."""
+    return mode_of_dtype(MODES[precision].autocast_dtype).precision if MODES[precision].uses_autocast else precision
 
 
 def mode_of_dtype(autocast_dtype: str | None) -> Mode:

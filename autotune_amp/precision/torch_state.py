@@ -13,7 +13,6 @@ import torch
 
 from autotune_amp.core.config import LossScale
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.precision.modes import MODES, mode_of_dtype
 
 AUTOCAST_DTYPES = {
@@ -40,15 +39,8 @@ _BACKENDS: Any = torch.backends  # whose root flag torch adds at import and does
 
 def autocast(precision: Precision, device_type: str) -> AbstractContextManager[object]:
     """A fresh context with an explicit dtype: a reused or default one gives stale compiled graphs."""
-    refuse_untrainable(precision)
     dtype = AUTOCAST_DTYPES.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype)
-
-
-def refuse_untrainable(precision: Precision) -> None:
-    """Raise `InvalidRequestError` where autocast cannot train in it."""
-    if not MODES[precision].is_trainable:
-        raise InvalidRequestError(f"PyTorch's autocast has no {precision}.", "Use bf16, fp16, tf32 or fp32.")
 
 
 def set_flags(precision: Precision) -> None:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.variants import FP8_RECIPE
 from autotune_amp.numerics.locate import Health, Recorder, bad_parameters, health
 from autotune_amp.numerics.passes import scaled
 from autotune_amp.precision import torch_state
@@ -25,9 +26,11 @@ from autotune_amp.precision.forward_wrapper import (
     set_roles,
     unwrap,
 )
+from autotune_amp.precision.modes import seen_of
 from autotune_amp.precision.torch_state import ambient, autocast, set_flags
 from autotune_amp.runtime.policy_state import Finding
 from autotune_amp.runtime.scaler import Ranks
+from autotune_amp.variants import fp8
 
 _MAX_PINNED_SHARE = 0.05  # of the modules; one module may always be pinned
 _MAX_PIN_ROUNDS = 3
@@ -110,12 +113,20 @@ class Rerunner:
     The ranks are asked equally often on every rank, whatever happens there.
     """
 
-    def __init__(self, model: nn.Module, rerun: Callable[[], Tensor], current: Precision, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        rerun: Callable[[], Tensor],
+        current: Precision,
+        ranks: Ranks,
+        fp8_recipe: str = FP8_RECIPE.default,
+    ) -> None:
         self.current = current
         self.modules = modules_by_name(model)
         self.ranks = ranks
         self._model = model
         self._rerun = rerun
+        self._fp8_recipe = fp8_recipe
         self._device_type = ranks.device.type
         self._seen: set[Precision] = set()
 
@@ -154,7 +165,7 @@ class Rerunner:
                 "Give attach() a closure that computes the loss of the batch just trained on, forward pass only.",
             ) from error
         # A method other than forward, or an autocast inside: the override did not reach it. Layers in fp32 do no harm.
-        is_elsewhere = precision != self.current and not self._seen <= {precision, "fp32"}
+        is_elsewhere = precision != self.current and not self._seen <= {seen_of(precision), "fp32"}
         if self.ranks.any(has_run_out or is_elsewhere):
             return Pass(False, False, False, recorder)
         return Pass(not self.ranks.any(not is_finite), True, is_loss_finite, recorder)
@@ -197,6 +208,8 @@ class Rerunner:
             if precision != self.current:
                 stack.callback(torch_state.apply, torch_state.capture())
                 set_flags(precision)
+            recipe = self._fp8_recipe if precision == "fp8" else None
+            stack.enter_context(fp8.running(list(root.modules()), recipe, self.ranks.device))
             override(root, precision, self._device_type)
             for module in pinned:
                 pin_fp32(module, self._device_type)

@@ -18,7 +18,7 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
 from autotune_amp.hardware import cuda
 from autotune_amp.precision import torch_state
-from autotune_amp.precision.modes import MODES
+from autotune_amp.precision.modes import MODES, seen_of
 from autotune_amp.runtime import diagnosis
 from autotune_amp.runtime.model import Attachment
 from autotune_amp.runtime.policy import Policy
@@ -103,6 +103,7 @@ class Executor:
         return msgspec.structs.replace(
             self.own_config,
             precision=plan.precision,
+            fp8_recipe=plan.fp8_recipe,
             batch_size=plan.batch_size,
             accumulation_steps=plan.accumulation_steps,
             loss_scale=self.policy.loss_scale if MODES[plan.precision].takes_scaler else None,
@@ -135,6 +136,7 @@ class Executor:
     def _force_model(self) -> None:
         """Against an autocast of the user's own; where the loop uses ours, that is all it takes."""
         if self.model is not None:
+            self.model.run_fp8(self.own_config.fp8_recipe if self.precision == "fp8" else None)
             is_as_written = self.uses_own_autocast or self.precision == self.own_config.precision
             self.model.run_in(None if is_as_written else self.precision)
 
@@ -147,7 +149,7 @@ class Executor:
     def _cannot_move(self, model: Attachment) -> bool:
         """Whether the model's layers were seen to run in another precision although they are forced into this one."""
         model.is_verifying = False
-        wanted = {self.precision, "fp32"}  # a layer that the user or a pin keeps in fp32 does no harm
+        wanted = {seen_of(self.precision), "fp32"}  # a layer that the user or a pin keeps in fp32 does no harm
         if not self.ranks.any(not model.observer.precisions <= wanted):
             return False
         if not model.is_forced:  # the loop is written in another precision than the config's
@@ -297,7 +299,8 @@ class Executor:
     def _rerunner(self) -> diagnosis.Rerunner:
         assert self.model is not None and self.model.rerun is not None  # noqa: PT018 # else never asked for
         self.model.observer.is_sampling = False  # a rerun in another precision says nothing of the run
-        return diagnosis.Rerunner(self.model.given, self.model.rerun, self.policy.precision, self.ranks)
+        recipe = self.own_config.fp8_recipe
+        return diagnosis.Rerunner(self.model.given, self.model.rerun, self.policy.precision, self.ranks, recipe)
 
     def _diagnose(self, asked: Action) -> Action | None:
         policy, model = self.policy, self.model
@@ -347,6 +350,11 @@ class Executor:
         if id(optimizer) in self._known_optimizers:
             return
         refuse_half_parameters(optimizer, self.precision)
+        if self.precision == "fp8" and self.model is None:
+            raise InvalidRequestError(
+                "The config's fp8 is layers of the model's, and no model is attached to the controller.",
+                "Call controller.attach(model) before the first step.",
+            )
         if not self._known_optimizers:
             if self.pins_to_come and self.model is None:
                 log.warning("Modules are to be pinned in fp32; without controller.attach(model) nothing is pinned.")

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.precision import forward_wrapper, torch_state
 from autotune_amp.precision.forward_wrapper import named, unwrap
+from autotune_amp.variants import fp8
 
 
 class Attachment:
@@ -24,9 +25,10 @@ class Attachment:
         self.pinned: tuple[str, ...] = ()
         self.num_window_passes = 1  # of the latest update, of which `rerun` repeats the last
         self.is_verifying = False  # this window is watched for the precisions that the layers run in
-        self._device_type = device.type
+        self._device, self._device_type = device, device.type
         self.statistics = RunningStatistics(self.model)
         self._statistics_are_saved = True
+        self._own_fp8_recipe = fp8.recipe_of(self.model.modules())
         self.is_forced = True  # by an earlier controller, which may have left pins behind, too
         self.run_in(None)
         for module in self.model.modules():
@@ -40,6 +42,7 @@ class Attachment:
     def detach(self) -> None:
         """Leave the model as it was: nothing in it is pinned, forced into a precision or watched any more."""
         self.run_in(None)
+        self.run_fp8(self._own_fp8_recipe)
         for module in self.model.modules():
             forward_wrapper.unpin(module)
             forward_wrapper.stop_observing(module)
@@ -68,6 +71,10 @@ class Attachment:
         elif self.is_forced:
             forward_wrapper.clear_override(self.model)
         self.is_forced = name is not None
+
+    def run_fp8(self, recipe: str | None) -> None:
+        """Have the linear layers multiply in fp8, or (None) as plain ones do; the parameters stay the same."""
+        fp8.switch(list(self.model.modules()), recipe, self._device)
 
     def begin_verifying(self) -> None:
         """In the next window, watch which precisions the layers run in."""

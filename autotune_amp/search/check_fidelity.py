@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.outcome import Failure, Fidelity
 from autotune_amp.core.setting import Setting
+from autotune_amp.core.variants import FP8_RECIPE
 from autotune_amp.search.options import SearchOptions, is_count
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import Budget, ProgressWatcher
@@ -61,6 +64,11 @@ def check_job(
     (precision,) = options.precisions
     if precision == "fp32" and description.weights not in ("bf16", "fp16"):
         raise InvalidRequestError("precision is 'fp32', which the others are held against.", "Give tf32, bf16 or fp16.")
+    if precision == "fp8":  # emulated where the device has none: what it learns is the same
+        known = description.variants.get(FP8_RECIPE.name, {FP8_RECIPE.default: "the model's layers are not known"})
+        if (reason := known[FP8_RECIPE.default]) is not None:
+            raise InvalidRequestError(f"fp8 cannot be checked here: {reason}.", "Give tf32, bf16 or fp16.")
+        options = msgspec.structs.replace(options, precisions=None)
     space = build_space(hardware, description, options)  # refuses a precision that the device does not have
     usual_size = min(space.check_batch_size, space.baseline.batch_size)
     if description.num_samples is not None:  # two batches of the same samples would have no noise between them

@@ -32,7 +32,7 @@ from autotune_amp.core.dimensions import Dimension
 from autotune_amp.core.errors import StudyError
 from autotune_amp.core.outcome import Failure, Measurement, Outcome
 from autotune_amp.core.setting import DIMENSIONS, Setting
-from autotune_amp.core.variants import VARIANTS
+from autotune_amp.core.variants import FP8_RECIPE, VARIANTS
 from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search.ledger import Ledger
@@ -69,10 +69,11 @@ class Study:
         self._told: set[int] = set()  # the records of finished trials
         self._calibrated: set[Setting] = set()
         self._legal = (*space.candidates, space.baseline)
-        self._distributions = {dimension.name: _distribution(dimension, self._legal) for dimension in OF_THE_SPACE}
+        tried = (*self._legal, *(FP8_RECIPE.on(space.baseline, v) for v in space.variants.get(FP8_RECIPE.name, ())))
+        self._distributions = {dimension.name: _distribution(dimension, tried) for dimension in OF_THE_SPACE}
         # Parameters of the trials alone that have another value somewhere.
         self._further: dict[str, BaseDistribution] = {
-            variant.name: CategoricalDistribution((variant.default, *values))
+            variant.name: CategoricalDistribution(tuple(dict.fromkeys((variant.default, *values))))
             for variant in VARIANTS
             if (values := space.variants.get(variant.name, ()))
         }

@@ -13,14 +13,23 @@ from autotune_amp.core.outcome import Failure, Measurement, Profiled, Record
 from autotune_amp.core.recommendation import VariantRow
 from autotune_amp.core.setting import ON_THE_WINNER, Setting
 from autotune_amp.core.text import count
-from autotune_amp.core.variants import ACTIVATION_CHECKPOINTING, COMPILE, MEMORY_FORMAT, OPTIMIZER_IMPL, WEIGHTS
+from autotune_amp.core.variants import (
+    ACTIVATION_CHECKPOINTING,
+    ALLOCATOR,
+    COMPILE,
+    FP8_RECIPE,
+    FREES_MEMORY,
+    MEMORY_FORMAT,
+    OPTIMIZER_IMPL,
+    WEIGHTS,
+)
 from autotune_amp.profile.gap import DIMENSIONS_OF_A_PROFILE, gap, max_speedups
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.ranking import PLATEAU
 
 # Where no profile says more: what costs a trial alone comes before what compiles. Nothing is tried on top of weights in
 # low precision, which few checks find faithful.
-_ORDER = (MEMORY_FORMAT, OPTIMIZER_IMPL, COMPILE, ACTIVATION_CHECKPOINTING, WEIGHTS)
+_ORDER = (MEMORY_FORMAT, OPTIMIZER_IMPL, COMPILE, FP8_RECIPE, ALLOCATOR, ACTIVATION_CHECKPOINTING, WEIGHTS)
 COMPILE_SECONDS = 5.0  # the first time, at the least: 6.5 s a convnet of six blocks, on 2 cores without AVX-512
 
 
@@ -31,7 +40,7 @@ def ordered(ledger: Ledger) -> list[Dimension[Any]]:
     trial_seconds = min((r.seconds for r in ledger.trials if isinstance(r.outcome, Measurement)), default=1.0)
 
     def worth(dimension: Dimension[Any]) -> float:
-        seconds = trial_seconds + (COMPILE_SECONDS if dimension is COMPILE else 0.0)
+        seconds = trial_seconds + (COMPILE_SECONDS if dimension in (COMPILE, FP8_RECIPE) else 0.0)
         return math.log(gains.get(dimension.name, 1.0)) / seconds
 
     return [*others, *sorted(_ORDER, key=worth, reverse=True)]
@@ -77,7 +86,7 @@ def next_setting(ledger: Ledger) -> Setting | None:
         for value in ledger.space.variants.get(dimension.name, ()):
             if _trials_of(ledger, dimension, value) or why_not_worth(ledger, dimension, value) is not None:
                 continue
-            setting = _at_its_batch(ledger, replace(leader, **{dimension.name: value}))
+            setting = _at_its_batch(ledger, dimension.on(leader, value))
             if setting not in tried:
                 return setting
     return next((setting for setting in _beside(ledger, leader) if setting not in tried), None)
@@ -88,10 +97,13 @@ def why_not_worth(ledger: Ledger, dimension: Dimension[Any], value: Any) -> str 
     winner = _leader(ledger)
     if winner is None:
         return "nothing leads that a config can express"
+    asked = dimension.on(winner, value)
     wanted = "memory" if ledger.objective == "memory" else "speed"
     if wanted not in dimension.affects:
         return f"it does not bear on {wanted}"
-    if not dimension.fits(value, winner):
+    if dimension is ALLOCATOR and wanted == "memory":
+        return "the peak is what is allocated, of which it changes nothing"
+    if not all(other.fits(getattr(asked, other.name), asked) for other in ON_THE_WINNER):
         return f"it does not go with {winner.precision}, which is the fastest"
     if dimension is OPTIMIZER_IMPL and wanted == "speed":
         shares = [
@@ -99,15 +111,15 @@ def why_not_worth(ledger: Ledger, dimension: Dimension[Any], value: Any) -> str 
         ]
         if shares and max(shares) < PLATEAU:
             return f"the optimizer takes {100 * max(shares):.1f} % of a step"
-    if dimension is COMPILE and wanted == "speed":
+    if asked.is_compiled and not winner.is_compiled and wanted == "speed":
         seconds = ledger.num_steps * min(m.step_seconds for m in ledger.measurements[winner])
         if seconds / 2 < COMPILE_SECONDS:
             steps = f"compiling takes longer than it could gain in {count(ledger.num_steps, 'step')}, which take"
             return f"{steps} {seconds:.0f} s: --fresh --steps N tries it for a longer training"
-        if _trials_of(ledger, COMPILE, "default") and not winner.is_compiled:
+        if dimension is COMPILE and _trials_of(ledger, COMPILE, "default"):
             return "the default mode gained nothing"
-    if dimension is ACTIVATION_CHECKPOINTING and wanted == "speed" and _beyond_memory(ledger, winner) is None:
-        return "it costs time, and there is no larger batch that lacks memory"
+    if dimension in FREES_MEMORY and wanted == "speed" and _beyond_memory(ledger, winner) is None:
+        return "it frees memory, and there is no larger batch that lacks some"
     return None
 
 
@@ -121,14 +133,19 @@ def _leader(ledger: Ledger) -> Setting | None:
 
 def _at_its_batch(ledger: Ledger, setting: Setting) -> Setting:
     """Where what frees memory is tried for speed: at the next larger batch, which ran out of it."""
-    if setting.activation_checkpointing == ACTIVATION_CHECKPOINTING.default or ledger.objective == "memory":
+    if not _frees_memory(setting) or ledger.objective == "memory":
         return setting
     larger = _beyond_memory(ledger, setting)
     return setting if larger is None else _at_the_batch_of(larger, setting)
 
 
+def _frees_memory(setting: Setting) -> bool:
+    return any(dimension.value_in(setting) is not None for dimension in FREES_MEMORY)
+
+
 def _beyond_memory(ledger: Ledger, setting: Setting) -> Setting | None:
-    ran_out = [c.batch_size for c, f in ledger.failures.items() if f.kind == "oom" and c.precision == setting.precision]
+    alike = setting.precision, FP8_RECIPE.off(setting).precision
+    ran_out = [c.batch_size for c, f in ledger.failures.items() if f.kind == "oom" and c.precision in alike]
     larger = [c for c in _of_its_precision(ledger, setting) if c.batch_size > setting.batch_size]
     beyond = [c for c in larger if ran_out and c.batch_size >= min(ran_out)]
     return beyond[0] if beyond else None
@@ -143,8 +160,7 @@ def _beside(ledger: Ledger, winner: Setting) -> Iterator[Setting]:
     larger = [c for c in sizes if c.batch_size > winner.batch_size][:1]
     for neighbour in (*larger, *smaller):
         failure = ledger.failures.get(neighbour)
-        frees_memory = winner.activation_checkpointing != ACTIVATION_CHECKPOINTING.default
-        if failure is None or frees_memory:
+        if failure is None or _frees_memory(winner):
             yield _at_the_batch_of(neighbour, winner)
 
 
@@ -154,12 +170,12 @@ def _at_the_batch_of(other: Setting, setting: Setting) -> Setting:
 
 def _of_its_precision(ledger: Ledger, setting: Setting) -> list[Setting]:
     """Ascending by batch size."""
-    return [c for c in ledger.space.candidates if c.precision == setting.precision]
+    return [c for c in ledger.space.candidates if c.precision == FP8_RECIPE.off(setting).precision]
 
 
 def _trials_of(ledger: Ledger, dimension: Dimension[Any], value: Any) -> list[Record]:
     ours = [r for r in ledger.trials if r.purpose == "search" and r.candidate != ledger.space.baseline]
-    return [r for r in ours if getattr(r.candidate, dimension.name) == value]
+    return [r for r in ours if dimension.value_in(r.candidate) == value]
 
 
 # -- what came of each -------------------------------------------------------------------------------------------------
@@ -173,7 +189,7 @@ def rows(ledger: Ledger, chosen: Setting, *, is_budget_spent: bool) -> tuple[Var
     for dimension in ordered(ledger):
         name, space = dimension.name, ledger.space
         for value in space.variants.get(name, ()):
-            is_chosen = getattr(chosen, name) == value
+            is_chosen = dimension.value_in(chosen) == value
             found.append(_row(ledger, dimension, value, is_chosen=is_chosen, is_budget_spent=is_budget_spent))
         for value, reason in space.variants_left_out.get(name, {}).items():
             found.append(VariantRow(name=name, value=str(value), status="untried", reason=reason))
@@ -232,6 +248,9 @@ def _without(ledger: Ledger, setting: Setting, dimension: Dimension[Any]) -> Set
     def alike(other: Setting) -> Setting:
         return replace(other, batch_size=1, accumulation_steps=1)
 
+    if dimension is FP8_RECIPE:  # which any other precision may have led before
+        others = [other for other in ledger.speeds if other.precision != setting.precision]
+        return max(others, key=lambda other: ledger.speeds[other], default=None)
     plain = replace(setting, **{dimension.name: dimension.default})
     if plain in ledger.measurements:
         return plain

@@ -10,8 +10,16 @@ from torch import nn
 
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.variants import VARIANTS
-from autotune_amp.variants import activation_checkpointing, compiling, memory_format, optimizer_impl, weights
+from autotune_amp.core.variants import SO_ALREADY, VARIANTS
+from autotune_amp.variants import (
+    activation_checkpointing,
+    allocator,
+    compiling,
+    fp8,
+    memory_format,
+    optimizer_impl,
+    weights,
+)
 from autotune_amp.variants.subject import Trained
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -27,8 +35,10 @@ class _Place(Protocol):
 
 
 _PLACES: dict[str, _Place] = {
+    "allocator": allocator,
     "weights": weights,
     "memory_format": memory_format,
+    "fp8_recipe": fp8,
     "activation_checkpointing": activation_checkpointing,
     "optimizer_impl": optimizer_impl,
     "compile": compiling,
@@ -63,8 +73,9 @@ def prepare(config: Setting, model: Model, optimizer: Optimizers) -> tuple[Model
 
 
 def set_up(name: str, value: str, trained: Trained) -> None:
-    """Set up one dimension, whose value is not its default."""
-    _PLACES[name].apply(value, trained)
+    """Set up one dimension, unless it is so already."""
+    if not _PLACES[name].has(value, trained):
+        _PLACES[name].apply(value, trained)
 
 
 def values_for(trained: Trained) -> dict[str, dict[str, str | None]]:
@@ -72,7 +83,7 @@ def values_for(trained: Trained) -> dict[str, dict[str, str | None]]:
 
     def why_not(place: _Place, value: str) -> str | None:
         try:
-            return "it is so already" if place.has(value, trained) else place.why_not(value, trained)
+            return SO_ALREADY if place.has(value, trained) else place.why_not(value, trained)
         except Exception as error:  # a look at code of the user's, which a search can do without
             return f"looking at the model raised {type(error).__name__}: {error}"
 

@@ -216,6 +216,7 @@ FULL = AmpConfig(
     num_workers=5,
     environment={"MALLOC_TRIM_THRESHOLD_": "2147483647"},
     as_found=True,
+    allocator="expandable_segments",
     memory_format="channels_last",
     activation_checkpointing="blocks",
     optimizer_impl="foreach",
@@ -231,9 +232,11 @@ WORDS = {
     "num_workers": "num_workers=5",
     "environment": "MALLOC_TRIM_THRESHOLD_",
     "as_found": "as_found=True|they stay as they are",
+    "allocator": "expandable_segments",
     "weights": "weights=.bf16",
     "memory_format": "channels_last",
     "activation_checkpointing": "blocks",
+    "fp8_recipe": "tensorwise",
     "optimizer_impl": "foreach",
     "compile": "reduce-overhead",
 }
@@ -252,11 +255,13 @@ def everything(config: AmpConfig, target: str) -> str:
 def test_every_field_of_a_config_shows_in_every_text_or_its_comments(config: AmpConfig, target: str) -> None:
     assert WORDS.keys() == set(AmpConfig.__struct_fields__), "a new field is to be found here, too"
     text = everything(config, target)
-    if not config.pinned_modules:  # weights in bf16 are for other precisions than fp16, which alone has a loss scale
+    if not config.pinned_modules:  # what goes with other precisions than fp16, which alone has a loss scale
         config = msgspec.structs.replace(config, precision="bf16", loss_scale=None, fallback=[], weights="bf16")
         text += everything(config, target)
-    left_out = () if config.pinned_modules else ("pinned_modules",)
-    wanted = [name for name in WORDS if name not in (left_out or ("weights",))]
+        config = msgspec.structs.replace(config, precision="fp8", weights="as_found", fp8_recipe="tensorwise")
+        text += everything(config, target)
+    left_out = {"weights", "fp8_recipe"} if config.pinned_modules else {"pinned_modules"}
+    wanted = [name for name in WORDS if name not in left_out]
     assert [name for name in wanted if not re.search(WORDS[name], text)] == []
 
 
@@ -277,6 +282,16 @@ def test_tf32_is_asked_for_and_the_flags_that_were_found_are_left_alone() -> Non
     for target, flag in (("torch", "allow_tf32"), ("transformers", "tf32=")):
         assert f"{flag}{' = ' if target == 'torch' else ''}True" in everything(tf32, target)
         assert flag not in everything(as_found, target)
+
+
+@pytest.mark.parametrize("target", TEXTS)
+def test_of_fp8_every_text_says_who_makes_its_layers_and_what_is_around_them(target: str) -> None:
+    text = everything(AmpConfig(precision="fp8", batch_size=4, compile="default"), target)
+    assert re.search("precision=.fp8", text)
+    around = {"deepspeed": '"bf16": {"enabled": true}', "accelerate file": 'mixed_precision: "bf16"'}
+    around |= {"torch": "torch.bfloat16", "transformers": "bf16=True"}
+    assert around.get(target, "") in " ".join(text.split()).replace('{ "enabled": true }', '{"enabled": true}')
+    assert ("prepare(" in text) is (target in ("torch", "accelerate")), "the adapters set it up themselves"
 
 
 def test_the_environment_reaches_a_shell() -> None:
@@ -348,12 +363,6 @@ def test_what_cannot_be_exported_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="no export to 'keras'") as raised:
         export(Exportable(ACCUMULATED), "keras")
     assert all(target in raised.value.next_step for target in TARGETS)
-    fp8 = AmpConfig(precision="fp8", batch_size=4)
-    for target in set(TARGETS) - {"env"}:
-        with pytest.raises(InvalidRequestError, match="fp8"):
-            export(Exportable(fp8), target)
-    with pytest.raises(InvalidRequestError, match="fp8"):
-        accelerate_file(Exportable(fp8))
     for target in ("lightning", "transformers", "deepspeed"):
         with pytest.raises(InvalidRequestError, match=f"no export to {target} of a training") as raised:
             export(Exportable(ACCUMULATED, is_loop=True), target)

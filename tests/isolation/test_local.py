@@ -26,9 +26,11 @@ needs_fork = pytest.mark.skipif(not can_fork(), reason="trials are not forked he
 # A program that removes its temporary file when it is asked to end, and not when it is killed; as gcc does.
 COMPILER = 'touch "$1"; trap "rm -f $1; exit 1" TERM; while true; do sleep 0.02; done'
 # What a batch does is said by its size.
-WORKLOAD = f"""
+WORKLOAD = (
+    f"""
 COMPILER = {COMPILER!r}
-""" + """
+"""
+    + """
 import os, subprocess, sys, time
 import torch
 from torch import nn
@@ -67,6 +69,7 @@ def workload():
     torch.backends.cudnn.benchmark = True
     return Workload(model, loss, lambda size: torch.ones(size, 4), lambda p: torch.optim.SGD(p, lr=0.03))
 """
+)
 
 
 class Heard(Listener):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autotune_amp.core.dimensions import PRECISION
-from autotune_amp.precision.modes import MODES
+from autotune_amp.precision.modes import MODES, seen_of
 from autotune_amp.precision.torch_state import CUDA_FLAGS, FP32_PRECISION_FLAGS, as_found
 
 # In a process of its own, where every flag is as PyTorch begins with it.
@@ -139,13 +139,16 @@ def test_what_the_callers_flags_amount_to(
 def test_modes_are_in_the_order_of_risk_and_know_their_formats() -> None:
     assert [PRECISION.risk(mode) for mode in MODES] == [0, 1, 2, 3, 4]
     assert [name for name, mode in MODES.items() if mode.takes_scaler] == ["fp16"]
-    assert [name for name, mode in MODES.items() if mode.uses_autocast] == ["bf16", "fp16"]
+    assert [name for name, mode in MODES.items() if mode.uses_autocast] == ["bf16", "fp16", "fp8"]
     rungs = {name: mode.rungs_below for name, mode in MODES.items()}
     assert rungs["fp32"] == ()
     assert rungs["tf32"] == rungs["bf16"] == ("fp32",)
     assert rungs["fp16"] == rungs["fp8"] == ("bf16", "fp32")
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     for name, mode in MODES.items():
         if name in dtypes:
             info = torch.finfo(dtypes[name])
             assert (mode.format_max, mode.unit_roundoff) == (info.max, info.eps / 2), name
+    assert MODES["fp8"].unit_roundoff == torch.finfo(torch.float8_e4m3fn).eps / 2
+    assert MODES["fp8"].format_max == MODES["bf16"].format_max, "between its layers"
+    assert [seen_of(name) for name in MODES] == ["fp32", "tf32", "bf16", "fp16", "bf16"]

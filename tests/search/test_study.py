@@ -23,6 +23,7 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import StudyError
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Purpose, Record
 from autotune_amp.core.setting import Setting
+from autotune_amp.core.variants import FP8_RECIPE
 from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.loss_scales import Pair
@@ -122,6 +123,17 @@ def test_a_further_dimension_is_a_parameter_of_the_trials_that_have_it(file: Pat
         frozenset(plain.items()): 100.0,
         frozenset((plain | {"compile": "default", "memory_format": "contiguous"}).items()): 150.0,
     }
+
+
+def test_a_trial_in_fp8_is_one_of_the_study_s(file: Path) -> None:
+    space = replace(SPACE, variants={"fp8_recipe": ("rowwise", "tensorwise")})
+    ours = [FP8_RECIPE.on(at("bf16", 32), recipe) for recipe in ("rowwise", "tensorwise")]
+    records = [record(1, at("bf16", 32), measured()), *(record(2 + k, s, measured()) for k, s in enumerate(ours))]
+    with Study.open(file, "demo", Ledger(space, records, search_id="s1"), owner="", seed=0):
+        pass
+    plain, *told = [trial.params for trial in trials(file) if trial.value is not None]
+    assert plain == {"precision": "bf16", "batch_size": 32}
+    assert told == [{"precision": "fp8", "batch_size": 32, "fp8_recipe": name} for name in ("rowwise", "tensorwise")]
 
 
 def test_pairs_are_suggested_for_one_candidate_and_snapped(file: Path) -> None:

@@ -13,6 +13,7 @@ from autotune_amp.core.outcome import Failure, Measurement, Outcome, Profiled
 from autotune_amp.core.recommendation import VariantRow
 from autotune_amp.core.setting import Setting
 from autotune_amp.profile.gap import Profile
+from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.space import build_space
 from autotune_amp.search.stages.checks import Checks
@@ -28,11 +29,18 @@ VALUES: dict[str, dict[str, str | None]] = {
     "compile": {"default": None, "max-autotune-no-cudagraphs": None, "reduce-overhead": None},
 }
 # What each value multiplies the speed by, and the seconds of its first step.
+FP8: dict[str, dict[str, str | None]] = {
+    "fp8_recipe": {"rowwise": None, "tensorwise": None},
+    "compile": {"default": None, "reduce-overhead": None},
+}
+ALL_PRECISIONS = {"precision": ["fp32", "bf16", "fp8"], "steps": 100_000}
 GAINS = {"channels_last": 1.2, "foreach": 1.0, "fused": 1.1, "default": 1.5, "bf16": 1.0, "blocks": 0.8}
 
 
 def speed(setting: Setting, gains: dict[str, float]) -> float:
-    found = {"fp32": 100.0, "bf16": 200.0}[setting.precision] * setting.batch_size / (setting.batch_size + 8)
+    found = (
+        {"fp32": 100.0, "bf16": 200.0, "fp8": 200.0}[setting.precision] * setting.batch_size / (setting.batch_size + 8)
+    )
     for value in setting.set_up.values():
         found *= gains.get(value, 1.0)
     return found
@@ -58,6 +66,8 @@ def searched(
     failing: dict[str, Failure] | None = None,
     unfaithful: str | None = None,
     profile: Profiled | Failure | None = None,
+    values: dict[str, dict[str, str | None]] = VALUES,
+    fp8_rate: float | None = None,
 ) -> tuple[list[Setting], dict[tuple[str, str], VariantRow], Setting]:
     """What was tried beside precision and batch, what is said of each value, and what would win."""
     gains = GAINS if gains is None else gains
@@ -67,13 +77,13 @@ def searched(
         for value in setting.set_up.values():
             if failing and value in failing:
                 return failing[value]
-        if setting.batch_size > wall and setting.activation_checkpointing == "off":
+        if setting.batch_size > wall and (setting.activation_checkpointing, setting.allocator) == ("off", "as_found"):
             return out_of_memory()
         return measured(setting, gains, update_share)
 
-    device = hardware({"fp32": 1.0, "bf16": 2.0})
+    device = hardware({"fp32": 1.0, "bf16": 2.0, "fp8": fp8_rate})
     checks = ("fidelity", *(() if profile is None else ("profile",)))
-    about = described(batch_size=32, variants=VALUES, checks=checks)
+    about = described(batch_size=32, variants=values, checks=checks)
     asked = SearchOptions.from_user(
         **{"precision": ["fp32", "bf16"], "try_": "auto", "steps": 10_000, **(options or {})}
     )
@@ -225,6 +235,85 @@ def test_checkpointing_is_tried_at_the_batch_that_lacks_memory() -> None:
     assert found["activation_checkpointing", "blocks"].beside == "bf16 batch 32"
     tried, _, winner = searched({"blocks": 0.5}, wall=32, options=options)
     assert (len(tried), winner.activation_checkpointing) == (1, "off")
+
+
+def test_the_allocator_s_setting_is_tried_at_the_batch_that_lacks_memory() -> None:
+    values: dict[str, dict[str, str | None]] = {"allocator": {"expandable_segments": None}}
+    options = {"effective_batch_size": "free", "batch_size": "8:64", "try_": "auto"}
+    tried, found, winner = searched({"expandable_segments": 1.0}, wall=32, options=options, values=values)
+    assert (tried[0].batch_size, tried[0].allocator) == (64, "expandable_segments")
+    assert (winner.batch_size, winner.allocator) == (64, "expandable_segments")
+    assert found["allocator", "expandable_segments"].status == "chosen"
+    tried, found, _ = searched(options=options, values=values)
+    assert (tried, found["allocator", "expandable_segments"].status) == ([], "untried")
+    assert "no larger batch" in str(found["allocator", "expandable_segments"].reason)
+    in_memory = searched(options={**options, "objective": "memory"}, wall=32, values=values)[1]
+    assert "allocated" in str(in_memory["allocator", "expandable_segments"].reason)
+
+
+def test_fp8_is_tried_compiled_on_what_leads_and_takes_the_lead_by_its_better_recipe() -> None:
+    gains = {"default": 1.0, "rowwise": 1.2, "tensorwise": 1.4}
+    tried, found, winner = searched(gains, options=ALL_PRECISIONS, values=FP8, fp8_rate=4.0)
+    in_fp8 = [setting for setting in tried if setting.precision == "fp8"]
+    assert {setting.fp8_recipe for setting in in_fp8} == {"rowwise", "tensorwise"}
+    assert all(setting.is_compiled for setting in in_fp8), "whatever bf16 gains by it"
+    assert (winner.precision, winner.compile, winner.fp8_recipe) == ("fp8", "default", "tensorwise")
+    assert str(winner) == "fp8 batch 32 tensorwise compiled (default)"
+    row = found["fp8_recipe", "tensorwise"]
+    assert (row.status, row.beside) == ("chosen", "bf16 batch 32")
+    assert row.speedup == pytest.approx(1.4)
+    assert found["fp8_recipe", "rowwise"].status == "tried"
+    slower = searched(
+        {"default": 1.0, "rowwise": 0.9, "tensorwise": 0.9}, options=ALL_PRECISIONS, values=FP8, fp8_rate=4.0
+    )
+    assert slower[2].precision == "bf16"
+
+
+def test_fp8_that_learns_something_else_is_excluded_with_what_the_check_says() -> None:
+    gains = {"default": 1.0, "rowwise": 1.4, "tensorwise": 1.4}
+    _, found, winner = searched(gains, options=ALL_PRECISIONS, values=FP8, fp8_rate=4.0, unfaithful="fp8")
+    assert winner.precision == "bf16"
+    assert {found["fp8_recipe", recipe].status for recipe in ("rowwise", "tensorwise")} <= {"excluded", "untried"}
+    assert found["fp8_recipe", "rowwise"].status == "excluded"
+
+
+def test_fp8_steps_down_to_what_is_around_its_layers() -> None:
+    from autotune_amp.search.stages.fallbacks import missing_plans
+
+    chosen = Setting(precision="fp8", batch_size=32, fp8_recipe="tensorwise", compile="default")
+    ledger = Ledger(build_space(hardware({"fp32": 1.0, "bf16": 2.0}), described(), SearchOptions()), [])
+    assert missing_plans(ledger, chosen) == [
+        Setting(precision=name, batch_size=32, compile="default") for name in ("bf16", "fp32")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "about", "rate", "word"),
+    [
+        ({}, {}, None, "--try fp8_recipe emulates it"),
+        ({"precision": ["fp32", "bf16"]}, {}, 4.0, "--precision leaves fp8 out"),
+        ({}, {"weights": "bf16"}, 4.0, "kept in bf16"),
+        ({}, {"compile": {"default": "there is no C++ compiler"}}, 4.0, "there is no C++ compiler"),
+        ({}, {"fp8_recipe": dict.fromkeys(("rowwise", "tensorwise"), "torchao is not installed")}, 4.0, "torchao"),
+        ({}, {"compile": {"default": "it is so already"}}, 4.0, None),
+        ({"try_": "fp8_recipe"}, {}, None, None),
+        ({"try_": "tensorwise"}, {}, None, None),
+    ],
+)
+def test_where_fp8_is_not_tried_the_reason_is_said(
+    options: dict[str, Any], about: dict[str, Any], rate: float | None, word: str | None
+) -> None:
+    weights = about.get("weights", "fp32")
+    values = FP8 | {name: found for name, found in about.items() if name != "weights"}
+    device = hardware({"fp32": 1.0, "bf16": 2.0, "fp8": rate})
+    space = build_space(device, described(variants=values, weights=weights), SearchOptions.from_user(**options))
+    tried, why = space.variants["fp8_recipe"], space.variants_left_out["fp8_recipe"]
+    if word is None:
+        assert tried == (("tensorwise",) if options.get("try_") == "tensorwise" else ("rowwise", "tensorwise"))
+    else:
+        assert tried == ()
+        assert all(word in reason for reason in why.values())
+        assert set(why) == {"rowwise", "tensorwise"}
 
 
 def test_what_goes_wrong_is_a_row_with_the_reason_and_the_rest_goes_on() -> None:

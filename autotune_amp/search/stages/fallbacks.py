@@ -12,7 +12,7 @@ from autotune_amp.core.config import FallbackPlan
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Failure, Measurement, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.variants import VARIANTS
+from autotune_amp.core.variants import FP8_RECIPE, VARIANTS
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import ranking
 from autotune_amp.search.ledger import Ledger
@@ -74,13 +74,13 @@ def _stepped_down(setting: Setting, precision: Precision, factor: int) -> Settin
     """With batches split by `factor`. What else the setting decides, such as the loader's workers, stays."""
     batch_size, num_steps = setting.batch_size // factor, setting.accumulation_steps * factor
     split = replace(setting, batch_size=batch_size, accumulation_steps=num_steps)
-    return replace(split, precision=precision, as_found=False, pinned_modules=())
+    return replace(FP8_RECIPE.off(split), precision=precision, as_found=False, pinned_modules=())
 
 
 def _fits(setting: Setting, precision: Precision) -> bool:
     """Whether what is set up, which stays through a training, goes with the precision."""
     stepped_down = _stepped_down(setting, precision, 1)
-    return all(v.fits(getattr(setting, v.name), stepped_down) for v in VARIANTS)
+    return all(v.fits(getattr(stepped_down, v.name), stepped_down) for v in VARIANTS)
 
 
 def fallback_plans(

@@ -1,0 +1,33 @@
+"""How CUDA's caching allocator holds its memory: in segments of a fixed size, or in ones that grow."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+from autotune_amp.core.variants import ALLOCATOR, ALLOCATOR_VARIABLES
+from autotune_amp.variants.subject import Trained
+
+
+def has(value: str, trained: Trained) -> bool:  # noqa: ARG001 - the signature of all
+    """Whether this process was started so."""
+    return any(f"{value}:True" in os.environ.get(name, "") for name in ALLOCATOR_VARIABLES)
+
+
+def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the signature of all
+    """Why memory cannot be held so, None where it can."""
+    if trained.device.type != "cuda" or torch.version.hip is not None:
+        return "it is of CUDA's allocator"
+    if not sys.platform.startswith("linux"):
+        return "CUDA has it on Linux alone"
+    if not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+        return "this PyTorch cannot set its allocator in a process that runs"
+    return None
+
+
+def apply(value: str, trained: Trained) -> None:  # noqa: ARG001 - the process has but one
+    """Hold what is allocated from now on so; what a process is started with (`AmpConfig.environment`) is for all."""
+    (settings,) = ALLOCATOR.environment(value, os.environ).values()
+    torch._C._accelerator_setAllocatorSettings(settings)

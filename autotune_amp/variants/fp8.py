@@ -1,0 +1,115 @@
+"""Linear layers that multiply in fp8 under bf16's autocast, by torchao; their weights stay as they are.
+
+The first and the last Linear stay in bf16, as Accelerate has it too: a model is most sensitive there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotune_amp.precision.forward_wrapper import Roles, roles_of, set_roles
+from autotune_amp.variants.subject import Trained
+
+_MULTIPLE = 16  # of the sizes of what fp8 tensor cores multiply (torch._scaled_mm)
+_STATE = "_autotune_amp_fp8"  # the recipe, and the names of what torchao keeps on the layer
+
+
+def has(value: str, trained: Trained) -> bool:
+    """Whether layers multiply in fp8 by this recipe already, or by one of the user's own."""
+    if "torchao.float8.float8_linear" not in sys.modules:
+        return False
+    from torchao.float8.float8_linear import Float8Linear
+
+    layers = [module for module in trained.modules if isinstance(module, Float8Linear)]
+    return any(layer.__dict__.get(_STATE, (value,))[0] == value for layer in layers)
+
+
+def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the signature of all
+    """Why no layer can multiply in fp8, None where some can."""
+    if importlib.util.find_spec("torchao") is None:
+        return "torchao is not installed: pip install 'autotune_amp[fp8]'"
+    if not _linears(trained.modules):
+        return f"between its first and its last Linear the model has none with fp32 weights in multiples of {_MULTIPLE}"
+    return None
+
+
+def apply(value: str, trained: Trained) -> None:
+    """Have the layers multiply in fp8 wherever autocast is on."""
+    switch(trained.modules, value, trained.device)
+
+
+def switch(modules: Sequence[nn.Module], recipe: str | None, device: torch.device) -> None:
+    """Have the Linear layers among these modules, in their order, multiply in fp8 by this recipe, or (None) as plain
+    ones do; they stay the objects that they are, over the same parameters.
+
+    Where the device has no fp8 tensor cores, torchao emulates them: that shows what fp8 learns, and not how fast.
+    """
+    if recipe == recipe_of(modules):
+        return
+    for module in modules:
+        if (state := module.__dict__.pop(_STATE, None)) is not None:
+            for name in state[1:]:
+                del module.__dict__[name]
+            _become(module, nn.Linear)
+    if recipe is None:
+        return
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    from autotune_amp.variants.fp8_linear import Fp8Linear
+
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not _has_fp8(device))
+    for linear in _linears(modules):
+        made: Any = convert_to_float8_training(nn.Sequential(linear), config=config)[0]
+        own = {name: value for name, value in made.__dict__.items() if name not in linear.__dict__}
+        _become(linear, Fp8Linear)
+        linear.__dict__.update(own, **{_STATE: (recipe, *own)})
+
+
+@contextmanager
+def running(modules: Sequence[nn.Module], recipe: str | None, device: torch.device) -> Iterator[None]:
+    """`switch`, and back again in the end."""
+    before = recipe_of(modules)
+    switch(modules, recipe, device)
+    try:
+        yield
+    finally:
+        switch(modules, before, device)
+
+
+def recipe_of(modules: Iterable[nn.Module]) -> str | None:
+    """The recipe that `switch` gave them, None without one."""
+    return next((module.__dict__[_STATE][0] for module in modules if _STATE in module.__dict__), None)
+
+
+def _linears(modules: Iterable[nn.Module]) -> list[nn.Linear]:
+    linears = [module for module in modules if isinstance(module, nn.Linear) and _class_of(module) is nn.Linear]
+    return [
+        linear
+        for linear in linears[1:-1]
+        if linear.weight.dtype == torch.float32 and not any(size % _MULTIPLE for size in linear.weight.shape)
+    ]
+
+
+def _class_of(module: nn.Module) -> type[nn.Module]:
+    """Its class without what is done around its forward."""
+    original: type[nn.Module] = getattr(type(module), "_original", type(module))
+    return original
+
+
+def _become(module: nn.Module, kind: type[nn.Module]) -> None:
+    roles = roles_of(module)
+    set_roles(module, Roles())
+    module.__class__ = kind
+    set_roles(module, roles)
+
+
+def _has_fp8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)

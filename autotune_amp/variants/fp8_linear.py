@@ -1,0 +1,20 @@
+"""torchao's fp8 layer as autocast has it; a module of its own, so that a pickled model finds it by its name."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torchao.float8.float8_linear import Float8Linear
+
+
+class Fp8Linear(Float8Linear):  # type: ignore[misc] # torchao has no types
+    """One that multiplies in fp8 where autocast is on, and in fp32 where it is not, as under a pin."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - Linear's name
+        """Of (..., in_features) what Linear gives, (..., out_features), in autocast's dtype where that is on."""
+        device_type = input.device.type
+        if not torch.is_autocast_enabled(device_type):
+            return nn.Linear.forward(self, input)
+        # torchao asks for CUDA's dtype whatever the device (0.18).
+        output: Tensor = super().forward(input.to(torch.get_autocast_dtype(device_type)))
+        return output

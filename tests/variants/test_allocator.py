@@ -1,0 +1,62 @@
+"""CUDA's allocator setting without a card: what the variable says, and where it can be had."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autotune_amp import AmpConfig
+from autotune_amp.core.evidence import export_lines
+from autotune_amp.core.variants import ALLOCATOR
+from autotune_amp.variants import allocator
+from autotune_amp.variants.prepare import values_for
+from autotune_amp.variants.subject import Trained
+
+VALUE = "expandable_segments"
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:False"},
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"},
+        ),
+    ],
+)
+def test_the_variable_keeps_what_it_says_already(found: dict[str, str], expected: dict[str, str]) -> None:
+    assert ALLOCATOR.environment(VALUE, found) == expected
+    assert ALLOCATOR.environment("as_found", found) == {}
+
+
+def test_the_shell_is_told() -> None:
+    environment = {"OMP_NUM_THREADS": "2"}
+    config = AmpConfig(precision="bf16", batch_size=4, allocator="expandable_segments", environment=environment)
+    assert export_lines(config) == ["export OMP_NUM_THREADS=2 PYTORCH_ALLOC_CONF=expandable_segments:True"]
+
+
+def test_where_it_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    model = nn.Linear(2, 2)
+    on_cpu, on_card = Trained([model], [], torch.device("cpu")), Trained([model], [], torch.device("cuda"))
+    assert "CUDA" in str(values_for(on_cpu)["allocator"][VALUE])
+    applied: list[str] = []
+    part: Any = torch._C
+    monkeypatch.setattr(part, "_accelerator_setAllocatorSettings", applied.append, raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert allocator.why_not(VALUE, on_card) is None
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    allocator.apply(VALUE, on_card)
+    assert applied == ["max_split_size_mb:64,expandable_segments:True"]
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64")
+    assert allocator.has(VALUE, on_card)
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert "Linux" in str(allocator.why_not(VALUE, on_card))

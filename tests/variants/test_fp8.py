@@ -1,0 +1,274 @@
+"""Linear layers in fp8 by torchao, emulated where there is no card: on live objects, in trials, checks and a run."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import fp8_samples
+import pytest
+import torch
+from model_zoo import ZOO
+from torch import Tensor, nn
+
+from autotune_amp import AmpConfig, PrecisionController, Workload, prepare
+from autotune_amp.core.config import FallbackPlan
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.outcome import Fidelity, Measurement
+from autotune_amp.core.setting import Setting
+from autotune_amp.core.variants import Fp8Recipe
+from autotune_amp.isolation.local import LocalBackend, Payload
+from autotune_amp.isolation.process import Watcher
+from autotune_amp.precision import torch_state
+from autotune_amp.precision.forward_wrapper import pin_fp32, unpin
+from autotune_amp.trial import checks
+from autotune_amp.trial.context import Context
+from autotune_amp.trial.jobs import Check, Trial
+from autotune_amp.trial.training import make_training
+from autotune_amp.variants import fp8
+from autotune_amp.variants.prepare import values_for
+from autotune_amp.variants.subject import Trained
+
+pytest.importorskip("torchao")
+CPU = torch.device("cpu")
+RECIPES: tuple[Fp8Recipe, ...] = ("rowwise", "tensorwise")
+
+
+def config(recipe: Fp8Recipe = "rowwise", **fields: Any) -> AmpConfig:
+    return AmpConfig(precision="fp8", batch_size=fp8_samples.NUM_SAMPLES, fp8_recipe=recipe, **fields)
+
+
+def gradients(model: nn.Module, batch: Any, dtype: torch.dtype | None = torch.bfloat16) -> Tensor:
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        loss = fp8_samples.loss(model, batch)
+    torch.autograd.backward(loss)
+    return torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
+
+
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def in_fp8(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if type(module).__name__ == "Fp8Linear"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_middle_layers_multiply_in_fp8_and_come_back_as_they_were(recipe: Fp8Recipe) -> None:
+    model, batch = fp8_samples.model(), fp8_samples.batch()
+    before, layers, names = list(model.parameters()), list(model), list(model.state_dict())
+    exact, around = gradients(model, batch, None), gradients(model, batch)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert prepare(config(recipe), model, optimizer) == (model, optimizer)
+    assert in_fp8(model) == ["2", "4"]
+    assert [a is b for a, b in zip(model.parameters(), before, strict=True)] == [True] * len(before)
+    assert list(model) == layers, "the objects stay, and with them their hooks"
+    assert list(model.state_dict()) == names
+    found = gradients(model, batch)
+    assert 0.01 < distance(found, exact) < 0.5, "four bits of a significand"
+    assert distance(gradients(model, batch, None), exact) == 0, "without autocast they are what they were"
+    prepare(config(recipe), model, optimizer)  # a second time does nothing
+    assert distance(gradients(model, batch), found) == 0
+    fp8.switch(list(model.modules()), None, CPU)
+    assert [type(layer) for layer in model] == [type(layer) for layer in fp8_samples.model()]
+    assert [layer.__dict__.keys() for layer in model] == [layer.__dict__.keys() for layer in fp8_samples.model()]
+    assert distance(gradients(model, batch), around) == 0
+
+
+def test_copies_pickles_pins_and_checkpoints_go_on() -> None:
+    model, batch = fp8_samples.model(), fp8_samples.batch()
+    exact = gradients(model, batch, None)
+    fp8_samples.model().load_state_dict(prepare(config(), model, None)[0].state_dict())
+    found = gradients(model, batch)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert in_fp8(other) == ["2", "4"]
+        assert distance(gradients(other, batch), found) == 0
+    pin_fp32(model, "cpu")
+    assert distance(gradients(model, batch), exact) == 0, "what is pinned is in fp32, its fp8 layers too"
+    fp8.switch(list(model.modules()), None, CPU)
+    fp8.switch(list(model.modules()), "rowwise", CPU)
+    assert distance(gradients(model, batch), exact) == 0, "under a pin of before"
+    unpin(model)
+    assert distance(gradients(model, batch), found) == 0
+
+
+def test_which_models_can_have_it() -> None:
+    found = {name: values_for(Trained([ZOO[name][0]()], [], CPU))["fp8_recipe"]["rowwise"] for name in ZOO}
+    assert {name for name, why in found.items() if why is None} == {"t5", "vit"}
+    assert all("multiples of 16" in str(found[name]) for name in ("convnet", "gpt2", "lstm"))
+    odd = nn.Sequential(nn.Linear(32, 40), nn.Linear(40, 40), nn.Linear(40, 32), nn.Linear(32, 32))
+    with pytest.raises(InvalidRequestError, match="multiples of 16"):
+        prepare(config(), odd, None)
+    half = fp8_samples.model()
+    half[2].bfloat16(), half[4].bfloat16()
+    with pytest.raises(InvalidRequestError, match="fp32 weights"):
+        prepare(config(), half, None)
+    assert in_fp8(odd) == in_fp8(half) == []
+
+
+def test_without_torchao_the_line_to_install_it_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "autotune_amp[fp8]" in str(fp8.why_not("rowwise", Trained([fp8_samples.model()], [], CPU)))
+
+
+def test_layers_of_the_users_own_are_known() -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    model = fp8_samples.model()
+    assert values_for(Trained([model], [], CPU))["fp8_recipe"] == dict.fromkeys(RECIPES)
+    convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
+    found = values_for(Trained([model], [], CPU))["fp8_recipe"]
+    assert found == dict.fromkeys(RECIPES, "it is so already")
+    fp8.switch(list(model.modules()), None, CPU)
+    assert type(model[2]).__name__ == "Float8Linear", "only ours are taken off"
+
+
+@pytest.mark.parametrize("name", ["t5", "vit"])
+def test_a_trial_trains_bit_for_bit_what_prepare_sets_up(name: str) -> None:
+    torch.manual_seed(0)
+    model = ZOO[name][0]()
+    by_hand = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(by_hand.parameters(), lr=1e-3)
+    setting = Setting(precision="fp8", batch_size=4, fp8_recipe="tensorwise")
+    prepare(AmpConfig.of(setting), by_hand, optimizer)
+    assert in_fp8(by_hand)
+    batches = [ZOO[name][2](4) for _ in range(3)]
+    given = Workload(
+        model, ZOO[name][1], lambda _: iter(batches), lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)
+    )
+    training = make_training(given, model, Trial(candidate=setting, device="cpu"))
+    for batch in batches:
+        torch.manual_seed(7)
+        training.forward_backward(training.next_batch())
+        training.update()
+        torch.manual_seed(7)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = ZOO[name][1](by_hand, batch)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    training.close()
+    torch.testing.assert_close(model.state_dict(), by_hand.state_dict(), rtol=0, atol=0)
+
+
+def checked(setting: Setting) -> Fidelity:
+    context = Context(fp8_samples.workload(), is_kept=False)
+    context.open("here")
+    spec = Check(what="fidelity", candidate=setting, device="cpu", torch_state=torch_state.capture())
+    found = checks.check(context, spec, lambda _: None)
+    assert isinstance(found, Fidelity), found
+    return found
+
+
+def test_it_is_held_against_fp32_and_is_noisier_than_what_is_around_it() -> None:
+    bf16 = checked(Setting(precision="bf16", batch_size=16))
+    found = [checked(Setting(precision="fp8", batch_size=16, fp8_recipe=recipe)) for recipe in RECIPES]
+    for each in found:
+        assert each.precision == "fp8"
+        assert each.verdict != "unchecked", each.reason
+        assert each.noise_ratio is not None
+        assert bf16.noise_ratio is not None
+        assert each.noise_ratio > 2 * bf16.noise_ratio
+        assert each.num_paired_steps > 0, "a training too"
+
+
+# -- a run that is under way -------------------------------------------------------------------------------------------
+
+
+class Run:
+    """A model in fp8 under a controller that can run its batch again."""
+
+    def __init__(self, *, rerun: bool = True, **fields: Any) -> None:
+        self.model = fp8_samples.model()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.batch = fp8_samples.batch()
+        plans = [FallbackPlan(precision=name, batch_size=fp8_samples.NUM_SAMPLES) for name in ("bf16", "fp32")]
+        self.controller = PrecisionController(config(fallback=plans, **fields), "cpu")
+        self.controller.attach(self.model, self.loss if rerun else None)
+
+    def loss(self) -> Tensor:
+        return fp8_samples.loss(self.model, self.batch)
+
+    def step(self) -> float:
+        with self.controller.autocast():
+            loss = self.loss()
+        self.controller.backward(loss)
+        self.controller.step(self.optimizer)
+        self.controller.update()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+
+def test_the_controller_steps_down_over_the_same_parameters_and_up_again() -> None:
+    run = Run()
+    weights = list(run.model.parameters())
+    seen = []
+    for precision in ("bf16", "fp32", "fp8"):
+        run.step()
+        seen.append((run.controller.status().precision, in_fp8(run.model)))
+        run.controller.set_precision(precision)
+    run.step()
+    seen.append((run.controller.config.precision, in_fp8(run.model)))
+    assert seen == [("fp8", ["2", "4"]), ("bf16", []), ("fp32", []), ("fp8", ["2", "4"])]
+    assert run.controller.config.fp8_recipe == "rowwise"
+    assert all(a is b for a, b in zip(weights, run.model.parameters(), strict=True))
+    assert len(run.optimizer.state) == len(weights), "each was trained all the while"
+    run.controller.detach()
+    assert in_fp8(run.model) == [], "as it was before it was attached"
+
+
+def test_where_the_layers_in_fp8_fail_the_diagnosis_finds_bf16_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    from autotune_amp.variants.fp8_linear import Fp8Linear
+
+    run = Run()
+    run.step()
+    real = Fp8Linear.forward
+    monkeypatch.setattr(Fp8Linear, "forward", lambda self, x: real(self, x) * float("nan"))  # as a scale of 0 gives
+    for _ in range(12):
+        run.step()
+        if run.controller.status().precision != "fp8":
+            break
+    (move,) = run.controller.status().history
+    assert (move.kind, move.before, move.after) == ("demotion", "fp8", "bf16")
+    assert in_fp8(run.model) == []
+    assert torch.isfinite(torch.tensor(run.step()))
+
+
+def test_a_loop_that_attaches_no_model_is_told_before_it_trains_in_something_else() -> None:
+    model = fp8_samples.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    controller = PrecisionController(config(), "cpu")
+    with controller.autocast():
+        loss = fp8_samples.loss(model, fp8_samples.batch())
+    controller.backward(loss)
+    with pytest.raises(InvalidRequestError, match="no model is attached") as raised:
+        controller.step(optimizer)
+    assert "attach(model)" in raised.value.next_step
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler, g++, on a CPU")
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_it_is_measured_and_checked(recipe: Fp8Recipe) -> None:
+    # In a process of its own, as a search has it: the compiler leaves threads behind.
+    path = (str(Path(__file__).parent), *sys.path)
+    payload = Payload(target=f"{Path(fp8_samples.__file__)}:workload", path=path)
+    setting = Setting(precision="fp8", batch_size=16, fp8_recipe=recipe, compile="default")
+    with LocalBackend(payload, "fresh", Watcher()) as backend:
+        state = backend.load(120)
+        backend.open("cpu", None, 120)
+        found = backend.submit(Trial(candidate=setting, device="cpu", torch_state=state)).result()
+        assert isinstance(found, Measurement), found
+        judged = backend.submit(Check(what="fidelity", candidate=setting, device="cpu", torch_state=state)).result()
+    assert isinstance(judged, Fidelity), judged
+    assert judged.verdict != "unchecked", judged.reason
+    eager = checked(Setting(precision="fp8", batch_size=16, fp8_recipe=recipe))
+    assert judged.noise_ratio == pytest.approx(eager.noise_ratio, rel=0.5)
