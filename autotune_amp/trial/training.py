@@ -15,6 +15,7 @@ from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.setting import DIMENSIONS
+from autotune_amp.core.variants import ALLOCATOR
 from autotune_amp.core.workload import Workload, type_name
 from autotune_amp.precision import forward_wrapper, torch_state
 from autotune_amp.precision.forward_wrapper import named
@@ -25,7 +26,7 @@ from autotune_amp.trial import data
 from autotune_amp.trial.context import LoopState, Optimizers, each, make_optimizer
 from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.worst_batch import worst_batches
-from autotune_amp.variants import prepare
+from autotune_amp.variants import allocator, prepare
 from autotune_amp.variants.subject import Trained
 
 
@@ -138,6 +139,8 @@ class BaseTraining(ABC):
         self._worst.close()
         for module in self._pinned:
             forward_wrapper.unpin(module)
+        if (value := ALLOCATOR.value_in(self.spec.candidate)) is not None:  # a kept process goes on
+            allocator.undo(value)
 
     def _on_device(self, batch: Any) -> Any:
         return batch if self.device.type == "cpu" else data.move(batch, self.device)

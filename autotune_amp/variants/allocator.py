@@ -28,6 +28,15 @@ def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the s
 
 
 def apply(value: str, trained: Trained) -> None:  # noqa: ARG001 - the process has but one
-    """Hold what is allocated from now on so; what a process is started with (`AmpConfig.environment`) is for all."""
+    """Hold what is allocated from now on so; the variable, set before Python starts, is for all."""
+    torch._C._accelerator_setAllocatorSettings(_settings(value))
+
+
+def undo(value: str) -> None:
+    """Hold what is allocated from now on as before `apply`."""
+    torch._C._accelerator_setAllocatorSettings(_settings(value).removesuffix("True") + "False")
+
+
+def _settings(value: str) -> str:
     (settings,) = ALLOCATOR.environment(value, os.environ).values()
-    torch._C._accelerator_setAllocatorSettings(settings)
+    return settings

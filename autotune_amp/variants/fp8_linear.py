@@ -15,6 +15,8 @@ class Fp8Linear(Float8Linear):  # type: ignore[misc] # torchao has no types
         device_type = input.device.type
         if not torch.is_autocast_enabled(device_type):
             return nn.Linear.forward(self, input)
-        # torchao asks for CUDA's dtype whatever the device (0.18).
-        output: Tensor = super().forward(input.to(torch.get_autocast_dtype(device_type)))
+        input = input.to(torch.get_autocast_dtype(device_type))  # noqa: A001 - as above
+        # torchao would ask for CUDA's dtype whatever the device, by a name that torch has deprecated (0.18).
+        with torch.autocast(device_type, enabled=False):
+            output: Tensor = super().forward(input)
         return output

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController, prepare
-from autotune_amp.core.outcome import Measurement
+from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
 from autotune_amp.isolation.process import Watcher
@@ -19,6 +19,7 @@ from autotune_amp.trial.jobs import Trial
 
 pytestmark = pytest.mark.gpu
 VALUES: dict[str, Any] = {
+    "allocator": "expandable_segments",
     "memory_format": "channels_last",
     "activation_checkpointing": "blocks",
     "optimizer_impl": "fused",
@@ -110,3 +111,54 @@ def test_trials_have_it_one_after_the_other(isolation: Isolation, tmp_path: Path
                 Trial(candidate=setting, device="cuda", loss_scale=scale, torch_state=state)
             ).result()
             assert isinstance(found, Measurement), found
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_layers_in_fp8_train_on_a_card_and_step_down_there(recipe: Any) -> None:
+    """Emulated where the card has no fp8; what its tensor cores compute is what another test looks at."""
+    pytest.importorskip("torchao")
+    if torch.cuda.get_device_capability() >= (8, 9):
+        pytest.skip("this card computes fp8 itself")
+    widths = [nn.Linear(32, 64), *(nn.Linear(64, 64) for _ in range(2)), nn.Linear(64, 10)]
+    model = nn.Sequential(*widths).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    config = AmpConfig(precision="fp8", batch_size=16, fp8_recipe=recipe, fallback=["bf16"])
+    prepare(config, model, optimizer)
+    controller = PrecisionController(config, "cuda")
+    controller.attach(model)
+    kinds = []
+    for _ in range(2):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with controller.autocast():
+            output = model(torch.randn(16, 32, device="cuda"))
+        controller.backward(nn.functional.cross_entropy(output.float(), torch.zeros(16, device="cuda").long()))
+        controller.step(optimizer)
+        controller.update()
+        optimizer.zero_grad()
+        kinds.append((output.dtype, type(model[1]).__name__))
+        assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+        controller.set_precision("bf16")
+    assert kinds == [(torch.bfloat16, "Fp8Linear"), (torch.bfloat16, "Linear")]
+
+
+@pytest.mark.real_gpu("fp8 tensor cores and Triton")
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_fp8_s_tensor_cores_are_measured_and_what_they_cannot_multiply_is_unsupported(
+    recipe: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("torchao")
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("fp8 tensor cores begin with 8.9")
+    workload = Path(__file__).parents[1] / "variants" / "fp8_samples.py"
+    payload = Payload(target=f"{workload}:workload", path=tuple(sys.path))
+    with LocalBackend(payload, None, Watcher()) as backend:
+        state = backend.load(120)
+        backend.open("cuda", None, 120)
+        for batch_size in (256, 250):
+            setting = Setting(precision="fp8", batch_size=batch_size, fp8_recipe=recipe, compile="default")
+            found = backend.submit(Trial(candidate=setting, device="cuda", torch_state=state)).result()
+            if batch_size % 16:
+                assert isinstance(found, Failure), found
+                assert found.kind == "unsupported", found
+            else:
+                assert isinstance(found, Measurement), found

@@ -5,13 +5,17 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import fp8_samples
 import pytest
 import torch
 from torch import nn
 
 from autotune_amp import AmpConfig
 from autotune_amp.core.evidence import export_lines
+from autotune_amp.core.setting import Setting
 from autotune_amp.core.variants import ALLOCATOR
+from autotune_amp.trial.jobs import Trial
+from autotune_amp.trial.training import make_training
 from autotune_amp.variants import allocator
 from autotune_amp.variants.prepare import values_for
 from autotune_amp.variants.subject import Trained
@@ -55,7 +59,12 @@ def test_where_it_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     assert allocator.why_not(VALUE, on_card) is None
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     allocator.apply(VALUE, on_card)
-    assert applied == ["max_split_size_mb:64,expandable_segments:True"]
+    assert applied.pop() == "max_split_size_mb:64,expandable_segments:True"
+    setting = Setting(precision="fp32", batch_size=4, allocator="expandable_segments")
+    trial = Trial(candidate=setting, device="cpu")
+    make_training(fp8_samples.workload(), fp8_samples.model(), trial).close()
+    on, off = applied
+    assert (on, off) == tuple(f"max_split_size_mb:64,expandable_segments:{is_on}" for is_on in (True, False))
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64")
     assert allocator.has(VALUE, on_card)
     monkeypatch.setattr(sys, "platform", "win32")
