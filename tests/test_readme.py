@@ -46,7 +46,7 @@ QUICK = [
     Example("controller.on_step", r"\Afp16 0 \(\)\n\Z"),
 ]
 SLOW = [
-    Example("recommendation.reason", r"\A(fp32|tf32|bf16|fp16) \d+ "),
+    Example("recommendation.reason", r"\A(fp32|tf32|bf16|fp16|fp8) \d+ "),
     Example("def train_step", r"\A(fp32|tf32|bf16|fp16) 32\n\Z"),
     Example("check_fidelity", r"\Aunfaithful \('encoder\.block\.1\.layer\.1\.DenseReluDense\.wo',\)\n\Z"),
     Example("LightningModule", r"^(32-true|bf16-mixed|16-mixed) \d+$"),

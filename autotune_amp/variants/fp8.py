@@ -35,7 +35,7 @@ def has(value: str, trained: Trained) -> bool:
 def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the signature of all
     """Why no layer can multiply in fp8, None where some can."""
     if importlib.util.find_spec("torchao") is None:
-        return "torchao is not installed: pip install 'autotune_amp[fp8]'"
+        return "torchao is not installed: pip install 'torchao>=0.18'"
     if not _linears(trained.modules):
         return f"between its first and its last Linear the model has none with fp32 weights in multiples of {_MULTIPLE}"
     return None

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from listening import Listener
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from autotune_amp import Workload
@@ -185,3 +186,47 @@ def test_trials_share_the_compilers_cache_and_train_alike(tmp_path: Path, monkey
         assert int(listener.words("hits")[-1]) > 0
         losses.append(listener.words("loss")[-5:])
     assert losses[0] == losses[1] == losses[2]
+
+
+BROKEN_COMPILERS = {
+    "crash": "echo internal compiler error >&2; exit 4",
+    "no space": "echo 'cannot write /tmp/a.s: No space left on device' >&2; exit 1",
+    "hang": "touch $TMPDIR/begun; exec sleep 1000",
+}
+
+
+@NEEDS_CXX
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "kind", "word"),
+    [
+        ("crash", "workload_error", "internal compiler error"),
+        ("no space", "workload_error", "No space left"),
+        ("hang", "timeout", "compiling"),
+    ],
+)
+def test_a_compiler_that_does_not_compile_costs_its_own_trial(
+    what: str, kind: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "g++"
+    asked = 'for argument; do case "$argument" in *.cpp) has_source=1;; esac; done'
+    broken = f'if [ -n "$has_source" ]; then {BROKEN_COMPILERS[what]}; fi'
+    compiler.write_text(f'#!/bin/sh\n{asked}\n{broken}\nexec {shutil.which("g++")} "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    text = WORKLOAD.replace("torch.compile(", "(").replace(", backend=BACKEND", "")
+    (tmp_path / "train.py").write_text(text)
+    plain = Setting(precision="fp32", batch_size=4)
+    with LocalBackend(Payload(target="train:workload", path=(str(tmp_path), *sys.path)), None, Listener()) as runner:
+        state = runner.load(60)
+        runner.open("cpu", None, 60)
+        compiled = replace(plain, compile="default")
+        seconds = 15.0 if what == "hang" else 60.0
+        failed = runner.submit(spec(candidate=compiled, torch_state=state, deadline_seconds=seconds)).result()
+        assert isinstance(failed, Failure), failed
+        assert failed.kind == kind, failed
+        assert word in failed.message + (failed.details or ""), failed
+        assert (tmp_path / "begun").exists() is (what == "hang")
+        assert isinstance(runner.submit(spec(candidate=plain, torch_state=state)).result(), Measurement)

@@ -113,7 +113,7 @@ def test_which_models_can_have_it() -> None:
 
 def test_without_torchao_the_line_to_install_it_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "autotune_amp[fp8]" in str(fp8.why_not("rowwise", Trained([fp8_samples.model()], [], CPU)))
+    assert "torchao>=0.18" in str(fp8.why_not("rowwise", Trained([fp8_samples.model()], [], CPU)))
 
 
 def test_layers_of_the_users_own_are_known() -> None:
