@@ -12,7 +12,7 @@ from typing import Any
 import fp8_samples
 import pytest
 import torch
-from model_zoo import ZOO
+from model_zoo import ZOO, workload
 from torch import Tensor, nn
 
 from autotune_amp import AmpConfig, PrecisionController, Workload, prepare
@@ -156,8 +156,8 @@ def test_a_trial_trains_bit_for_bit_what_prepare_sets_up(name: str) -> None:
     torch.testing.assert_close(model.state_dict(), by_hand.state_dict(), rtol=0, atol=0)
 
 
-def checked(setting: Setting) -> Fidelity:
-    context = Context(fp8_samples.workload(), is_kept=False)
+def checked(setting: Setting, workload: Workload | None = None) -> Fidelity:
+    context = Context(workload or fp8_samples.workload(), is_kept=False)
     context.open("here")
     spec = Check(what="fidelity", candidate=setting, device="cpu", torch_state=torch_state.capture())
     found = checks.check(context, spec, lambda _: None)
@@ -175,6 +175,22 @@ def test_it_is_held_against_fp32_and_is_noisier_than_what_is_around_it() -> None
         assert bf16.noise_ratio is not None
         assert each.noise_ratio > 2 * bf16.noise_ratio
         assert each.num_paired_steps > 0, "a training too"
+
+
+@pytest.mark.parametrize(
+    ("name", "beside"),
+    [
+        *(("t5", beside) for beside in ({"activation_checkpointing": "blocks"}, {"optimizer_impl": "fused"})),
+        *(("vit", beside) for beside in ({"activation_checkpointing": "blocks"}, {"memory_format": "channels_last"})),
+        ("vit", {"optimizer_impl": "foreach"}),
+    ],
+)
+def test_beside_each_other_dimension_it_gives_the_gradient_of_fp32(name: str, beside: dict[str, Any]) -> None:
+    setting = Setting(precision="fp8", batch_size=4, fp8_recipe="tensorwise", **beside)
+    found = checked(setting, workload(name))
+    assert found.verdict == "faithful", found.reason
+    assert found.gradient_cosine is not None
+    assert found.gradient_cosine > 0.95, "four bits of a significand, in models of two layers"
 
 
 # -- a run that is under way -------------------------------------------------------------------------------------------
