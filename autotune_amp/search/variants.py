@@ -37,13 +37,17 @@ def ordered(ledger: Ledger) -> list[Dimension[Any]]:
     """The dimensions in the order in which they are tried: by what a profile leaves them to gain for a second spent."""
     others = [dimension for dimension in ON_THE_WINNER if dimension not in _ORDER]
     gains = _max_speedups(ledger)
-    trial_seconds = min((r.seconds for r in ledger.trials if isinstance(r.outcome, Measurement)), default=1.0)
 
     def worth(dimension: Dimension[Any]) -> float:
-        seconds = trial_seconds + (COMPILE_SECONDS if dimension in (COMPILE, FP8_RECIPE) else 0.0)
-        return math.log(gains.get(dimension.name, 1.0)) / seconds
+        return math.log(gains.get(dimension.name, 1.0)) / _least_seconds(ledger, dimension)
 
     return [*others, *sorted(_ORDER, key=worth, reverse=True)]
+
+
+def _least_seconds(ledger: Ledger, dimension: Dimension[Any]) -> float:
+    """What a trial of it takes at the least."""
+    trial_seconds = min((r.seconds for r in ledger.trials if isinstance(r.outcome, Measurement)), default=1.0)
+    return trial_seconds + (COMPILE_SECONDS if dimension in (COMPILE, FP8_RECIPE) else 0.0)
 
 
 def to_profile(ledger: Ledger) -> Setting | None:
@@ -204,8 +208,9 @@ def _row(
     trials = _trials_of(ledger, dimension, value)
     if not trials:
         reason = why_not_worth(ledger, dimension, value)
-        spent = "the budget ended: a larger --budget tries it" if is_budget_spent else "the search ended before"
-        return replace(row, reason=reason or spent)
+        seconds = _least_seconds(ledger, dimension)
+        spent = f"the budget ended, and a trial takes {seconds:.0f} s or more: a larger --budget tries it"
+        return replace(row, reason=reason or (spent if is_budget_spent else "the search ended before"))
     record, outcome = trials[0], trials[0].outcome
     row = replace(row, setting=str(record.candidate))
     if isinstance(outcome, Failure):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -68,6 +69,7 @@ def searched(
     profile: Profiled | Failure | None = None,
     values: dict[str, dict[str, str | None]] = VALUES,
     fp8_rate: float | None = None,
+    is_budget_spent: bool = False,
 ) -> tuple[list[Setting], dict[tuple[str, str], VariantRow], Setting]:
     """What was tried beside precision and batch, what is said of each value, and what would win."""
     gains = GAINS if gains is None else gains
@@ -113,7 +115,7 @@ def searched(
     assert search.ledger.shortlist is not None
     winner = search.ledger.shortlist.winner
     tried = [r.candidate for r in search.ledger.trials if r.candidate.set_up]
-    found = {(row.name, row.value): row for row in rows(search.ledger, winner, is_budget_spent=False)}
+    found = {(row.name, row.value): row for row in rows(search.ledger, winner, is_budget_spent=is_budget_spent)}
     return tried, found, winner
 
 
@@ -326,10 +328,12 @@ def test_what_goes_wrong_is_a_row_with_the_reason_and_the_rest_goes_on() -> None
 
 def test_they_have_a_share_of_the_budget() -> None:
     slow = Failure(kind="timeout", message="it was still compiling when its time was up")
-    tried, found, _ = searched(failing={"channels_last": slow}, budget=100.0, options={"steps": 100_000})
+    spent: dict[str, Any] = {"budget": 100.0, "options": {"steps": 100_000}, "is_budget_spent": True}
+    tried, found, _ = searched(failing={"channels_last": slow}, **spent)
     assert tried[0].memory_format == "channels_last"
     assert len(tried) == 1, f"the first used all of the {SHARE:.0%}"
     assert found["compile", "default"].status == "untried"
+    assert re.search(r"a trial takes \d+ s or more", str(found["compile", "default"].reason))
 
 
 @pytest.mark.parametrize(
