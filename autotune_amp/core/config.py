@@ -224,7 +224,7 @@ def training_arguments(config: AmpConfig, others: Mapping[str, Any] | None = Non
         "per_device_train_batch_size": config.batch_size,
         "gradient_accumulation_steps": config.accumulation_steps,
         "fp16": config.precision == "fp16",
-        "bf16": FP8_RECIPE.off(config).precision == "bf16",
+        "bf16": config.autocast_precision == "bf16",
     }
     if not config.as_found:
         decided["tf32"] = config.precision == "tf32"

@@ -85,9 +85,6 @@ class _Precision(Dimension[Precision]):
 
     def choices(self, hardware: Any, description: Any, options: Any) -> Choices[Precision]:
         asked: Sequence[Precision] = options.precisions or PRECISIONS
-        # What wins in the others is tried in fp8, beside what else is tried there.
-        is_tried_later = len(asked) > 1 and options.variants != () and hardware.has("fp8")
-        asked = [precision for precision in asked if precision != "fp8" or not is_tried_later]
         reasons = {precision: self.why_not(precision, hardware, description) for precision in asked}
         left_out = {precision: reason for precision, reason in reasons.items() if reason is not None}
         return Choices(tuple(precision for precision in asked if precision not in left_out), left_out)
@@ -103,7 +100,7 @@ class _Precision(Dimension[Precision]):
         if capability.level == "unsupported":
             return str(capability.reason)
         if precision == "fp8":
-            return "fp8 is tried on what wins in another precision: name one beside it, and leave --try to auto"
+            return "fp8 is tried on what wins in another precision, by --try fp8_recipe"
         kept = f"the weights are kept in {weights}"
         if weights == "bf16" and precision == "fp16":
             return (

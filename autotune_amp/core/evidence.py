@@ -355,7 +355,7 @@ def strict_flag_lines(precision: Precision) -> list[str]:
 
 def export_lines(config: AmpConfig) -> list[str]:
     """The shell line that sets the environment the config was measured in; empty where there is nothing to set."""
-    variables = {**config.environment, **ALLOCATOR.environment(config.allocator, {})}
+    variables = {**config.environment, **ALLOCATOR.environment(config.allocator, config.environment)}
     if not variables:
         return []
     return ["export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())]

@@ -10,6 +10,7 @@ import msgspec
 from autotune_amp.core import variants
 from autotune_amp.core.dimensions import (
     ACCUMULATION_STEPS,
+    AROUND_FP8,
     AS_FOUND,
     BATCH_SIZE,
     NUM_WORKERS,
@@ -100,6 +101,11 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         """What is set up on the model and the optimizer, by name, in the order in which that is done."""
         found = {variant.name: variant.value_in(self) for variant in variants.VARIANTS}
         return {name: value for name, value in found.items() if value is not None}
+
+    @property
+    def autocast_precision(self) -> Precision:
+        """What autocast is to be in: fp8 is layers in bf16's."""
+        return AROUND_FP8 if self.precision == "fp8" else self.precision
 
     @property
     def is_compiled(self) -> bool:

@@ -136,13 +136,12 @@ class _Fp8Recipe(Variant):
         return msgspec.structs.replace(setting, precision="fp8", fp8_recipe=value, compile=compiled)
 
     def off(self, setting: Of) -> Of:
-        """The setting in the precision that is around fp8's layers; itself where it has none."""
+        """The bare setting in the precision that is around fp8's layers; itself where it has none."""
         if setting.precision != "fp8":
             return setting
         return msgspec.structs.replace(setting, precision=AROUND_FP8, fp8_recipe=self.default)
 
 
-# In the order in which they are set up: the optimizer is over weights as they are kept, and all of it is compiled.
 WEIGHTS: Final = _Weights(
     "weights",
     Weights,
@@ -166,5 +165,6 @@ COMPILE: Final = _Written(
     'model.compile(mode="{0}")  # of a bare nn.Sequential, before torch 2.15: torch.compile(model, mode="{0}")',
 )
 FREES_MEMORY: Final = (ALLOCATOR, ACTIVATION_CHECKPOINTING)
-# The allocator first: what else is set up allocates.
+# In the order in which they are set up: the allocator first, since the others allocate; the optimizer over weights as
+# they are kept; all of it is compiled.
 VARIANTS: Final = (ALLOCATOR, WEIGHTS, MEMORY_FORMAT, FP8_RECIPE, ACTIVATION_CHECKPOINTING, OPTIMIZER_IMPL, COMPILE)

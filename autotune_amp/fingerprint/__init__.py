@@ -52,6 +52,7 @@ def versions() -> dict[str, str]:
         "torch": version("torch"),
         "autotune_amp": __version__,
         "optuna": version("optuna"),
+        "torchao": version("torchao"),
         "cuda": None if torch is None else torch.version.cuda,
     }
     return {name: known for name, known in found.items() if known is not None}

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.core.variants import FP8_RECIPE
 from autotune_amp.integrations.bridge import Window, config_of, refuse_other, refuse_other_window
 from autotune_amp.integrations.documents import accelerate_config
 from autotune_amp.integrations.export import SCALER_ARGUMENTS
@@ -74,7 +73,7 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
         steps = others.pop("gradient_accumulation_steps", None) if plugin is None else plugin.num_steps
         refuse_other("gradient_accumulation_steps", steps, self._own_config.accumulation_steps)
         plugin = plugin or GradientAccumulationPlugin(num_steps=self._own_config.accumulation_steps)
-        refuse_other("mixed_precision", others.pop("mixed_precision", None), FP8_RECIPE.off(self._own_config).precision)
+        refuse_other("mixed_precision", others.pop("mixed_precision", None), self._own_config.autocast_precision)
         for handler in others.get("kwargs_handlers") or ():
             if isinstance(handler, GradScalerKwargs | AutocastKwargs):
                 raise InvalidRequestError(

@@ -8,7 +8,6 @@ from typing import Any
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import AUTOCAST_DTYPES
-from autotune_amp.core.variants import FP8_RECIPE
 
 
 def accelerate_config(config: AmpConfig, device_type: str = "cuda") -> dict[str, Any]:
@@ -26,7 +25,7 @@ def accelerate_config(config: AmpConfig, device_type: str = "cuda") -> dict[str,
         "enable_cpu_affinity": False,
         "machine_rank": 0,
         "main_training_function": "main",
-        "mixed_precision": FP8_RECIPE.off(config).precision if is_cast and not config.pinned_modules else "no",
+        "mixed_precision": config.autocast_precision if is_cast and not config.pinned_modules else "no",
         "num_machines": 1,
         "num_processes": 1,
         "rdzv_backend": "static",
@@ -72,6 +71,6 @@ def deepspeed_config(config: AmpConfig) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": config.batch_size,
         "gradient_accumulation_steps": config.accumulation_steps,
-        "bf16": {"enabled": FP8_RECIPE.off(config).precision == "bf16"},
+        "bf16": {"enabled": config.autocast_precision == "bf16"},
         "fp16": fp16,
     }

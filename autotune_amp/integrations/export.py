@@ -260,6 +260,7 @@ def _inline(value: object) -> str:
     return " ".join(_source(value).split())
 
 
+_ATTACH = "attach(model)  # the one in the state whose layers are in fp8"
 _ACCELERATOR = "autotune_amp.integrations.accelerate.AutotuneAccelerator"
 
 
@@ -267,7 +268,8 @@ def torch(setting: Exportable) -> str:
     """A loop in plain PyTorch; with the controller where plain PyTorch cannot keep what was measured."""
     script, config = Script(setting, "torch", "PyTorch", "autotune_amp.PrecisionController"), setting.config
     if setting.is_loop:
-        return _controlled(script, ["for batch in loader:", "    train_step(state, batch, controller)"])
+        attached = [f"controller.{_ATTACH}"] * (config.precision == "fp8")
+        return _controlled(script, [*attached, "for batch in loader:", "    train_step(state, batch, controller)"])
     if config.pinned_modules or (setting.loss == "weighted" and accumulates(config)):
         loss = _loss(script, "controller.window_size", "controller.window_share")
         return _controlled(script, controlled_loop(_windows(setting), loss))
@@ -321,7 +323,8 @@ def accelerate(setting: Exportable) -> str:
     script.add_prepared("config")
     script.add_loader()
     if setting.is_loop:
-        script.lines.append("loader = accelerator.prepare(loader)")
+        script.lines += ["loader = accelerator.prepare(loader)"]
+        script.lines += [f"accelerator.controller.{_ATTACH}"] * (setting.config.precision == "fp8")
         script.lines += _block("for batch in loader:", ["train_step(state, batch, accelerator.controller)"])
         return script.source()
     script.lines.append("model, optimizer, loader = accelerator.prepare(model, optimizer, loader)")
@@ -379,10 +382,9 @@ def beside_deepspeed(setting: Exportable) -> list[str]:
     """Where DeepSpeed's JSON comes from and what of the config it has no place for, a sentence each."""
     config, found = setting.config, [f"{setting.origin}."] if setting.origin else []
     if config.precision in AUTOCAST_DTYPES:
-        found.append(
-            f"DeepSpeed's {config.precision} keeps the weights in {config.precision} with an fp32 copy; measured was "
-            "autocast over fp32 weights."
-        )
+        name = config.autocast_precision
+        kept = f"DeepSpeed's {name} keeps the weights in {name} with an fp32 copy"
+        found.append(f"{kept}; measured was autocast over fp32 weights.")
     if config.as_found:
         found.append(KEPT_FLAGS)
     elif config.precision == "tf32":

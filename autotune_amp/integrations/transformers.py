@@ -20,7 +20,7 @@ from autotune_amp.core.config import AmpConfig, DemotedError, training_arguments
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.variants import COMPILE, FP8_RECIPE
+from autotune_amp.core.variants import COMPILE
 from autotune_amp.integrations.accelerate import plain_optimizers
 from autotune_amp.integrations.bridge import config_of, readings, refuse_other_window
 from autotune_amp.precision.forward_wrapper import unwrap
@@ -249,7 +249,7 @@ def refuse_contradictions(args: Any, config: AmpConfig) -> None:
         names.append("tf32")
     found = [(name, getattr(args, name), wanted[name]) for name in names]
     if args.mixed_precision != "no":  # none asked for is none: the controller sets it
-        found.append(("mixed_precision", args.mixed_precision, FP8_RECIPE.off(config).precision))
+        found.append(("mixed_precision", args.mixed_precision, config.autocast_precision))
     found.append(("auto_find_batch_size", args.auto_find_batch_size, False))
     wrong = [f"{name}={given!r}, not {asked!r}" for name, given, asked in found if given != asked]
     if wrong:

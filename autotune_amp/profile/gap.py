@@ -18,11 +18,12 @@ from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Failure, Measurement, Profiled, ProfiledStep, Split
 from autotune_amp.core.setting import Setting
-from autotune_amp.precision.modes import MODES
+from autotune_amp.precision.modes import MODES, seen_of
 from autotune_amp.profile.results import PART_NAMES, Gap, NextStep, Part, PartName
 from autotune_amp.trial.jobs import Trial, as_failure
 
-LOW = tuple(precision for precision, mode in MODES.items() if mode.uses_autocast)  # what mixed precision means
+# What mixed precision means.
+LOW = tuple(name for name, mode in MODES.items() if mode.uses_autocast and seen_of(name) == name)
 
 
 class Profile(Job[Profiled], frozen=True, kw_only=True):

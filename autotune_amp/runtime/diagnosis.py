@@ -209,7 +209,7 @@ class Rerunner:
                 stack.callback(torch_state.apply, torch_state.capture())
                 set_flags(precision)
             recipe = self._fp8_recipe if precision == "fp8" else None
-            stack.enter_context(fp8.running(list(root.modules()), recipe, self.ranks.device))
+            stack.enter_context(fp8.running([root], recipe, self.ranks.device))
             override(root, precision, self._device_type)
             for module in pinned:
                 pin_fp32(module, self._device_type)

@@ -179,7 +179,16 @@ class Executor:
         )
 
     def attach(self, model: Attachment) -> None:
-        """Use the model: what it cannot run is withdrawn, what the config pins is pinned."""
+        """Use the model: what it cannot run is withdrawn, what the config pins is pinned.
+
+        Raises `InvalidRequestError` for a config in fp8 where no layer can be, and for a module that is not there.
+        """
+        own = self.own_config
+        if own.precision == "fp8" and (why_not := model.why_not_fp8(own.fp8_recipe)) is not None:
+            model.detach()
+            raise InvalidRequestError(
+                f"The config's fp8 cannot be had on this model: {why_not}.", "Attach the model that was searched."
+            )
         self.model = model
         self.is_advisory = False
         self.policy.can_rerun = model.rerun is not None
@@ -347,14 +356,10 @@ class Executor:
 
     def meet(self, optimizer: torch.optim.Optimizer) -> None:
         """Say before an optimizer's first step what would go wrong later."""
+        self._refuse_fp8_without_model(self.precision)
         if id(optimizer) in self._known_optimizers:
             return
         refuse_half_parameters(optimizer, self.precision)
-        if self.precision == "fp8" and self.model is None:
-            raise InvalidRequestError(
-                "The config's fp8 is layers of the model's, and no model is attached to the controller.",
-                "Call controller.attach(model) before the first step.",
-            )
         if not self._known_optimizers:
             if self.pins_to_come and self.model is None:
                 log.warning("Modules are to be pinned in fp32; without controller.attach(model) nothing is pinned.")
@@ -369,6 +374,7 @@ class Executor:
         """Raise `InvalidRequestError` for a precision that the loop or the model cannot be brought into."""
         if not self._known_optimizers and self.model is None:
             return  # nobody knows yet how the loop is written
+        self._refuse_fp8_without_model(name)
         if self.is_advisory:
             raise InvalidRequestError(
                 f"The precision cannot be changed to {name}: the controller is advisory.",
@@ -378,6 +384,13 @@ class Executor:
             raise InvalidRequestError(
                 f"The model cannot run in {name}: its frozen weights are in half precision.",
                 "Stay in bf16 or fp16, or convert the frozen weights with model.float().",
+            )
+
+    def _refuse_fp8_without_model(self, name: Precision) -> None:
+        if name == "fp8" and self.model is None:
+            raise InvalidRequestError(
+                "The config's fp8 is layers of the model's, and no model is attached to the controller.",
+                "Call controller.attach(model) before the first step.",
             )
 
     def _move_by_hand(self, name: Precision, reason: str, kind: str = "by_hand") -> None:

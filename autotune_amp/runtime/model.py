@@ -13,6 +13,7 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.precision import forward_wrapper, torch_state
 from autotune_amp.precision.forward_wrapper import named, unwrap
 from autotune_amp.variants import fp8
+from autotune_amp.variants.subject import Trained
 
 
 class Attachment:
@@ -28,7 +29,7 @@ class Attachment:
         self._device, self._device_type = device, device.type
         self.statistics = RunningStatistics(self.model)
         self._statistics_are_saved = True
-        self._own_fp8_recipe = fp8.recipe_of(self.model.modules())
+        self._own_fp8_recipe = fp8.recipe_of([self.model])
         self.is_forced = True  # by an earlier controller, which may have left pins behind, too
         self.run_in(None)
         for module in self.model.modules():
@@ -74,7 +75,12 @@ class Attachment:
 
     def run_fp8(self, recipe: str | None) -> None:
         """Have the linear layers multiply in fp8, or (None) as plain ones do; the parameters stay the same."""
-        fp8.switch(list(self.model.modules()), recipe, self._device)
+        fp8.switch([self.model], recipe, self._device)
+
+    def why_not_fp8(self, recipe: str) -> str | None:
+        """Why the model's layers cannot, None where they can or do."""
+        trained = Trained([self.model], [], self._device)
+        return None if fp8.has(recipe, trained) else fp8.why_not(recipe, trained)
 
     def begin_verifying(self) -> None:
         """In the next window, watch which precisions the layers run in."""

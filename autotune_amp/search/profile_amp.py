@@ -204,7 +204,9 @@ def _space(size: int | None, opened: Opened, asked: tuple[Precision, ...]) -> Sp
     if size is None and opened.description.batch_size is None:
         size = ASSUMED_BATCH_SIZE
     own: dict[str, Any] = {} if size is None else {"baseline": ("fp32", size), "effective_batch_size": "free"}
-    return build_space(opened.hardware, opened.description, SearchOptions.from_user(precision=asked, **own))
+    return build_space(
+        opened.hardware, opened.description, SearchOptions.from_user(precision=asked, try_="none", **own)
+    )
 
 
 def refused_in(space: Space) -> dict[Precision, str]:

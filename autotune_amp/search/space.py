@@ -19,6 +19,7 @@ from autotune_amp.core.outcome import Accumulation, Description, Failure, Measur
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import ON_THE_WINNER, Setting
 from autotune_amp.core.text import sentence
+from autotune_amp.core.variants import FP8_RECIPE
 from autotune_amp.search.options import SearchOptions
 
 ASSUMED_BATCH_SIZE = 32
@@ -76,7 +77,13 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
             f"None of the precisions asked for can be trained in on {hardware.device}: {reasons}.",
             f"Use --precision with {_usable(hardware, description)}, or another --device.",
         )
-    excluded = [Exclusion(precision=p, batch_size=None, reason=why) for p, why in precisions.left_out.items()]
+    variants = {dimension.name: dimension.choices(hardware, description, options) for dimension in ON_THE_WINNER}
+    left_out, recipes = dict(precisions.left_out), variants[FP8_RECIPE.name]
+    if recipes.values:
+        left_out.pop("fp8", None)
+    elif recipes.left_out and "fp8" in left_out:
+        left_out["fp8"] = next(iter(recipes.left_out.values()))
+    excluded = [Exclusion(precision=p, batch_size=None, reason=why) for p, why in left_out.items()]
     sizes, too_large = _batch_sizes(baseline.batch_size, effective, description.num_samples, options, num_ranks)
     if "batch_size" in description.unsettable:
         sizes, too_large = [baseline.batch_size], None
@@ -84,7 +91,6 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
     if too_large is not None:
         reason = f"the dataset has only {description.num_samples} samples; this and all larger batch sizes are left out"
         excluded += [Exclusion(precision=p, batch_size=too_large, reason=reason) for p in precisions.values]
-    variants = {dimension.name: dimension.choices(hardware, description, options) for dimension in ON_THE_WINNER}
     if description.weights != "fp32":
         kept = "low precision" if description.weights == "frozen_low" else description.weights
         notes.append(f"Weights are kept in {kept}: the rows called fp32 compute with them as they are.")

@@ -39,7 +39,10 @@ def ordered(ledger: Ledger) -> list[Dimension[Any]]:
     gains = _max_speedups(ledger)
 
     def worth(dimension: Dimension[Any]) -> float:
-        return math.log(gains.get(dimension.name, 1.0)) / _least_seconds(ledger, dimension)
+        # fp8 is compiled: what compiling gains alone is known before.
+        names = {dimension.name, COMPILE.name} if dimension is FP8_RECIPE else {dimension.name}
+        gain = min(gains.get(name, 1.0) for name in names)
+        return math.log(gain) / _least_seconds(ledger, dimension)
 
     return [*others, *sorted(_ORDER, key=worth, reverse=True)]
 
@@ -148,7 +151,7 @@ def _frees_memory(setting: Setting) -> bool:
 
 
 def _beyond_memory(ledger: Ledger, setting: Setting) -> Setting | None:
-    alike = setting.precision, FP8_RECIPE.off(setting).precision
+    alike = setting.precision, setting.autocast_precision
     ran_out = [c.batch_size for c, f in ledger.failures.items() if f.kind == "oom" and c.precision in alike]
     larger = [c for c in _of_its_precision(ledger, setting) if c.batch_size > setting.batch_size]
     beyond = [c for c in larger if ran_out and c.batch_size >= min(ran_out)]
@@ -174,11 +177,13 @@ def _at_the_batch_of(other: Setting, setting: Setting) -> Setting:
 
 def _of_its_precision(ledger: Ledger, setting: Setting) -> list[Setting]:
     """Ascending by batch size."""
-    return [c for c in ledger.space.candidates if c.precision == FP8_RECIPE.off(setting).precision]
+    return [c for c in ledger.space.candidates if c.precision == setting.autocast_precision]
 
 
 def _trials_of(ledger: Ledger, dimension: Dimension[Any], value: Any) -> list[Record]:
     ours = [r for r in ledger.trials if r.purpose == "search" and r.candidate != ledger.space.baseline]
+    if dimension is COMPILE:  # what fp8 brings along says nothing of compiling alone
+        ours = [r for r in ours if r.candidate.precision != "fp8"]
     return [r for r in ours if dimension.value_in(r.candidate) == value]
 
 

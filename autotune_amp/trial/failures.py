@@ -39,7 +39,6 @@ _UNSUPPORTED_TEXTS = (
     "no available kernel",  # attention limited to kernels that this card, or the precision, does not have
     "cublas_status_not_supported",
     "cublas_status_arch_mismatch",
-    "to be divisible by 16",  # fp8's products, of whose sizes one is the number of samples
     "out of resource: shared memory",  # a Triton kernel that wants more of it than the card has
 )
 _SHORT_SHARE = 0.1

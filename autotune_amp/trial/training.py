@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.setting import DIMENSIONS
-from autotune_amp.core.variants import ALLOCATOR
 from autotune_amp.core.workload import Workload, type_name
 from autotune_amp.precision import forward_wrapper, torch_state
 from autotune_amp.precision.forward_wrapper import named
@@ -26,7 +25,7 @@ from autotune_amp.trial import data
 from autotune_amp.trial.context import LoopState, Optimizers, each, make_optimizer
 from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.worst_batch import worst_batches
-from autotune_amp.variants import allocator, prepare
+from autotune_amp.variants import prepare
 from autotune_amp.variants.subject import Trained
 
 
@@ -52,6 +51,7 @@ class BaseTraining(ABC):
             workload.worst_batch, self.loader, spec.worst_samples, spec.candidate.batch_size, num_worst
         )
         self._pinned: list[nn.Module] = []
+        self._undo: list[Callable[[], None]] = []
 
     def set_precision(self, wanted: Precision) -> None:
         """Set its strict flags, unless the setting keeps the caller's own."""
@@ -73,7 +73,8 @@ class BaseTraining(ABC):
 
     def set_up(self, name: str, value: str) -> None:
         """Set up a further dimension as `variants.prepare` does."""
-        prepare.set_up(name, value, self.trained)
+        if (undo := prepare.set_up(name, value, self.trained)) is not None:
+            self._undo.append(undo)
 
     def start_loading(self) -> None:
         """Take the first batch, which starts the loader's workers, and keep it for `next_batch`."""
@@ -139,8 +140,8 @@ class BaseTraining(ABC):
         self._worst.close()
         for module in self._pinned:
             forward_wrapper.unpin(module)
-        if (value := ALLOCATOR.value_in(self.spec.candidate)) is not None:  # a kept process goes on
-            allocator.undo(value)
+        for undo in self._undo:  # a kept process goes on
+            undo()
 
     def _on_device(self, batch: Any) -> Any:
         return batch if self.device.type == "cpu" else data.move(batch, self.device)
@@ -246,8 +247,11 @@ def make_training(workload: Workload, model: nn.Module, spec: Trial) -> BaseTrai
     training: BaseTraining = (
         LoopTraining(workload, model, spec) if isinstance(model, LoopState) else Training(workload, model, spec)
     )
-    for dimension in DIMENSIONS:
-        dimension.apply(training, getattr(spec.candidate, dimension.name))
+    with ExitStack() as stack:
+        stack.callback(training.close)
+        for dimension in DIMENSIONS:
+            dimension.apply(training, getattr(spec.candidate, dimension.name))
+        stack.pop_all()
     return training
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -27,16 +28,8 @@ def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the s
     return None
 
 
-def apply(value: str, trained: Trained) -> None:  # noqa: ARG001 - the process has but one
-    """Hold what is allocated from now on so; the variable, set before Python starts, is for all."""
-    torch._C._accelerator_setAllocatorSettings(_settings(value))
-
-
-def undo(value: str) -> None:
-    """Hold what is allocated from now on as before `apply`."""
-    torch._C._accelerator_setAllocatorSettings(_settings(value).removesuffix("True") + "False")
-
-
-def _settings(value: str) -> str:
+def apply(value: str, trained: Trained) -> Callable[[], None]:  # noqa: ARG001 - the process has but one
+    """Hold what is allocated from now on so, where the variable is for all; the answer takes it back."""
     (settings,) = ALLOCATOR.environment(value, os.environ).values()
-    return settings
+    torch._C._accelerator_setAllocatorSettings(settings)
+    return lambda: torch._C._accelerator_setAllocatorSettings(settings.removesuffix("True") + "False")

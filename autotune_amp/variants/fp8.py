@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotune_amp.precision.forward_wrapper import Roles, roles_of, set_roles
+from autotune_amp.precision.forward_wrapper import Roles, roles_of, set_roles, unwrap
 from autotune_amp.variants.subject import Trained
 
 _MULTIPLE = 16  # of the sizes of what fp8 tensor cores multiply (torch._scaled_mm)
@@ -36,25 +36,25 @@ def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the s
     """Why no layer can multiply in fp8, None where some can."""
     if importlib.util.find_spec("torchao") is None:
         return "torchao is not installed: pip install 'torchao>=0.18'"
-    if not _linears(trained.modules):
+    if not _linears(trained.models):
         return f"between its first and its last Linear the model has none with fp32 weights in multiples of {_MULTIPLE}"
     return None
 
 
 def apply(value: str, trained: Trained) -> None:
     """Have the layers multiply in fp8 wherever autocast is on."""
-    switch(trained.modules, value, trained.device)
+    switch(trained.models, value, trained.device)
 
 
-def switch(modules: Sequence[nn.Module], recipe: str | None, device: torch.device) -> None:
-    """Have the Linear layers among these modules, in their order, multiply in fp8 by this recipe, or (None) as plain
-    ones do; they stay the objects that they are, over the same parameters.
+def switch(models: Sequence[nn.Module], recipe: str | None, device: torch.device) -> None:
+    """Have the Linear layers of these models multiply in fp8 by this recipe, or (None) as plain ones do; they stay the
+    objects that they are, over the same parameters.
 
     Where the device has no fp8 tensor cores, torchao emulates them: that shows what fp8 learns, and not how fast.
     """
-    if recipe == recipe_of(modules):
+    if recipe == recipe_of(models):
         return
-    for module in modules:
+    for module in _modules(models):
         if (state := module.__dict__.pop(_STATE, None)) is not None:
             for name in state[1:]:
                 del module.__dict__[name]
@@ -65,8 +65,10 @@ def switch(modules: Sequence[nn.Module], recipe: str | None, device: torch.devic
 
     from autotune_amp.variants.fp8_linear import Fp8Linear
 
-    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not _has_fp8(device))
-    for linear in _linears(modules):
+    # Padded: the number of samples, which the gradient of the weight sums over, need not be a multiple.
+    emulates = not _has_fp8(device)
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulates, pad_inner_dim=True)
+    for linear in _linears(models):
         made: Any = convert_to_float8_training(nn.Sequential(linear), config=config)[0]
         own = {name: value for name, value in made.__dict__.items() if name not in linear.__dict__}
         _become(linear, Fp8Linear)
@@ -74,28 +76,38 @@ def switch(modules: Sequence[nn.Module], recipe: str | None, device: torch.devic
 
 
 @contextmanager
-def running(modules: Sequence[nn.Module], recipe: str | None, device: torch.device) -> Iterator[None]:
+def running(models: Sequence[nn.Module], recipe: str | None, device: torch.device) -> Iterator[None]:
     """`switch`, and back again in the end."""
-    before = recipe_of(modules)
-    switch(modules, recipe, device)
+    before = recipe_of(models)
+    switch(models, recipe, device)
     try:
         yield
     finally:
-        switch(modules, before, device)
+        switch(models, before, device)
 
 
-def recipe_of(modules: Iterable[nn.Module]) -> str | None:
+def recipe_of(models: Sequence[nn.Module]) -> str | None:
     """The recipe that `switch` gave them, None without one."""
-    return next((module.__dict__[_STATE][0] for module in modules if _STATE in module.__dict__), None)
+    return next((module.__dict__[_STATE][0] for module in _modules(models) if _STATE in module.__dict__), None)
 
 
-def _linears(modules: Iterable[nn.Module]) -> list[nn.Linear]:
-    linears = [module for module in modules if isinstance(module, nn.Linear) and _class_of(module) is nn.Linear]
-    return [
-        linear
-        for linear in linears[1:-1]
-        if linear.weight.dtype == torch.float32 and not any(size % _MULTIPLE for size in linear.weight.shape)
-    ]
+def _modules(models: Iterable[nn.Module]) -> list[nn.Module]:
+    return list(dict.fromkeys(module for model in models for module in unwrap(model).modules()))
+
+
+def _linears(models: Sequence[nn.Module]) -> list[nn.Linear]:
+    """Of each model the layers between its first Linear and its last that can be converted, or are."""
+    own = ([module for module in _modules([model]) if isinstance(module, nn.Linear)] for model in models)
+    return [linear for linears in own for linear in linears[1:-1] if _can_be_converted(linear)]
+
+
+def _can_be_converted(linear: nn.Linear) -> bool:
+    """Not where something else than Linear computes it, or its weight: a subclass, a forward of its own, pruning."""
+    weight = linear._parameters.get("weight")
+    is_plain = (_class_of(linear) is nn.Linear and "forward" not in linear.__dict__) or _STATE in linear.__dict__
+    if weight is None or not is_plain or weight.dtype != torch.float32:
+        return False
+    return not any(size % _MULTIPLE for size in weight.shape)
 
 
 def _class_of(module: nn.Module) -> type[nn.Module]:

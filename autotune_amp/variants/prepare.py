@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -31,7 +31,7 @@ class _Place(Protocol):
 
     def why_not(self, value: str, trained: Trained) -> str | None: ...
 
-    def apply(self, value: str, trained: Trained) -> None: ...
+    def apply(self, value: str, trained: Trained) -> Callable[[], None] | None: ...
 
 
 _PLACES: dict[str, _Place] = {
@@ -48,11 +48,12 @@ _PLACES: dict[str, _Place] = {
 def prepare(config: Setting, model: Model, optimizer: Optimizers) -> tuple[Model, Optimizers]:
     """Set up on a model and its optimizer, or several in a list, what `config` says of them; returns the same objects.
 
-    The model's weights, their memory format, its checkpointed blocks and its compilation, and the implementation of the
-    optimizer's step. Everything else is for the loop, the loader and a `PrecisionController`. Call it once the model is
-    on its device, before ``DistributedDataParallel``; the optimizer may have taken steps. The names in both
-    ``state_dict`` are those of before, so that a checkpoint loads with and without it. An optimizer's own holds its
-    implementation: loaded elsewhere it brings that along.
+    The model's weights, their memory format, its layers in fp8, its checkpointed blocks and its compilation, the
+    implementation of the optimizer's step, and for all that is allocated from now on CUDA's allocator. Everything else
+    is for the loop, the loader and a `PrecisionController`. Call it once the model is on its device, before
+    ``DistributedDataParallel``; the optimizer may have taken steps. The names in both ``state_dict`` are those of
+    before, so that a checkpoint loads with and without it. An optimizer's own holds its implementation: loaded
+    elsewhere it brings that along.
 
     What is so already stays. Raises `InvalidRequestError` for what this model or optimizer cannot have, before anything
     is changed.
@@ -72,10 +73,9 @@ def prepare(config: Setting, model: Model, optimizer: Optimizers) -> tuple[Model
     return model, optimizer
 
 
-def set_up(name: str, value: str, trained: Trained) -> None:
-    """Set up one dimension, unless it is so already."""
-    if not _PLACES[name].has(value, trained):
-        _PLACES[name].apply(value, trained)
+def set_up(name: str, value: str, trained: Trained) -> Callable[[], None] | None:
+    """Set up one dimension, unless it is so already; the answer takes back what is the whole process's."""
+    return None if _PLACES[name].has(value, trained) else _PLACES[name].apply(value, trained)
 
 
 def values_for(trained: Trained) -> dict[str, dict[str, str | None]]:

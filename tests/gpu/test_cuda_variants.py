@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController, prepare
-from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
 from autotune_amp.isolation.process import Watcher
@@ -143,9 +143,7 @@ def test_layers_in_fp8_train_on_a_card_and_step_down_there(recipe: Any) -> None:
 
 @pytest.mark.real_gpu("fp8 tensor cores and Triton")
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
-def test_fp8_s_tensor_cores_are_measured_and_what_they_cannot_multiply_is_unsupported(
-    recipe: Any, tmp_path: Path
-) -> None:
+def test_fp8_s_tensor_cores_are_measured_with_any_number_of_samples(recipe: Any) -> None:
     pytest.importorskip("torchao")
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("fp8 tensor cores begin with 8.9")
@@ -157,8 +155,4 @@ def test_fp8_s_tensor_cores_are_measured_and_what_they_cannot_multiply_is_unsupp
         for batch_size in (256, 250):
             setting = Setting(precision="fp8", batch_size=batch_size, fp8_recipe=recipe, compile="default")
             found = backend.submit(Trial(candidate=setting, device="cuda", torch_state=state)).result()
-            if batch_size % 16:
-                assert isinstance(found, Failure), found
-                assert found.kind == "unsupported", found
-            else:
-                assert isinstance(found, Measurement), found
+            assert isinstance(found, Measurement), found

@@ -286,8 +286,9 @@ def test_tf32_is_asked_for_and_the_flags_that_were_found_are_left_alone() -> Non
 
 @pytest.mark.parametrize("target", TEXTS)
 def test_of_fp8_every_text_says_who_makes_its_layers_and_what_is_around_them(target: str) -> None:
-    text = everything(AmpConfig(precision="fp8", batch_size=4, compile="default"), target)
+    text = everything(AmpConfig(precision="fp8", batch_size=4, compile="default", fallback=["bf16", "fp32"]), target)
     assert re.search("precision=.fp8", text)
+    assert "DeepSpeed's fp8" not in text
     around = {"deepspeed": '"bf16": {"enabled": true}', "accelerate file": 'mixed_precision: "bf16"'}
     around |= {"torch": "torch.bfloat16", "transformers": "bf16=True"}
     assert around.get(target, "") in " ".join(text.split()).replace('{ "enabled": true }', '{"enabled": true}')

@@ -30,6 +30,9 @@ def sizes(found: Space, precision: str = "fp32") -> list[int]:
     return [c.batch_size for c in found.candidates if c.precision == precision]
 
 
+FP8 = {"fp8_recipe": {"rowwise": None, "tensorwise": None}}
+
+
 @pytest.mark.parametrize(
     ("about", "options", "expected"),
     [
@@ -92,14 +95,18 @@ def test_what_is_assumed_is_said(about: dict[str, Any], options: dict[str, Any],
 @pytest.mark.parametrize(
     ("levels", "about", "options", "legal", "excluded"),
     [
-        ({}, {}, {}, ["fp32", "tf32", "bf16", "fp16"], []),
+        ({}, {}, {}, ["fp32", "tf32", "bf16", "fp16"], ["fp8"]),
+        ({}, {"variants": FP8}, {}, ["fp32", "tf32", "bf16", "fp16"], []),
+        ({}, {"variants": FP8}, {"try_": "compile"}, ["fp32", "tf32", "bf16", "fp16"], ["fp8"]),
+        ({"fp8": "unsupported"}, {"variants": FP8}, {"try_": "fp8_recipe"}, ["fp32", "tf32", "bf16", "fp16"], []),
         ({}, {}, {"try_": "none"}, ["fp32", "tf32", "bf16", "fp16"], ["fp8"]),
         ({"fp8": "unsupported"}, {}, {}, ["fp32", "tf32", "bf16", "fp16"], ["fp8"]),
         ({"bf16": "emulated"}, {}, {"precision": ["bf16"]}, ["bf16"], []),
-        ({"tf32": "unsupported"}, {}, {}, ["fp32", "bf16", "fp16"], ["tf32"]),
-        ({}, {"weights": "bf16"}, {}, ["fp32", "bf16"], ["tf32", "fp16"]),
-        ({}, {"weights": "fp16"}, {}, ["fp32"], ["tf32", "bf16", "fp16"]),
-        ({}, {}, {"precision": ["bf16", "fp8"]}, ["bf16"], []),
+        ({"tf32": "unsupported"}, {}, {}, ["fp32", "bf16", "fp16"], ["tf32", "fp8"]),
+        ({}, {"weights": "bf16"}, {}, ["fp32", "bf16"], ["tf32", "fp16", "fp8"]),
+        ({}, {"weights": "fp16"}, {}, ["fp32"], ["tf32", "bf16", "fp16", "fp8"]),
+        ({}, {}, {"precision": ["bf16", "fp8"]}, ["bf16"], ["fp8"]),
+        ({}, {"variants": FP8}, {"precision": ["bf16", "fp8"]}, ["bf16"], []),
     ],
 )
 def test_precisions(
@@ -116,13 +123,13 @@ def test_precisions(
     ("levels", "about", "options", "message", "next_step"),
     [
         ({"tf32": "unsupported"}, {}, {"precision": "tf32"}, "tf32: scripted", "fp32 or bf16"),
-        ({}, {}, {"precision": "fp8"}, "name one beside it", "fp32 or tf32"),
+        ({}, {}, {"precision": "fp8"}, "by --try fp8_recipe", "fp32 or tf32"),
         (dict.fromkeys(PRECISIONS, "unsupported"), {}, {}, "; fp16: scripted; fp8", "--device"),
         ({}, {"num_samples": 20}, {"batch_size": "32:64"}, "only 20 samples", "20 or less"),
         ({}, {}, {"batch_size": "33:64"}, "effective batch size 32, which is kept", "--effective-batch-size free"),
         ({}, {"unsettable": LOOP}, {"batch_size": "8:16"}, "accumulation is withheld", "--effective-batch-size free"),
         ({}, {}, {"batch_size": "33:47", "effective_batch_size": 96}, "No batch size from 33 to 47", "1, 2, 3"),
-        ({}, {}, {"baseline": "fp8:32"}, "fp8 is tried on what wins", "Give a baseline in fp32"),
+        ({}, {}, {"baseline": "fp8:32"}, "by --try fp8_recipe", "Give a baseline in fp32"),
     ],
 )
 def test_a_request_that_leaves_nothing_is_an_error(

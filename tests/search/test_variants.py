@@ -34,6 +34,7 @@ FP8: dict[str, dict[str, str | None]] = {
     "fp8_recipe": {"rowwise": None, "tensorwise": None},
     "compile": {"default": None, "reduce-overhead": None},
 }
+FP8_FAILED = Failure(kind="unsupported", message="no kernel of fp8")
 ALL_PRECISIONS = {"precision": ["fp32", "bf16", "fp8"], "steps": 100_000}
 GAINS = {"channels_last": 1.2, "foreach": 1.0, "fused": 1.1, "default": 1.5, "bf16": 1.0, "blocks": 0.8}
 
@@ -269,6 +270,20 @@ def test_fp8_is_tried_compiled_on_what_leads_and_takes_the_lead_by_its_better_re
         {"default": 1.0, "rowwise": 0.9, "tensorwise": 0.9}, options=ALL_PRECISIONS, values=FP8, fp8_rate=4.0
     )
     assert slower[2].precision == "bf16"
+
+
+@pytest.mark.parametrize("is_bad", [True, False])
+def test_compiling_alone_is_tried_before_fp8_whatever_a_profile_leaves_it(is_bad: bool) -> None:
+    gains = {"default": 1.5, "rowwise": 0.8, "tensorwise": 0.8}
+    mostly_products = profiled(host_step(matrix_products=0.6, optimizer=0.1, casts=0.1))
+    failing = {"rowwise": FP8_FAILED, "tensorwise": FP8_FAILED} if is_bad else None
+    tried, found, winner = searched(
+        gains, options=ALL_PRECISIONS, values=FP8, fp8_rate=4.0, profile=mostly_products, failing=failing
+    )
+    assert (tried[0].precision, tried[0].compile) == ("bf16", "default")
+    assert (winner.precision, winner.compile) == ("bf16", "default")
+    assert found["compile", "default"].status == "chosen"
+    assert found["fp8_recipe", "rowwise"].max_speedup is not None
 
 
 def test_fp8_that_learns_something_else_is_excluded_with_what_the_check_says() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import fp8_samples
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from autotune_amp import AmpConfig
@@ -16,7 +17,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.core.variants import ALLOCATOR
 from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.training import make_training
-from autotune_amp.variants import allocator
+from autotune_amp.variants import allocator, compiling
 from autotune_amp.variants.prepare import values_for
 from autotune_amp.variants.subject import Trained
 
@@ -58,14 +59,26 @@ def test_where_it_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", None)
     assert allocator.why_not(VALUE, on_card) is None
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
-    allocator.apply(VALUE, on_card)
+    undo = allocator.apply(VALUE, on_card)
     assert applied.pop() == "max_split_size_mb:64,expandable_segments:True"
+    undo()
+    assert applied.pop() == "max_split_size_mb:64,expandable_segments:False"
     setting = Setting(precision="fp32", batch_size=4, allocator="expandable_segments")
     trial = Trial(candidate=setting, device="cpu")
     make_training(fp8_samples.workload(), fp8_samples.model(), trial).close()
     on, off = applied
     assert (on, off) == tuple(f"max_split_size_mb:64,expandable_segments:{is_on}" for is_on in (True, False))
+    applied.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(compiling, "apply", lambda value, trained: 1 // 0)
+        broken = Trial(candidate=replace(setting, compile="default"), device="cpu")
+        with pytest.raises(ZeroDivisionError):
+            make_training(fp8_samples.workload(), fp8_samples.model(), broken)
+    assert applied == [on, off], "a process that is kept goes on as before"
+    applied.clear()
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64")
     assert allocator.has(VALUE, on_card)
+    make_training(fp8_samples.workload(), fp8_samples.model(), trial).close()
+    assert applied == [], "what was so before stays so"
     monkeypatch.setattr(sys, "platform", "win32")
     assert "Linux" in str(allocator.why_not(VALUE, on_card))

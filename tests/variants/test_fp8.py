@@ -14,6 +14,7 @@ import pytest
 import torch
 from model_zoo import ZOO, workload
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from autotune_amp import AmpConfig, PrecisionController, Workload, prepare
 from autotune_amp.core.config import FallbackPlan
@@ -74,7 +75,9 @@ def test_the_middle_layers_multiply_in_fp8_and_come_back_as_they_were(recipe: Fp
     assert distance(gradients(model, batch, None), exact) == 0, "without autocast they are what they were"
     prepare(config(recipe), model, optimizer)  # a second time does nothing
     assert distance(gradients(model, batch), found) == 0
-    fp8.switch(list(model.modules()), None, CPU)
+    prepare(config("tensorwise" if recipe == "rowwise" else "rowwise"), model, optimizer)
+    assert distance(gradients(model, batch), found) > 0, "the other recipe takes its place"
+    fp8.switch([model], None, CPU)
     assert [type(layer) for layer in model] == [type(layer) for layer in fp8_samples.model()]
     assert [layer.__dict__.keys() for layer in model] == [layer.__dict__.keys() for layer in fp8_samples.model()]
     assert distance(gradients(model, batch), around) == 0
@@ -90,8 +93,8 @@ def test_copies_pickles_pins_and_checkpoints_go_on() -> None:
         assert distance(gradients(other, batch), found) == 0
     pin_fp32(model, "cpu")
     assert distance(gradients(model, batch), exact) == 0, "what is pinned is in fp32, its fp8 layers too"
-    fp8.switch(list(model.modules()), None, CPU)
-    fp8.switch(list(model.modules()), "rowwise", CPU)
+    fp8.switch([model], None, CPU)
+    fp8.switch([model], "rowwise", CPU)
     assert distance(gradients(model, batch), exact) == 0, "under a pin of before"
     unpin(model)
     assert distance(gradients(model, batch), found) == 0
@@ -124,8 +127,35 @@ def test_layers_of_the_users_own_are_known() -> None:
     convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
     found = values_for(Trained([model], [], CPU))["fp8_recipe"]
     assert found == dict.fromkeys(RECIPES, "it is so already")
-    fp8.switch(list(model.modules()), None, CPU)
+    fp8.switch([model], None, CPU)
     assert type(model[2]).__name__ == "Float8Linear", "only ours are taken off"
+
+
+def test_what_something_else_computes_is_left_alone() -> None:
+    class Own(nn.Linear):
+        pass
+
+    model = nn.Sequential(*fp8_samples.model(), nn.Linear(fp8_samples.NUM_CLASSES, 16), Own(16, 16), nn.Linear(16, 4))
+    prune.l1_unstructured(model[2], "weight", 0.5)  # type: ignore[no-untyped-call] # torch does not type it
+    model[4].__dict__["forward"] = model[4].forward  # as Accelerate's hooks do
+    assert "multiples of 16" in str(fp8.why_not("rowwise", Trained([model], [], CPU)))
+    model.insert(3, nn.Linear(64, 64))
+    prepare(config(), model, None)
+    assert in_fp8(model) == ["3"]
+
+
+def test_of_each_model_the_first_and_the_last_layer_stay() -> None:
+    together, apart = ([fp8_samples.model(), fp8_samples.model()] for _ in range(2))
+    fp8.apply("rowwise", Trained(together, [], CPU))
+    for model in apart:
+        prepare(config(), model, None)
+    assert [in_fp8(model) for model in together] == [in_fp8(model) for model in apart] == [["2", "4"]] * 2
+
+
+def test_any_number_of_samples_will_do() -> None:
+    model = prepare(config(), fp8_samples.model(), None)[0]
+    batch = fp8_samples.batch(7)
+    assert 0.01 < distance(gradients(model, batch), gradients(model, batch, None)) < 0.5
 
 
 @pytest.mark.parametrize("name", ["t5", "vit"])
@@ -265,6 +295,42 @@ def test_a_loop_that_attaches_no_model_is_told_before_it_trains_in_something_els
     with pytest.raises(InvalidRequestError, match="no model is attached") as raised:
         controller.step(optimizer)
     assert "attach(model)" in raised.value.next_step
+
+
+def test_a_model_that_cannot_be_in_fp8_is_refused_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 10))
+    controller = PrecisionController(config(), "cpu")
+    with pytest.raises(InvalidRequestError, match="multiples of 16"):
+        controller.attach(plain)
+    assert [type(layer) for layer in plain] == [nn.Linear, nn.Linear]
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(InvalidRequestError, match="torchao"):
+            controller.attach(fp8_samples.model())
+    model = fp8_samples.model()
+    controller.attach(model)
+    assert in_fp8(model) == ["2", "4"]
+
+
+def test_a_run_that_goes_on_below_fp8_cannot_be_moved_up_without_its_model() -> None:
+    run = Run()
+    run.step()
+    run.controller.set_precision("bf16")
+    saved = run.controller.state_dict()
+    model = fp8_samples.model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    controller = PrecisionController(config(fallback=["bf16", "fp32"]), "cpu")
+    controller.load_state_dict(saved)
+    with controller.autocast():
+        loss = fp8_samples.loss(model, run.batch)
+    controller.backward(loss)
+    controller.step(optimizer)
+    controller.update()
+    with pytest.raises(InvalidRequestError, match="no model is attached"):
+        controller.set_precision("fp8")
+    controller.attach(model)
+    controller.set_precision("fp8")
+    assert in_fp8(model) == ["2", "4"]
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
