@@ -169,6 +169,23 @@ def test_the_torch_text_of_a_loop_of_its_own() -> None:
     assert seen[0] == ("mine", ACCUMULATED.batch_size, ACCUMULATED)
 
 
+@pytest.mark.parametrize("target", ["torch", "accelerate"])
+def test_a_loop_of_its_own_in_fp8_has_its_model_attached(target: str) -> None:
+    pytest.importorskip("torchao")
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    seen = []
+
+    def train_step(state: Any, batch: Any, amp: Any) -> None:
+        seen.append((amp.config.precision, [type(layer).__name__ for layer in model]))
+
+    config = AmpConfig(precision="fp8", batch_size=4, fallback=["bf16"])
+    text = export(Exportable(config, "cpu", is_loop=True), target).text
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fresh_accelerate():
+        exec_text(text, train_step=train_step, state="mine", model=model, optimizer=optimizer, dataset=[1, 2, 3])
+    assert seen == [("fp8", ["Linear", "Fp8Linear", "Linear"])]
+
+
 @pytest.mark.parametrize("pinned_modules", [(), ("1",)])
 @pytest.mark.parametrize("loss", ["mean", "sum", "weighted"])
 @pytest.mark.parametrize("target", ["torch", "accelerate"])
