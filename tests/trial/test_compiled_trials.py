@@ -223,7 +223,7 @@ def test_a_compiler_that_does_not_compile_costs_its_own_trial(
         state = runner.load(60)
         runner.open("cpu", None, 60)
         compiled = replace(plain, compile="default")
-        seconds = 15.0 if what == "hang" else 60.0
+        seconds = 30.0 if what == "hang" else 60.0
         failed = runner.submit(spec(candidate=compiled, torch_state=state, deadline_seconds=seconds)).result()
         assert isinstance(failed, Failure), failed
         assert failed.kind == kind, failed
