@@ -53,6 +53,7 @@ def failing():
 """
 FP32 = ("--precision", "fp32", "--device", "cpu", "--effective-batch-size", "free")
 FOUND = ("train.py:workload", *FP32, "--budget", "60", "--baseline", "fp32:4", "--batch-size", "4:16")
+CHECKS = {"fidelity", "calibration", "accumulation", "profile"}  # purposes of records that are no trials
 TRAINING_TO_COME = ("--steps", "1000", "--price-per-hour", "3")
 
 

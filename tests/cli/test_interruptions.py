@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import CommandLine
-from real_searches import FP32, WORKLOADS
+from real_searches import CHECKS, FP32, WORKLOADS
 
 from autotune_amp.cli import run
 from autotune_amp.search.stages.explore import MAX_PROCESSES
@@ -66,8 +66,7 @@ def test_killed_at_random_moments_the_same_command_goes_on(training: CommandLine
     assert numbers == list(range(1, len(numbers) + 1))
     tried = [json.dumps(line["candidate"]) for line in lines(training) if line["purpose"] == "search"]
     assert all(tried.count(candidate) <= MAX_PROCESSES for candidate in tried)
-    checks = {"fidelity", "calibration", "accumulation"}
-    assert done.document["search"]["num_trials"] == sum(line["purpose"] not in checks for line in lines(training))
+    assert done.document["search"]["num_trials"] == sum(line["purpose"] not in CHECKS for line in lines(training))
 
 
 def test_ctrl_c_saves_the_best_so_far_and_a_second_search_in_the_folder_is_refused(training: CommandLine) -> None:

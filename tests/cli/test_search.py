@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import CommandLine, SharedOnce
-from real_searches import FOUND, FP32, TRAINING_TO_COME, WORKLOADS, Searched, searched
+from real_searches import CHECKS, FOUND, FP32, TRAINING_TO_COME, WORKLOADS, Searched, searched
 
 
 @pytest.fixture(scope="session")
@@ -47,8 +47,7 @@ def test_the_document(found: Searched) -> None:
     assert 0 < evidence["baseline"]["samples_per_second"] <= 4 / 0.02  # a step sleeps 20 ms
     assert any("learning rate" in warning for warning in document["warnings"]), "the effective batch size was free"
     assert evidence["is_confirmed"] != any("Unconfirmed" in warning for warning in document["warnings"])
-    checks = {"fidelity", "calibration", "accumulation", "profile"}
-    assert document["search"]["num_trials"] == sum(line["purpose"] not in checks for line in found.records)
+    assert document["search"]["num_trials"] == sum(line["purpose"] not in CHECKS for line in found.records)
     assert set(document["versions"]) >= {"python", "torch", "optuna", "autotune_amp"}
     assert len(document["fingerprint"]["digest"]) == 64
     assert (job["num_steps"], job["num_samples"]) == (1000, 16_000)
@@ -187,7 +186,7 @@ def test_fp16_is_calibrated_once_and_says_what_its_loss_scale_is_based_on(tmp_pa
     assert (config["precision"], evidence["fidelity"]["verdict"], scale["num_steps"]) == ("fp16", "faithful", 3000)
     assert scale["num_skips"] <= scale["default_num_skips"]
     assert config["loss_scale"]["init_scale"] <= 2 ** scale["log2_safe_scale_min"]
-    checks = [line["purpose"] for line in search.records if line["purpose"] in ("fidelity", "calibration")]
+    checks = [line["purpose"] for line in search.records if line["purpose"] in CHECKS]
     assert checks.count("calibration") == 1
     assert search.document["search"]["num_trials"] == len(search.records) - len(checks)
     database = sqlite3.connect(search.study / "study.db")
