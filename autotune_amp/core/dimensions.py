@@ -14,6 +14,12 @@ Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16", "fp8")
 AROUND_FP8: Precision = "bf16"  # what the rest of a model computes in whose linear layers multiply in fp8
 
+
+def autocast_precision(precision: Precision) -> Precision:
+    """What autocast is to be in, and layers are seen to run in by it: fp8 is layers in bf16's."""
+    return AROUND_FP8 if precision == "fp8" else precision
+
+
 Effect: TypeAlias = Literal["speed", "memory", "numerics"]
 Value = TypeVar("Value")
 

@@ -10,7 +10,6 @@ import msgspec
 from autotune_amp.core import variants
 from autotune_amp.core.dimensions import (
     ACCUMULATION_STEPS,
-    AROUND_FP8,
     AS_FOUND,
     BATCH_SIZE,
     NUM_WORKERS,
@@ -18,6 +17,7 @@ from autotune_amp.core.dimensions import (
     PRECISION,
     Dimension,
     Precision,
+    autocast_precision,
 )
 from autotune_amp.core.variants import (
     ActivationCheckpointing,
@@ -104,8 +104,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def autocast_precision(self) -> Precision:
-        """What autocast is to be in: fp8 is layers in bf16's."""
-        return AROUND_FP8 if self.precision == "fp8" else self.precision
+        """What autocast is to be in."""
+        return autocast_precision(self.precision)
 
     @property
     def is_compiled(self) -> bool:

@@ -323,7 +323,7 @@ def accelerate(setting: Exportable) -> str:
     script.add_prepared("config")
     script.add_loader()
     if setting.is_loop:
-        script.lines += ["loader = accelerator.prepare(loader)"]
+        script.lines.append("loader = accelerator.prepare(loader)")
         script.lines += [f"accelerator.controller.{_ATTACH}"] * (setting.config.precision == "fp8")
         script.lines += _block("for batch in loader:", ["train_step(state, batch, accelerator.controller)"])
         return script.source()

@@ -32,10 +32,10 @@ def marked(mark: str) -> list[psutil.Process]:
 def terminate_programs(processes: Iterable[psutil.Process]) -> None:
     """Ask those that run no Python, as a compiler does, to end, and wait for them a moment: killed they would leave
     their temporary files behind."""
-    programs = []
+    python, programs = Path(sys.executable).resolve(), []
     for process in processes:
         with contextlib.suppress(psutil.Error, OSError):
-            if Path(process.exe()) != Path(sys.executable).resolve():
+            if Path(process.exe()) != python:
                 process.terminate()
                 programs.append(process)
     psutil.wait_procs(programs, timeout=TERMINATE_SECONDS)

@@ -64,11 +64,6 @@ _FP8 = Mode(  # e4m3's bits; between the layers that scale what they multiply in
 MODES: Final[dict[Precision, Mode]] = {mode.precision: mode for mode in (_FP32, _TF32, _BF16, _FP16, _FP8)}
 
 
-def seen_of(precision: Precision) -> Precision:
-    """What a layer that runs in it is seen to run in, by autocast: of fp8 that is what is around its layers."""
-    return mode_of_dtype(MODES[precision].autocast_dtype).precision if MODES[precision].uses_autocast else precision
-
-
 def mode_of_dtype(autocast_dtype: str | None) -> Mode:
     """The mode whose autocast casts to the dtype of this name below torch; fp32's for None."""
     return next((mode for mode in MODES.values() if mode.autocast_dtype == autocast_dtype), MODES["fp32"])

@@ -13,17 +13,17 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 import msgspec
 
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.dimensions import Precision, autocast_precision
 from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Failure, Measurement, Profiled, ProfiledStep, Split
 from autotune_amp.core.setting import Setting
-from autotune_amp.precision.modes import MODES, seen_of
+from autotune_amp.precision.modes import MODES
 from autotune_amp.profile.results import PART_NAMES, Gap, NextStep, Part, PartName
 from autotune_amp.trial.jobs import Trial, as_failure
 
 # What mixed precision means.
-LOW = tuple(name for name, mode in MODES.items() if mode.uses_autocast and seen_of(name) == name)
+LOW = tuple(name for name, mode in MODES.items() if mode.uses_autocast and autocast_precision(name) == name)
 
 
 class Profile(Job[Profiled], frozen=True, kw_only=True):

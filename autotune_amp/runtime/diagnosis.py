@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.dimensions import Precision, autocast_precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.variants import FP8_RECIPE
 from autotune_amp.numerics.locate import Health, Recorder, bad_parameters, health
@@ -26,7 +26,6 @@ from autotune_amp.precision.forward_wrapper import (
     set_roles,
     unwrap,
 )
-from autotune_amp.precision.modes import seen_of
 from autotune_amp.precision.torch_state import ambient, autocast, set_flags
 from autotune_amp.runtime.policy_state import Finding
 from autotune_amp.runtime.scaler import Ranks
@@ -165,7 +164,7 @@ class Rerunner:
                 "Give attach() a closure that computes the loss of the batch just trained on, forward pass only.",
             ) from error
         # A method other than forward, or an autocast inside: the override did not reach it. Layers in fp32 do no harm.
-        is_elsewhere = precision != self.current and not self._seen <= {seen_of(precision), "fp32"}
+        is_elsewhere = precision != self.current and not self._seen <= {autocast_precision(precision), "fp32"}
         if self.ranks.any(has_run_out or is_elsewhere):
             return Pass(False, False, False, recorder)
         return Pass(not self.ranks.any(not is_finite), True, is_loss_finite, recorder)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from autotune_amp.core.config import AmpConfig, DemotedError
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.dimensions import Precision, autocast_precision
 from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
 from autotune_amp.hardware import cuda
 from autotune_amp.precision import torch_state
-from autotune_amp.precision.modes import MODES, seen_of
+from autotune_amp.precision.modes import MODES
 from autotune_amp.runtime import diagnosis
 from autotune_amp.runtime.model import Attachment
 from autotune_amp.runtime.policy import Policy
@@ -149,7 +149,8 @@ class Executor:
     def _cannot_move(self, model: Attachment) -> bool:
         """Whether the model's layers were seen to run in another precision although they are forced into this one."""
         model.is_verifying = False
-        wanted = {seen_of(self.precision), "fp32"}  # a layer that the user or a pin keeps in fp32 does no harm
+        # A layer that the user or a pin keeps in fp32 does no harm.
+        wanted = {autocast_precision(self.precision), "fp32"}
         if not self.ranks.any(not model.observer.precisions <= wanted):
             return False
         if not model.is_forced:  # the loop is written in another precision than the config's

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from autotune_amp.core.dimensions import PRECISION
-from autotune_amp.precision.modes import MODES, seen_of
+from autotune_amp.core.dimensions import PRECISION, autocast_precision
+from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.torch_state import CUDA_FLAGS, FP32_PRECISION_FLAGS, as_found
 
 # In a process of its own, where every flag is as PyTorch begins with it.
@@ -151,4 +151,4 @@ def test_modes_are_in_the_order_of_risk_and_know_their_formats() -> None:
             assert (mode.format_max, mode.unit_roundoff) == (info.max, info.eps / 2), name
     assert MODES["fp8"].unit_roundoff == torch.finfo(torch.float8_e4m3fn).eps / 2
     assert MODES["fp8"].format_max == MODES["bf16"].format_max, "between its layers"
-    assert [seen_of(name) for name in MODES] == ["fp32", "tf32", "bf16", "fp16", "bf16"]
+    assert [autocast_precision(name) for name in MODES] == ["fp32", "tf32", "bf16", "fp16", "bf16"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autotune_amp import Workload
+from autotune_amp import AmpConfig, Workload, prepare
+from autotune_amp.core.setting import Setting
+from autotune_amp.precision.torch_state import autocast
+from autotune_amp.trial.jobs import Trial
+from autotune_amp.trial.training import make_training
 
 NUM_CLASSES, VOCABULARY = 4, 50
 
@@ -103,3 +108,29 @@ def workload(name: str) -> Workload:
 
 
 convnet_workload, gpt2_workload, t5_workload, vit_workload, lstm_workload = (partial(workload, name) for name in ZOO)
+
+
+def assert_trains_as_prepared(name: str, setting: Setting) -> nn.Module:
+    """A trial trains bit for bit what `prepare` sets up for a loop by hand, whose model is returned."""
+    torch.manual_seed(0)
+    make_model, loss, make_batch = ZOO[name]
+    model = make_model()
+    by_hand = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(by_hand.parameters(), lr=1e-3)
+    prepare(AmpConfig.of(setting), by_hand, optimizer)
+    batches = [make_batch(4) for _ in range(3)]
+    given = Workload(model, loss, lambda _: iter(batches), lambda p: torch.optim.AdamW(p, lr=1e-3))
+    training = make_training(given, model, Trial(candidate=setting, device="cpu"))
+    for batch in batches:
+        torch.manual_seed(7)
+        training.forward_backward(training.next_batch())
+        training.update()
+        torch.manual_seed(7)
+        with autocast(setting.precision, "cpu"):
+            by_hand_loss = loss(by_hand, batch)
+        torch.autograd.backward(by_hand_loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    training.close()
+    torch.testing.assert_close(model.state_dict(), by_hand.state_dict(), rtol=0, atol=0)
+    return by_hand

@@ -12,7 +12,7 @@ from typing import Any
 import fp8_samples
 import pytest
 import torch
-from model_zoo import ZOO, workload
+from model_zoo import ZOO, assert_trains_as_prepared, workload
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
@@ -29,7 +29,6 @@ from autotune_amp.precision.forward_wrapper import pin_fp32, unpin
 from autotune_amp.trial import checks
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.jobs import Check, Trial
-from autotune_amp.trial.training import make_training
 from autotune_amp.variants import fp8
 from autotune_amp.variants.prepare import values_for
 from autotune_amp.variants.subject import Trained
@@ -160,30 +159,7 @@ def test_any_number_of_samples_will_do() -> None:
 
 @pytest.mark.parametrize("name", ["t5", "vit"])
 def test_a_trial_trains_bit_for_bit_what_prepare_sets_up(name: str) -> None:
-    torch.manual_seed(0)
-    model = ZOO[name][0]()
-    by_hand = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(by_hand.parameters(), lr=1e-3)
-    setting = Setting(precision="fp8", batch_size=4, fp8_recipe="tensorwise")
-    prepare(AmpConfig.of(setting), by_hand, optimizer)
-    assert in_fp8(by_hand)
-    batches = [ZOO[name][2](4) for _ in range(3)]
-    given = Workload(
-        model, ZOO[name][1], lambda _: iter(batches), lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)
-    )
-    training = make_training(given, model, Trial(candidate=setting, device="cpu"))
-    for batch in batches:
-        torch.manual_seed(7)
-        training.forward_backward(training.next_batch())
-        training.update()
-        torch.manual_seed(7)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = ZOO[name][1](by_hand, batch)
-        torch.autograd.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    training.close()
-    torch.testing.assert_close(model.state_dict(), by_hand.state_dict(), rtol=0, atol=0)
+    assert in_fp8(assert_trains_as_prepared(name, Setting(precision="fp8", batch_size=4, fp8_recipe="tensorwise")))
 
 
 def checked(setting: Setting, workload: Workload | None = None) -> Fidelity:

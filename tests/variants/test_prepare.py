@@ -12,10 +12,10 @@ from typing import Any
 import loop_samples
 import pytest
 import torch
-from model_zoo import ZOO, Recurrent, convnet, gpt2, workload
+from model_zoo import ZOO, Recurrent, assert_trains_as_prepared, convnet, gpt2, workload
 from torch import nn
 
-from autotune_amp import AmpConfig, Workload, prepare
+from autotune_amp import AmpConfig, prepare
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.outcome import Fidelity
@@ -249,24 +249,7 @@ def test_a_missing_compiler_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_trial_trains_bit_for_bit_what_prepare_sets_up(name: str) -> None:
     names = [n for n in VALUES if n not in ("compile", "weights") and (name, n) not in ILLEGAL]
     setting = Setting(precision="fp32", batch_size=4, **{n: VALUES[n] for n in names})
-    torch.manual_seed(0)
-    model = ZOO[name][0]()
-    by_hand = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(by_hand.parameters(), lr=1e-3)
-    prepare(AmpConfig.of(setting), by_hand, optimizer)
-    batches = [ZOO[name][2](4) for _ in range(3)]
-    given = Workload(model, ZOO[name][1], lambda _: iter(batches), lambda p: torch.optim.AdamW(p, lr=1e-3))
-    training = make_training(given, model, Trial(candidate=setting, device="cpu"))
-    for batch in batches:
-        torch.manual_seed(7)
-        training.forward_backward(training.next_batch())
-        training.update()
-        torch.manual_seed(7)
-        torch.autograd.backward(ZOO[name][1](by_hand, batch))
-        optimizer.step()
-        optimizer.zero_grad()
-    training.close()
-    torch.testing.assert_close(model.state_dict(), by_hand.state_dict(), rtol=0, atol=0)
+    assert_trains_as_prepared(name, setting)
 
 
 def test_a_kept_process_sets_up_copies(tmp_path: Any) -> None:
