@@ -21,6 +21,7 @@ from autotune_amp.search.command import CommandSource
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.source import Source, live, target
+from autotune_amp.termination import ends_by_sigterm
 
 if TYPE_CHECKING:
     from autotune_amp.core.outcome import Fidelity
@@ -31,6 +32,7 @@ WorkloadArgument: TypeAlias = Workload | Callable[[], Workload] | LaunchLine | s
 DEFAULT_TARGET = "autotune_amp.workloads:workload"
 
 
+@ends_by_sigterm()
 def recommend_config(
     workload: WorkloadArgument = None,
     *,
@@ -63,8 +65,8 @@ def recommend_config(
     `effective_batch_size` is kept exactly, by accumulation: samples per optimizer step over all ranks, that of the
     DataLoader if left out; "free" lets the search change it.
     `try_` names what else to try: "auto" for what this model and device can have safely, "none", or names in a list:
-    "compile", "memory_format" (or "channels_last"), "optimizer_impl" (or "fused", "foreach"),
-    "activation_checkpointing" and "weights".
+    "compile", "memory_format" (or "channels_last"), "optimizer_impl" (or "fused", "foreach"), "fp8_recipe",
+    "activation_checkpointing", "allocator" and "weights".
     `objective` is "speed", "memory" (the least, no slower than the baseline) or "energy". `steps` or `samples` is how
     long the training will be: fp16's loss scale is chosen for it (10,000 steps if left out), and with `price_per_hour`
     the recommendation's `job` has its hours and its price. These change nothing of what is measured: a finished search
@@ -80,7 +82,8 @@ def recommend_config(
 
     Raises `InvalidRequestError` (a wrong option, workload, device or folder), `BudgetTooSmallError`,
     `NothingWorksError` (every candidate failed) and `SearchInterruptedError` (Ctrl-C; the best so far is saved),
-    on every rank alike; and on the others `RunnerError` where rank 0 died.
+    on every rank alike; and on the others `RunnerError` where rank 0 died. SIGTERM saves the best so far too and then
+    ends the process with exit code 143, unless there is a handler for it already.
     """
     asked = {name: given for name, given in locals().items() if name not in ("workload", "fresh", "quiet", "progress")}
     where = place()
@@ -101,6 +104,7 @@ def recommend_config(
     return answer_on_first(find, where, budget)
 
 
+@ends_by_sigterm()
 def check_fidelity(
     workload: WorkloadArgument = None,
     precision: str = "bf16",
@@ -130,6 +134,7 @@ def check_fidelity(
         return run_check(origin, progress, precision, batch_size, device, pinned_modules, seed, budget)
 
 
+@ends_by_sigterm()
 def profile_amp(
     workload: WorkloadArgument = None,
     num_batches: int = 10,

@@ -22,6 +22,7 @@ import typer
 from autotune_amp import __version__
 from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError
 from autotune_amp.report.output import emit, json_document, reader_may_leave, rendered
+from autotune_amp.termination import ends_by_sigterm
 
 if TYPE_CHECKING:
     from autotune_amp.core.recommendation import Recommendation
@@ -411,10 +412,11 @@ def main() -> None:
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
     sys.unraisablehook = _interrupt_again
-    code = run(sys.argv[1:])
-    for stream in (sys.stdout, sys.stderr):
-        with reader_may_leave(stream):
-            stream.flush()
+    with ends_by_sigterm():
+        code = run(sys.argv[1:])
+        for stream in (sys.stdout, sys.stderr):
+            with reader_may_leave(stream):
+                stream.flush()
     sys.exit(code)
 
 

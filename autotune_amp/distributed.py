@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -31,13 +32,15 @@ _LATE_SECONDS = 600.0
 _NAMES = frozenset(
     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK"}
     | {"ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
-    | {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS"}
+    | {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"}
 )
 _FAMILIES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "MPI_LOCAL", "PMI_", "PMIX_")
 _SETTINGS = "PMIX_MCA_"  # the user's own
 
 _HEARD_SECONDS = 30.0
 _POLL_SECONDS = 0.1
+
+_SLURM_PORTS = range(15_000, 30_000)  # below those that Linux gives away; a step's own, as Lightning and JAX choose one
 
 _own_store: Any = None  # open until the process ends: a group that is made later meets at the same server
 _num_calls = 0
@@ -93,22 +96,27 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def place() -> Place:
-    """As torch's process group has it, or else as a launcher says in RANK and WORLD_SIZE.
+    """As torch's process group has it, or else as a launcher says in RANK and WORLD_SIZE, or else Slurm's srun.
 
     Raises `InvalidRequestError` where these are no numbers that go together.
     """
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return Place(distributed.get_rank(), distributed.get_world_size())
-    size, rank = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK", "")
+    names = ("WORLD_SIZE", "RANK")
+    if "WORLD_SIZE" not in os.environ:
+        # Of the step, which srun alone starts: a batch script has SLURM_PROCID=0 and the SLURM_NTASKS of its job too.
+        names = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+    size, rank = os.environ.get(names[0], "1"), os.environ.get(names[1], "")
     if size == "1":
         return Place(0, 1)
     if not rank and os.environ.get("LOCAL_RANK", "0") != "0":
         return Place(0, 1, is_rerun=True)
     if not (size.isdecimal() and rank.isdecimal() and int(rank) < int(size)):
         raise InvalidRequestError(
-            f"WORLD_SIZE is {size!r} and RANK is {rank!r}; a launcher sets whole numbers, RANK below WORLD_SIZE.",
-            "Start the ranks with torchrun, or unset WORLD_SIZE to search in this process alone.",
+            f"{names[0]} is {size!r} and {names[1]} is {rank!r}; a launcher sets whole numbers, {names[1]} below "
+            f"{names[0]}.",
+            f"Start the ranks with torchrun or srun, or unset {names[0]} to search in this process alone.",
         )
     return Place(int(rank), int(size))
 
@@ -220,17 +228,18 @@ def _store(rank: int, num_ranks: int, limit_seconds: float) -> Any:
         return distributed.distributed_c10d._get_default_store()
     if _own_store is not None:
         return _own_store
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    if not address or not port.isdecimal():
+    found = _meeting_place()
+    if found is None:
         raise InvalidRequestError(
             f"This is rank {rank} of {num_ranks}, but MASTER_ADDR and MASTER_PORT do not say where the ranks meet.",
             "Call init_process_group() before recommend_config(), start the ranks with torchrun, or set both.",
         )
+    address, port = found
     try:
         # As init_process_group() makes it, which then finds this server; but rank 0 waits for nobody.
         _own_store = distributed.TCPStore(  # type: ignore[attr-defined]  # its stubs do not export it
             address,
-            int(port),
+            port,
             num_ranks,
             is_master=rank == 0 and not _is_held_by_agent(),
             timeout=timedelta(seconds=limit_seconds),
@@ -240,6 +249,18 @@ def _store(rank: int, num_ranks: int, limit_seconds: float) -> Any:
     except distributed.DistError as error:
         raise _lost(f"Rank {rank} cannot reach rank 0 at {address}:{port}", error) from error
     return _own_store
+
+
+def _meeting_place() -> tuple[str, int] | None:
+    """Address and port of rank 0: as the launcher says, or else on the first host of Slurm's step."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if address and port.isdecimal():
+        return address, int(port)
+    step = [os.environ.get(name, "") for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID")]
+    if "WORLD_SIZE" in os.environ or not (step[0] and step[1].isdecimal() and step[2].isdecimal()):
+        return None
+    first_host = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", step[0]).split(",")[0]  # "node[03-06,9],gpu1" is node03, ...
+    return first_host, _SLURM_PORTS[(int(step[1]) + int(step[2])) % len(_SLURM_PORTS)]
 
 
 def _lost(what: str, error: BaseException) -> RunnerError:

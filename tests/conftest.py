@@ -154,9 +154,11 @@ class CommandLine:
         self.environment = {**os.environ, "TMPDIR": str(self.temporary), MARK: self.mark, "NO_COLOR": "1"}
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "autotune_amp", *arguments]
+        return self._start("-m", "autotune_amp", *arguments, **options)
+
+    def _start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            command,
+            [sys.executable, *arguments],
             cwd=self.folder,
             env=self.environment,
             stdout=subprocess.PIPE,
@@ -168,6 +170,12 @@ class CommandLine:
 
     def __call__(self, *arguments: str, **options: Any) -> Finished:
         process = self.start(*arguments, **options)
+        out, err = process.communicate(timeout=200)
+        return Finished(process.returncode, out, err)
+
+    def python(self, *arguments: str) -> Finished:
+        """A script of the user's own."""
+        process = self._start(*arguments)
         out, err = process.communicate(timeout=200)
         return Finished(process.returncode, out, err)
 

@@ -30,6 +30,7 @@ _NO_DEADLINES = Deadlines()
 TICK_SECONDS = 0.1
 _OUTPUT_TAIL_CHARACTERS = 4000
 _EXIT_SECONDS = 10.0
+_SIGNAL_SECONDS = 1.0
 _SERVER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from autotune_amp.isolation.server import main; main(sys.argv[2], int(sys.argv[3]))"
@@ -183,6 +184,8 @@ class Process:
             self._popen.kill()
 
     def _failure(self, status: int, phase: str) -> Failure:
+        if status == -signal.SIGTERM:  # as Slurm ends a job, by a signal to every process: ours is on its way
+            time.sleep(_SIGNAL_SECONDS)
         details = "".join(self._tail)[-_OUTPUT_TAIL_CHARACTERS:] or None
         return of_exit(status, phase, details, is_oom_killed=num_oom_kills() > self._num_oom_kills)
 

@@ -40,6 +40,7 @@ def keep(mark: str, parent: int, folders: Sequence[str], notes: Sequence[str] | 
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     command = _start(mark, arguments)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as Slurm ends a job, by a signal to every process: there is work
     from autotune_amp.isolation import marks  # while the command starts
 
     shared_before = marks.shared_memory()

@@ -19,6 +19,7 @@ from autotune_amp.core.errors import DeviceError, InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.hardware.device import device_of, parse
 from autotune_amp.runtime import checkpoint, windows
+from autotune_amp.runtime.end_signal import EndSignal
 from autotune_amp.runtime.executor import Executor, OnDemotion, Wish
 from autotune_amp.runtime.model import Attachment
 from autotune_amp.runtime.policy import Policy
@@ -72,6 +73,8 @@ class PrecisionController(torch.amp.GradScaler):
     on_demotion: "checkpoint_and_stop" raises `DemotedError` from `update()` after stepping down.
     max_slowdown: refuse fallbacks measured to take more than this many times as long.
     promote: go back up, after 2000 clean steps, where a rerun (see `attach`) at 16 times the loss scale is finite.
+    on_signal: call this at the end of the window in which SIGTERM came, as Slurm ends a job; given on all ranks, it is
+        called on all a few windows later. What handled SIGTERM before does so from then on, and after `detach`.
     process_group: the ranks that decide alike; all of them where None.
     writer: an object with TensorBoard's ``add_scalar(tag, value, step)``.
     run_log: a file to append to, for ``autotune-amp report``: a line of JSON for every move, every change of the loss
@@ -98,6 +101,7 @@ class PrecisionController(torch.amp.GradScaler):
         on_demotion: OnDemotion = "continue",
         max_slowdown: float | None = None,
         promote: bool = False,
+        on_signal: Callable[[], object] | None = None,
         process_group: ProcessGroup | None = None,
         writer: Any = None,
         run_log: str | os.PathLike[str] | None = None,
@@ -128,6 +132,7 @@ class PrecisionController(torch.amp.GradScaler):
         self._shares: list[float] = []  # of the passes of the window that a loop over `windows` is in
         self._pass = 0
         self._executor.apply()
+        self._end_signal = None if on_signal is None else EndSignal(on_signal, ranks)
 
     @classmethod
     def load(
@@ -242,15 +247,17 @@ class PrecisionController(torch.amp.GradScaler):
             self._rule.set(scale)
             self._rule.growth_tracker = growth_tracker  # GradScaler, too, goes on counting from before this update
             self._scaler.write(is_forced=True)
-            return
-        if self._enabled:
-            self._check_scale_growth_tracker("update")
-            if not self._check.window.verdicts:
-                raise InvalidRequestError(
-                    "update() was called before step(): no gradients were checked since the last update().",
-                    "Call step(optimizer), or unscale_(optimizer), for each optimizer first.",
-                )
-        self._end_window()
+        else:
+            if self._enabled:
+                self._check_scale_growth_tracker("update")
+                if not self._check.window.verdicts:
+                    raise InvalidRequestError(
+                        "update() was called before step(): no gradients were checked since the last update().",
+                        "Call step(optimizer), or unscale_(optimizer), for each optimizer first.",
+                    )
+            self._end_window()
+        if self._end_signal is not None:
+            self._end_signal.end_window()
 
     def synchronize(self) -> None:
         """Wait for what is still on its way from the device: every verdict is acted on, every callback called.
@@ -417,6 +424,8 @@ class PrecisionController(torch.amp.GradScaler):
         TF32 flags that it keeps as found (`AmpConfig.as_found`) are as they were, too.
         """
         self._executor.detach()
+        if self._end_signal is not None:
+            self._end_signal.close()
 
     @property
     def config(self) -> AmpConfig:

@@ -116,7 +116,7 @@ def test_in_python_it_is_the_same_search(copied: CommandLine, monkeypatch: pytes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_interrupted_or_killed_it_leaves_nothing_and_goes_on(cli: CommandLine, number: signal.Signals) -> None:
     (cli.folder / "train.py").write_text("open('log', 'w').close()\n" + SCRIPT)
     outcomes = cli.folder / "studies/train/outcomes.jsonl"
@@ -128,7 +128,7 @@ def test_interrupted_or_killed_it_leaves_nothing_and_goes_on(cli: CommandLine, n
         time.sleep(0.05)
     process.send_signal(number)
     process.communicate(timeout=60)
-    assert process.returncode == (130 if number == signal.SIGINT else -number)
+    assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
     assert cli.wait_until_alone(60) == []
     known = outcomes.read_text()
     again = cli.start("search", *arguments)

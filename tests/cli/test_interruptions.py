@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from conftest import CommandLine
 from real_searches import CHECKS, FP32, WORKLOADS
@@ -87,6 +89,28 @@ def test_ctrl_c_saves_the_best_so_far_and_a_second_search_in_the_folder_is_refus
     document = json.loads(out)
     assert document["error"]["kind"] == "search_interrupted"
     assert document["best"] == saved
+
+
+def test_slurms_end_of_a_job_saves_the_best_so_far_and_the_same_command_goes_on(training: CommandLine) -> None:
+    known: list[dict[str, Any]] = []
+    for _ in range(2):
+        process = training.start("search", *SEARCH, "--json")
+        wait_for_lines(training, process, len(known) + 2)
+        for pid in [child.pid for child in psutil.Process(process.pid).children(recursive=True)] + [process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)  # to every process, ours the last to hear of it
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 143, err
+        assert training.leftovers() == []
+        saved = json.loads((training.folder / "studies/train-plain/recommendation.json").read_text())
+        assert saved["search"]["was_interrupted"]
+        document = json.loads(out)
+        assert (document["error"]["kind"], document["best"]) == ("search_interrupted", saved)
+        found = lines(training)
+        assert found[: len(known)] == known
+        assert len(found) > len(known)
+        assert [line["outcome"] for line in found if line["outcome"]["outcome"] == "failure"] == []
+        known = found
 
 
 def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

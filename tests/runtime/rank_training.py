@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -27,7 +28,7 @@ CONFIG = AmpConfig(
     precision="fp16", batch_size=BATCH, loss_scale=LossScale(init_scale=INIT_SCALE), fallback=["bf16", "fp32"]
 )
 Wrapper = Literal["ddp", "ddp_ignored", "fsdp1", "fsdp2"]
-Kind = Literal["input", "loss", "gradient", "steep", "unused"]
+Kind = Literal["input", "loss", "gradient", "steep", "unused", "signal"]
 Attached = Literal["no", "before", "after"]  # before or after the model is wrapped
 
 
@@ -57,7 +58,7 @@ class Trouble:
 
     input: values above fp16's largest. loss: infinite, in any precision. gradient: infinite in the side head's first
     row, a tiny part that FSDP keeps on rank 0. steep: the loss times 1e6, so that the gradients overflow fp16.
-    unused: the side head is left out of the loss and has no gradient.
+    unused: the side head is left out of the loss and has no gradient. signal: SIGTERM comes.
     """
 
     kind: Kind
@@ -101,6 +102,7 @@ class Outcome:
     scales: list[float] = field(default_factory=list)
     stepped: list[bool] = field(default_factory=list)
     callbacks: list[str] = field(default_factory=list)
+    signalled_at: list[int] = field(default_factory=list)  # steps
     counts: tuple[int, int, int] = (0, 0, 0)
     history: list[dict[str, object]] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
@@ -131,6 +133,8 @@ def loss_of(model: nn.Module, inputs: Tensor, trouble: Trouble | None, step: int
     def struck(kind: str) -> bool:
         return trouble is not None and trouble.strikes(kind, step, rank)
 
+    if struck("signal"):
+        signal.raise_signal(signal.SIGTERM)
     main, side = model(inputs * 1e6 if struck("input") else inputs)
     if struck("gradient"):
         side.register_hook(lambda gradient: gradient * gradient.new_tensor([math.inf, 1.0, 1.0, 1.0]))
@@ -186,8 +190,15 @@ def train(scenario: Scenario, rank: int) -> Outcome:
 def _train(scenario: Scenario, rank: int) -> Outcome:
     bare = new_model()
     kind = LaggedController if scenario.scaler == "lagged" else PrecisionController
-    controller = kind(scenario.config, "cpu", run_log=scenario.run_log)
+    outcome = Outcome()
+    is_signalled = scenario.trouble is not None and scenario.trouble.kind == "signal"
     step = micro_batch = 0
+
+    def note_signal() -> None:
+        outcome.signalled_at.append(step)
+
+    on_signal = note_signal if is_signalled else None
+    controller = kind(scenario.config, "cpu", run_log=scenario.run_log, on_signal=on_signal)
 
     def rerun() -> Tensor:
         trouble = scenario.trouble if micro_batch == 0 else None
@@ -199,7 +210,6 @@ def _train(scenario: Scenario, rank: int) -> Outcome:
     if scenario.attached == "after":
         controller.attach(model, rerun if scenario.has_rerun else None)
     optimizers = optimizers_of(model, scenario)
-    outcome = Outcome()
     controller.on_step(lambda: outcome.callbacks.append("any"))
     controller.on_step(lambda: outcome.callbacks.append("side"), optimizers[-1])
     try:

@@ -122,6 +122,36 @@ def test_without_an_agent_too_and_an_error_or_a_death_on_rank_0_reaches_the_othe
     assert after_the_death.startswith("RunnerError: Rank 0 ended without an answer")
 
 
+# Keeps what srun promises: as many tasks as asked for, each with its place in the environment, the highest exit code.
+SRUN = """
+import os, subprocess, sys
+number = int(sys.argv[1].removeprefix("--ntasks="))
+step = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": sys.argv[2], "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_NUM_TASKS": str(number), "SLURM_NTASKS": str(number)}
+places = [{**os.environ, **step, "SLURM_PROCID": str(rank)} for rank in range(number)]
+tasks = [subprocess.Popen(sys.argv[3:], env=place) for place in places]
+sys.exit(max(task.wait() for task in tasks))
+"""
+UNDER_SRUN = """
+rank = int(os.environ["SLURM_PROCID"])
+print(json.dumps([rank, find()]), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_under_plain_srun_one_rank_searches(cli: CommandLine) -> None:
+    cli.write("train.py", TRAIN + UNDER_SRUN)
+    cli.write("srun.py", SRUN)
+    clean = {name: value for name, value in cli.environment.items() if not is_from_launcher(name)}
+    command = [sys.executable, "srun.py", "--ntasks=2", str(os.getpid()), sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=cli.folder, env=clean, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    first, second = said_by(done.stdout)
+    assert first == second
+    assert json.loads(first)["search"]["num_trials"] > 0
+    assert done.stderr.count("Study studies") == 1
+
+
 # --- without processes
 
 
@@ -196,6 +226,10 @@ def test_ranks_that_cannot_meet_are_told_how_to(monkeypatch: pytest.MonkeyPatch)
         ({"WORLD_SIZE": "4"}, None),
         ({"WORLD_SIZE": "4", "RANK": "4"}, None),
         ({"WORLD_SIZE": "many", "RANK": "0"}, None),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}, Place(3, 4)),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, None),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, Place(0, 1)),  # a batch script, which no srun started
+        ({"WORLD_SIZE": "2", "RANK": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, Place(1, 2)),
     ],
 )
 def test_the_place_is_what_the_launcher_says(
@@ -205,8 +239,27 @@ def test_the_place_is_what_the_launcher_says(
     if found is not None:
         assert place() == found
         return
-    with pytest.raises(InvalidRequestError, match="WORLD_SIZE is"):
+    with pytest.raises(InvalidRequestError, match=r"(WORLD_SIZE|SLURM_STEP_NUM_TASKS) is"):
         place()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [("gpu1", "gpu1"), ("node[03-06,9],gpu1", "node03"), ("node[7,9-12]-ib", "node7-ib"), ("a,b[1-2]", "a")],
+)
+def test_the_ranks_of_srun_meet_on_the_first_host_of_the_step(
+    hosts: str, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = {"SLURM_STEP_NODELIST": hosts, "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "2"}
+    monkeypatch.setattr(os, "environ", step)
+    found = ranks._meeting_place()
+    assert found is not None
+    address, port = found
+    assert (address, port in range(1024, 32768)) == (first, True)
+    step["SLURM_STEP_ID"] = "3"
+    assert ranks._meeting_place() != found
+    step |= {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    assert ranks._meeting_place() == ("10.0.0.1", 29500)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,65 @@
+"""SIGTERM in a training: heard at the end of an accumulation window, on all ranks at the same one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.runtime.scaler import LAG_UPDATES, LaggedReader, Ranks
+
+
+class EndSignal:
+    """Calls `callback` once, at the end of the window in which SIGTERM came to any rank; of many, `LAG_UPDATES` later.
+
+    What handled SIGTERM before does so again from then on, and for a second one before that. Raises
+    `InvalidRequestError` outside of the main thread, which alone gets signals.
+    """
+
+    def __init__(self, callback: Callable[[], object], ranks: Ranks) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise InvalidRequestError(
+                "on_signal was given in a thread, and Python handles signals in the main thread alone.",
+                "Make the controller in the main thread, or leave on_signal out.",
+            )
+        self._callback = callback
+        self._ranks = ranks
+        self._reader = LaggedReader()
+        self._pid = os.getpid()
+        self._has_come = False
+        self._is_over = False
+        self._before: Any = signal.signal(signal.SIGTERM, self._hear)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature of a handler
+        if self._has_come or os.getpid() != self._pid:  # a process forked from this one must end when it is told to
+            self._give_back()
+            signal.raise_signal(number)
+        self._has_come = True
+
+    def end_window(self) -> None:
+        """Call back where it is time to. With several ranks, on all of them alike; nobody waits for the device."""
+        if self._is_over:
+            return
+        has_come = self._has_come
+        if self._ranks.are_many:
+            flag = torch.full((), float(has_come), device=self._ranks.device)
+            self._reader.push([self._ranks.maximum_(flag)], ())
+            has_come = len(self._reader) > LAG_UPDATES and bool(self._reader.pop()[0][0])
+        if has_come:
+            self.close()
+            self._callback()
+
+    def close(self) -> None:
+        """Leave SIGTERM to what handled it before, and hear no more of it."""
+        self._is_over = True
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if signal.getsignal(signal.SIGTERM) == self._hear:  # else somebody has set another since
+            signal.signal(signal.SIGTERM, self._before)

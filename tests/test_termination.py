@@ -1,0 +1,113 @@
+"""SIGTERM inside `ends_by_sigterm`: what is going on is interrupted, may still save, and the process ends by it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+from conftest import CommandLine
+
+from autotune_amp.termination import EXIT_CODE, ends_by_sigterm
+
+SCRIPT = """
+import os, signal, threading, time
+import torch
+from autotune_amp import Workload, recommend_config
+
+def workload():
+    def loss(model, batch):
+        time.sleep(0.02)
+        return model(batch).pow(2).mean()
+    return Workload(lambda: torch.nn.Linear(4, 1), loss, lambda n: torch.randn(n, 4), torch.optim.SGD)
+
+def end_once_measured():
+    path = "studies/workload/outcomes.jsonl"
+    while not (os.path.exists(path) and open(path).read().count("\\n") > 1):
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+threading.Thread(target=end_once_measured, daemon=True).start()
+try:
+    recommend_config(workload, device="cpu", precision="fp32", batch_size="1:64", budget=110, quiet=True)
+finally:
+    print("cleaned up", flush=True)
+print("training")
+"""
+
+
+@pytest.fixture(autouse=True)
+def default_handler() -> Iterator[None]:
+    """That of a process nobody has set one for, whatever runs the tests."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_it_interrupts_and_then_ends_the_process() -> None:
+    saved = []
+
+    @ends_by_sigterm()
+    def search() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            saved.append("best so far")
+
+    with pytest.raises(SystemExit) as ended:
+        search()
+    assert (ended.value.code, saved) == (EXIT_CODE, ["best so far"])
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_what_is_raised_on_the_way_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    @ends_by_sigterm()
+    def search() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise ValueError("the best is in studies/train") from None
+
+    with pytest.raises(SystemExit) as ended:
+        search()
+    assert (ended.value.code, capsys.readouterr().err) == (EXIT_CODE, "the best is in studies/train\n")
+
+
+def test_without_a_signal_nothing_is_changed() -> None:
+    with pytest.raises(ValueError, match="my own"), ends_by_sigterm():
+        raise ValueError("my own")
+    with ends_by_sigterm():
+        pass
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_handler_of_the_users_own_is_left_to_it() -> None:
+    heard = []
+    signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    with ends_by_sigterm():
+        signal.raise_signal(signal.SIGTERM)
+    assert heard == [signal.SIGTERM]
+
+
+def test_in_another_thread_it_changes_nothing() -> None:
+    seen = []
+
+    def look() -> None:
+        with ends_by_sigterm():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == [signal.SIG_DFL]
+
+
+def test_a_script_that_searches_saves_the_best_so_far_and_does_not_train(cli: CommandLine) -> None:
+    cli.write("train.py", SCRIPT)
+    done = cli.python("train.py")
+    assert done.code == EXIT_CODE, done.err
+    assert done.out == "cleaned up\n"
+    assert "recommendation.json" in done.err
+    assert (cli.folder / "studies/workload/recommendation.json").exists()
+    assert cli.leftovers() == []
