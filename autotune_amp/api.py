@@ -75,9 +75,9 @@ def recommend_config(
     measures again what was measured already. `progress` hears how it goes; by default that is standard error unless
     `quiet`.
 
-    Under torchrun or another launcher (WORLD_SIZE above 1), or in a process group, call it on all ranks alike: rank 0
-    searches and shows its progress, the others wait for its answer. Before init_process_group() it works as well as
-    after. In the processes that Lightning starts by running the script again, it takes the answer that the first one
+    Under torchrun, srun or another launcher (WORLD_SIZE above 1), or in a process group, call it on all ranks alike:
+    rank 0 searches and shows its progress, the others wait for its answer. Before init_process_group() it works as well
+    as after. In the processes that Lightning starts by running the script again, it takes the answer that the first one
     has saved.
 
     Raises `InvalidRequestError` (a wrong option, workload, device or folder), `BudgetTooSmallError`,

@@ -38,9 +38,10 @@ _FAMILIES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "MPI_LOCAL"
 _SETTINGS = "PMIX_MCA_"  # the user's own
 
 _HEARD_SECONDS = 30.0
+_INTERRUPTED_SECONDS = 2.0
 _POLL_SECONDS = 0.1
 
-_SLURM_PORTS = range(15_000, 30_000)  # below those that Linux gives away; a step's own, as Lightning and JAX choose one
+_SLURM_PORTS = range(15_000, 30_000)  # below those that Linux gives away
 
 _own_store: Any = None  # open until the process ends: a group that is made later meets at the same server
 _num_calls = 0
@@ -103,10 +104,7 @@ def place() -> Place:
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return Place(distributed.get_rank(), distributed.get_world_size())
-    names = ("WORLD_SIZE", "RANK")
-    if "WORLD_SIZE" not in os.environ:
-        # Of the step, which srun alone starts: a batch script has SLURM_PROCID=0 and the SLURM_NTASKS of its job too.
-        names = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+    names = place_variables()
     size, rank = os.environ.get(names[0], "1"), os.environ.get(names[1], "")
     if size == "1":
         return Place(0, 1)
@@ -119,6 +117,13 @@ def place() -> Place:
             f"Start the ranks with torchrun or srun, or unset {names[0]} to search in this process alone.",
         )
     return Place(int(rank), int(size))
+
+
+def place_variables() -> tuple[str, str]:
+    """The variables that say how many ranks there are and which this one is: torch's, or else those of Slurm's srun."""
+    # Of the step, which srun alone starts: a batch script has SLURM_PROCID=0 and the SLURM_NTASKS of its job too.
+    is_step = "SLURM_STEP_NUM_TASKS" in os.environ and "WORLD_SIZE" not in os.environ and "RANK" not in os.environ
+    return ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID") if is_step else ("WORLD_SIZE", "RANK")
 
 
 def answer_on_first(find: Callable[[], Recommendation], where: Place, budget_seconds: object) -> Recommendation:
@@ -142,6 +147,9 @@ def answer_on_first(find: Callable[[], Recommendation], where: Place, budget_sec
         ) from None
     try:
         found = find()
+    except SearchInterruptedError as error:  # the others were interrupted too, as a rule
+        store.tell(msgspec.json.encode(_Answer.of(error)), _INTERRUPTED_SECONDS)
+        raise
     except BaseException as error:
         store.tell(msgspec.json.encode(_Answer.of(error)))
         raise
@@ -189,10 +197,10 @@ class RankStore:
         self._num_ranks = num_ranks
         self._deadline = time.monotonic() + limit_seconds
 
-    def tell(self, answer: bytes) -> None:
+    def tell(self, answer: bytes, heard_seconds: float = _HEARD_SECONDS) -> None:
         """Give the others their answer; where rank 0 may hold the store, wait a while until they have it."""
         self._store.set("answer", answer.decode())
-        deadline = time.monotonic() + (0.0 if _is_held_by_agent() else _HEARD_SECONDS)
+        deadline = time.monotonic() + (0.0 if _is_held_by_agent() else heard_seconds)
         while time.monotonic() < deadline and self._store.add("num_heard", 0) < self._num_ranks - 1:
             time.sleep(_POLL_SECONDS)
 
@@ -234,10 +242,10 @@ def _store(rank: int, num_ranks: int, limit_seconds: float) -> Any:
             f"This is rank {rank} of {num_ranks}, but MASTER_ADDR and MASTER_PORT do not say where the ranks meet.",
             "Call init_process_group() before recommend_config(), start the ranks with torchrun, or set both.",
         )
-    address, port = found
+    address, port, name = found
     try:
         # As init_process_group() makes it, which then finds this server; but rank 0 waits for nobody.
-        _own_store = distributed.TCPStore(  # type: ignore[attr-defined]  # its stubs do not export it
+        store = distributed.TCPStore(  # type: ignore[attr-defined]  # its stubs do not export it
             address,
             port,
             num_ranks,
@@ -248,21 +256,24 @@ def _store(rank: int, num_ranks: int, limit_seconds: float) -> Any:
         )
     except distributed.DistError as error:
         raise _lost(f"Rank {rank} cannot reach rank 0 at {address}:{port}", error) from error
+    # Another step's store may be at this port, which was not agreed on.
+    _own_store = store if name is None else distributed.PrefixStore(name, store)  # type: ignore[attr-defined]  # as above
     return _own_store
 
 
-def _meeting_place() -> tuple[str, int] | None:
-    """Address and port of rank 0: as the launcher says, or else on the first host of Slurm's step."""
+def _meeting_place() -> tuple[str, int, str | None] | None:
+    """Address and port of rank 0, as the launcher says; else on the first host of Slurm's step, and the step's name."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if address and port.isdecimal():
-        return address, int(port)
-    step = [os.environ.get(name, "") for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID")]
-    if "WORLD_SIZE" in os.environ or not (step[0] and step[1].isdecimal() and step[2].isdecimal()):
+        return address, int(port), None
+    hosts, job, step = (os.environ.get(f"SLURM_{name}", "") for name in ("STEP_NODELIST", "JOB_ID", "STEP_ID"))
+    if "WORLD_SIZE" in os.environ or not (hosts and job.isdecimal() and step.isdecimal()):
         return None
-    first_host = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", step[0]).split(",")[0]  # "node[03-06,9],gpu1" is node03, ...
-    return first_host, _SLURM_PORTS[(int(step[1]) + int(step[2])) % len(_SLURM_PORTS)]
+    first_host = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", hosts).split(",")[0]  # "node[03-06,9],gpu1" is node03, ...
+    return first_host, _SLURM_PORTS[(int(job) + int(step)) % len(_SLURM_PORTS)], f"{job}.{step}"
 
 
 def _lost(what: str, error: BaseException) -> RunnerError:
     line = str(error).partition("\n")[0].rstrip(".")
-    return RunnerError(f"{what}: {line}.", "See what rank 0 wrote before it ended, and start all ranks again.")
+    next_step = "See what rank 0 wrote before it ended, and start all ranks again; MASTER_PORT names another port."
+    return RunnerError(f"{what}: {line}.", next_step)

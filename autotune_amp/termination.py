@@ -27,8 +27,9 @@ def ends_by_sigterm() -> Iterator[None]:
 
     def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature of a handler
         nonlocal has_come
-        has_come = True
-        raise KeyboardInterrupt
+        if not has_come:  # launchers forward what Slurm sends to all by itself: a second one must not end what saves
+            has_come = True
+            raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)
     try:

@@ -154,9 +154,9 @@ class CommandLine:
         self.environment = {**os.environ, "TMPDIR": str(self.temporary), MARK: self.mark, "NO_COLOR": "1"}
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
-        return self._start("-m", "autotune_amp", *arguments, **options)
+        return self.start_python("-m", "autotune_amp", *arguments, **options)
 
-    def _start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    def start_python(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, *arguments],
             cwd=self.folder,
@@ -173,9 +173,18 @@ class CommandLine:
         out, err = process.communicate(timeout=200)
         return Finished(process.returncode, out, err)
 
+    def terminate_all(self, process: subprocess.Popen[str]) -> None:
+        """As Slurm ends a job: SIGTERM to a command and to all of its processes, which it hears of all at once."""
+        process.send_signal(signal.SIGSTOP)
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.terminate()
+        process.terminate()
+        process.send_signal(signal.SIGCONT)
+
     def python(self, *arguments: str) -> Finished:
         """A script of the user's own."""
-        process = self._start(*arguments)
+        process = self.start_python(*arguments)
         out, err = process.communicate(timeout=200)
         return Finished(process.returncode, out, err)
 

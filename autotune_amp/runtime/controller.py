@@ -73,8 +73,9 @@ class PrecisionController(torch.amp.GradScaler):
     on_demotion: "checkpoint_and_stop" raises `DemotedError` from `update()` after stepping down.
     max_slowdown: refuse fallbacks measured to take more than this many times as long.
     promote: go back up, after 2000 clean steps, where a rerun (see `attach`) at 16 times the loss scale is finite.
-    on_signal: call this at the end of the window in which SIGTERM came, as Slurm ends a job; given on all ranks, it is
-        called on all a few windows later. What handled SIGTERM before does so from then on, and after `detach`.
+    on_signal: called in `update()` at the end of the window in which SIGTERM came, as Slurm ends a job. Give it on
+        every rank or on none: all call at the same window, on accelerators the next. What handled SIGTERM before does
+        so again after that, and after `detach`.
     process_group: the ranks that decide alike; all of them where None.
     writer: an object with TensorBoard's ``add_scalar(tag, value, step)``.
     run_log: a file to append to, for ``autotune-amp report``: a line of JSON for every move, every change of the loss
@@ -107,6 +108,7 @@ class PrecisionController(torch.amp.GradScaler):
         run_log: str | os.PathLike[str] | None = None,
     ) -> None:
         self._ranks = ranks = Ranks(_checked(device), process_group)
+        self._end_signal = None if on_signal is None else EndSignal(on_signal, ranks)
         self._check = GradientCheck(ranks)
         precisions = [config.precision, *(plan.precision for plan in config.plans)]
         self._policy = policy = Policy(precisions, config.loss_scale, promotes=promote)
@@ -132,7 +134,6 @@ class PrecisionController(torch.amp.GradScaler):
         self._shares: list[float] = []  # of the passes of the window that a loop over `windows` is in
         self._pass = 0
         self._executor.apply()
-        self._end_signal = None if on_signal is None else EndSignal(on_signal, ranks)
 
     @classmethod
     def load(

@@ -12,14 +12,17 @@ from typing import Any
 import torch
 
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.runtime.scaler import LAG_UPDATES, LaggedReader, Ranks
+from autotune_amp.runtime.scaler import LaggedReader, Ranks
+
+_LAG_WINDOWS = 1  # on an accelerator, which has the window after it to compute while the host waits for a flag
 
 
 class EndSignal:
-    """Calls `callback` once, at the end of the window in which SIGTERM came to any rank; of many, `LAG_UPDATES` later.
+    """Calls `callback` once, at the end of the window in which SIGTERM came to any rank; of several ranks on an
+    accelerator, of the window after it.
 
-    What handled SIGTERM before does so again from then on, and for a second one before that. Raises
-    `InvalidRequestError` outside of the main thread, which alone gets signals.
+    What handled SIGTERM before does so again once it was called. Raises `InvalidRequestError` outside of the main
+    thread, which alone gets signals.
     """
 
     def __init__(self, callback: Callable[[], object], ranks: Ranks) -> None:
@@ -31,35 +34,36 @@ class EndSignal:
         self._callback = callback
         self._ranks = ranks
         self._reader = LaggedReader()
+        self._num_lag_windows = 0 if ranks.device.type == "cpu" else _LAG_WINDOWS
         self._pid = os.getpid()
         self._has_come = False
         self._is_over = False
         self._before: Any = signal.signal(signal.SIGTERM, self._hear)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature of a handler
-        if self._has_come or os.getpid() != self._pid:  # a process forked from this one must end when it is told to
-            self._give_back()
+        if os.getpid() != self._pid:  # a process forked from this one, which must end when it is told to
+            signal.signal(number, self._before)
             signal.raise_signal(number)
-        self._has_come = True
+        self._has_come = True  # again where a launcher forwards what came already
 
     def end_window(self) -> None:
-        """Call back where it is time to. With several ranks, on all of them alike; nobody waits for the device."""
+        """Call back where it is time to. With several ranks, on all of them alike."""
         if self._is_over:
             return
         has_come = self._has_come
         if self._ranks.are_many:
             flag = torch.full((), float(has_come), device=self._ranks.device)
             self._reader.push([self._ranks.maximum_(flag)], ())
-            has_come = len(self._reader) > LAG_UPDATES and bool(self._reader.pop()[0][0])
+            has_come = len(self._reader) > self._num_lag_windows and bool(self._reader.pop()[0][0])
         if has_come:
-            self.close()
-            self._callback()
+            self._is_over = True
+            try:
+                self._callback()
+            finally:
+                self.close()
 
     def close(self) -> None:
         """Leave SIGTERM to what handled it before, and hear no more of it."""
         self._is_over = True
-        self._give_back()
-
-    def _give_back(self) -> None:
         if signal.getsignal(signal.SIGTERM) == self._hear:  # else somebody has set another since
             signal.signal(signal.SIGTERM, self._before)

@@ -18,6 +18,7 @@ from torch.amp.grad_scaler import OptState
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.distributed import place_variables
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.torch_state import HALF_DTYPES
 from autotune_amp.runtime.policy_state import ScaleRule
@@ -49,7 +50,7 @@ class Ranks:
         """This process's place among them; before `init_process_group`, what the launcher says."""
         if dist.is_available() and dist.is_initialized():
             return dist.get_rank(self._group)
-        return int(os.environ.get("RANK", "0"))
+        return int(os.environ.get(place_variables()[1], "0"))
 
     @property
     def num_ranks(self) -> int:

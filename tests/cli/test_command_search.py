@@ -126,8 +126,12 @@ def test_interrupted_or_killed_it_leaves_nothing_and_goes_on(cli: CommandLine, n
     while not (outcomes.exists() and outcomes.read_text().count("\n")) and time.monotonic() < until:
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
-    process.send_signal(number)
+    if number == signal.SIGTERM:
+        cli.terminate_all(process)
+    else:
+        process.send_signal(number)
     process.communicate(timeout=60)
+    assert '"outcome":"failure"' not in outcomes.read_text()
     assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
     assert cli.wait_until_alone(60) == []
     known = outcomes.read_text()

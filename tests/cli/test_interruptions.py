@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -13,7 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from conftest import CommandLine
 from real_searches import CHECKS, FP32, WORKLOADS
@@ -96,9 +94,7 @@ def test_slurms_end_of_a_job_saves_the_best_so_far_and_the_same_command_goes_on(
     for _ in range(2):
         process = training.start("search", *SEARCH, "--json")
         wait_for_lines(training, process, len(known) + 2)
-        for pid in [child.pid for child in psutil.Process(process.pid).children(recursive=True)] + [process.pid]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)  # to every process, ours the last to hear of it
+        training.terminate_all(process)
         out, err = process.communicate(timeout=60)
         assert process.returncode == 143, err
         assert training.leftovers() == []

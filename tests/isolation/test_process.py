@@ -7,6 +7,7 @@ import signal
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -122,3 +123,15 @@ def test_how_a_process_ended_says_why(
     found = script.failure(100.0, monkeypatch, ends_with_exit=is_forked)
     assert found.kind == kind
     assert word in found.message
+
+
+def test_what_sigterm_ended_is_no_failure_where_the_same_signal_is_on_its_way_to_us(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = Script((0.1, FIRST), (0.1, None))
+    script.status = -signal.SIGTERM
+    arrives = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: script.now, sleep=arrives))
+    with pytest.raises(KeyboardInterrupt):
+        script.wait(None, DEADLINES)
+    arrives.assert_called_once()

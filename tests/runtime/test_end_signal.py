@@ -89,14 +89,20 @@ def test_the_handler_of_before_is_back_once_it_was_called_and_after_detach(heard
     assert (heard, other.saved) == ([signal.SIGTERM] * 2, [])
 
 
-def test_a_second_signal_before_the_window_ends_goes_to_the_handler_of_before(heard: list[int]) -> None:
-    run = Run()
+def test_a_second_signal_ends_neither_the_window_nor_what_saves(heard: list[int]) -> None:
+    run = Run(on_signal=False)
+
+    def save() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        run.save()
+
+    run.controller = PrecisionController(CONFIG, "cpu", on_signal=save)
     signal.raise_signal(signal.SIGTERM)
-    assert heard == []
+    signal.raise_signal(signal.SIGTERM)
+    run.step()
+    assert (len(run.saved), heard) == (1, [])
     signal.raise_signal(signal.SIGTERM)
     assert heard == [signal.SIGTERM]
-    run.step()
-    assert len(run.saved) == 1
 
 
 def test_an_exit_in_the_callback_comes_out_of_update(heard: list[int]) -> None:
@@ -151,3 +157,42 @@ print(process.exitcode)
 def test_a_process_forked_from_the_training_ends_when_it_is_told_to(cli: CommandLine) -> None:
     cli.write("train.py", FORKING)
     assert cli.python("train.py").out == "-15\n"
+
+
+LOADING = """
+import signal, sys
+import torch
+from autotune_amp import AmpConfig, PrecisionController
+
+def stay(worker):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+def save():
+    print("saved", flush=True)
+    sys.exit(143)
+
+torch.set_num_threads(1)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+controller = PrecisionController(AmpConfig(precision="bf16", batch_size=4), "cpu", on_signal=save)
+loader = torch.utils.data.DataLoader(torch.randn(10**7, 8), batch_size=4, num_workers=1, worker_init_fn=stay)
+for number, batch in enumerate(loader):
+    with controller.autocast():
+        loss = model(batch).square().mean()
+    controller.backward(loss)
+    controller.step(optimizer)
+    controller.update()
+    optimizer.zero_grad()
+    if number == 2:
+        print("training", flush=True)
+"""
+
+
+def test_a_signal_to_the_loader_workers_too_ends_in_a_checkpoint(cli: CommandLine) -> None:
+    cli.write("train.py", LOADING)
+    process = cli.start_python("train.py")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "training\n"
+    cli.terminate_all(process)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (143, "saved\n"), err

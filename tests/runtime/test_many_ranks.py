@@ -22,7 +22,6 @@ from rank_worker import Ranks
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.runtime import run_log
-from autotune_amp.runtime.scaler import LAG_UPDATES
 
 WRAPPERS: tuple[Wrapper, ...] = ("ddp", "ddp_ignored", "fsdp1", "fsdp2")
 # A floor so near that two overflows running are a trip.
@@ -142,4 +141,4 @@ def test_one_of_the_ranks_writes_the_run_log(ranks: Ranks, tmp_path: Path) -> No
 @pytest.mark.parametrize("scaler", ["controller", "lagged"])
 def test_a_signal_to_one_rank_is_heard_by_all_at_the_same_step(ranks: Ranks, scaler: Any) -> None:
     scenario = Scenario(trouble=at("signal", 1), scaler=scaler, fused=scaler == "lagged")
-    assert run(ranks, scenario, FP16, set(), []).signalled_at == [1 + LAG_UPDATES]
+    assert run(ranks, scenario, FP16, set(), []).signalled_at == [1]

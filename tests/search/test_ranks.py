@@ -199,6 +199,17 @@ def test_an_error_of_rank_0_is_the_same_on_every_rank(
     assert (vars(heard.value), str(heard.value)) == (vars(wanted), str(wanted))
 
 
+def test_interrupted_rank_0_does_not_wait_long_for_others_that_were_too(
+    as_rank: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    now = iter(range(1000))
+    monkeypatch.setattr("autotune_amp.distributed.time", Mock(monotonic=lambda: next(now)))
+    with pytest.raises(SearchInterruptedError):
+        as_rank(0, Mock(side_effect=SearchInterruptedError("SIGTERM", "go on", NOWHERE, None)))
+    assert next(now) < ranks._HEARD_SECONDS / 2
+
+
 def test_waiting_for_rank_0_has_an_end_and_can_be_interrupted(as_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotune_amp.distributed.time.sleep", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(SearchInterruptedError, match="Rank 1 was interrupted"):
@@ -254,12 +265,12 @@ def test_the_ranks_of_srun_meet_on_the_first_host_of_the_step(
     monkeypatch.setattr(os, "environ", step)
     found = ranks._meeting_place()
     assert found is not None
-    address, port = found
-    assert (address, port in range(1024, 32768)) == (first, True)
+    address, port, name = found
+    assert (address, port in range(1024, 32768), name) == (first, True, "4711.2")
     step["SLURM_STEP_ID"] = "3"
-    assert ranks._meeting_place() != found
+    assert ranks._meeting_place() == (first, port + 1, "4711.3")
     step |= {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-    assert ranks._meeting_place() == ("10.0.0.1", 29500)
+    assert ranks._meeting_place() == ("10.0.0.1", 29500, None)
 
 
 @pytest.mark.parametrize(

@@ -74,10 +74,13 @@ def is_called_by_user(depth: int = 2) -> bool:
 
 def rank() -> dict[str, Any]:
     """Rank, world size and local rank: as torch's process group has them, else as a launcher says."""
-    local = _number("LOCAL_RANK", 0)
+    step = _number("SLURM_STEP_NUM_TASKS", 0)  # of srun, whose task this is unless another launcher made ranks of it
+    local = _number("LOCAL_RANK", _number("SLURM_LOCALID", 0) if step else 0)
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return {"rank": distributed.get_rank(), "world": distributed.get_world_size(), "local_rank": local}
+    if step and "WORLD_SIZE" not in os.environ:
+        return {"rank": _number("SLURM_PROCID", 0), "world": step, "local_rank": local}
     return {"rank": _number("RANK", 0), "world": _number("WORLD_SIZE", 1), "local_rank": local}
 
 
