@@ -147,7 +147,7 @@ def answer_on_first(find: Callable[[], Recommendation], where: Place, budget_sec
         ) from None
     try:
         found = find()
-    except SearchInterruptedError as error:  # the others were interrupted too, as a rule
+    except (SearchInterruptedError, KeyboardInterrupt) as error:  # the others were interrupted too, as a rule
         store.tell(msgspec.json.encode(_Answer.of(error)), _INTERRUPTED_SECONDS)
         raise
     except BaseException as error:

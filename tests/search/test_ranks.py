@@ -199,14 +199,15 @@ def test_an_error_of_rank_0_is_the_same_on_every_rank(
     assert (vars(heard.value), str(heard.value)) == (vars(wanted), str(wanted))
 
 
+@pytest.mark.parametrize("error", [SearchInterruptedError("SIGTERM", "go on", NOWHERE, None), KeyboardInterrupt()])
 def test_interrupted_rank_0_does_not_wait_long_for_others_that_were_too(
-    as_rank: Any, monkeypatch: pytest.MonkeyPatch
+    as_rank: Any, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
     now = iter(range(1000))
     monkeypatch.setattr("autotune_amp.distributed.time", Mock(monotonic=lambda: next(now)))
-    with pytest.raises(SearchInterruptedError):
-        as_rank(0, Mock(side_effect=SearchInterruptedError("SIGTERM", "go on", NOWHERE, None)))
+    with pytest.raises(type(error)):
+        as_rank(0, Mock(side_effect=error))
     assert next(now) < ranks._HEARD_SECONDS / 2
 
 
