@@ -1,0 +1,50 @@
+"""What a search takes with and without further dimensions, both within the default budget, where nothing is to gain.
+
+Usage: cost.py [table]. Raw outcomes: results/cost.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+HERE = Path(__file__).parent
+OUTCOMES = HERE / "results" / "cost.jsonl"
+NAMES = ("gpt2", "lstm", "vit")
+BEGIN, END = "<!-- table: cost.py -->\n", "<!-- end of cost -->"
+
+
+def search_seconds(name: str, tried: str) -> float:
+    with TemporaryDirectory() as out:
+        command = [sys.executable, "-m", "autotune_amp", "search", f"{HERE / 'workloads.py'}:{name}", "--try", tried]
+        started = time.monotonic()
+        subprocess.run([*command, "--out", out], check=True, stdout=subprocess.DEVNULL)
+        return time.monotonic() - started
+
+
+def table() -> str:
+    found: dict[str, dict[str, float]] = {}
+    for row in map(json.loads, OUTCOMES.read_text().splitlines()):
+        found.setdefault(row["name"], {})[row["tried"]] = row["seconds"]
+    lines = ["| training | `--try none`, s | `--try auto`, s | times as long |", "|---|---|---|---|"]
+    for name, seconds in found.items():
+        none, auto = seconds["none"], seconds["auto"]
+        lines.append(f"| {name} | {none:.0f} | {auto:.0f} | {auto / none:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["table"]:
+        OUTCOMES.write_text("")
+        for training in NAMES:
+            for tried in ("none", "auto"):
+                row = {"name": training, "tried": tried, "seconds": search_seconds(training, tried)}
+                with OUTCOMES.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+    readme = HERE / "README.md"
+    readme.write_text(re.sub(f"(?<={BEGIN}).*?(?={END})", lambda _: table(), readme.read_text(), flags=re.DOTALL))
