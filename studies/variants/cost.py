@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 HERE = Path(__file__).parent
 OUTCOMES = HERE / "results" / "cost.jsonl"
-NAMES = ("gpt2", "lstm", "vit")
+NAMES = ("lstm", "vit")
 BEGIN, END = "<!-- table: cost.py -->\n", "<!-- end of cost -->"
 
 
