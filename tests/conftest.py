@@ -169,9 +169,7 @@ class CommandLine:
         )
 
     def __call__(self, *arguments: str, **options: Any) -> Finished:
-        process = self.start(*arguments, **options)
-        out, err = process.communicate(timeout=200)
-        return Finished(process.returncode, out, err)
+        return self.python("-m", "autotune_amp", *arguments, **options)
 
     def terminate_all(self, process: subprocess.Popen[str]) -> None:
         """As Slurm ends a job: SIGTERM to a command and to all of its processes, which it hears of all at once."""
@@ -182,9 +180,9 @@ class CommandLine:
         process.terminate()
         process.send_signal(signal.SIGCONT)
 
-    def python(self, *arguments: str) -> Finished:
-        """A script of the user's own."""
-        process = self.start_python(*arguments)
+    def python(self, *arguments: str, **options: Any) -> Finished:
+        """A script of the user's own, or a module."""
+        process = self.start_python(*arguments, **options)
         out, err = process.communicate(timeout=200)
         return Finished(process.returncode, out, err)
 
