@@ -15,13 +15,13 @@ from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.recommendation import NothingWorksError, Recommendation, SearchInterruptedError
 from autotune_amp.core.workload import Workload
 from autotune_amp.distributed import answer_on_first, place
+from autotune_amp.interruption import interruptible
 from autotune_amp.report.files import keep_report
 from autotune_amp.search.cache import search
 from autotune_amp.search.command import CommandSource
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.source import Source, live, target
-from autotune_amp.termination import ends_by_sigterm
 
 if TYPE_CHECKING:
     from autotune_amp.core.outcome import Fidelity
@@ -32,7 +32,7 @@ WorkloadArgument: TypeAlias = Workload | Callable[[], Workload] | LaunchLine | s
 DEFAULT_TARGET = "autotune_amp.workloads:workload"
 
 
-@ends_by_sigterm()
+@interruptible()
 def recommend_config(
     workload: WorkloadArgument = None,
     *,
@@ -104,7 +104,7 @@ def recommend_config(
     return answer_on_first(find, where, budget)
 
 
-@ends_by_sigterm()
+@interruptible()
 def check_fidelity(
     workload: WorkloadArgument = None,
     precision: str = "bf16",
@@ -134,7 +134,7 @@ def check_fidelity(
         return run_check(origin, progress, precision, batch_size, device, pinned_modules, seed, budget)
 
 
-@ends_by_sigterm()
+@interruptible()
 def profile_amp(
     workload: WorkloadArgument = None,
     num_batches: int = 10,

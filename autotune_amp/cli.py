@@ -6,12 +6,10 @@ Standard output carries the result and nothing else. Nothing heavy is imported b
 
 from __future__ import annotations
 
-import _thread
 import json
 import os
 import shlex
 import sys
-import threading
 from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
@@ -21,8 +19,8 @@ import typer
 
 from autotune_amp import __version__
 from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError
+from autotune_amp.interruption import interruptible
 from autotune_amp.report.output import emit, json_document, reader_may_leave, rendered
-from autotune_amp.termination import ends_by_sigterm
 
 if TYPE_CHECKING:
     from autotune_amp.core.recommendation import Recommendation
@@ -411,21 +409,12 @@ def main() -> None:
     # Closed by the caller (``>&-``): without this the next file that is opened would become standard output.
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
-    sys.unraisablehook = _interrupt_again
-    with ends_by_sigterm():
+    with interruptible():
         code = run(sys.argv[1:])
         for stream in (sys.stdout, sys.stderr):
             with reader_may_leave(stream):
                 stream.flush()
     sys.exit(code)
-
-
-def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
-    """Ctrl-C in a finalizer, which can raise nothing, comes a moment later instead."""
-    if unraisable.exc_type is KeyboardInterrupt:
-        threading.Timer(0.05, _thread.interrupt_main).start()
-    else:
-        sys.__unraisablehook__(unraisable)
 
 
 def run(arguments: list[str]) -> int:

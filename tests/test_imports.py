@@ -18,7 +18,7 @@ MAX_LINES, MAX_FILES = 500, 16
 LAYERS = (
     ("core",),
     ("precision", "hardware"),
-    ("distributed", "termination"),
+    ("distributed", "interruption"),
     ("fingerprint",),
     ("variants",),
     ("numerics",),

@@ -23,6 +23,7 @@ from autotune_amp.core import errors
 from autotune_amp.core.errors import AutotuneAmpError, RunnerError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
+from autotune_amp.interruption import heed
 from autotune_amp.isolation.marks import KILL_SECONDS, MARK, kill_marked, marked, terminate_programs
 from autotune_amp.trial.failures import num_oom_kills, of_exit
 
@@ -162,6 +163,7 @@ class Process:
     def _next_message(self) -> dict[str, Any] | None:
         """The next message, an empty one if nothing came within a tick, None at the end of the process."""
         self._drain_output()
+        heed()
         self._watcher.tick()
         try:
             return self._messages.get(timeout=TICK_SECONDS)

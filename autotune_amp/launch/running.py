@@ -26,6 +26,7 @@ import psutil
 from autotune_amp.core.errors import RunnerError, WorkloadError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
+from autotune_amp.interruption import heed
 from autotune_amp.isolation.marks import KILL_SECONDS, kill_marked
 from autotune_amp.isolation.process import TICK_SECONDS, Watcher
 from autotune_amp.launch import keeper
@@ -206,6 +207,7 @@ class _Command:
     def _take_in(self) -> None:
         """What came within a tick."""
         num_before = self._heard.num_steps
+        heed()
         self._watcher.tick()
         with contextlib.suppress(queue.Empty):
             message = self._listener.heard.get(timeout=TICK_SECONDS)

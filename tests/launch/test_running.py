@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -207,6 +208,14 @@ def test_a_python_that_is_not_guarded_is_stopped(tmp_path: Path, monkeypatch: py
     assert isinstance(ending, Failure)
     assert ending.kind == "workload_error"
     assert "-E" in ending.message
+
+
+def test_a_signal_that_was_dropped_ends_the_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune_amp.launch.running.heed", Mock(side_effect=[None, None, KeyboardInterrupt]))
+    (tmp_path / "train.py").write_text("import os, time\nopen(f'{os.getpid()}.pid', 'w')\ntime.sleep(1000)\n")
+    with pytest.raises(KeyboardInterrupt):
+        run_command([sys.executable, "train.py"])
+    assert [path for path in tmp_path.glob("*.pid") if psutil.pid_exists(int(path.stem))] == []
 
 
 def test_it_trains_and_tells(tmp_path: Path) -> None:

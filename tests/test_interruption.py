@@ -1,7 +1,8 @@
-"""SIGTERM inside `ends_by_sigterm`: what is going on is interrupted, may still save, and the process ends by it."""
+"""Signals inside `interruptible`: what is going on is interrupted and may still save; SIGTERM ends the process."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from collections.abc import Iterator
@@ -9,8 +10,27 @@ from collections.abc import Iterator
 import pytest
 from conftest import CommandLine
 
-from autotune_amp.termination import EXIT_CODE, ends_by_sigterm
+from autotune_amp.interruption import EXIT_CODE, heed, interruptible
 
+DROPPED = """
+import signal
+from autotune_amp import cli
+from autotune_amp.isolation import process
+
+class Drops:
+    def __del__(self):
+        signal.raise_signal(signal.NUMBER)
+
+once = [Drops()]
+hear = process.Process._next_message
+
+def hears(self):
+    once.clear()
+    return hear(self)
+
+process.Process._next_message = hears
+cli.main()
+"""
 SCRIPT = """
 import os, signal, threading, time
 import torch
@@ -48,7 +68,7 @@ def default_handler() -> Iterator[None]:
 def test_it_interrupts_and_then_ends_the_process() -> None:
     saved = []
 
-    @ends_by_sigterm()
+    @interruptible()
     def search() -> None:
         try:
             signal.raise_signal(signal.SIGTERM)
@@ -63,7 +83,7 @@ def test_it_interrupts_and_then_ends_the_process() -> None:
 
 
 def test_what_is_raised_on_the_way_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    @ends_by_sigterm()
+    @interruptible()
     def search() -> None:
         try:
             signal.raise_signal(signal.SIGTERM)
@@ -75,10 +95,30 @@ def test_what_is_raised_on_the_way_out_is_said(capsys: pytest.CaptureFixture[str
     assert (ended.value.code, capsys.readouterr().err) == (EXIT_CODE, "the best is in studies/train\n")
 
 
+def test_what_nobody_has_answered_is_heard_again_and_only_inside() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(SystemExit), interruptible():
+            heed()
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(number)
+            with pytest.raises(KeyboardInterrupt):
+                heed()
+        heed()
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", EXIT_CODE)])
+def test_a_signal_that_falls_into_a_finalizer_ends_a_command(cli: CommandLine, number: str, code: int) -> None:
+    cli.write("dropped.py", DROPPED.replace("NUMBER", number))
+    done = cli.python("dropped.py", "search", "--device", "cpu")
+    assert done.code == code, done.err
+    assert "Interrupted" in done.err
+    assert cli.leftovers() == []
+
+
 def test_without_a_signal_nothing_is_changed() -> None:
-    with pytest.raises(ValueError, match="my own"), ends_by_sigterm():
+    with pytest.raises(ValueError, match="my own"), interruptible():
         raise ValueError("my own")
-    with ends_by_sigterm():
+    with interruptible():
         pass
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
@@ -86,7 +126,7 @@ def test_without_a_signal_nothing_is_changed() -> None:
 def test_a_handler_of_the_users_own_is_left_to_it() -> None:
     heard = []
     signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
-    with ends_by_sigterm():
+    with interruptible():
         signal.raise_signal(signal.SIGTERM)
     assert heard == [signal.SIGTERM]
 
@@ -95,7 +135,7 @@ def test_in_another_thread_it_changes_nothing() -> None:
     seen = []
 
     def look() -> None:
-        with ends_by_sigterm():
+        with interruptible():
             seen.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=look)
