@@ -42,7 +42,7 @@ WITHOUT_TORCH = (
     *("launch.backend", "launch.command", "launch.running", "launch.ranks", "launch.measure", "launch.settable"),
     *("numerics.scaler_replay", "numerics.grading", "runtime.policy", "runtime.run_log", "runtime.checkpoint"),
 )
-WITH_OPTUNA = ("search.study",)
+WITH_OPTUNA = ("search.storage.study",)
 AGENT = "launch.agent"
 FRAMEWORKS = ("accelerate", "deepspeed", "lightning", "transformers")
 WITH_FRAMEWORKS = ("integrations", "core.config")  # AmpConfig.to_training_arguments makes theirs

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from autotune_amp.core.errors import AutotuneAmpError, FormatError, StudyError
 from autotune_amp.core.recommendation import Recommendation, write_atomically
-from autotune_amp.search.folder import StudyFolder
+from autotune_amp.search.storage.folder import StudyFolder
 
 NAME, OUTCOMES = "report.html", "outcomes.jsonl"
 _ELSEWHERE = "Give `autotune-amp report` a file in a folder that can be written, with --out FILE.html."

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import msgspec
 
 from autotune_amp.core.recommendation import Fingerprint, Recommendation
 from autotune_amp.distributed import left_no_answer
 from autotune_amp.hardware import identify
-from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.options import RANKING, SearchOptions
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.source import Source
+from autotune_amp.search.storage.folder import StudyFolder
 
 # Neither where a search writes nor what is chosen for changes anything of what it measures.
 _OPTIONS_OUTSIDE_FINGERPRINT = ("study", "out", "storage", *RANKING)
@@ -27,7 +25,11 @@ def search(
     settings = {name: fields[name] for name in fields if name not in _OPTIONS_OUTSIDE_FINGERPRINT}
     cached = folder.cached()
     fingerprint = source.fingerprint(settings, identify(options.device))
-    answer_for = partial(cached_answer, cached, options, folder, progress)
+
+    def answer_for(fingerprint: Fingerprint) -> Recommendation | None:
+        answer = cached_answer(cached, options, folder, progress, fingerprint)
+        return answer or _shared_answer(source, options, folder, progress, fingerprint)
+
     if fingerprint is not None and (is_rerun or not is_fresh):
         answer = answer_for(fingerprint)
         if answer is not None:
@@ -62,3 +64,31 @@ def cached_answer(
     answer = folder.save(rerank(cached, options, folder))
     progress.note(f"Ranked again for {options.objective} from what this search measured before; nothing was run.")
     return answer
+
+
+def _shared_answer(
+    source: Source, options: SearchOptions, folder: StudyFolder, progress: Progress, fingerprint: Fingerprint
+) -> Recommendation | None:
+    """One that the storage keeps, of another host or folder, where it holds for this fingerprint; it is saved here."""
+    if options.storage is None or fingerprint.unknown:
+        return None
+    from autotune_amp.search.storage import shared  # brings Optuna
+
+    found = shared.answer_for(shared.answers(options.storage, fingerprint), fingerprint)
+    if found is None:
+        return None
+    answer = found.recommendation
+    before = msgspec.convert(answer.options, SearchOptions)
+    if any(getattr(before, name) != getattr(options, name) for name in RANKING):
+        return None  # to rank again takes all records
+    told = f"Answered from the storage: measured {found.origin}, on a machine of the same kind."
+    progress.note(told)
+    answer = msgspec.structs.replace(
+        answer,
+        fingerprint=fingerprint,
+        launch_line=source.launch_line,
+        warnings=(*answer.warnings, told),
+        search=msgspec.structs.replace(answer.search, study=folder.path.name),
+    )
+    folder.path.mkdir(parents=True, exist_ok=True)
+    return folder.save(answer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError
+from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, StudyError
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import (
     Exclusion,
@@ -19,6 +20,7 @@ from autotune_amp.core.recommendation import (
     SearchInterruptedError,
     SearchSummary,
 )
+from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import size
 from autotune_amp.distributed import alone
 from autotune_amp.fingerprint import versions
@@ -27,7 +29,6 @@ from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.local import Backend, WorkloadBackend
 from autotune_amp.search.answer import explain
 from autotune_amp.search.answer.decide import recommend
-from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
@@ -40,7 +41,9 @@ from autotune_amp.search.stages.explore import exploring, left_to_explore, share
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.stages.trials import MIN_TRIAL_SECONDS, Conditions
 from autotune_amp.search.stages.variants import LoaderWorkers, Variants
-from autotune_amp.search.study import Study
+from autotune_amp.search.storage import shared
+from autotune_amp.search.storage.folder import StudyFolder
+from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.energy import require_counter
 from autotune_amp.trial.memory import recommended_environment
 
@@ -78,7 +81,8 @@ def search_anew(
             if cached is not None and not is_fresh and not cached.search.was_interrupted:
                 for line in cached.fingerprint.differences(fingerprint):
                     progress.note(f"Searching again: {line}.")
-            return search.run(backend, fingerprint, folder.search_id(fingerprint.digest, is_fresh=is_fresh))
+            search_id = folder.search_id(fingerprint.digest, is_fresh=is_fresh)
+            return search.run(backend, fingerprint, search_id, None if is_fresh else search.like(fingerprint))
     except KeyboardInterrupt:
         best = cached if cached is not None and cached.search.was_interrupted else None
         raise SearchInterruptedError(
@@ -104,14 +108,26 @@ class _Search:
         self._warnings: list[str] = []
         self._is_spent = False
 
-    def run(self, backend: WorkloadBackend, fingerprint: Fingerprint, search_id: str) -> Recommendation:
-        """Open, say what can be tried, explore, check, confirm, decide and save."""
+    def like(self, fingerprint: Fingerprint) -> Setting | None:
+        """What the storage has as the answer for the same code on a device of the same model, asked for otherwise."""
+        if self._options.storage is None:
+            return None
+        answer = next(iter(shared.answers(self._options.storage, fingerprint)), None)
+        if answer is None:
+            return None
+        setting = Setting.of(answer.recommendation.config)
+        self._progress.note(f"Starting from what was measured {answer.origin}, for the same code: {setting}.")
+        return setting
+
+    def run(
+        self, backend: WorkloadBackend, fingerprint: Fingerprint, search_id: str, like: Setting | None
+    ) -> Recommendation:
+        """Open, say what can be tried, explore, check, confirm, decide and save; `like` is tried early."""
         opened = self._open(backend)
         load_before = self._meter.stop()  # what others did while the workload was loaded and probed
         said = machine_load.doubts(machine_load.evidence([load_before]), "search on an idle machine")
         for line in said if load_before.others_num_cores is not None else (*said, *self._load_notes):
-            self._progress.note(line)
-            self._warnings.append(line)
+            self._warn(line)
         ledger = self._ledger(build_space(opened.hardware, opened.description, self._options), search_id)
         conditions = Conditions(
             hardware=opened.hardware,
@@ -122,6 +138,7 @@ class _Search:
             seed=self._options.seed,
             ready_seconds=opened.ready_seconds,
             max_trials=self._options.max_trials,
+            like=like,
             # One that is forked from a process that builds for all takes no time to set up.
             min_trial_seconds=MIN_TRIAL_SECONDS
             + (0.0 if "share_build" in backend.abilities else opened.description.build_seconds),
@@ -171,7 +188,16 @@ class _Search:
                 recommendation.excluded,
                 recommendation,
             )
+        if self._options.storage is not None and not fingerprint.unknown:
+            try:
+                shared.keep(self._options.storage, recommendation)
+            except StudyError as error:
+                self._progress.note(f"Others will not find this answer: {error.message}")
         return recommendation
+
+    def _warn(self, line: str) -> None:
+        self._progress.note(line)
+        self._warnings.append(line)
 
     def _search(self, backend: Backend, ledger: Ledger, conditions: Conditions) -> None:
         """The stages before the confirmation."""
@@ -186,7 +212,10 @@ class _Search:
 
         go(AccumulationCheck(conditions))  # before the study: it may take settings out of the space
         storage, owner = self._options.storage or self.folder.path / "study.db", str(self.folder.path.resolve())
-        with Study.open(storage, self.folder.path.name, ledger, owner=owner, seed=self._options.seed) as study:
+        if self._options.storage is not None:  # which others may use from a folder of the same name
+            owner = f"{platform.node()}:{owner}"
+        study_of = partial(Study.open, storage, self.folder.path.name, ledger, owner=owner, seed=self._options.seed)
+        with study_of(note=self._warn) as study:
             self.watcher.phase("searching")
             checks, scales, fallbacks = Checks(conditions), LossScales(study), Fallbacks(conditions)
             go(*exploring(conditions, study))

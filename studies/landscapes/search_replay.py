@@ -18,7 +18,6 @@ from replay import Ground, ReplayBackend, ReplayBudget
 from autotune_amp.core.outcome import Record
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
-from autotune_amp.search import study as studies
 from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.progress import Progress
@@ -29,6 +28,7 @@ from autotune_amp.search.stages.explore import exploring
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.search.stages.variants import LoaderWorkers, Variants
+from autotune_amp.search.storage import study as studies
 
 
 @dataclass(frozen=True)
@@ -132,4 +132,4 @@ def _study(ledger: Ledger, seed: int) -> studies.Study:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     sampler = studies.TPESampler(seed=seed)  # type: ignore[attr-defined] # by its name there, where another may stand
     made = optuna.create_study(storage=optuna.storages.InMemoryStorage(), direction="maximize", sampler=sampler)
-    return studies.Study("memory", made, ledger)
+    return studies.Study("memory", lambda: made, ledger)

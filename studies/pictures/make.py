@@ -20,7 +20,7 @@ from autotune_amp.report.files import write_report
 from autotune_amp.report.progress import TerminalProgress
 from autotune_amp.report.terminal import print_recommendation
 from autotune_amp.search.answer.decide import ranked_again
-from autotune_amp.search.folder import StudyFolder
+from autotune_amp.search.storage.folder import StudyFolder
 
 HERE = Path(__file__).parent
 SHOWN = HERE.parent / "truth/results/bf16_cpu/mlp"

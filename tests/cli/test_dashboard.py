@@ -15,7 +15,7 @@ from autotune_amp.cli import run
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.space import Space
-from autotune_amp.search.study import Study
+from autotune_amp.search.storage.study import Study
 
 
 def make_study(folder: Path) -> Path:

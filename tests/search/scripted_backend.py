@@ -31,7 +31,6 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.local import Ability, Slot
 from autotune_amp.search.answer.decide import decide
-from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.loss_scales import AllScales
 from autotune_amp.search.progress import Progress
@@ -42,7 +41,8 @@ from autotune_amp.search.stages.confirm import Confirm
 from autotune_amp.search.stages.explore import exploring, share_building
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.stages.trials import Conditions
-from autotune_amp.search.study import Study
+from autotune_amp.search.storage.folder import StudyFolder
+from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Check, Trial
 
 SETUP_SECONDS = 0.5

@@ -14,7 +14,7 @@ from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.explore import exploring
 from autotune_amp.search.stages.trials import DEADLINE_RATIO
 from autotune_amp.search.stages.variants import LoaderWorkers
-from autotune_amp.search.study import Study
+from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Trial
 
 SPACE = Space(

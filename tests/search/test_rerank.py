@@ -19,11 +19,11 @@ from autotune_amp.core.recommendation import Fingerprint, Recommendation, Search
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.answer.decide import cost_of_training, ranked_again, recommend, rerank
 from autotune_amp.search.cache import cached_answer
-from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.loss_scales import scales_of
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.space import build_space
+from autotune_amp.search.storage.folder import StudyFolder
 from autotune_amp.trial.jobs import Check, Trial
 
 HELD = {"MALLOC_TRIM_THRESHOLD_": "2147483647"}

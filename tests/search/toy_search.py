@@ -20,12 +20,12 @@ from autotune_amp.integrations.export import Exportable, export
 from autotune_amp.precision import torch_state
 from autotune_amp.report.rows import table
 from autotune_amp.search.answer.decide import recommend
-from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.space import build_space
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.stages.variants import Variants
+from autotune_amp.search.storage.folder import StudyFolder
 from autotune_amp.trial import checks
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.jobs import Check, Trial

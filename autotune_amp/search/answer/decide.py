@@ -35,12 +35,12 @@ from autotune_amp.hardware import machine_load
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import loss_scales, ranking, variants
 from autotune_amp.search.answer import explain
-from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.ledger import LOSS_SCALE, Ledger
 from autotune_amp.search.options import RANKING, SearchOptions
 from autotune_amp.search.ranking import PLATEAU, Runs, best_runs, confirm_runs, data_share
 from autotune_amp.search.space import build_space
 from autotune_amp.search.stages.fallbacks import fallback_plans
+from autotune_amp.search.storage.folder import StudyFolder
 from autotune_amp.trial.jobs import NUM_STEPS_BEFORE_CUT
 from autotune_amp.trial.memory import recommended_environment
 

@@ -18,7 +18,7 @@ from autotune_amp.search.ranking import check_key, rank
 from autotune_amp.search.run import Budget
 from autotune_amp.search.space import HOPELESS, Space
 from autotune_amp.search.stages.trials import Conditions
-from autotune_amp.search.study import Study
+from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Check, Trial
 
 NUM_PAIRS = 24  # of (init_scale, growth_interval) for one contender, the seeds among them

@@ -29,7 +29,7 @@ from autotune_amp.search.space import Space, excluded_by_outcomes, without
 from autotune_amp.search.stages.checks import EARLY_SHARE, Checks
 from autotune_amp.search.stages.curve import Curves
 from autotune_amp.search.stages.trials import Conditions, is_hopeless
-from autotune_amp.search.study import Study
+from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import MAX_TIMED_MICRO_BATCHES, NUM_WARMUP_STEPS, Check, Trial
 
 LOADER_SHARE = 0.1  # of the budget, kept back for other numbers of loader workers, where the loader sets the speed
@@ -76,11 +76,12 @@ class _Explore(ABC):
 
 
 class Seeds(_Explore):
-    """What runs today, and every precision at its batch; for memory the smaller batches of what takes the least."""
+    """What runs today, what was best for the same code before, and every precision at today's batch; for memory the
+    smaller batches of what takes the least."""
 
     def _next(self, ledger: Ledger, left_seconds: float) -> Setting | None:  # noqa: ARG002
         known, limit = ledger.ordinary_outcomes, self.conditions.memory_limit_bytes
-        seed = next_seed(self.conditions.hardware, ledger.space, known, limit, ledger.exclusions)
+        seed = next_seed(self.conditions.hardware, ledger.space, known, limit, ledger.exclusions, self.conditions.like)
         return smaller_seed(ledger) if seed is None and ledger.objective == "memory" else seed
 
 
@@ -270,14 +271,21 @@ def next_seed(
     outcomes: Mapping[Setting, Outcome],
     memory_limit_bytes: int | None,
     excluded: Sequence[Exclusion] = (),
+    like: Setting | None = None,
 ) -> Setting | None:
-    """The baseline, then the first try of each precision, None once all had theirs. Never what has an outcome.
+    """The baseline, then what is nearest to `like`, then the first try of each precision, None once all had theirs.
+    Never what has an outcome.
 
     `excluded` is beyond what the outcomes rule out.
     """
     if space.baseline not in outcomes:
         return space.baseline
     untried = _untried(space, outcomes, memory_limit_bytes, excluded)
+    if like is not None:
+        ours = [c for c in space.candidates if c.precision == like.autocast_precision]
+        nearest = min(ours, key=lambda c: abs(math.log(c.batch_size / like.batch_size)), default=None)
+        if nearest in untried:
+            return nearest
 
     def first_of(precision: Precision) -> Setting | None:
         """The first try: at the baseline's batch, where all can be compared; smaller only after OOM."""

@@ -31,7 +31,8 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     """What all jobs of one search have in common.
 
     `environment` are the recommended variables. A fresh process takes `ready_seconds` until it has imported the
-    workload. `max_trials` are those of the whole search, None for any number.
+    workload. `max_trials` are those of the whole search, None for any number. `like` is what was best for the same code
+    asked for otherwise, None where nobody knows.
     """
 
     hardware: Hardware
@@ -42,6 +43,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     ready_seconds: float = 0.0
     max_trials: int | None = None
+    like: Setting | None = None
     min_trial_seconds: float = MIN_TRIAL_SECONDS
 
     @property

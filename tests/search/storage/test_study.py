@@ -27,8 +27,9 @@ from autotune_amp.core.variants import FP8_RECIPE
 from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.loss_scales import Pair
+from autotune_amp.search.run import Budget
 from autotune_amp.search.space import Space
-from autotune_amp.search.study import Study, connected
+from autotune_amp.search.storage.study import Study, connected
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
 SIZES = (4, 8, 16, 32, 64, 100)
@@ -243,14 +244,26 @@ def test_a_storage_that_cannot_be_used_is_named_without_its_password(bad_url: st
     assert optuna.logging.get_verbosity() == before
 
 
-def test_a_storage_that_breaks_is_an_error(file: Path) -> None:
-    with opened(file) as study:
+def test_a_search_goes_on_without_a_storage_that_breaks(file: Path) -> None:
+    notes: list[str] = []
+    ledger = Ledger(SPACE, [record(1, at("fp16", 32), measured())], search_id="s1")
+    with Study.open(file, "demo", ledger, note=notes.append) as study:
         asked = study.ask(at("fp32", 32))
         with sqlite3.connect(file) as connection:
             connection.execute("DROP TABLE trial_user_attributes")
         connection.close()
-        with pytest.raises(StudyError, match="trial_user_attributes"):
-            study.tell(asked, measured())
+        study.tell(asked, measured())
+        assert not study.is_there
+        without = study.ask(at("fp32", 16))
+        assert (without.setting, without.trial) == (at("fp32", 16), None)
+        study.tell(without, measured())
+        study.suggest_pairs(at("fp16", 32), 24, Budget(100.0))
+        assert study.pairs(at("fp16", 32)) == []
+    assert len(notes) == 1
+    assert "trial_user_attributes" in notes[0]
+
+
+def test_what_is_no_storage_is_an_error(file: Path) -> None:
     file.write_text("this is no database, and long enough to be looked at as one")
     with pytest.raises(StudyError, match=r"study\.db cannot be used: file is not a database"), opened(file):
         pass

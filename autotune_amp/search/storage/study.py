@@ -5,6 +5,8 @@ on a log scale: an int range may change later and a category may not), of trials
 under fp16, `init_scale` and `growth_interval`, whose pairs TPE suggests: they are replayed on one measurement. What
 somebody enqueues is snapped to the nearest legal setting. User attributes say the rest for optuna-dashboard; they are
 few, since each is a commit.
+
+The ledger has all of it: a search goes on without a storage that is away, and tells it everything once it is back.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import itertools
 import math
 import re
 import sqlite3
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,29 +48,50 @@ GROWTH_INTERVALS = (10, 20_000)
 # A sampler learns from a violated constraint and ignores a trial told as FAIL (studies/README.md).
 _RUNS = "runs"
 
+AWAY_SECONDS = 10.0  # between two tries to reach a storage that is away
+_FAILURES = (StorageInternalError, SQLAlchemyError, UpdateFinishedTrialError)
+# Of libpq, which waits for ever otherwise: for a connection, and for the answer of a server whose packets are lost.
+_PATIENCE = {
+    "connect_timeout": 5,
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 10_000,
+}
+
 
 class Asked(NamedTuple):
-    """A trial to run with `setting` and be told of; under fp16 with `pair`, an init_scale and a growth_interval."""
+    """A trial to run with `setting` and be told of; under fp16 with `pair`, an init_scale and a growth_interval.
+
+    `trial` is None where the storage is away.
+    """
 
     setting: Setting
-    trial: optuna.Trial
+    trial: optuna.Trial | None
     pair: Pair | None
 
 
 class Study:
-    """One search in an Optuna storage, inside ``with Study.open(...)``.
+    """One search in an Optuna storage, inside ``with Study.open(...)``. To be used from one thread.
 
-    Every method raises `StudyError` where the storage fails. To be used from one thread.
+    Where the storage fails later on, `note` hears of it and the search goes on without: it is tried again, at the next
+    `catch_up`, every `AWAY_SECONDS`.
     """
 
-    def __init__(self, storage: str | Path, study: optuna.Study, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        storage: str | Path,
+        load: Callable[[], optuna.Study],
+        ledger: Ledger,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
         space = ledger.space
         self._storage = storage
-        self._study = study
+        self._load = load
+        self._note = note
+        self._away_since: float | None = None  # or when it was last tried
         self._ledger = ledger
         self._asked: Asked | None = None  # the last that was asked for, and not told yet
-        self._told: set[int] = set()  # the records of finished trials
-        self._calibrated: set[Setting] = set()
         self._legal = (*space.candidates, space.baseline)
         tried = (*self._legal, *(FP8_RECIPE.on(space.baseline, v) for v in space.variants.get(FP8_RECIPE.name, ())))
         self._distributions = {dimension.name: _distribution(dimension, tried) for dimension in OF_THE_SPACE}
@@ -77,10 +101,20 @@ class Study:
             for variant in VARIANTS
             if (values := space.variants.get(variant.name, ()))
         }
+        self._attach()
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, storage: str | Path, name: str, ledger: Ledger, *, owner: str = "", seed: int = 0) -> Iterator[Study]:
+    def open(
+        cls,
+        storage: str | Path,
+        name: str,
+        ledger: Ledger,
+        *,
+        owner: str = "",
+        seed: int = 0,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> Iterator[Study]:
         """Create the study of a search, or go on with it. `storage` is an Optuna storage URL, or the search's own file.
 
         It belongs to the ledger's `search_id` and `owner`, the search's folder, and is called `name`, or
@@ -88,21 +122,19 @@ class Study:
         Trials that a killed search left running are told as failed, and the ledger's that the study lacks are added.
         Raises `StudyError`, naming the storage without its password, where it cannot be used.
         """
-        verbosity = optuna.logging.get_verbosity()
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-        try:
-            with connected(storage) as database:
-                with _storage_errors(storage):
-                    study = _create_or_load(database, name, ledger.search_id, owner)
-                    study.sampler = TPESampler(seed=seed + len(study.trials))  # resumed, it must draw others
-                    opened = cls(storage, study, ledger)
-                    opened._fail_left_behind()
-                    finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
-                    opened._told = {t.user_attrs["record"] for t in finished if "record" in t.user_attrs}
-                    opened.catch_up(ledger)
-                yield opened
-        finally:
-            optuna.logging.set_verbosity(verbosity)
+        with _quiet(), connected(storage) as database:
+
+            def load() -> optuna.Study:
+                study = _create_or_load(database, name, ledger.search_id, owner)
+                study.sampler = TPESampler(seed=seed + len(study.trials))  # resumed, it must draw others
+                return study
+
+            try:
+                opened = cls(storage, load, ledger, note)
+            except _FAILURES as error:
+                raise _study_error(storage, error) from error
+            opened.catch_up(ledger)
+            yield opened
 
     @property
     def name(self) -> str:
@@ -118,27 +150,32 @@ class Study:
         """
         if not self._is_legal(setting):
             raise ValueError(f"{setting} is not in the space.")
-        with _storage_errors(self._storage):
-            self._study.enqueue_trial(
-                _parameters(setting, pair) | self._further_parameters(setting), user_attrs=_described(setting)
-            )
-            further = self._further if setting.set_up else {}
-            try:
-                trial = self._study.ask(self._distributions | further)
-            except ValueError as error:
-                what = f"A trial that somebody enqueued in study {self.name} cannot be run: {error}."
-                raise StudyError(what, "The same command again goes on without that trial.") from error
-            asked_for = {dimension.name: trial.params[dimension.name] for dimension in OF_THE_SPACE}
-            suggested = None
-            if MODES[asked_for["precision"]].takes_scaler:
-                low, high = (2.0**log2_scale for log2_scale in LOG2_INIT_SCALES)
-                init_scale = trial.suggest_float("init_scale", low, high, log=True)
-                suggested = snapped(init_scale), trial.suggest_int("growth_interval", *GROWTH_INTERVALS, log=True)
-            if asked_for != _parameters(setting, None):
-                setting = self._nearest(asked_for)
-                _set_attributes(trial, _described(setting))
-            self._asked = Asked(setting, trial, suggested)
-            return self._asked
+        with self._going_on():
+            if self.is_there:
+                self._asked = self._ask(setting, pair)
+                return self._asked
+        return Asked(setting, None, pair)
+
+    def _ask(self, setting: Setting, pair: Pair | None) -> Asked:
+        self._study.enqueue_trial(
+            _parameters(setting, pair) | self._further_parameters(setting), user_attrs=_described(setting)
+        )
+        further = self._further if setting.set_up else {}
+        try:
+            trial = self._study.ask(self._distributions | further)
+        except ValueError as error:
+            what = f"A trial that somebody enqueued in study {self.name} cannot be run: {error}."
+            raise StudyError(what, "The same command again goes on without that trial.") from error
+        asked_for = {dimension.name: trial.params[dimension.name] for dimension in OF_THE_SPACE}
+        suggested = None
+        if MODES[asked_for["precision"]].takes_scaler:
+            low, high = (2.0**log2_scale for log2_scale in LOG2_INIT_SCALES)
+            init_scale = trial.suggest_float("init_scale", low, high, log=True)
+            suggested = snapped(init_scale), trial.suggest_int("growth_interval", *GROWTH_INTERVALS, log=True)
+        if asked_for != _parameters(setting, None):
+            setting = self._nearest(asked_for)
+            _set_attributes(trial, _described(setting))
+        return Asked(setting, trial, suggested)
 
     def tell(self, asked: Asked, outcome: Outcome, *, number: int | None = None) -> None:
         """Finish a trial: its applied samples per second, or why there are none.
@@ -148,7 +185,9 @@ class Study:
         """
         self._asked = None
         outcome, replay = self._ledger.judged(asked.setting, outcome, asked.pair)
-        with _storage_errors(self._storage):
+        with self._going_on():
+            if asked.trial is None or not self.is_there:
+                return
             _set_attributes(asked.trial, _explained(outcome, number, asked.pair, replay))
             if isinstance(outcome, Measurement):
                 share = 1.0 if replay is None else replay.applied_share
@@ -163,6 +202,8 @@ class Study:
         fp16 that is about to be calibrated is told when it was, or when the search `is_over`.
         """
         self._ledger = ledger
+        if self._away_since is not None and (is_over or time.monotonic() > self._away_since + AWAY_SECONDS):
+            self._try_again()
         for record in ledger.records:
             setting, outcome = record.candidate, record.outcome
             is_due = record.purpose == "search" and record.number not in self._told and self._is_legal(setting)
@@ -176,6 +217,36 @@ class Study:
             if record.purpose == "calibration" and setting not in self._calibrated:
                 self._calibrated.add(setting)
                 self.answer_seeds(setting)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the storage could be reached when it was last used."""
+        return self._away_since is None
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """A storage that fails inside is away from then on."""
+        try:
+            yield
+        except _FAILURES as error:
+            if self.is_there:
+                self._note(f"{_study_error(self._storage, error).message} The search goes on, and tells it later.")
+            self._away_since = time.monotonic()
+
+    def _try_again(self) -> None:
+        with self._going_on():
+            self._attach()
+            self._away_since = None
+            self._note("The study's storage is there again.")
+
+    def _attach(self) -> None:
+        """Take up the study as a resumed search does: what it was told stands in it."""
+        self._study = self._load()
+        self._asked = None
+        self._calibrated: set[Setting] = set()
+        self._fail_left_behind()
+        finished = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+        self._told = {t.user_attrs["record"] for t in finished if "record" in t.user_attrs}  # records' numbers
 
     def answer_seeds(self, setting: Setting) -> list[Pair] | None:
         """Tell the pairs to begin with that the study lacks; returns all that it knows, None where fp16 has none."""
@@ -197,13 +268,16 @@ class Study:
         for pair in known:  # a resumed search counts those of before
             self._ledger.replay(setting, pair)
         for _ in range(num_pairs - len(known)):
-            if budget.left_for_search() <= 0:
+            if budget.left_for_search() <= 0 or not self.is_there:
                 return
             self.tell(self.ask(setting, None), self._ledger.outcomes[setting])
 
     def pairs(self, setting: Setting) -> list[Pair]:
-        """The pairs that were answered for an fp16 setting, in order."""
-        finished = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        """The pairs that the study knows the answers of for an fp16 setting, in order."""
+        finished: Sequence[optuna.trial.FrozenTrial] = ()
+        with self._going_on():
+            if self.is_there:
+                finished = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         wanted = _described(setting)
         answered = (t for t in finished if "applied_share" in t.user_attrs)
         ours = [t for t in answered if all(t.user_attrs.get(key) == wanted[key] for key in wanted)]
@@ -228,7 +302,7 @@ class Study:
         for left in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             trial = optuna.Trial(self._study, left._trial_id)
             trial.set_user_attr("failure", "interrupted")
-            trial.set_user_attr("reason", "the search was killed while this trial was running")
+            trial.set_user_attr("reason", "the search was killed, or cut off from here, while this trial was running")
             self._study.tell(left.number, state=TrialState.FAIL)
 
     def _is_legal(self, setting: Setting) -> bool:
@@ -278,6 +352,9 @@ def connected(storage: str | Path) -> Iterator[RDBStorage]:
         options["pool"] = sqlalchemy.NullPool(lambda: _open_file(storage))  # type: ignore[arg-type]
     elif storage.startswith("sqlite") and ":memory:" not in storage and storage != "sqlite://":
         options["poolclass"] = sqlalchemy.NullPool
+    elif storage.startswith("postgresql"):
+        options["pool_pre_ping"] = True  # else the first query after a restart fails for each that was open
+        options["connect_args"] = {name: value for name, value in _PATIENCE.items() if f"{name}=" not in storage}
     try:
         database = RDBStorage("sqlite://" if isinstance(storage, Path) else storage, engine_kwargs=options)
     except Exception as error:  # a wrong URL, driver, host, password, file or schema: each has a type of its own
@@ -290,11 +367,34 @@ def connected(storage: str | Path) -> Iterator[RDBStorage]:
 
 
 @contextlib.contextmanager
-def _storage_errors(storage: str | Path) -> Iterator[None]:
+def _quiet() -> Iterator[None]:
+    """Optuna says nothing inside."""
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
         yield
-    except (StorageInternalError, SQLAlchemyError, UpdateFinishedTrialError) as error:
-        raise _study_error(storage, error) from error
+    finally:
+        optuna.logging.set_verbosity(verbosity)
+
+
+def attributes(storage: str, name: str) -> dict[str, Any]:
+    """The user attributes of a study, none where there is no such. Raises `StudyError` where the storage fails."""
+    with connected(storage) as database:
+        try:
+            return database.get_study_user_attrs(database.get_study_id_from_name(name))
+        except KeyError:
+            return {}
+        except _FAILURES as error:
+            raise _study_error(storage, error) from error
+
+
+def set_attribute(storage: str, name: str, key: str, value: Any) -> None:
+    """Set a user attribute of a study, which is made where it is missing. Raises `StudyError` likewise."""
+    with _quiet(), connected(storage) as database:
+        try:
+            optuna.create_study(storage=database, study_name=name, load_if_exists=True).set_user_attr(key, value)
+        except _FAILURES as error:
+            raise _study_error(storage, error) from error
 
 
 def _parameters(setting: Setting, pair: Pair | None) -> dict[str, Any]:
@@ -343,7 +443,9 @@ def _study_error(storage: str | Path, error: Exception) -> StudyError:
     """What went wrong with the storage in our words, its password left out."""
     cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
     what = str(getattr(cause, "orig", None) or cause).strip().split("\n")[0].rstrip(".") or type(cause).__name__
-    if isinstance(storage, Path):
+    if isinstance(error, ImportError) and str(storage).startswith("postgresql"):
+        next_step = "Run `pip install 'autotune_amp[postgresql]'`."
+    elif isinstance(storage, Path):
         next_step = "Check that its folder can be written and has space; a damaged file can be moved away."
     else:
         next_step = "Check that it is there and can be written, or leave --storage out to use a file of its own."

@@ -9,8 +9,8 @@ from scripted_backend import candidate
 
 from autotune_amp.core.errors import FormatError, StudyBusyError, StudyError
 from autotune_amp.core.outcome import Failure, Record
-from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.source import folder_name, study_name
+from autotune_amp.search.storage.folder import StudyFolder
 
 
 def record(number: int, search_id: str = "abc-1") -> Record:

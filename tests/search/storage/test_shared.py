@@ -1,0 +1,127 @@
+"""Whose answer holds for whom: other hosts of the same kind, and the same code asked for otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from msgspec.structs import replace
+from test_rerank import OPTIONS, finished
+
+from autotune_amp.core.launch_line import LaunchLine
+from autotune_amp.core.recommendation import FORMAT, Fingerprint, Recommendation
+from autotune_amp.search import cache
+from autotune_amp.search.command import CommandSource
+from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.source import Source
+from autotune_amp.search.storage import shared
+from autotune_amp.search.storage.folder import StudyFolder
+from autotune_amp.search.storage.study import attributes, set_attribute
+
+__all__ = ["finished"]  # the fixture
+
+MINE = LaunchLine.of(["python", "mine.py", "{batch_size=4}"])
+PARTS = {
+    "function loss of train.py": "1a2b",
+    "option budget_seconds": "=110",
+    "device name": "=H100",
+    "device uuid": "=GPU-1",
+    "device index": "=0",
+    "device total_memory_bytes": "=85000000000",
+    "version of torch": "=2.13.0",
+}
+
+
+def fingerprint(**changes: str) -> Fingerprint:
+    """That of a request with some parts changed, named with underscores for spaces."""
+    parts = PARTS | {name.replace("_", " ", 1): value for name, value in changes.items()}
+    return Fingerprint(digest=str(hash(tuple(parts.items()))), parts=parts)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/team.db"
+
+
+@pytest.fixture
+def found(finished: tuple[Recommendation, StudyFolder]) -> Recommendation:
+    return replace(finished[0], fingerprint=fingerprint())
+
+
+@pytest.mark.parametrize(
+    ("changes", "holds", "is_like"),
+    [
+        ({}, True, True),
+        ({"device_uuid": "=GPU-2", "device_index": "=3"}, True, True),
+        ({"device_total_memory_bytes": "=84900000000"}, True, True),
+        ({"device_total_memory_bytes": "=40000000000"}, False, True),
+        ({"option_budget_seconds": "=300"}, False, True),
+        ({"device_name": "=A100"}, False, False),
+        ({"version_of torch": "=2.14.0"}, False, False),
+        ({"function_loss of train.py": "3c4d"}, False, False),
+    ],
+)
+def test_an_answer_holds_for_the_same_request_on_a_machine_of_the_same_kind(
+    url: str, found: Recommendation, changes: dict[str, str], holds: bool, is_like: bool
+) -> None:
+    shared.keep(url, found)
+    now = fingerprint(**changes)
+    answers = shared.answers(url, now)
+    answer = shared.answer_for(answers, now)
+    assert (answer is not None, bool(answers)) == (holds, is_like)
+    if answer is not None:
+        assert answer.recommendation.to_json() == found.to_json()
+        assert answer.host in answer.origin
+
+
+def test_the_latest_of_a_request_is_kept_and_what_cannot_be_read_is_left_out(url: str, found: Recommendation) -> None:
+    later = replace(found, reason="Measured once more.")
+    for each in (found, later, replace(found, format=FORMAT + 1, fingerprint=fingerprint(option_trials="=4"))):
+        shared.keep(url, each)
+    name = shared._name(found.fingerprint)
+    set_attribute(url, name, "damaged", {"recommendation": "{"})
+    set_attribute(url, name, "somebody-else-s", 3)
+    assert len(attributes(url, name)) == 4
+    assert [answer.recommendation.reason for answer in shared.answers(url, found.fingerprint)] == [later.reason]
+
+
+def asked(url: str, folder: Path, now: Fingerprint, **options: Any) -> tuple[Recommendation | None, Sequence[str]]:
+    """What is known for a request from `folder`, and what is said."""
+    progress = Mock()
+    source = CommandSource(MINE)
+    request = replace(OPTIONS, storage=url, **options)
+    there = StudyFolder(str(folder), "train")
+    found = cache._shared_answer(source, request, there, progress, now)
+    return found, [call.args[0] for call in progress.note.call_args_list]
+
+
+def test_an_answer_of_another_host_is_saved_with_its_origin_and_runs_nothing_of_its_writer_s(
+    url: str, found: Recommendation, tmp_path: Path
+) -> None:
+    shared.keep(url, replace(found, launch_line=LaunchLine.of(["rm", "-rf", "{batch_size=4}"])))
+    now = fingerprint(device_uuid="=GPU-2")
+    answer, notes = asked(url, tmp_path, now)
+    assert answer is not None
+    assert Recommendation.load(tmp_path / "train/recommendation.json").to_json() == answer.to_json()
+    assert (answer.fingerprint, answer.search.study, answer.config) == (now, "train", found.config)
+    assert answer.launch_line == MINE
+    assert str(answer.command).endswith(" -- python mine.py 64")
+    assert notes[0] in answer.warnings
+    assert [path.name for path in (tmp_path / "train").iterdir()] == ["recommendation.json"]
+
+
+@pytest.mark.parametrize("changes", [{"objective": "memory"}, {"num_steps": 77}, {"storage": None}])
+def test_what_asks_for_another_ranking_or_no_storage_is_not_answered_so(
+    url: str, found: Recommendation, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    shared.keep(url, found)
+    request: SearchOptions = replace(OPTIONS, **({"storage": url} | changes))
+    now = fingerprint()
+    there = StudyFolder(str(tmp_path), "train")
+    assert cache._shared_answer(Source("train.py:workload"), request, there, Mock(), now) is None
+    unknown = replace(now, unknown=("a lambda",))
+    assert cache._shared_answer(Source("train.py:workload"), request, there, Mock(), unknown) is None
+    assert not there.path.exists()
