@@ -134,8 +134,7 @@ def fidelity(
         next_step="Look at the numbers",
         pinned_modules=pins,
         healing_pins=healing,
-        noise_ratio=0.01,
-        **fields,
+        **{"noise_ratio": 0.01, **fields},
     )
 
 

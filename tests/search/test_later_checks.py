@@ -43,6 +43,7 @@ def after(verdict: Verdict, num_steps: int = 200) -> Fidelity:
         (log(fidelity("bf16", **FIRST)), 3.01, (BF16, 110)),  # 0.7 x 3.01 s, less the second of the check itself
         (log(fidelity("bf16", **FIRST)), 2.0, None),
         (log(fidelity("bf16")), 20.0, None),  # nobody knows how long a step takes
+        (log(fidelity("bf16", noise_ratio=0.0, **FIRST)), 20.0, None),  # it computes just what fp32 does
         (log(), 20.0, None),
         (log(fidelity("bf16", "unchecked"), speeds={BF16: 200.0}), 20.0, None),
         (log(fidelity("bf16", "unfaithful", **FIRST)), 20.0, None),

@@ -144,8 +144,8 @@ def next_todo(ledger: Ledger) -> Todo | None:
 
 def next_later(ledger: Ledger, seconds: float) -> tuple[Setting, int] | None:
     """Of the winner and a rival what was looked at with its first weights alone, and the steps to train before it is
-    looked at again: as many as the seconds allow. None where too few fit, or where weights are in low precision, which
-    cannot be trained in fp32. Pure."""
+    looked at again: as many as the seconds allow. None where too few fit, where there was nothing to see, and where
+    weights are in low precision, which cannot be trained in fp32. Pure."""
     chosen, speeds = ledger.finalists, ledger.speeds
     if chosen is None or "later" not in ledger.space.checks or ledger.space.weights in ("bf16", "fp16"):
         return None
@@ -156,6 +156,8 @@ def next_later(ledger: Ledger, seconds: float) -> tuple[Setting, int] | None:
         key = check_key(setting)
         first = ledger.fidelity.get(key)
         if first is None or first.later is not None or first.num_steps_before or not first.fp32_step_seconds:
+            continue
+        if first.noise_ratio == 0.0:  # it computes what fp32 does, bit for bit, whatever the weights
             continue
         num_steps = int((LATER_MARGIN * seconds - checked[key]) / first.fp32_step_seconds)
         if num_steps >= MIN_STEPS_BEFORE:
