@@ -24,6 +24,7 @@ from autotune_amp.report.output import emit, json_document, reader_may_leave, re
 
 if TYPE_CHECKING:
     from autotune_amp.core.recommendation import Recommendation
+    from autotune_amp.integrations.export import Export
 
 _TAKE_COMMANDS = ("search", "run", "apply")  # a training command, after ``--``
 _OF_THE_COMMAND_LINE = ("context", "value", "file", "dry_run", "as_json")  # no options of recommend_config()
@@ -278,7 +279,12 @@ def profile(
 @_command
 def export(
     to: Annotated[
-        str, _option("TARGET", "lightning, transformers, accelerate, deepspeed, torch, or env for the shell.")
+        str,
+        _option(
+            "TARGET",
+            "lightning, transformers, accelerate, deepspeed, torch, env for the shell, or slurm: two jobs, a search "
+            "and the training after it.",
+        ),
     ],
     folder: Folder = None,
     out: Annotated[
@@ -299,9 +305,13 @@ def export(
 
     path = latest(folder, "recommendation.json")
     recommendation = Recommendation.load(path)
-    setting = setting_of(recommendation, origin_line(path, recommendation))
+    origin = origin_line(path, recommendation)
+    setting = setting_of(recommendation, origin)
     is_launch_file = to == "accelerate" and out is not None and out.suffix in (".yaml", ".yml")
-    made = accelerate_file(setting) if is_launch_file else exported(setting, to)
+    if to == "slurm":
+        made = _slurm_jobs(recommendation, path.parent, origin)
+    else:
+        made = accelerate_file(setting) if is_launch_file else exported(setting, to)
     if out is not None:
         elsewhere = "Name another file with --out, or leave --out away and paste what is printed."
         write_over(out, made.text, "export of autotune-amp's", is_exported, elsewhere)
@@ -395,6 +405,24 @@ def dashboard(
         except KeyboardInterrupt:
             return b""
     return b""
+
+
+def _slurm_jobs(recommendation: Recommendation, study: Path, origin: str) -> Export:
+    import msgspec
+
+    from autotune_amp.integrations.slurm import slurm
+    from autotune_amp.search.options import SearchOptions
+
+    target, line = recommendation.target, recommendation.launch_line
+    asked = msgspec.convert(recommendation.options, SearchOptions).arguments()
+    asked += ["--out", str(study.parent), "--study", study.name]
+    searching = None if target is None else [*asked, target]
+    if line is not None:
+        said = [word for name, value in line.values.items() for word in ("--value", f"{name}={value}")]
+        said += [word for file in line.files for word in ("--file", file)]
+        searching = [*asked, *said, "--", *line.arguments]
+    training = None if line is None else line.arguments
+    return slurm(searching, training, name=study.name, study=study.as_posix(), origin=origin)
 
 
 def _training(context: typer.Context, command: str) -> list[str]:

@@ -154,8 +154,9 @@ class Recommendation(Decision, frozen=True, kw_only=True):
     """A decision, and what it was measured on.
 
     `objective` is what the config was chosen for; `job` is there where the length of the training was given. `workload`
-    and `options` (a `SearchOptions`) are what a finished search is ranked again with. `launch_line` is the command that
-    was searched, where it was one, and `command` what to type in its place.
+    and `options` (a `SearchOptions`) are what a finished search is ranked again with. `target` names the workload as
+    the command line does, where it has a name there; `launch_line` is the command that was searched, where it was one,
+    and `command` what to type in its place.
     """
 
     format: int = FORMAT
@@ -167,6 +168,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
     options: dict[str, Any] = {}
     objective: Objective = "speed"
     job: Job | None = None
+    target: str | None = None
     launch_line: LaunchLine | None = None
     command: str | None = None
 

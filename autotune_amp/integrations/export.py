@@ -48,7 +48,7 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     format: int = 1
-    to: Target
+    to: Target | Literal["slurm"]
     text: str
     notes: tuple[str, ...] = ()
 
@@ -74,7 +74,7 @@ def export(setting: Exportable, to: str) -> Export:
     """
     target = next((name for name in TARGETS if name == to), None)
     if target is None:
-        raise InvalidRequestError(f"There is no export to {to!r}.", f"Name one of {', '.join(TARGETS)}.")
+        raise InvalidRequestError(f"There is no export to {to!r}.", f"Name one of {', '.join(TARGETS)} or slurm.")
     if setting.is_loop and target in _STEPPING:
         raise InvalidRequestError(
             f"There is no export to {target} of a training with a train_step of its own: {target} takes the steps.",
@@ -113,7 +113,7 @@ def accelerate_file(setting: Exportable) -> Export:
 
 def is_exported(text: str) -> bool:
     """Whether a file with this text was written by an export: its first line says so, DeepSpeed's JSON by its keys."""
-    if text.startswith(f"# {_MARK}"):
+    if text.removeprefix(SHEBANG).startswith(f"# {_MARK}"):
         return True
     try:
         document = json.loads(text)
@@ -123,6 +123,7 @@ def is_exported(text: str) -> bool:
     return isinstance(document, dict) and document.keys() == keys
 
 
+SHEBANG = "#!/usr/bin/env bash\n"
 WIDTH = 100  # of a line, where it can be broken
 KEPT_FLAGS = "Measured with the script's own TF32 flags and autocast: they stay as they are."
 SCALER_ARGUMENTS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
@@ -185,7 +186,7 @@ class Script:
         imports = sorted(self.imports, key=lambda line: (line.startswith("from "), line))
         comments = [line for comment in self.comments for line in wrapped(comment)]
         parts = ["\n".join(comments), "\n".join(imports), "\n".join(self.lines)]
-        origin = wrapped(f"{_MARK} {self.setting.origin}") if self.setting.origin else []
+        origin = origin_comment(self.setting.origin) if self.setting.origin else []
         return "\n".join([*origin, "\n\n".join(filter(None, parts)), ""])
 
     def add_prepared(self, config: str) -> None:
@@ -244,6 +245,11 @@ def wrapped(comment: str) -> list[str]:
         WIDTH, initial_indent="# ", subsequent_indent="# ", break_long_words=False, break_on_hyphens=False
     )
     return wrapper.wrap(comment)
+
+
+def origin_comment(origin: str) -> list[str]:
+    """The lines that a text begins with, by which `is_exported` knows it."""
+    return wrapped(f"{_MARK} {origin}")
 
 
 def _source(value: object, indent: str = "") -> str:

@@ -86,6 +86,7 @@ def _shared_answer(
     answer = msgspec.structs.replace(
         answer,
         fingerprint=fingerprint,
+        target=source.target,
         launch_line=source.launch_line,
         warnings=(*answer.warnings, told),
         search=msgspec.structs.replace(answer.search, study=folder.path.name),

@@ -81,6 +81,23 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise _wrong("price_per_hour", found.price_per_hour, "given together with --steps or --samples")
         return found
 
+    def arguments(self) -> list[str]:
+        """The options of the command line that ask for the same, but for where the study lies."""
+        found = []
+        for name in _OPTIONS:
+            field = _FIELDS.get(name, name)
+            value, default = getattr(self, field), SearchOptions.__struct_defaults__
+            if field in ("study", "out", "storage") or value == default[self.__struct_fields__.index(field)]:
+                continue
+            option = f"--{name.rstrip('_').replace('_', '-')}"
+            if name == "precision":
+                found += [word for precision in value for word in (option, precision)]
+            else:
+                separator = "," if name == "try_" else ":"
+                shown = separator.join(map(str, value)) or "none" if isinstance(value, tuple) else f"{value}"
+                found += [option, shown]
+        return found
+
 
 def _wrong(name: str, given: Any, wanted: str) -> InvalidRequestError:
     option = f"--{name.rstrip('_').replace('_', '-')}"

@@ -177,6 +177,7 @@ class _Search:
             hardware=opened.hardware,
             fingerprint=fingerprint,
             versions=versions(),
+            target=self._source.target,
             launch_line=self._source.launch_line,
         )
         recommendation = self.folder.save(recommendation)

@@ -35,7 +35,7 @@ class Source:
 
     def __init__(self, target: str) -> None:
         self.name = "embedded" if target.startswith("autotune_amp.workloads:") else study_name(target)
-        self._target = target
+        self.target: str | None = target  # None where the command line has no name for it
 
     @cached_property
     def payload(self) -> Payload:
@@ -43,7 +43,7 @@ class Source:
         from autotune_amp.isolation.local import Payload
 
         # As `python -m` has it: modules are found from the working directory too.
-        return Payload(target=self._target, path=tuple(dict.fromkeys((str(Path.cwd()), *_import_path()))))
+        return Payload(target=self.target, path=tuple(dict.fromkeys((str(Path.cwd()), *_import_path()))))
 
     def backend(
         self, watcher: Watcher, isolation: Isolation | None = None, environment: dict[str, str] | None = None
@@ -102,6 +102,7 @@ class _Live(Source):
 
     def __init__(self, workload: Any) -> None:
         self.name = folder_name(str(getattr(workload, "name", None) or getattr(workload, "__name__", "workload")))
+        self.target = None
         self._workload = workload
 
     @cached_property

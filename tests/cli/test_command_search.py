@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import signal
 import sys
@@ -94,6 +95,17 @@ def test_the_same_command_is_answered_from_the_cache_and_an_edited_script_is_not
     (copied.folder / "train.py").write_text(SCRIPT.replace("0.02", "0.01"))
     edited = copied.search(*OPTIONS, "--budget", "20", *COMMAND)
     assert "train.py" in edited.err, "what changed is named"
+
+
+@pytest.mark.slow
+def test_a_job_of_slurm_searches_the_same(copied: CommandLine) -> None:
+    before = (copied.folder / "studies/train/outcomes.jsonl").read_bytes()
+    jobs = copied("export", "--to", "slurm").out
+    command = next(line for line in jobs.splitlines() if line.startswith("autotune-amp search"))
+    again = copied(*shlex.split(command.removesuffix(" &"))[1:])
+    assert again.code == 0, again.err
+    assert (copied.folder / "studies/train/outcomes.jsonl").read_bytes() == before, "answered from the cache"
+    assert f"srun autotune-amp run studies/train -- {sys.executable} train.py --batch '{{batch_size=4}}' &" in jobs
 
 
 @pytest.mark.slow

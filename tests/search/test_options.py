@@ -3,9 +3,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import typer
+from msgspec.structs import replace
 
+from autotune_amp.cli import app
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.search.options import DEFAULT_NUM_STEPS, MAX_STEPS, SEED_LIMIT, SearchOptions
+from autotune_amp.search.options import _OPTIONS, DEFAULT_NUM_STEPS, MAX_STEPS, SEED_LIMIT, SearchOptions
 
 
 @pytest.mark.parametrize(
@@ -60,3 +63,23 @@ def test_ranks_share_the_effective_batch_evenly() -> None:
 )
 def test_the_training_to_come_in_optimizer_steps(given: dict[str, Any], expected: int) -> None:
     assert SearchOptions.from_user(**given).horizon_steps(effective_batch_size=64) == expected
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"budget": 30, "trials": 4, "device": "cuda:1", "seed": 7, "memory_fraction": 0.5},
+        {"precision": ["fp32", "bf16"], "batch_size": "8:256", "effective_batch_size": 64, "baseline": "fp32:32"},
+        {"effective_batch_size": "free", "try_": "none", "objective": "memory"},
+        {"try_": ["compile", "channels_last"], "steps": 1000, "price_per_hour": 2.5},
+        {"samples": 10**6, "study": "mine", "out": "elsewhere", "storage": "sqlite://"},
+    ],
+)
+def test_as_arguments_of_the_command_line_they_ask_for_the_same(given: dict[str, Any]) -> None:
+    options = SearchOptions.from_user(**given)
+    command: Any = typer.main.get_command(app)
+    asked = command.commands["search"].make_context("search", options.arguments()).params
+    again = SearchOptions.from_user(**{name: value for name, value in asked.items() if name in _OPTIONS})
+    assert again == replace(options, study=None, out="studies", storage=None)
+    assert ("try_" in given) == ("--try" in options.arguments())

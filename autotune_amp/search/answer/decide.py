@@ -397,6 +397,7 @@ def rerank(known: Recommendation, options: SearchOptions, folder: StudyFolder) -
         search=known.search,
         fingerprint=known.fingerprint,
         versions=known.versions,
+        target=known.target,
         launch_line=known.launch_line,
     )
 

@@ -1,0 +1,151 @@
+"""The jobs that a recommendation makes for Slurm, run by stand-ins for its commands that keep its contract."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from autotune_amp.integrations.export import is_exported
+from autotune_amp.integrations.slurm import slurm
+
+ORIGIN = "studies/my train: bf16 batch 64, measured at 100 samples/s"
+# sbatch: options, then a script from standard input; with --parsable the number of the job alone; it returns at once.
+# Here jobs are written down, for `Cluster.run`.
+SBATCH = """
+import json, os, pathlib, sys
+number = len(list(pathlib.Path("jobs").iterdir())) + 1
+job = {"options": sys.argv[1:], "script": sys.stdin.read()}
+pathlib.Path("jobs", str(number)).write_text(json.dumps(job))
+print(number)
+"""
+SRUN = """
+import os, sys
+os.environ.update(SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0")
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+# What a job runs: it notes its arguments, and lasts until SIGTERM where it is told to.
+PROGRAM = """
+import os, pathlib, signal, sys, time
+def end(*_):
+    pathlib.Path("saved").touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, end)
+with open("ran", "a") as file:
+    file.write(repr(sys.argv[1:]) + "\\n")
+if os.path.exists("lasts"):
+    time.sleep(100)
+"""
+NOTES = 'import sys; open("requeued", "a").write(sys.argv[-1])'
+
+
+class Cluster:
+    """A folder with programs of these names first on PATH."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        programs = {"sbatch": SBATCH, "srun": SRUN, "scontrol": NOTES, "autotune-amp": PROGRAM, "my train": PROGRAM}
+        for name, text in programs.items():
+            path = folder / "bin" / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(f"#!{sys.executable}\n{text}")
+            path.chmod(0o755)
+        (folder / "jobs").mkdir()
+        self._environment = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+
+    def submit(self, text: str, *options: str) -> list[list[str]]:
+        """The options of each job that the script submits, in order."""
+        (self.folder / "jobs.sh").write_text(text)
+        subprocess.run(["bash", "jobs.sh", *options], cwd=self.folder, env=self._environment, check=True)
+        return [json.loads(path.read_text())["options"] for path in sorted((self.folder / "jobs").iterdir())]
+
+    def run(self, number: int) -> subprocess.Popen[bytes]:
+        """Starts a job as Slurm does: its script from a file, its number in the environment."""
+        script = self.folder / f"slurm_script_{number}"
+        script.write_text(json.loads((self.folder / "jobs" / str(number)).read_text())["script"])
+        script.chmod(0o755)
+        environment = {**self._environment, "SLURM_JOB_ID": str(number)}
+        return subprocess.Popen([script], cwd=self.folder, env=environment)
+
+    def ran(self) -> list[list[str]]:
+        path = self.folder / "ran"
+        return [eval(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path)
+
+
+TRAINING = ("my train", "--bs", "{batch_size=4}", "it's")
+SEARCHING = ("--budget", "60.0", "--study", "my train", "--", *TRAINING)
+
+
+def text(searching: Sequence[str] | None = SEARCHING, training: Sequence[str] | None = TRAINING) -> str:
+    made = slurm(searching, training, name="mine", study="studies/my train", origin=ORIGIN)
+    assert made.to == "slurm"
+    assert is_exported(made.text)
+    return made.text
+
+
+@pytest.mark.parametrize("searching", [SEARCHING, None])
+@pytest.mark.parametrize("training", [TRAINING, None])
+def test_it_is_sound_for_the_shell(
+    searching: Sequence[str] | None, training: Sequence[str] | None, tmp_path: Path
+) -> None:
+    script = tmp_path / "jobs.sh"
+    script.write_text(text(searching, training))
+    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+    inner = script.read_text().split("<<'JOB'\n")[1:]
+    for number, job in enumerate(inner):
+        (tmp_path / f"{number}.sh").write_text(job.partition("\nJOB\n")[0] + "\n")
+    checker = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert checker is not None
+    found = subprocess.run([checker, *tmp_path.glob("*.sh")], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
+
+
+def test_the_training_waits_for_the_search_and_takes_its_answer(cluster: Cluster) -> None:
+    search, training = cluster.submit(text(), "--partition=gpu", "--gpus=1")
+    for options in (search, training):
+        assert options[-2:] == ["--partition=gpu", "--gpus=1"]
+        assert {"--parsable", "--requeue", "--signal=B:TERM@60"} <= set(options)
+    assert "--dependency=afterok:1" in training
+    assert [cluster.run(number).wait(60) for number in (1, 2)] == [0, 0]
+    assert cluster.ran() == [["search", *SEARCHING], ["run", "studies/my train", "--", *TRAINING]]
+    assert not (cluster.folder / "requeued").exists()
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_when_time_is_up_what_runs_saves_and_the_job_is_queued_again(cluster: Cluster, number: int) -> None:
+    cluster.submit(text())
+    (cluster.folder / "lasts").touch()
+    job = cluster.run(number)
+    until = time.monotonic() + 60
+    while not cluster.ran() and time.monotonic() < until:
+        time.sleep(0.05)
+    job.send_signal(signal.SIGTERM)  # to the shell alone, as --signal=B: has it
+    assert job.wait(60) != 0
+    assert (cluster.folder / "saved").exists()
+    assert (cluster.folder / "requeued").read_text() == str(number)
+
+
+def test_a_script_that_searches_itself_is_one_job(cluster: Cluster) -> None:
+    (options,) = cluster.submit(text(searching=None))
+    assert not any(option.startswith("--dependency") for option in options)
+    assert cluster.run(1).wait(60) == 0
+    assert cluster.ran() == [[*TRAINING[1:]]]
+
+
+def test_a_job_that_fails_fails(cluster: Cluster) -> None:
+    cluster.submit(text())
+    (cluster.folder / "bin/autotune-amp").write_text("#!/bin/sh\nexit 3\n")
+    assert cluster.run(1).wait(60) == 3
