@@ -102,3 +102,21 @@ def test_what_runs_at_no_size_gets_one_try_and_smaller_ones_where_memory_was_sho
     tried = run(lambda c: failed(kind) if c.precision == "fp16" else measured(c.batch_size / (0.01 + c.batch_size)))
     fp16 = [c.batch_size for c in tried if c.precision == "fp16"]
     assert fp16 == ([32, 16, 8, 4] if kind == "oom" else [32])
+
+
+@pytest.mark.parametrize(
+    ("like", "expected"),
+    [
+        (at("bf16", 300), at("bf16", 256)),
+        (at("fp32", 32), at("bf16", 32)),  # today's, which was tried: the fastest matrix products are next
+        (at("fp8", 64), at("bf16", 64)),  # on which it is tried
+        (at("fp16", 1024), at("bf16", 32)),  # what is nearest is ruled out
+    ],
+)
+def test_what_was_best_for_the_same_code_is_tried_after_today_s(like: Setting, expected: Setting) -> None:
+    baseline, too_large = at("fp32", 32), at("fp16", 512)
+    outcomes: dict[Setting, Outcome] = {baseline: measured(100.0), too_large: failed()}
+    assert next_seed(hardware(), space(), {}, None, like=like) == baseline
+    if like.precision != "fp16":
+        del outcomes[too_large]
+    assert next_seed(hardware(), space(), outcomes, None, like=like) == expected

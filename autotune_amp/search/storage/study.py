@@ -49,7 +49,8 @@ GROWTH_INTERVALS = (10, 20_000)
 _RUNS = "runs"
 
 AWAY_SECONDS = 10.0  # between two tries to reach a storage that is away
-_FAILURES = (StorageInternalError, SQLAlchemyError, UpdateFinishedTrialError)
+# The last is Optuna's word for a study or trial that somebody deleted.
+_FAILURES = (StorageInternalError, SQLAlchemyError, UpdateFinishedTrialError, KeyError)
 # Of libpq, which waits for ever otherwise: for a connection, and for the answer of a server whose packets are lost.
 _PATIENCE = {
     "connect_timeout": 5,

@@ -29,6 +29,7 @@ from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.loss_scales import Pair
 from autotune_amp.search.run import Budget
 from autotune_amp.search.space import Space
+from autotune_amp.search.storage import study as studies
 from autotune_amp.search.storage.study import Study, connected
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
@@ -261,6 +262,22 @@ def test_a_search_goes_on_without_a_storage_that_breaks(file: Path) -> None:
         assert study.pairs(at("fp16", 32)) == []
     assert len(notes) == 1
     assert "trial_user_attributes" in notes[0]
+
+
+def test_a_study_that_somebody_deletes_in_mid_search_is_made_anew(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(studies, "AWAY_SECONDS", 0.0)
+    notes: list[str] = []
+    ledger = Ledger(SPACE, search_id="s1")
+    with Study.open(file, "demo", ledger, note=notes.append) as study:
+        study.tell(study.ask(at("fp32", 8)), measured())
+        asked = study.ask(at("fp32", 32))
+        with connected(file) as storage:
+            optuna.delete_study(study_name="demo", storage=storage)
+        study.tell(asked, measured())
+        ledger.append(record(1, at("fp32", 32), measured()))
+        study.catch_up(ledger)
+    assert len(notes) == 2
+    assert [(trial.user_attrs["record"], trial.state) for trial in trials(file)] == [(1, TrialState.COMPLETE)]
 
 
 def test_what_is_no_storage_is_an_error(file: Path) -> None:
