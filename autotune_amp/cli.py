@@ -309,7 +309,7 @@ def export(
     setting = setting_of(recommendation, origin)
     is_launch_file = to == "accelerate" and out is not None and out.suffix in (".yaml", ".yml")
     if to == "slurm":
-        made = _slurm_jobs(recommendation, path.parent, origin)
+        made = _slurm_jobs(recommendation, path.parent if path.parent.name else path.parent.resolve(), origin)
     else:
         made = accelerate_file(setting) if is_launch_file else exported(setting, to)
     if out is not None:

@@ -24,6 +24,7 @@ from autotune_amp.core.recommendation import (
     Recommendation,
     SearchInterruptedError,
 )
+from autotune_amp.interruption import heed
 
 # Rank 0 may come later than the others, and its budget does not hold what it does before and after the search.
 _LATE_SECONDS = 600.0
@@ -210,6 +211,7 @@ class RankStore:
 
         try:
             while not self._store.check(["answer"]):
+                heed()
                 if time.monotonic() > self._deadline:
                     raise RunnerError(
                         "Rank 0 gave no answer in several times its budget: it hangs, died or never searched.",

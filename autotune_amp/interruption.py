@@ -31,10 +31,10 @@ def interruptible() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature of a handler
         global _has_come
         nonlocal is_terminated
-        _has_come = True
-        # Launchers forward what Slurm sends to all by itself: a second SIGTERM must not end what saves.
-        is_first, is_terminated = not is_terminated, is_terminated or number == signal.SIGTERM
-        if is_first or number == signal.SIGINT:
+        # Launchers forward what Slurm sends to all by itself: a SIGTERM more must not end what saves.
+        is_heard, _has_come = _has_come, True
+        is_terminated |= number == signal.SIGTERM
+        if number == signal.SIGINT or not is_heard:
             raise KeyboardInterrupt
 
     for number in ours:

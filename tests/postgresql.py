@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import select
 import shutil
 import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import psycopg
 import pytest
 
 PASSWORD = "hunter2"
+TICK_SECONDS = 0.05
 _FOUND = shutil.which("initdb") or next(map(str, Path("/usr/lib/postgresql").glob("*/bin/initdb")), None)
 
 
@@ -39,8 +43,14 @@ class Server:
     def stop(self) -> None:
         self._call("pg_ctl", "-D", "data", "-m", "immediate", "-w", "stop")
 
-    def url(self, port: int | None = None, password: str = PASSWORD) -> str:
-        return f"postgresql://amp:{password}@127.0.0.1:{port or self.port}/postgres"
+    def url(self, port: int | None = None, password: str = PASSWORD, database: str = "postgres") -> str:
+        return f"postgresql://amp:{password}@127.0.0.1:{port or self.port}/{database}"
+
+    def make_database(self, name: str) -> str:
+        """An empty one; returns its URL."""
+        with psycopg.connect(self.url(), autocommit=True) as connection:
+            connection.execute(f"CREATE DATABASE {name}")
+        return self.url(database=name)
 
     def _call(self, program: str, *arguments: str) -> None:
         assert _FOUND is not None
@@ -78,43 +88,42 @@ class Wire:
 
     def __init__(self, server_port: int) -> None:
         self._server_port = server_port
-        self._listener: socket.socket | None = None
-        self._open: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self.port = 0
         self.mend()
 
     def mend(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", self.port))
-        self.port = self._listener.getsockname()[1]
-        self._run(self._accept, self._listener)
+        self._is_cut = threading.Event()
+        listener = socket.create_server(("127.0.0.1", self.port))
+        self.port = listener.getsockname()[1]
+        self._run(self._accept, listener)
 
     def cut(self) -> None:
-        assert self._listener is not None
-        for end in (self._listener, *self._open):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-        for thread in self._threads:
-            thread.join()
-        self._open, self._threads = [], []
+        self._is_cut.set()
+        while self._threads:  # each may start another before it sees that
+            self._threads.pop().join()
 
-    def _run(self, work: object, *arguments: object) -> None:
-        thread = threading.Thread(target=work, args=arguments)  # type: ignore[arg-type]
-        self._threads.append(thread)
+    def _run(self, work: Callable[..., None], *arguments: Any) -> None:
+        thread = threading.Thread(target=work, args=arguments)
         thread.start()
+        self._threads.append(thread)
 
     def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                ends = listener.accept()[0], socket.create_connection(("127.0.0.1", self._server_port))
-                self._open += ends
-                self._run(self._pass_on, *ends)
-                self._run(self._pass_on, *reversed(ends))
+        listener.settimeout(TICK_SECONDS)
+        with listener:
+            while not self._is_cut.is_set():
+                with contextlib.suppress(TimeoutError):
+                    self._run(self._pass_on, listener.accept()[0])
 
-    def _pass_on(self, one: socket.socket, other: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := one.recv(1 << 16):
-                other.sendall(data)
-        with contextlib.suppress(OSError):
-            other.shutdown(socket.SHUT_WR)
+    def _pass_on(self, client: socket.socket) -> None:
+        server = socket.create_connection(("127.0.0.1", self._server_port))
+        with client, server:
+            others = {client: server, server: client}
+            while not self._is_cut.is_set():
+                for ready in select.select(list(others), [], [], TICK_SECONDS)[0]:
+                    data = b""
+                    with contextlib.suppress(OSError):
+                        data = ready.recv(1 << 16)
+                    if not data:
+                        return
+                    others[ready].sendall(data)

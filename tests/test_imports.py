@@ -18,7 +18,8 @@ MAX_LINES, MAX_FILES = 500, 16
 LAYERS = (
     ("core",),
     ("precision", "hardware"),
-    ("distributed", "interruption"),
+    ("interruption",),
+    ("distributed",),
     ("fingerprint",),
     ("variants",),
     ("numerics",),

@@ -6,6 +6,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from conftest import CommandLine
@@ -60,9 +61,11 @@ print("training")
 @pytest.fixture(autouse=True)
 def default_handler() -> Iterator[None]:
     """That of a process nobody has set one for, whatever runs the tests."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    defaults: dict[signal.Signals, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, default) for number, default in defaults.items()}
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_it_interrupts_and_then_ends_the_process() -> None:

@@ -168,6 +168,11 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     num_steps_before: int = 0
     later: Later | None = None
 
+    @property
+    def is_equal(self) -> bool:
+        """Whether gradients that say something, and their loss, are fp32's bit for bit."""
+        return self.noise_ratio == self.loss_error == 0.0 and self.has_moved and bool(self.worst_parameters)
+
 
 # What a check of accumulation takes at the least: two micro-batches of two, since BatchNorm cannot train on one sample.
 MIN_CUT_SAMPLES = 4

@@ -36,8 +36,10 @@ _DECIDING = (
     *("LD_PRELOAD", "MALLOC_", "GLIBC_TUNABLES", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNNL_"),
     *("TORCH", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32_OVERRIDE"),
 )
-# Set by us in children, by torch, its compiler and scikit-learn in the running process.
+# Set by us in children, by torch, its compiler and scikit-learn in the running process, by Slurm for each job: the
+# device has its own parts. Where files lie decides no speed.
 _SET_BY_PROGRAMS = (
+    *("CUDA_VISIBLE_DEVICES", "CUDA_CACHE_PATH", "TORCH_HOME"),
     *("PYTORCH_NVML_BASED_CUDA_CHECK", "CUDA_MODULE_LOADING", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK"),
     "KMP_INIT_AT_FORK",
 )

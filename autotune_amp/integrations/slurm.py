@@ -10,13 +10,14 @@ from autotune_amp.integrations.export import SHEBANG, Export, origin_comment
 _TRAINING = ("python", "train.py")
 
 # Slurm signals the shell of the job alone (B:), which has to pass it on; a trap ends a `wait`, not what is waited for.
+# srun must not get it: it would kill its tasks at once. A job that was cancelled is not to come back (Incomplete).
 _HEAD = """\
 #!/bin/bash
 again() {{ # the time is up, or the job makes way for another: {what}
     trap '' TERM
-    kill -TERM "$running"
+    {passed_on}
     wait "$running"
-    scontrol requeue "$SLURM_JOB_ID"
+    scontrol requeue Incomplete "$SLURM_JOB_ID"
 }}
 trap again TERM"""
 _TAIL = """\
@@ -32,30 +33,35 @@ def slurm(
     searching: the arguments of the search, None for that of a script which searches itself.
     training: the training's command as the search was given it, None where nobody has said it.
     """
-    ours = shlex.join(training or _TRAINING)
-    started = ours if searching is None else f"autotune-amp run {shlex.quote(study)} -- {ours}"
-    usage = "bash THIS_FILE, with any options of sbatch for both jobs, such as --partition=gpu --gpus-per-task=1"
+    started = shlex.join(training or _TRAINING)
+    what = "a training that searches itself" if searching is None else "a search, then a training with its answer"
     lines = [
         *origin_comment(origin),
-        f"# Submits {'a training that searches itself' if searching is None else 'a search, then a training with it'}:",
-        f"#   {usage}",
-        "# Run it where both commands run. The options of one job alone belong into its own line below.",
-        "set -euo pipefail",
-        "",
+        f"# Submits {what}:",
+        "#   bash THIS_FILE, with any options of sbatch, such as --partition=gpu --gpus-per-task=1",
+        "# A job that is out of time is queued again: the training has to go on from what it saved.",
     ]
-    first, depends = [], ""
-    if searching is not None:
-        depends = ' --dependency="afterok:$searched" --kill-on-invalid-dep=yes'
-        kept = "what was measured is kept, and the same command goes on"
-        command = shlex.join(["autotune-amp", "search", *searching])
-        first = _job("searched=$(", f"--job-name={name}-search --nodes=1 --ntasks=1", command, kept, ")")
     if training is None:
-        lines.insert(-2, f"# Put your own training in the place of {ours}.")
-    saved = "PrecisionController(on_signal=...) has saved"
-    second = _job("", f"--job-name={name}{depends}", f"srun {started}", saved, "")
-    return Export(to="slurm", text=SHEBANG + "\n".join([*lines, *first, *second, ""]))
+        lines.append(f"# Put your own training in the place of {started}.")
+    if searching is not None:
+        lines.append("# The search's --storage is left out, since it may hold a password: add it yourself.")
+    lines += ["set -euo pipefail", ""]
+    depends = ""
+    if searching is not None:
+        options = f"{shlex.quote(f'--job-name={name}-search')} --nodes=1 --ntasks=1"
+        search = shlex.join(["autotune-amp", "search", *searching])
+        kept = "what was measured is kept, and the same command goes on"
+        lines += [*_job("searched=$(", options, search, 'kill -TERM "$running"', kept), ")"]
+        started = f"autotune-amp run {shlex.quote(study)} -- {started}"
+        # The name of a cluster may follow the job's number.
+        depends = ' --dependency="afterok:${searched%%;*}" --kill-on-invalid-dep=yes'
+    options = f"{shlex.quote(f'--job-name={name}')}{depends}"
+    to_its_tasks = 'scancel --signal=TERM "$SLURM_JOB_ID"'
+    lines += _job("", options, f"srun {started}", to_its_tasks, "PrecisionController(on_signal=...) saves")
+    return Export(to="slurm", text=SHEBANG + "\n".join([*lines, ""]))
 
 
-def _job(before: str, options: str, command: str, what: str, after: str) -> list[str]:
-    submit = f"{before}sbatch --parsable {options} --requeue --signal=B:TERM@60 \"$@\" <<'JOB'"
-    return [submit, _HEAD.format(what=what), f"{command} &", _TAIL, "JOB", *([after] if after else [])]
+def _job(before: str, options: str, command: str, passed_on: str, what: str) -> list[str]:
+    always = "--requeue --open-mode=append --signal=B:TERM@60"
+    submit = f"{before}sbatch --parsable \"$@\" {options} {always} <<'JOB'"
+    return [submit, _HEAD.format(passed_on=passed_on, what=what), f"{command} &", _TAIL, "JOB"]

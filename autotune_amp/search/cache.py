@@ -25,18 +25,18 @@ def search(
     settings = {name: fields[name] for name in fields if name not in _OPTIONS_OUTSIDE_FINGERPRINT}
     cached = folder.cached()
     fingerprint = source.fingerprint(settings, identify(options.device))
-
-    def answer_for(fingerprint: Fingerprint) -> Recommendation | None:
-        answer = cached_answer(cached, options, folder, progress, fingerprint)
-        return answer or _shared_answer(source, options, folder, progress, fingerprint)
-
     if fingerprint is not None and (is_rerun or not is_fresh):
-        answer = answer_for(fingerprint)
+        answer = cached_answer(cached, options, folder, progress, fingerprint)
         if answer is not None:
             return answer
     if is_rerun:
         raise left_no_answer(folder.path, cached, fingerprint)
     from autotune_amp.search.search import search_anew
+
+    def answer_for(fingerprint: Fingerprint) -> Recommendation | None:
+        """One that is known; the folder is locked."""
+        answer = cached_answer(cached, options, folder, progress, fingerprint)
+        return answer or _shared_answer(source, options, folder, progress, fingerprint)
 
     return search_anew(source, options, progress, folder, settings, cached, fingerprint, answer_for, is_fresh=is_fresh)
 
@@ -59,6 +59,8 @@ def cached_answer(
     before = msgspec.convert(cached.options, SearchOptions)
     if all(getattr(before, name) == getattr(options, name) for name in RANKING):
         return cached
+    if not folder.records(cached.search.search_id):
+        return None  # answered from a storage: what it would be ranked by lies elsewhere
     from autotune_amp.search.answer.decide import rerank  # not needed for a plain answer, which has 50 ms
 
     answer = folder.save(rerank(cached, options, folder))
@@ -73,23 +75,28 @@ def _shared_answer(
     if options.storage is None or fingerprint.unknown:
         return None
     from autotune_amp.search.storage import shared  # brings Optuna
+    from autotune_amp.trial.memory import VARIABLES
 
     found = shared.answer_for(shared.answers(options.storage, fingerprint), fingerprint)
     if found is None:
         return None
     answer = found.recommendation
-    before = msgspec.convert(answer.options, SearchOptions)
-    if any(getattr(before, name) != getattr(options, name) for name in RANKING):
+    if any(answer.options.get(name) != getattr(options, name) for name in RANKING):
         return None  # to rank again takes all records
     told = f"Answered from the storage: measured {found.origin}, on a machine of the same kind."
     progress.note(told)
+    # What a training is started with is the reader's own, or known to do nothing else.
+    environment = {name: value for name, value in answer.config.environment.items() if name in VARIABLES}
+    asked = msgspec.to_builtins(options)
     answer = msgspec.structs.replace(
         answer,
+        config=msgspec.structs.replace(answer.config, environment=environment),
+        options={name: asked[name] for name in answer.options if name in asked},
+        command=None,
         fingerprint=fingerprint,
         target=source.target,
         launch_line=source.launch_line,
         warnings=(*answer.warnings, told),
         search=msgspec.structs.replace(answer.search, study=folder.path.name),
     )
-    folder.path.mkdir(parents=True, exist_ok=True)
     return folder.save(answer)

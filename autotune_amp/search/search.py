@@ -68,21 +68,28 @@ def search_anew(
     """
     search = _Search(source, options, progress, folder)
     try:
-        with folder, source.backend(search.watcher) as backend:
-            progress.started(folder.path.name, str(folder.path), options.budget_seconds)
-            source.keep_in(folder.path)
-            search.watcher.phase("loading the workload")
-            state = source.torch_state(backend.load(search.budget.left()))
-            if fingerprint is None:
-                fingerprint = source.fingerprint_by_child(settings, identify(options.device), backend, state)
-                answer = None if is_fresh else answer_for(fingerprint)
-                if answer is not None:
-                    return answer
-            if cached is not None and not is_fresh and not cached.search.was_interrupted:
-                for line in cached.fingerprint.differences(fingerprint):
-                    progress.note(f"Searching again: {line}.")
-            search_id = folder.search_id(fingerprint.digest, is_fresh=is_fresh)
-            return search.run(backend, fingerprint, search_id, None if is_fresh else search.like(fingerprint))
+        with folder:
+            answer = None if fingerprint is None or is_fresh else answer_for(fingerprint)
+            if answer is not None:
+                return answer
+            with source.backend(search.watcher) as backend:
+                progress.started(folder.path.name, str(folder.path), options.budget_seconds)
+                source.keep_in(folder.path)
+                search.watcher.phase("loading the workload")
+                state = source.torch_state(backend.load(search.budget.left()))
+                if fingerprint is None:
+                    fingerprint = source.fingerprint_by_child(settings, identify(options.device), backend, state)
+                    answer = None if is_fresh else answer_for(fingerprint)
+                    if answer is not None:
+                        return answer
+                if cached is not None and not is_fresh and not cached.search.was_interrupted:
+                    for line in cached.fingerprint.differences(fingerprint):
+                        progress.note(f"Searching again: {line}.")
+                search_id = folder.search_id(fingerprint.digest, is_fresh=is_fresh)
+                is_begun = bool(folder.records(search_id))
+                return search.run(
+                    backend, fingerprint, search_id, None if is_fresh or is_begun else search.like(fingerprint)
+                )
     except KeyboardInterrupt:
         best = cached if cached is not None and cached.search.was_interrupted else None
         raise SearchInterruptedError(
@@ -112,7 +119,11 @@ class _Search:
         """What the storage has as the answer for the same code on a device of the same model, asked for otherwise."""
         if self._options.storage is None:
             return None
-        answer = next(iter(shared.answers(self._options.storage, fingerprint)), None)
+        try:
+            answer = next(iter(shared.answers(self._options.storage, fingerprint)), None)
+        except StudyError as error:
+            self._progress.note(f"What others found is not known: {error.message}")
+            return None
         if answer is None:
             return None
         setting = Setting.of(answer.recommendation.config)
@@ -216,7 +227,7 @@ class _Search:
         if self._options.storage is not None:  # which others may use from a folder of the same name
             owner = f"{platform.node()}:{owner}"
         study_of = partial(Study.open, storage, self.folder.path.name, ledger, owner=owner, seed=self._options.seed)
-        with study_of(note=self._warn) as study:
+        with study_of(note=self._progress.note) as study:
             self.watcher.phase("searching")
             checks, scales, fallbacks = Checks(conditions), LossScales(study), Fallbacks(conditions)
             go(*exploring(conditions, study))
@@ -228,6 +239,8 @@ class _Search:
             # A fallback may turn out faster than what it is one of: then it is a contender, and checked like any other.
             go(fallbacks, later, scales, fallbacks)
             study.catch_up(ledger, is_over=True)
+            if not study.is_there:
+                self._warnings.append("The study's storage is away, and lacks what was measured since.")
 
     def _confirm(self, ledger: Ledger, conditions: Conditions) -> None:
         """The stages in fresh processes."""

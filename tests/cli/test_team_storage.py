@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import urllib.request
 from collections.abc import Iterator
 
 import postgresql
@@ -65,5 +67,13 @@ def test_others_are_answered_from_it_or_begin_with_what_was_best(cli: CommandLin
         assert {study.study_name for study in studies} >= {"train"}
         trials = [storage.get_all_trials(study._study_id) for study in studies]
         assert postgresql.PASSWORD not in repr((trials, [study.user_attrs for study in studies]))
+    dashboard = cli.start("dashboard", "--storage", bare, "--port", "0", "--no-browser", "--json")
+    assert dashboard.stdout is not None
+    address = json.loads(dashboard.stdout.readline())["url"]
+    with urllib.request.urlopen(f"{address.rstrip('/')}/api/studies") as reply:
+        listed = {summary["study_name"] for summary in json.load(reply)["study_summaries"]}
+    dashboard.send_signal(signal.SIGINT)
+    dashboard.communicate(timeout=60)
+    assert listed == {study.study_name for study in studies}
     for path in cli.folder.rglob("*"):
         assert not path.is_file() or postgresql.PASSWORD.encode() not in path.read_bytes()

@@ -25,12 +25,20 @@ import json, os, pathlib, sys
 number = len(list(pathlib.Path("jobs").iterdir())) + 1
 job = {"options": sys.argv[1:], "script": sys.stdin.read()}
 pathlib.Path("jobs", str(number)).write_text(json.dumps(job))
-print(number)
+print(f"{number};cluster")
 """
+# srun kills its tasks where it is terminated itself; scancel --signal reaches the tasks, and not the job's script.
 SRUN = """
-import os, sys
-os.environ.update(SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0")
-os.execvp(sys.argv[1], sys.argv[1:])
+import os, pathlib, signal, subprocess, sys
+step = subprocess.Popen(sys.argv[1:], env={**os.environ, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"})
+signal.signal(signal.SIGTERM, lambda *_: step.kill())
+pathlib.Path("step").write_text(str(step.pid))
+sys.exit(step.wait())
+"""
+SCANCEL = """
+import os, pathlib, signal, sys
+assert sys.argv[1] == "--signal=TERM", sys.argv
+os.kill(int(pathlib.Path("step").read_text()), signal.SIGTERM)
 """
 # What a job runs: it notes its arguments, and lasts until SIGTERM where it is told to.
 PROGRAM = """
@@ -44,7 +52,7 @@ with open("ran", "a") as file:
 if os.path.exists("lasts"):
     time.sleep(100)
 """
-NOTES = 'import sys; open("requeued", "a").write(sys.argv[-1])'
+NOTES = 'import sys; open("requeued", "a").write(" ".join(sys.argv[1:]))'
 
 
 class Cluster:
@@ -52,7 +60,14 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        programs = {"sbatch": SBATCH, "srun": SRUN, "scontrol": NOTES, "autotune-amp": PROGRAM, "my train": PROGRAM}
+        programs = {
+            "sbatch": SBATCH,
+            "srun": SRUN,
+            "scancel": SCANCEL,
+            "scontrol": NOTES,
+            "autotune-amp": PROGRAM,
+            "my train": PROGRAM,
+        }
         for name, text in programs.items():
             path = folder / "bin" / name
             path.parent.mkdir(exist_ok=True)
@@ -90,7 +105,7 @@ SEARCHING = ("--budget", "60.0", "--study", "my train", "--", *TRAINING)
 
 
 def text(searching: Sequence[str] | None = SEARCHING, training: Sequence[str] | None = TRAINING) -> str:
-    made = slurm(searching, training, name="mine", study="studies/my train", origin=ORIGIN)
+    made = slurm(searching, training, name="my study", study="studies/my train", origin=ORIGIN)
     assert made.to == "slurm"
     assert is_exported(made.text)
     return made.text
@@ -116,9 +131,10 @@ def test_it_is_sound_for_the_shell(
 def test_the_training_waits_for_the_search_and_takes_its_answer(cluster: Cluster) -> None:
     search, training = cluster.submit(text(), "--partition=gpu", "--gpus=1")
     for options in (search, training):
-        assert options[-2:] == ["--partition=gpu", "--gpus=1"]
-        assert {"--parsable", "--requeue", "--signal=B:TERM@60"} <= set(options)
-    assert "--dependency=afterok:1" in training
+        assert options[:3] == ["--parsable", "--partition=gpu", "--gpus=1"]
+        assert {"--requeue", "--signal=B:TERM@60"} <= set(options)
+    assert "--job-name=my study-search" in search
+    assert "--dependency=afterok:1" in training, "a search that fails starts no training"
     assert [cluster.run(number).wait(60) for number in (1, 2)] == [0, 0]
     assert cluster.ran() == [["search", *SEARCHING], ["run", "studies/my train", "--", *TRAINING]]
     assert not (cluster.folder / "requeued").exists()
@@ -133,9 +149,12 @@ def test_when_time_is_up_what_runs_saves_and_the_job_is_queued_again(cluster: Cl
     while not cluster.ran() and time.monotonic() < until:
         time.sleep(0.05)
     job.send_signal(signal.SIGTERM)  # to the shell alone, as --signal=B: has it
-    assert job.wait(60) != 0
+    try:
+        assert job.wait(60) != 0
+    finally:
+        job.kill()
     assert (cluster.folder / "saved").exists()
-    assert (cluster.folder / "requeued").read_text() == str(number)
+    assert (cluster.folder / "requeued").read_text() == f"requeue Incomplete {number}"
 
 
 def test_a_script_that_searches_itself_is_one_job(cluster: Cluster) -> None:

@@ -11,7 +11,7 @@ from scripted_backend import CHECK_SECONDS, candidate, fidelity, ledger_of
 from test_decide import Log, at, decided
 from test_whole_search import Machine, space
 
-from autotune_amp.core.outcome import CheckOutcome, Failure, FailureKind, Fidelity, Record, Verdict
+from autotune_amp.core.outcome import CheckOutcome, Failure, FailureKind, Fidelity, GradientDamage, Record, Verdict
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.ranking import check_key, found_fidelity
 from autotune_amp.search.space import Space
@@ -21,6 +21,8 @@ from autotune_amp.trial.jobs import Check
 FP32, BF16, FP16 = at("fp32", 32), at("bf16", 64), at("fp16", 64)
 WHERE = Space(candidates=(FP32, BF16, FP16), baseline=FP32)
 FIRST: dict[str, Any] = {"fp32_step_seconds": 0.01}
+DAMAGE = GradientDamage(name="weight", noise_ratio=0.0, cosine=1.0, norm_ratio=1.0, flushed_share=0.0)
+EQUAL = FIRST | {"noise_ratio": 0.0, "loss_error": 0.0, "worst_parameters": (DAMAGE,)}  # just what fp32 computes
 
 
 def log(*checked: Fidelity, speeds: dict[Setting, float] | None = None) -> Log:
@@ -43,7 +45,9 @@ def after(verdict: Verdict, num_steps: int = 200) -> Fidelity:
         (log(fidelity("bf16", **FIRST)), 3.01, (BF16, 110)),  # 0.7 x 3.01 s, less the second of the check itself
         (log(fidelity("bf16", **FIRST)), 2.0, None),
         (log(fidelity("bf16")), 20.0, None),  # nobody knows how long a step takes
-        (log(fidelity("bf16", noise_ratio=0.0, **FIRST)), 20.0, None),  # it computes just what fp32 does
+        (log(fidelity("bf16", **EQUAL)), 20.0, None),
+        (log(fidelity("bf16", **EQUAL | {"worst_parameters": ()})), 20.0, (BF16, MAX_STEPS_BEFORE)),  # of no gradient
+        (log(fidelity("bf16", **EQUAL | {"has_moved": False})), 20.0, (BF16, MAX_STEPS_BEFORE)),
         (log(), 20.0, None),
         (log(fidelity("bf16", "unchecked"), speeds={BF16: 200.0}), 20.0, None),
         (log(fidelity("bf16", "unfaithful", **FIRST)), 20.0, None),

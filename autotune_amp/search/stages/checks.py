@@ -157,7 +157,7 @@ def next_later(ledger: Ledger, seconds: float) -> tuple[Setting, int] | None:
         first = ledger.fidelity.get(key)
         if first is None or first.later is not None or first.num_steps_before or not first.fp32_step_seconds:
             continue
-        if first.noise_ratio == 0.0:  # it computes what fp32 does, bit for bit, whatever the weights
+        if first.is_equal:  # it computes what fp32 does, bit for bit, whatever the weights
             continue
         num_steps = int((LATER_MARGIN * seconds - checked[key]) / first.fp32_step_seconds)
         if num_steps >= MIN_STEPS_BEFORE:

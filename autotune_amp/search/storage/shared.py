@@ -1,7 +1,7 @@
 """What an Optuna storage keeps for others who use it: the answer of each search, found by what it holds for.
 
 The answers for one code on one model of device stand in a study without trials, one for each kind of request. What is
-read is data: the command in an answer is the reader's own.
+read is data: command, options and target of an answer are the reader's own.
 """
 
 from __future__ import annotations
@@ -54,9 +54,12 @@ def answers(storage: str, fingerprint: Fingerprint) -> list[Answer]:
 
 def answer_for(answers: list[Answer], fingerprint: Fingerprint) -> Answer | None:
     """The one that holds for a request on another host of the same kind too, None where there is none. Pure."""
-    memory = _memory_bytes(fingerprint)
-    alike = (answer for answer in answers if answer.kind == _digest(_kind(fingerprint)))
-    return next((a for a in alike if memory >= _LEAST_MEMORY * _memory_bytes(a.recommendation.fingerprint)), None)
+    memory_bytes = int(fingerprint.parts["device total_memory_bytes"].removeprefix("="))
+    for answer in answers:
+        measured_with = answer.recommendation.hardware.identity.total_memory_bytes
+        if answer.kind == _digest(_kind(fingerprint)) and memory_bytes >= _LEAST_MEMORY * measured_with:
+            return answer
+    return None
 
 
 def keep(storage: str, recommendation: Recommendation) -> None:
@@ -82,7 +85,3 @@ def _name(fingerprint: Fingerprint) -> str:
 
 def _digest(parts: dict[str, str]) -> str:
     return hashlib.sha256(msgspec.json.encode(sorted(parts.items()))).hexdigest()[:16]
-
-
-def _memory_bytes(fingerprint: Fingerprint) -> int:
-    return int(fingerprint.parts.get("device total_memory_bytes", "=0").removeprefix("="))

@@ -29,7 +29,7 @@ from optuna.exceptions import DuplicatedStudyError, StorageInternalError, Update
 from optuna.samplers import TPESampler
 from optuna.storages import RDBStorage
 from optuna.trial import TrialState
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import IntegrityError, ProgrammingError, SQLAlchemyError
 
 from autotune_amp.core.dimensions import Dimension
 from autotune_amp.core.errors import StudyError
@@ -48,6 +48,7 @@ GROWTH_INTERVALS = (10, 20_000)
 # A sampler learns from a violated constraint and ignores a trial told as FAIL (studies/README.md).
 _RUNS = "runs"
 
+_NUM_TRIES, _TRY_SECONDS = 10, 0.3  # of making an empty database's tables
 AWAY_SECONDS = 10.0  # between two tries to reach a storage that is away
 # The last is Optuna's word for a study or trial that somebody deleted.
 _FAILURES = (StorageInternalError, SQLAlchemyError, UpdateFinishedTrialError, KeyError)
@@ -298,8 +299,9 @@ class Study:
 
     def _fail_left_behind(self) -> None:
         """Heartbeats belong to `study.optimize`: with ask and tell, the next search marks the dead trials itself."""
-        for _ in self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-            self._study.ask()  # only a running trial can be told
+        for left in self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            if "candidate" in left.user_attrs:  # what somebody enqueued is still to be run
+                self._study._storage.set_trial_state_values(left._trial_id, TrialState.RUNNING)  # to be told
         for left in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             trial = optuna.Trial(self._study, left._trial_id)
             trial.set_user_attr("failure", "interrupted")
@@ -353,11 +355,14 @@ def connected(storage: str | Path) -> Iterator[RDBStorage]:
         options["pool"] = sqlalchemy.NullPool(lambda: _open_file(storage))  # type: ignore[arg-type]
     elif storage.startswith("sqlite") and ":memory:" not in storage and storage != "sqlite://":
         options["poolclass"] = sqlalchemy.NullPool
-    elif storage.startswith("postgresql"):
+    elif storage.partition(":")[0] in ("postgresql", "postgresql+psycopg", "postgresql+psycopg2"):
         options["pool_pre_ping"] = True  # else the first query after a restart fails for each that was open
         options["connect_args"] = {name: value for name, value in _PATIENCE.items() if f"{name}=" not in storage}
+    url = "sqlite://" if isinstance(storage, Path) else storage
     try:
-        database = RDBStorage("sqlite://" if isinstance(storage, Path) else storage, engine_kwargs=options)
+        if "connect_args" in options:
+            _make_tables(url, options["connect_args"])
+        database = RDBStorage(url, engine_kwargs=options)
     except Exception as error:  # a wrong URL, driver, host, password, file or schema: each has a type of its own
         raise _study_error(storage, error) from error
     try:
@@ -365,6 +370,18 @@ def connected(storage: str | Path) -> Iterator[RDBStorage]:
     finally:
         database.remove_session()
         database.engine.dispose()
+
+
+def _make_tables(url: str, connect_args: dict[str, Any]) -> None:
+    """Where they are missing; tried again while another search makes the same ones, at which Optuna fails."""
+    options = {"poolclass": sqlalchemy.NullPool, "connect_args": connect_args}  # no connection outlives a failure
+    for _ in range(_NUM_TRIES):
+        try:
+            RDBStorage(url, engine_kwargs=options).engine.dispose()
+        except (IntegrityError, ProgrammingError):
+            time.sleep(_TRY_SECONDS)
+        else:
+            return
 
 
 @contextlib.contextmanager
@@ -451,6 +468,8 @@ def _study_error(storage: str | Path, error: Exception) -> StudyError:
     else:
         next_step = "Check that it is there and can be written, or leave --storage out to use a file of its own."
         password = re.search(r"(?:^|://)[^:/@]*:(?!//)(.+)@", storage)
+        for given in re.findall(r"[?&](?:ssl)?password=([^&]+)", storage):
+            storage, what = storage.replace(f"password={given}", "password=***"), what.replace(given, "***")
         if password is not None:
             storage, what = storage.replace(f":{password[1]}@", ":***@"), what.replace(password[1], "***")
     return StudyError(f"The storage {storage} cannot be used: {what}.", next_step)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import optuna
 import postgresql
@@ -16,6 +17,7 @@ from scripted_backend import ScriptedSearch, candidate, measured
 
 from autotune_amp.core.errors import StudyError
 from autotune_amp.core.outcome import Measurement
+from autotune_amp.core.setting import Setting
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.explore import exploring
 from autotune_amp.search.storage import study as studies
@@ -48,6 +50,10 @@ def _is_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def speed(trial: Trial) -> Measurement:
     setting = trial.candidate
     return measured(trial, (200.0 if setting.precision == "bf16" else 100.0) * setting.batch_size**0.3)
+
+
+def measured_alone(setting: Setting) -> Measurement:
+    return speed(Trial(candidate=setting, device="cpu"))
 
 
 def told(url: str, name: str) -> list[FrozenTrial]:
@@ -140,19 +146,48 @@ def test_a_server_that_is_killed_and_started_again_loses_nothing(server: postgre
 
 
 def test_searches_that_start_together_have_studies_of_their_own(server: postgresql.Server) -> None:
+    url = server.make_database("empty")  # whose tables all of them would make
+
     def searched(owner: str) -> None:
-        search = Searching(server.url(), "shared")
+        search = Searching(url, "shared")
         results[owner] = search.search(owner), search.numbers()
 
     results: dict[str, tuple[str, list[int]]] = {}
-    threads = [threading.Thread(target=searched, args=(owner,)) for owner in ("host-a:/studies", "host-b:/studies")]
+    threads = [threading.Thread(target=searched, args=(owner,)) for owner in ("a:/studies", "b:/studies", "c:/studies")]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len({name for name, _ in results.values()}) == 2
+    assert len({name for name, _ in results.values()}) == 3
     for name, numbers in results.values():
-        assert sorted(t.user_attrs["record"] for t in told(server.url(), name)) == numbers
+        assert sorted(t.user_attrs["record"] for t in told(url, name)) == numbers
+
+
+def test_what_is_away_is_tried_again_after_a_while(
+    server: postgresql.Server, wire: postgresql.Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Mock(return_value=0.0)
+    monkeypatch.setattr(studies, "AWAY_SECONDS", 10.0)
+    monkeypatch.setattr(studies, "time", Mock(monotonic=clock))
+    search = Searching(server.url(wire.port), "away")
+    with Study.open(search.url, "away", search.ledger) as study:
+        wire.cut()
+        study.tell(study.ask(SPACE.baseline), measured_alone(SPACE.baseline))
+        wire.mend()
+        for seconds, is_there in ((5.0, False), (9.9, False), (10.1, True)):
+            clock.return_value = seconds
+            study.catch_up(search.ledger)
+            assert study.is_there == is_there
+        wire.cut()
+        study.tell(study.ask(SPACE.baseline), measured_alone(SPACE.baseline))
+        for seconds in (21.0, 30.0, 70.0):
+            clock.return_value = seconds
+            study.catch_up(search.ledger)
+            assert not study.is_there
+        wire.mend()
+        clock.return_value = 81.0
+        study.catch_up(search.ledger)
+        assert study.is_there
 
 
 def test_a_wrong_password_is_an_error_that_does_not_show_it(server: postgresql.Server) -> None:

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace
-from test_rerank import OPTIONS, finished
+from test_rerank import HELD, OPTIONS, finished
 
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.recommendation import FORMAT, Fingerprint, Recommendation
@@ -24,13 +24,14 @@ from autotune_amp.search.storage.study import attributes, set_attribute
 __all__ = ["finished"]  # the fixture
 
 MINE = LaunchLine.of(["python", "mine.py", "{batch_size=4}"])
+MEMORY_BYTES = 85 * 10**9
 PARTS = {
     "function loss of train.py": "1a2b",
     "option budget_seconds": "=110",
     "device name": "=H100",
     "device uuid": "=GPU-1",
     "device index": "=0",
-    "device total_memory_bytes": "=85000000000",
+    "device total_memory_bytes": f"={MEMORY_BYTES}",
     "version of torch": "=2.13.0",
 }
 
@@ -48,7 +49,13 @@ def url(tmp_path: Path) -> str:
 
 @pytest.fixture
 def found(finished: tuple[Recommendation, StudyFolder]) -> Recommendation:
-    return replace(finished[0], fingerprint=fingerprint())
+    device = finished[0].hardware
+    hardware = replace(device, identity=replace(device.identity, total_memory_bytes=MEMORY_BYTES))
+    config = replace(finished[0].config, environment={"LD_PRELOAD": "theirs.so", **HELD})
+    options = {**finished[0].options, "device": "cpu; theirs"}
+    return replace(
+        finished[0], fingerprint=fingerprint(), hardware=hardware, config=config, options=options, command="theirs"
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,7 +101,8 @@ def asked(url: str, folder: Path, now: Fingerprint, **options: Any) -> tuple[Rec
     source = CommandSource(MINE)
     request = replace(OPTIONS, storage=url, **options)
     there = StudyFolder(str(folder), "train")
-    found = cache._shared_answer(source, request, there, progress, now)
+    with there:
+        found = cache._shared_answer(source, request, there, progress, now)
     return found, [call.args[0] for call in progress.note.call_args_list]
 
 
@@ -106,11 +114,13 @@ def test_an_answer_of_another_host_is_saved_with_its_origin_and_runs_nothing_of_
     answer, notes = asked(url, tmp_path, now)
     assert answer is not None
     assert Recommendation.load(tmp_path / "train/recommendation.json").to_json() == answer.to_json()
-    assert (answer.fingerprint, answer.search.study, answer.config) == (now, "train", found.config)
+    assert (answer.fingerprint, answer.search.study) == (now, "train")
+    assert answer.config == replace(found.config, environment=HELD)
+    assert "theirs" not in answer.to_json()
     assert answer.launch_line == MINE
     assert str(answer.command).endswith(" -- python mine.py 64")
     assert notes[0] in answer.warnings
-    assert [path.name for path in (tmp_path / "train").iterdir()] == ["recommendation.json"]
+    assert {path.name for path in (tmp_path / "train").iterdir()} <= {"recommendation.json", ".lock"}
 
 
 @pytest.mark.parametrize("changes", [{"objective": "memory"}, {"num_steps": 77}, {"storage": None}])

@@ -191,7 +191,8 @@ def test_a_killed_search_leaves_trials_that_the_next_one_marks_and_goes_on_from(
         study = context.__enter__()
         study.tell(study.ask(t.at("fp32", 32)), t.measured(10.0), number=0)
         study.ask(t.at("bf16", 32))
-        study._study.enqueue_trial({"precision": "fp32", "batch_size": 8})
+        ours = {"candidate": "fp32 batch 8"}
+        study._study.enqueue_trial({"precision": "fp32", "batch_size": 8}, user_attrs=ours)
         os.kill(os.getpid(), signal.SIGKILL)
     """
     command = [sys.executable, "-c", textwrap.dedent(program), str(file), *sys.path]
@@ -232,6 +233,7 @@ def test_records_of_trials_are_added_once(file: Path) -> None:
         ("postgresql+nodriver://user:hunter2@host/db", "postgresql+nodriver://user:***@host/db"),
         ("nodriver://user:hunter2:hunter2/hunter2@hunter2@host/db", "nodriver://user:***@host/db"),
         ("user:hunter2@host", "user:***@host"),
+        ("nodriver://host/db?user=amp&password=hunter2&x=1", "nodriver://host/db?user=amp&password=***&x=1"),
         ("sqlite:////nowhere/at/all/study.db", "sqlite:////nowhere/at/all/study.db"),
     ],
 )
