@@ -70,7 +70,7 @@ def test_others_are_answered_from_it_or_begin_with_what_was_best(cli: CommandLin
     dashboard = cli.start("dashboard", "--storage", bare, "--port", "0", "--no-browser", "--json")
     assert dashboard.stdout is not None
     address = json.loads(dashboard.stdout.readline())["url"]
-    with urllib.request.urlopen(f"{address.rstrip('/')}/api/studies") as reply:
+    with urllib.request.urlopen(f"{address.removesuffix('dashboard/')}api/studies", timeout=30) as reply:
         listed = {summary["study_name"] for summary in json.load(reply)["study_summaries"]}
     dashboard.send_signal(signal.SIGINT)
     dashboard.communicate(timeout=60)

@@ -123,6 +123,18 @@ def test_an_answer_of_another_host_is_saved_with_its_origin_and_runs_nothing_of_
     assert {path.name for path in (tmp_path / "train").iterdir()} <= {"recommendation.json", ".lock"}
 
 
+def test_what_lacks_its_records_is_not_ranked_again(url: str, found: Recommendation, tmp_path: Path) -> None:
+    shared.keep(url, found)
+    now = fingerprint()
+    answer, _ = asked(url, tmp_path, now)
+    folder = StudyFolder(str(tmp_path), "train")
+    same = cache.cached_answer(folder.cached(), OPTIONS, folder, Mock(), now)
+    assert answer is not None
+    assert same is not None
+    assert same.to_json() == answer.to_json()
+    assert cache.cached_answer(answer, replace(OPTIONS, objective="memory"), folder, Mock(), now) is None
+
+
 @pytest.mark.parametrize("changes", [{"objective": "memory"}, {"num_steps": 77}, {"storage": None}])
 def test_what_asks_for_another_ranking_or_no_storage_is_not_answered_so(
     url: str, found: Recommendation, tmp_path: Path, changes: dict[str, Any]
