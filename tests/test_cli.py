@@ -84,25 +84,6 @@ def test_show_finds_the_recommendation(here: Path, capfd: pytest.CaptureFixture[
     assert "export studies/latest " in capfd.readouterr().out
 
 
-def test_ctrl_c_in_a_finalizer_is_heard() -> None:
-    program = """
-import time, weakref
-from autotune_amp import cli
-class Owner: pass
-def interrupted(_): raise KeyboardInterrupt
-def run(arguments):
-    owner = Owner()
-    reference = weakref.ref(owner, interrupted)
-    del owner
-    for _ in range(1000): time.sleep(0.1)  # as a search waits
-cli.run = run
-cli.main()
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.returncode != 0
-    assert "KeyboardInterrupt" in done.stderr
-
-
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("given", ["missing", "missing/recommendation.json", ".", "x" * 5000, None])
 def test_show_of_nothing(given: str | None, capfd: pytest.CaptureFixture[str]) -> None:
