@@ -86,10 +86,7 @@ def search_anew(
                     for line in cached.fingerprint.differences(fingerprint):
                         progress.note(f"Searching again: {line}.")
                 search_id = folder.search_id(fingerprint.digest, is_fresh=is_fresh)
-                is_begun = bool(folder.records(search_id))
-                return search.run(
-                    backend, fingerprint, search_id, None if is_fresh or is_begun else search.like(fingerprint)
-                )
+                return search.run(backend, fingerprint, search_id, asks_others=not is_fresh)
     except KeyboardInterrupt:
         best = cached if cached is not None and cached.search.was_interrupted else None
         raise SearchInterruptedError(
@@ -115,7 +112,7 @@ class _Search:
         self._warnings: list[str] = []
         self._is_spent = False
 
-    def like(self, fingerprint: Fingerprint) -> Setting | None:
+    def _like(self, fingerprint: Fingerprint) -> Setting | None:
         """What the storage has as the answer for the same code on a device of the same model, asked for otherwise."""
         if self._options.storage is None:
             return None
@@ -131,9 +128,12 @@ class _Search:
         return setting
 
     def run(
-        self, backend: WorkloadBackend, fingerprint: Fingerprint, search_id: str, like: Setting | None
+        self, backend: WorkloadBackend, fingerprint: Fingerprint, search_id: str, *, asks_others: bool
     ) -> Recommendation:
-        """Open, say what can be tried, explore, check, confirm, decide and save; `like` is tried early."""
+        """Open, say what can be tried, explore, check, confirm, decide and save.
+
+        A search that begins and `asks_others` tries early what they found for the same code.
+        """
         opened = self._open(backend)
         load_before = self._meter.stop()  # what others did while the workload was loaded and probed
         said = machine_load.doubts(machine_load.evidence([load_before]), "search on an idle machine")
@@ -149,7 +149,7 @@ class _Search:
             seed=self._options.seed,
             ready_seconds=opened.ready_seconds,
             max_trials=self._options.max_trials,
-            like=like,
+            like=self._like(fingerprint) if asks_others and not ledger.records else None,
             # One that is forked from a process that builds for all takes no time to set up.
             min_trial_seconds=MIN_TRIAL_SECONDS
             + (0.0 if "share_build" in backend.abilities else opened.description.build_seconds),

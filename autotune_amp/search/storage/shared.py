@@ -55,9 +55,10 @@ def answers(storage: str, fingerprint: Fingerprint) -> list[Answer]:
 def answer_for(answers: list[Answer], fingerprint: Fingerprint) -> Answer | None:
     """The one that holds for a request on another host of the same kind too, None where there is none. Pure."""
     memory_bytes = int(fingerprint.parts["device total_memory_bytes"].removeprefix("="))
+    kind = _digest(_kind(fingerprint))
     for answer in answers:
         measured_with = answer.recommendation.hardware.identity.total_memory_bytes
-        if answer.kind == _digest(_kind(fingerprint)) and memory_bytes >= _LEAST_MEMORY * measured_with:
+        if answer.kind == kind and memory_bytes >= _LEAST_MEMORY * measured_with:
             return answer
     return None
 

@@ -131,10 +131,8 @@ class Study:
                 study.sampler = TPESampler(seed=seed + len(study.trials))  # resumed, it must draw others
                 return study
 
-            try:
+            with _storage_errors(storage):
                 opened = cls(storage, load, ledger, note)
-            except _FAILURES as error:
-                raise _study_error(storage, error) from error
             opened.catch_up(ledger)
             yield opened
 
@@ -385,6 +383,14 @@ def _make_tables(url: str, connect_args: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
+def _storage_errors(storage: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except _FAILURES as error:
+        raise _study_error(storage, error) from error
+
+
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Optuna says nothing inside."""
     verbosity = optuna.logging.get_verbosity()
@@ -397,22 +403,17 @@ def _quiet() -> Iterator[None]:
 
 def attributes(storage: str, name: str) -> dict[str, Any]:
     """The user attributes of a study, none where there is no such. Raises `StudyError` where the storage fails."""
-    with connected(storage) as database:
+    with connected(storage) as database, _storage_errors(storage):
         try:
             return database.get_study_user_attrs(database.get_study_id_from_name(name))
         except KeyError:
             return {}
-        except _FAILURES as error:
-            raise _study_error(storage, error) from error
 
 
 def set_attribute(storage: str, name: str, key: str, value: Any) -> None:
     """Set a user attribute of a study, which is made where it is missing. Raises `StudyError` likewise."""
-    with _quiet(), connected(storage) as database:
-        try:
-            optuna.create_study(storage=database, study_name=name, load_if_exists=True).set_user_attr(key, value)
-        except _FAILURES as error:
-            raise _study_error(storage, error) from error
+    with _quiet(), connected(storage) as database, _storage_errors(storage):
+        optuna.create_study(storage=database, study_name=name, load_if_exists=True).set_user_attr(key, value)
 
 
 def _parameters(setting: Setting, pair: Pair | None) -> dict[str, Any]:
