@@ -277,7 +277,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     Only lines of the running `search_id` are resumed. `seconds` is what it cost, process start and set-up included, of
     which `start_seconds` is the start of its process: 0.0 in one kept from an earlier trial, None in a forked one and
     of a check. `round` numbers the confirmation rounds from 0. `loss_scale` is what fp16 ran with, `load` what others
-    did on the machine meanwhile. None also stands where an earlier version did not log it.
+    did on the machine meanwhile. None also stands where an earlier version did not log it. `slot` is where it ran, None
+    where the search has one place only; beside it ran up to `num_beside` other jobs of the search.
     """
 
     format: int = 1
@@ -292,6 +293,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     loss_scale: LossScale | None = None
     load: MachineLoad | None = None
     start_seconds: float | None = None
+    slot: str | None = None
+    num_beside: int = 0
 
 
 class SampleSizes(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,9 +48,21 @@ TRIAL_ENVIRONMENT = {
 
 
 class Slot(NamedTuple):
-    """A device on which one job runs at a time; a job names its device, and by it its slot."""
+    """A device, or a share of the CPU, on which one job runs at a time.
+
+    `device` is what a job on it names; `name` tells it from the others, None where there is one alone. `uuid` is the
+    card's, `cpus` are the numbers of the CPUs that are its share.
+    """
 
     device: str
+    name: str | None = None
+    uuid: str | None = None
+    cpus: tuple[int, ...] = ()
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether it has its memory together with the other slots of the host."""
+        return self.device == "cpu"
 
 
 class Handle(Protocol[Found_co]):
@@ -83,8 +95,12 @@ class Backend(Protocol):
     def is_build_shared(self) -> bool:
         """Whether the model is built once for all jobs."""
 
-    def submit(self, job: Job[Found]) -> Handle[Found]:
-        """Start a job."""
+    def submit(self, job: Job[Found], slot: Slot | None = None) -> Handle[Found]:
+        """Start a job, on one of several slots where no other runs; None is the first."""
+
+    def wait(self, handles: Sequence[Handle[Any]]) -> Handle[Any]:
+        """Wait until one of the jobs is over. Where they run one at a time its `result` does."""
+        return handles[0]
 
     def share_build(self, job: Job[Found], deadline_seconds: float) -> str | None:
         """Build the model once, as `job` would, for all jobs to come.
@@ -212,7 +228,7 @@ class LocalBackend(WorkloadBackend):
             self.keep()
         return opened
 
-    def submit(self, job: Job[Found]) -> Submitted[Found]:  # noqa: D102 - see Backend
+    def submit(self, job: Job[Found], slot: Slot | None = None) -> Submitted[Found]:  # noqa: ARG002, D102 - see Backend
         return Submitted(self, job)
 
     def start(self, job: Job[Any], until: float | None) -> float | None:

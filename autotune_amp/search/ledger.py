@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -58,6 +59,20 @@ class Ledger:
         self._whole_space = space
         self.num_steps = num_steps
         self._write = write
+        self._actual: Ledger | None = None
+
+    @property
+    def actual(self) -> Ledger:
+        """The ledger without what is only expected."""
+        return self._actual or self
+
+    def expecting(self, records: Sequence[Record], scales: Mapping[Setting, Answer]) -> Ledger:
+        """A copy that has also what jobs that still run are expected to bring; see `pending`. It is not appended to."""
+        expected = copy.copy(self)
+        expected.records, expected.scales = (*self.records, *records), {**self.scales, **scales}
+        expected._actual = self
+        expected._forget()
+        return expected
 
     def append(self, record: Record) -> None:
         """Write the record down."""
@@ -154,6 +169,8 @@ class Ledger:
     @cached_property
     def best(self) -> Record | None:
         """The fastest trial so far, without what the checks rule out."""
+        if self._actual is not None:  # a limit that is only expected may cut off what is sound
+            return self._actual.best
         allowed = [(outcome.samples_per_second, r) for r, outcome in self._choices if self._harm(r.candidate) is None]
         return max(allowed, key=lambda pair: pair[0])[1] if allowed else None
 
@@ -259,7 +276,7 @@ class Ledger:
             return False
         if "calibration" not in self.space.checks:
             return False
-        best, found = (None if self.best is None else self.best.outcome), self.outcomes.get(setting)
+        best, found = (None if self.best is None else self.best.outcome), self.actual.outcomes.get(setting)
         if not isinstance(best, Measurement) or not isinstance(found, Measurement):
             return False
         return found.samples_per_second >= (1 - RIVAL) * best.samples_per_second

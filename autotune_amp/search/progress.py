@@ -22,11 +22,11 @@ class Progress:
     def found_hardware(self, hardware: Hardware) -> None:
         """The probe is back."""
 
-    def trial_started(self, number: int, candidate: Setting, purpose: Purpose) -> None:
-        """A trial or a check begins."""
+    def trial_started(self, number: int, candidate: Setting, purpose: Purpose, slot: str | None = None) -> None:
+        """A trial or a check begins, on one of several slots."""
 
-    def step(self, num_steps: int, step_seconds: float) -> None:
-        """The running trial finished a step."""
+    def step(self, num_steps: int, step_seconds: float, slot: str | None = None) -> None:
+        """The running trial, that on the slot, finished a step."""
 
     def trial_ended(self, record: Record, best: Record | None) -> None:
         """A trial or a check ended; `best` is the fastest measured so far."""

@@ -9,9 +9,10 @@ sample, and within 3 % what has the least to go wrong.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
-from typing import NamedTuple
+from statistics import fmean, median, variance
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -35,6 +36,7 @@ from autotune_amp.core.text import sentence
 from autotune_amp.search.space import SAME_MEMORY, Space
 
 PLATEAU = 0.03  # closer than this, other things decide: processes differ by as much (studies/README.md, Timing)
+MAX_CHANCE = 0.10  # processes that differ by more would hide what others do to a run
 MAX_DATA_SHARE = 0.10  # a wait of 5 to 10 % of a step: the loader sets the speed (studies/README.md)
 
 BEFORE_CONFIRMATION = ("search", "fallback")  # purposes of the trials whose measurements say what to confirm
@@ -101,9 +103,50 @@ class Runs(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.rounds)
 
 
+class Beside(NamedTuple):
+    """By what share a confirmation's runs were slower beside others on all slots than alone, and what of it may be
+    chance."""
+
+    slowdown: float
+    chance: float
+
+    @property
+    def is_different(self) -> bool:
+        """Whether what runs beside others says nothing of what runs alone."""
+        return self.slowdown > min(max(PLATEAU, self.chance), MAX_CHANCE)
+
+
+def beside(records: Sequence[Record]) -> Beside | None:
+    """What running beside others did, by the settings that were run both ways; None where none was.
+
+    `chance` is three standard errors of the mean over these settings, by the spread of their few runs beside others.
+    """
+    logs: dict[bool, dict[Any, list[float]]] = {False: {}, True: {}}
+    for r in records:
+        if r.round is not None and isinstance(r.outcome, Measurement):
+            key = r.candidate, r.purpose, tuple(sorted(r.environment.items()))
+            logs[r.num_beside > 0].setdefault(key, []).append(math.log(r.outcome.step_seconds))
+    both = [(logs[False][key], logs[True][key]) for key in logs[False].keys() & logs[True].keys()]
+    if not both:
+        return None
+    change = fmean(fmean(others) - fmean(alone) for alone, others in both)
+    variances = [variance(others) * (1 / len(alone) + 1 / len(others)) for alone, others in both if len(others) > 1]
+    chance = 3 * math.sqrt(fmean(variances) / len(both)) if variances else math.inf
+    return Beside(math.expm1(change), chance)
+
+
+def counted(records: Sequence[Record]) -> list[Record]:
+    """The records without the runs of the confirmation that do not count: those beside others where that made a
+    difference."""
+    found = beside(records)
+    are_alike = found is not None and not found.is_different
+    return [r for r in records if r.round is None or not r.num_beside or are_alike]
+
+
 def confirm_runs(records: Sequence[Record], candidate: Setting, environment: Mapping[str, str]) -> Runs:
     """The confirmation processes of a candidate in exactly this environment."""
-    ours = [r for r in records if r.candidate == candidate and r.environment == environment and r.purpose == "confirm"]
+    ours = [r for r in counted(records) if (r.candidate, r.purpose) == (candidate, "confirm")]
+    ours = [r for r in ours if r.environment == environment]
     return Runs.of(candidate, ours, are_confirming=True)
 
 

@@ -1,22 +1,25 @@
-"""How every stage of a search is run: ask it for a job, run that, write the record down; and the time that it has."""
+"""How the stages of a search are run: ask for a job for every free slot, run it, write the record down; and the time
+that they have."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from msgspec.structs import replace
 
 from autotune_amp.core.errors import BudgetTooSmallError
-from autotune_amp.core.outcome import Record, after_steps
+from autotune_amp.core.outcome import Failure, Purpose, Record, after_steps
 from autotune_amp.core.setting import NUMERIC
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.isolation.local import Handle
+from autotune_amp.isolation.local import Handle, Slot
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.profile.gap import Profile
 from autotune_amp.search.ledger import Ledger
+from autotune_amp.search.pending import expecting
 from autotune_amp.search.progress import Progress
 from autotune_amp.trial.jobs import Check, Trial
 
@@ -26,12 +29,21 @@ CHECK_SHARE = 0.1  # kept back for the checks that follow the trials, where ther
 
 
 class Budget:
-    """The seconds that a search may take from the moment it was asked for; `confirm_seconds` are the confirmation's."""
+    """The seconds that a search may take from the moment it was asked for; `confirm_seconds` are the confirmation's.
 
-    def __init__(self, seconds: float) -> None:
+    Its jobs have them on each of `num_slots`.
+    """
+
+    def __init__(self, seconds: float, num_slots: int = 1) -> None:
         self.seconds = seconds
+        self.num_slots = num_slots
         self.confirm_seconds = CONFIRM_SHARE * seconds
         self._started = time.monotonic()
+
+    @property
+    def slot_seconds(self) -> float:
+        """The seconds of all slots together."""
+        return self.seconds * self.num_slots
 
     def elapsed(self) -> float:
         """Seconds used."""
@@ -61,25 +73,43 @@ class Budget:
 
 
 class Stage(Protocol):
-    """One phase of a search. Its share of the time it asks the budget for; jobs run one at a time, each alone."""
+    """One phase of a search: pure, but for what it counts of its own. Its share of the time it asks the budget for.
+
+    One that `is_exclusive` builds on the last answer, and is asked only while nothing runs.
+    """
+
+    is_exclusive: bool
 
     def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | Profile | None:
-        """What the records and the budget ask for next, None where the stage is over."""
+        """What the records and the budget ask for next, None where the stage is over, or waits for what runs."""
 
 
 class RunsJobs(Protocol):
-    """What a stage needs of a backend."""
+    """What a search needs of a backend."""
 
-    def submit(self, job: Any, /) -> Handle[Any]:
-        """Start a job."""
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """Where jobs can run at the same time."""
+
+    def submit(self, job: Any, slot: Slot, /) -> Handle[Any]:
+        """Start a job on a free slot."""
+
+    def wait(self, handles: Sequence[Handle[Any]], /) -> Handle[Any]:
+        """Wait until one of the jobs is over."""
 
 
 class ProgressWatcher(Watcher):
-    """Passes what a backend says while it waits on to the progress, and to the meter what bears on it."""
+    """Passes what a backend says while it waits on to the progress, and to the meter what bears on it.
 
-    def __init__(self, progress: Progress, budget: Budget, meter: LoadMeter | None = None) -> None:
+    Where there are several slots each has a watcher of its own, and `slot` is its slot's name.
+    """
+
+    def __init__(
+        self, progress: Progress, budget: Budget, meter: LoadMeter | None = None, slot: str | None = None
+    ) -> None:
         self.progress = progress
         self.meter = meter
+        self.slot = slot
         self.last_step_seconds: float | None = None
         self.budget = budget
         self._phase = ""
@@ -100,7 +130,7 @@ class ProgressWatcher(Watcher):
                 self.meter.step()
             else:
                 self.meter.warm_up()
-        self.progress.step(num_steps, step_seconds)
+        self.progress.step(num_steps, step_seconds, self.slot)
 
     def output(self, text: str) -> None:  # noqa: D102 - see Watcher
         self.progress.output(text)
@@ -110,40 +140,151 @@ class ProgressWatcher(Watcher):
             self.meter.hold()
 
 
-def run(stage: Stage, backend: RunsJobs, ledger: Ledger, budget: Budget, watcher: ProgressWatcher) -> Iterator[Record]:
-    """Run what the stage asks for, one job after the other, until it asks for none; every record is in the ledger."""
-    while (job := stage.next(ledger, budget)) is not None:
-        trial = job if isinstance(job, Trial) else None
-        meter = watcher.meter if trial else None
-        purpose = job.purpose if isinstance(job, Trial) else job.what
+@dataclass(eq=False)
+class _Running:
+    """A job and what its record will say beside its outcome."""
+
+    job: Trial | Check | Profile
+    slot: Slot
+    number: int
+    handle: Handle[Any]
+    started: float
+    meter: LoadMeter | None
+    num_beside: int = 0
+
+
+class Runner:
+    """Runs jobs on the slots of a backend, each with its watcher, and writes their records down as they end."""
+
+    def __init__(
+        self, backend: RunsJobs, ledger: Ledger, budget: Budget, watchers: Sequence[ProgressWatcher]
+    ) -> None:
+        self.ledger = ledger
+        self.budget = budget
+        self._backend = backend
+        self._watchers = watchers
+        self._running: list[_Running] = []
+        self._again: list[Trial | Check | Profile] = []
+
+    @property
+    def pending(self) -> list[Trial | Check | Profile]:
+        """The jobs that run."""
+        return [running.job for running in self._running]
+
+    @property
+    def free(self) -> list[Slot]:
+        """The slots on which none does."""
+        taken = [running.slot for running in self._running]
+        return [slot for slot in self._backend.slots if slot not in taken]
+
+    def start(self, job: Trial | Check | Profile, slot: Slot) -> None:
+        """Begin a job on a free slot."""
+        watcher = self._watcher(slot)
+        meter = watcher.meter if isinstance(job, Trial) else None
         watcher.phase(_phase(job))
-        number = 1 + max((r.number for r in ledger.records), default=0)
-        watcher.progress.trial_started(number, job.candidate, purpose)
+        numbers = (*(r.number for r in self.ledger.records), *(running.number for running in self._running))
+        number = 1 + max(numbers, default=0)
+        watcher.progress.trial_started(number, job.candidate, _purpose(job), watcher.slot)
         if meter is not None:
             meter.start()
-        started = budget.elapsed()
-        handle = backend.submit(job)
-        outcome = handle.result()
+        started = self.budget.elapsed()
+        self._running.append(_Running(job, slot, number, self._backend.submit(job, slot), started, meter))
+        for running in self._running:
+            running.num_beside = max(running.num_beside, len(self._running) - 1)
+
+    def _watcher(self, slot: Slot) -> ProgressWatcher:
+        return self._watchers[self._backend.slots.index(slot)]
+
+    @property
+    def again(self) -> Trial | Check | Profile | None:
+        """A job that ran out of memory beside others that shared it: it is run once more, alone."""
+        return self._again[0] if self._again else None
+
+    def finish(self) -> Record | None:
+        """Wait for the first job to end, and write its record down; None where it has to be run again."""
+        handle = self._backend.wait([running.handle for running in self._running])
+        ended = next(running for running in self._running if running.handle is handle)
+        outcome, job, watcher = handle.result(), ended.job, self._watcher(ended.slot)
+        self._running.remove(ended)
+        if job is self.again:
+            self._again.pop(0)
+        if ended.num_beside and ended.slot.shares_memory and isinstance(outcome, Failure) and outcome.kind == "oom":
+            self._again.append(job)
+            return None
         record = Record(
-            search_id=ledger.search_id,
-            number=number,
+            search_id=self.ledger.search_id,
+            number=ended.number,
             candidate=job.candidate,
-            purpose=purpose,
+            purpose=_purpose(job),
             outcome=outcome,
-            seconds=budget.elapsed() - started,
-            load=None if meter is None else meter.stop(),
+            seconds=self.budget.elapsed() - ended.started,
+            load=None if ended.meter is None else ended.meter.stop(),
+            slot=watcher.slot,
+            num_beside=ended.num_beside,
         )
-        if trial is not None:
+        if isinstance(job, Trial):
             record = replace(
                 record,
-                round=trial.round,
-                environment=trial.environment,
-                loss_scale=trial.loss_scale,
+                round=job.round,
+                environment=job.environment,
+                loss_scale=job.loss_scale,
                 start_seconds=handle.start_seconds,
             )
-        ledger.append(record)
-        watcher.progress.trial_ended(record, ledger.best)
-        yield record
+        self.ledger.append(record)
+        watcher.progress.trial_ended(record, self.ledger.best)
+        return record
+
+
+def run(stages: Sequence[Stage], runner: Runner) -> Iterator[Record]:
+    """Run what the stages ask for, one stage after the other; every record is in the ledger.
+
+    On several slots the stages are asked as if what runs had ended as expected, and the next one too where one has
+    nothing more to ask for: it is over once it asks for nothing while nothing runs.
+    """
+    left = list(stages)
+    while left or runner.pending:
+        while runner.free and (job := _next(left, runner)) is not None:
+            runner.start(job, runner.free[0])
+        if runner.pending:
+            record = runner.finish()
+            if record is not None:
+                yield record
+        else:
+            del left[:1]
+
+
+def _next(stages: Sequence[Stage], runner: Runner) -> Trial | Check | Profile | None:
+    pending = runner.pending
+    if runner.again is not None:
+        return None if pending else runner.again
+    expected = expecting(runner.ledger, pending)
+    for stage in stages:
+        if expected is None or (pending and stage.is_exclusive):
+            return None
+        job = stage.next(expected, runner.budget)
+        if job is not None or not pending:
+            return job
+    return None
+
+
+def run_beside(stages: Mapping[Slot, Stage], runner: Runner) -> Iterator[Record]:
+    """Run what each of the stages asks for on its own slot, all at the same time."""
+    left = dict(stages)
+    while left or runner.pending:
+        for slot in [slot for slot in left if slot in runner.free]:
+            job = left[slot].next(runner.ledger, runner.budget)
+            if job is None:
+                del left[slot]
+            else:
+                runner.start(job, slot)
+        if runner.pending:
+            record = runner.finish()
+            if record is not None:
+                yield record
+
+
+def _purpose(job: Trial | Check | Profile) -> Purpose:
+    return job.purpose if isinstance(job, Trial) else job.what
 
 
 _PHASES = {
@@ -158,7 +299,7 @@ _PHASES = {
 
 
 def _phase(job: Trial | Check | Profile) -> str:
-    setting, purpose = job.candidate, job.purpose if isinstance(job, Trial) else job.what
+    setting, purpose = job.candidate, _purpose(job)
     if isinstance(job, Check) and purpose == "fidelity":
         return f"checking {setting.labelled(NUMERIC)} against fp32{after_steps(job.num_steps_before)}"
     is_ordinary = replace(setting, as_found=False).is_ordinary

@@ -49,7 +49,7 @@ def ordered(ledger: Ledger) -> list[Dimension[Any]]:
 
 def _least_seconds(ledger: Ledger, dimension: Dimension[Any]) -> float:
     """What a trial of it takes at the least."""
-    trial_seconds = min((r.seconds for r in ledger.trials if isinstance(r.outcome, Measurement)), default=1.0)
+    trial_seconds = min((r.seconds for r in ledger.actual.trials if isinstance(r.outcome, Measurement)), default=1.0)
     return trial_seconds + (COMPILE_SECONDS if dimension in (COMPILE, FP8_RECIPE) else 0.0)
 
 
@@ -96,7 +96,8 @@ def next_setting(ledger: Ledger) -> Setting | None:
             setting = _at_its_batch(ledger, dimension.on(leader, value))
             if setting not in tried:
                 return setting
-    return next((setting for setting in _beside(ledger, leader) if setting not in tried), None)
+    further = (*_together(ledger, leader), *_beside(ledger, leader))
+    return next((setting for setting in further if setting not in tried), None)
 
 
 def why_not_worth(ledger: Ledger, dimension: Dimension[Any], value: Any) -> str | None:
@@ -156,6 +157,28 @@ def _beyond_memory(ledger: Ledger, setting: Setting) -> Setting | None:
     larger = [c for c in _of_its_precision(ledger, setting) if c.batch_size > setting.batch_size]
     beyond = [c for c in larger if ran_out and c.batch_size >= min(ran_out)]
     return beyond[0] if beyond else None
+
+
+def _together(ledger: Ledger, leader: Setting) -> Iterator[Setting]:
+    """The leader with each value that was faster than its own beside another setting: on several slots values are tried
+    at the same time, each alone."""
+    for dimension in ordered(ledger):
+        own = getattr(leader, dimension.name)
+        for value in ledger.space.variants.get(dimension.name, ()):
+            setting = _at_its_batch(ledger, dimension.on(leader, value))
+            are_fit = all(other.fits(getattr(setting, other.name), setting) for other in ON_THE_WINNER)
+            if are_fit and _is_faster(ledger, dimension, value, own):
+                yield setting
+
+
+def _is_faster(ledger: Ledger, dimension: Dimension[Any], value: Any, other: Any) -> bool:
+    found = ledger.measured
+    pairs = [(r.candidate, replace(r.candidate, **{dimension.name: other})) for r in ledger.trials]
+    return any(
+        found[c].samples_per_second > (1 + PLATEAU) * found[rival].samples_per_second
+        for c, rival in pairs
+        if getattr(c, dimension.name) == value and c in found and rival in found
+    )
 
 
 def _beside(ledger: Ledger, winner: Setting) -> Iterator[Setting]:

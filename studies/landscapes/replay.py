@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
@@ -30,8 +30,8 @@ NUM_CALIBRATION_PASSES, NUM_HISTOGRAM_PASSES = 20, 3
 class ReplayBudget(Budget):
     """Moves only when told to."""
 
-    def __init__(self, seconds: float = math.inf) -> None:
-        super().__init__(seconds)
+    def __init__(self, seconds: float = math.inf, num_slots: int = 1) -> None:
+        super().__init__(seconds, num_slots)
         self.now = 0.0
 
     def elapsed(self) -> float:
@@ -153,14 +153,23 @@ def _measurement(
     )
 
 
-class Done(NamedTuple):
-    """A job that ended when it was submitted."""
+class Done:
+    """A job whose outcome is known, and is over at a time to come."""
 
-    found: Any
-    start_seconds: float | None
+    def __init__(self, found: Any, start_seconds: float | None, budget: ReplayBudget, ends_at: float) -> None:
+        self.start_seconds = start_seconds
+        self.ends_at = ends_at
+        self._found, self._budget = found, budget
 
     def result(self) -> Any:
-        return self.found
+        """Move the clock to its end."""
+        self._budget.now = max(self._budget.now, self.ends_at)
+        return self._found
+
+
+def first(handles: Sequence[Done]) -> Done:
+    """The one that is over first."""
+    return min(handles, key=lambda handle: handle.ends_at)
 
 
 _CHECKS: frozenset[Ability] = frozenset({"fidelity", "calibration", "accumulation"})
@@ -197,32 +206,33 @@ class ReplayBackend:
         self._budget = budget
         self._chance = random.Random(seed)
 
-    def submit(self, job: Any) -> Done:
-        """Play it back at once."""
-        found = self._run(job) if isinstance(job, Trial) else self._check(job)
-        return Done(found, self.start_seconds)
+    def submit(self, job: Any, slot: Slot | None = None) -> Done:  # noqa: ARG002 - there is one
+        """Play it back: the clock moves once somebody waits for it."""
+        found, seconds = self._run(job) if isinstance(job, Trial) else self._check(job)
+        return Done(found, self.start_seconds, self._budget, self._budget.now + seconds)
 
-    def _run(self, spec: Trial) -> Outcome:
+    def wait(self, handles: Sequence[Done]) -> Done:
+        """See `Backend`."""
+        return first(handles)
+
+    def _run(self, spec: Trial) -> tuple[Outcome, float]:
         """Raises `KeyError` for what the landscape has not."""
         process = self.landscape.draw(spec.candidate, self._chance)
         played = play(process, spec, self.landscape.header, self._chance, is_started=self.is_started)
-        self._budget.now += played.seconds
         if spec.is_confirmation and isinstance(played.outcome, Measurement):  # fresh: the rest is its outcome's
             own_seconds = played.outcome.build_seconds + played.outcome.context_seconds
             self.start_seconds = 0.0 if self.is_started else self.landscape.header.start_seconds - own_seconds
             self.is_started = True
-        return played.outcome
+        return played.outcome, played.seconds
 
-    def _check(self, spec: Check) -> CheckOutcome:
+    def _check(self, spec: Check) -> tuple[CheckOutcome, float]:
         """Every precision is faithful, a loss scale of 2^14 is safe and gradients accumulate: landscapes are of time
         and memory.
         """
         seconds = check_seconds(self.landscape, spec)
         if spec.deadline_seconds is not None and seconds > spec.deadline_seconds:
-            self._budget.now += spec.deadline_seconds
-            return Failure(kind="timeout", message="its time was up")
-        self._budget.now += seconds
-        return _all_well(spec)
+            return Failure(kind="timeout", message="its time was up"), spec.deadline_seconds
+        return _all_well(spec), seconds
 
     def keep(self) -> None:
         """Nothing is kept from job to job."""
@@ -242,6 +252,28 @@ class ReplayBackend:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class Beside:
+    """Backends beside one another, one for each slot, on one clock."""
+
+    def __init__(self, backends: Mapping[Slot, Any]) -> None:
+        self._backends = backends
+        self.slots = tuple(backends)
+
+    def submit(self, job: Any, slot: Slot) -> Done:
+        """Play it back on the slot."""
+        played: Done = self._backends[slot].submit(job)
+        return played
+
+    def wait(self, handles: Sequence[Done]) -> Done:
+        """See `Backend`."""
+        return first(handles)
+
+    def close(self) -> None:
+        """The next confirming process is a fresh one."""
+        for backend in self._backends.values():
+            backend.close()
 
 
 def check_seconds(landscape: Ground, spec: Check) -> float:

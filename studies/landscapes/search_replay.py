@@ -13,17 +13,18 @@ from functools import cached_property
 from typing import Any
 
 import optuna
-from replay import Ground, ReplayBackend, ReplayBudget
+from replay import Beside, Ground, ReplayBackend, ReplayBudget
 
 from autotune_amp.core.outcome import Record
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.local import Slot
 from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher, run
+from autotune_amp.search.run import ProgressWatcher, Runner, run, run_beside
 from autotune_amp.search.stages.checks import Checks, LossScales
-from autotune_amp.search.stages.confirm import Confirm, ConfirmingProcesses, reserved_seconds
+from autotune_amp.search.stages.confirm import ConfirmingProcesses, confirmation, reserved_seconds
 from autotune_amp.search.stages.explore import exploring
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.stages.trials import Conditions
@@ -87,10 +88,10 @@ def search_replay(
     landscape: Ground,
     seed: int,
     budget_seconds: float = 110.0,
-    wrap: Callable[[ReplayBackend], Any] = lambda backend: backend,
+    num_slots: int = 1,
 ) -> Replayed:
-    """Search `landscape` as `search.search` does, without checking accumulation; `wrap` is laid round the backend."""
-    header, budget = landscape.header, ReplayBudget(budget_seconds)
+    """Search `landscape` as `search.search` does, on so many devices alike, without checking accumulation."""
+    header, budget = landscape.header, ReplayBudget(budget_seconds, num_slots)
     described, ends = header.description, _Ends(budget)
     ledger = Ledger(landscape.space(), search_id="replay-1")
     conditions = Conditions(
@@ -102,7 +103,9 @@ def search_replay(
         description=described,
         ready_seconds=header.start_seconds - described.build_seconds - described.context_seconds,
     )
-    backend, watcher = wrap(ReplayBackend(landscape, budget, seed)), ProgressWatcher(ends, budget)
+    slots = [Slot("cuda", f"slot {number}") for number in range(num_slots)]  # each with its own memory
+    backends = {slot: ReplayBackend(landscape, budget, seed + number) for number, slot in enumerate(slots)}
+    watchers = [ProgressWatcher(ends, budget, slot=slot.name) for slot in slots]
     if conditions.shares_processes:
         budget.confirm_seconds = reserved_seconds(budget_seconds, header.start_seconds)
     study = _study(ledger, seed)
@@ -110,16 +113,22 @@ def search_replay(
     workers = LoaderWorkers(conditions, checks)
     on_the_winner = workers, Variants(conditions, checks), workers
     ending = checks, scales, *on_the_winner, fallbacks, checks, scales, fallbacks
-    for stage in (*exploring(conditions, study), *ending):
-        for _ in run(stage, backend, ledger, budget, watcher):
-            pass
+    for _ in run((*exploring(conditions, study), *ending), Runner(Beside(backends), ledger, budget, watchers)):
+        pass
     searched_seconds = budget.now
     if ledger.finalists is not None:
-        fresh = ConfirmingProcesses(lambda *_: backend, are_shared=conditions.shares_processes)
-        for _ in run(Confirm(conditions, ledger.finalists), fresh, ledger, budget, watcher):
-            pass
+        are_shared = conditions.shares_processes
+        fresh = {slot: ConfirmingProcesses(_always(backends[slot]), slot, are_shared=are_shared) for slot in slots}
+        runner = Runner(Beside(fresh), ledger, budget, watchers)
+        for stages in confirmation(conditions, ledger.finalists, slots, ledger, budget):
+            for _ in run_beside(stages, runner):
+                pass
     by_round = {record.round: seconds for seconds, record in ends.records if record.round is not None}
     return Replayed(ledger, landscape, ends.records, searched_seconds, list(by_round.values()))
+
+
+def _always(backend: ReplayBackend) -> Callable[..., Any]:
+    return lambda *_: backend
 
 
 def setting_of(decision: Decision) -> Setting:

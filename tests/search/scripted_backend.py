@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from msgspec.structs import replace
-from replay import Done, ReplayBudget
+from replay import Done, ReplayBudget, first
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.evidence import Objective
@@ -34,7 +34,7 @@ from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.loss_scales import AllScales
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import Budget, ProgressWatcher, Stage, run
+from autotune_amp.search.run import Budget, ProgressWatcher, Runner, Stage, run
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Checks, LossScales
 from autotune_amp.search.stages.confirm import Confirm
@@ -80,9 +80,12 @@ class ScriptedBackend:
     def slots(self) -> Sequence[Slot]:
         return (Slot("cpu"),)
 
-    def submit(self, job: Any) -> Done:
+    def submit(self, job: Any, slot: Slot | None = None) -> Done:
         found = self.run(job) if isinstance(job, Trial) else self.check(job)
-        return Done(found, self.start_seconds)
+        return Done(found, self.start_seconds, self._budget, self._budget.now)
+
+    def wait(self, handles: Sequence[Done]) -> Done:
+        return first(handles)
 
     def run(self, spec: Trial) -> Outcome:
         self.specs.append(spec)
@@ -233,6 +236,8 @@ def hardware(rates: dict[Precision, float | None]) -> Hardware:
 class _Given:
     """A stage of jobs that are known beforehand."""
 
+    is_exclusive = False
+
     def __init__(self, jobs: Sequence[Trial]) -> None:
         self._jobs = list(jobs)
 
@@ -278,8 +283,11 @@ class ScriptedSearch:
         self.storage: str | Path = "sqlite://" if folder is None else folder / "study.db"
 
     def run(self, stage: Stage, backend: Any = None) -> None:
-        for _ in run(stage, backend or self.backend, self.ledger, self.budget, self.watcher):
+        for _ in run([stage], self.runner(backend)):
             pass
+
+    def runner(self, backend: Any = None) -> Runner:
+        return Runner(backend or self.backend, self.ledger, self.budget, [self.watcher])
 
     def measure(self, *settings: Setting) -> None:
         """A trial of each, without limits."""
@@ -293,9 +301,8 @@ class ScriptedSearch:
             stages: list[Stage] = [*exploring(conditions, study), Checks(conditions), LossScales(study)]
             if not is_checked:
                 stages = [stage for stage in stages if not isinstance(stage, (Checks, LossScales))]
-            for stage in stages:
-                for _ in run(stage, self.backend, self.ledger, self.budget, self.watcher):
-                    self.share_building()
+            for _ in run(stages, self.runner()):
+                self.share_building()
 
     def share_building(self) -> None:
         share_building(self.backend, self.conditions, self.ledger, self.budget, self.watcher.progress)

@@ -12,6 +12,7 @@ from scripted_backend import ScriptedBackend, ScriptedSearch, candidate, describ
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Isolation
+from autotune_amp.isolation.local import Slot
 from autotune_amp.search.ledger import Shortlist
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.ranking import confirm_runs, were_processes_shared
@@ -69,7 +70,7 @@ class Machine:
         self.budget.now = max(self.budget.now, self.budget.seconds - self.budget.confirm_seconds)
         num_before = len(self.ledger.records)
         conditions = self.searched.fresh(environment or {}, self.start_seconds)
-        processes = ConfirmingProcesses(self.make, are_shared=conditions.shares_processes)
+        processes = ConfirmingProcesses(self.make, Slot("cpu"), are_shared=conditions.shares_processes)
         self.searched.run(Confirm(conditions, shortlist), processes)
         return self.ledger.records[num_before:]
 
@@ -218,7 +219,7 @@ def test_a_runner_up_five_times_slower_costs_no_process(speed: float, is_run: bo
 
 
 def test_the_winner_runs_once_in_the_users_own_environment() -> None:
-    rounds = [plan_round(SHORTLIST, HEAP, len, 100.0, number) for number in range(NUM_ROUNDS)]
+    rounds = [plan_round(SHORTLIST, HEAP, len, 100.0, number, 1) for number in range(NUM_ROUNDS)]
     assert [run for runs in rounds for run in runs if run.purpose == "plain"] == [(BF16, "plain", {})]
     environments = {run.setting: run.environment for run in rounds[0] if run.purpose == "confirm"}
     assert environments == {BF16: HEAP, LARGER: HEAP, FP32: {}}
@@ -237,4 +238,4 @@ def test_the_winner_runs_once_in_the_users_own_environment() -> None:
     ],
 )
 def test_what_a_round_runs_with_the_time_left(left: float, number: int, expected: list[Setting]) -> None:
-    assert [run.setting for run in plan_round(SHORTLIST, HEAP, len, left, number)] == expected
+    assert [run.setting for run in plan_round(SHORTLIST, HEAP, len, left, number, max(1, MIN_ROUNDS - number))] == expected

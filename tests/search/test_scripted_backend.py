@@ -35,6 +35,8 @@ class TestScripted(BackendContract):
 class Smallest:
     """A stage of a test's own: every candidate from the smallest batch up, until one does not run."""
 
+    is_exclusive = False
+
     def __init__(self, conditions: Conditions) -> None:
         self._conditions = conditions
 

@@ -146,7 +146,7 @@ def gather(
     ledger: Ledger, chosen: Runs, baseline: Runs, environment: Mapping[str, str], description: Description | None = None
 ) -> Evidence:
     """The evidence for `chosen`, measured in `environment`, against `baseline`, measured in the user's own."""
-    records, candidate = ledger.records, chosen.candidate
+    records, candidate = ranking.counted(ledger.records), chosen.candidate
     with_its_scale = [
         r.outcome
         for r in records

@@ -5,7 +5,7 @@ learns, and which loss scales are safe for fp16.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -41,6 +41,7 @@ class Todo(NamedTuple):
 class AccumulationCheck:
     """One check on the user's own workload before anything accumulates."""
 
+    is_exclusive: ClassVar[bool] = True
     conditions: Conditions
 
     def next(self, ledger: Ledger, budget: Budget) -> Check | None:
@@ -57,13 +58,14 @@ class Checks:
     All checks together take no more than `share` of the budget.
     """
 
+    is_exclusive: ClassVar[bool] = False
     conditions: Conditions
     share: float = 1.0
 
     def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
         """The check, calibration or trial that the choice of contenders waits for."""
         used_seconds = sum(r.seconds for r in ledger.records if r.purpose in ("fidelity", "calibration"))
-        seconds = min(budget.left_for_search(), self.share * budget.seconds - used_seconds)
+        seconds = min(budget.left_for_search(), self.share * budget.slot_seconds - used_seconds)
         todo = next_todo(ledger)
         if todo is None or seconds <= MIN_CHECK_SECONDS:
             return None
@@ -79,6 +81,7 @@ class LaterChecks:
     What that rules out gives way to others, which are `checks`' to judge. All of it takes `LATER_SHARE` of the budget.
     """
 
+    is_exclusive: ClassVar[bool] = False
     conditions: Conditions
     checks: Checks
 
@@ -89,7 +92,7 @@ class LaterChecks:
         used_seconds = sum(
             r.seconds for r in ledger.records if isinstance(r.outcome, Fidelity) and r.outcome.num_steps_before
         )
-        seconds = min(budget.left_for_search(), LATER_SHARE * budget.seconds - used_seconds)
+        seconds = min(budget.left_for_search(), LATER_SHARE * budget.slot_seconds - used_seconds)
         todo = next_later(ledger, seconds)
         if todo is None:
             return None
@@ -102,6 +105,7 @@ class LaterChecks:
 class LossScales:
     """Lets the sampler suggest loss scales for the contenders: they are answered by replay, without a job."""
 
+    is_exclusive: ClassVar[bool] = True
     study: Study
 
     def next(self, ledger: Ledger, budget: Budget) -> None:

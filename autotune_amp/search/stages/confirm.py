@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from msgspec.structs import replace
 
 from autotune_amp.core.outcome import Measurement, Purpose, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.local import Backend, Handle, Isolation
+from autotune_amp.isolation.local import Backend, Handle, Isolation, Slot
 from autotune_amp.search.ledger import Ledger, Shortlist
-from autotune_amp.search.ranking import PLATEAU
+from autotune_amp.search.ranking import PLATEAU, beside, counted
 from autotune_amp.search.run import CONFIRM_SHARE, Budget
 from autotune_amp.search.space import HOPELESS, SEARCH_UP
 from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Trial
 
 NUM_ROUNDS, MIN_ROUNDS = 5, 3
+NUM_ROUNDS_BESIDE = 4  # at the least, beside one another on several slots
 # Long enough to meet what a long run meets: a collection of garbage, a stall of the machine. Short steps fill the
 # time, long ones are fewer: it is the spread between processes that counts.
 MEASURE_SECONDS = 2.0
@@ -39,19 +41,26 @@ class ConfirmingProcesses:
     `make` starts a backend with such isolation and variables.
     """
 
-    def __init__(self, make: Callable[[Isolation, dict[str, str]], Backend], *, are_shared: bool) -> None:
+    def __init__(
+        self, make: Callable[[Isolation, dict[str, str]], Backend], slot: Slot, *, are_shared: bool
+    ) -> None:
         self._make = make
+        self.slots = (slot,)
         self._isolation: Isolation = "kept" if are_shared else "fresh"
         self._round: int | None = None
         self._current: Backend | None = None
 
-    def submit(self, job: Trial) -> Handle[Any]:
+    def submit(self, job: Trial, slot: Slot | None = None) -> Handle[Any]:  # noqa: ARG002 - there is one
         """Start a trial."""
         if self._current is None or self._isolation == "fresh" or job.round != self._round:
             self.close()
             self._current = self._make(self._isolation, job.environment)
         self._round = job.round
         return self._current.submit(job)
+
+    def wait(self, handles: Sequence[Handle[Any]]) -> Handle[Any]:
+        """The one that runs: its `result` waits."""
+        return handles[0]
 
     def close(self) -> None:
         """End the process that is open."""
@@ -68,40 +77,56 @@ class Run(NamedTuple):
 
 
 class Confirm:
-    """Runs the rounds, which have their share of the budget.
+    """Runs the `rounds`, which have their share of the budget: until no more than `until_seconds` of it are left, None
+    for those that the share begins with now. As many rounds run at the same time as there are slots in `num_beside`.
 
     What the search left over of its own goes to the winner and the baseline, until both are confirmed. A resumed search
     runs only the rounds that are missing; what failed is not run again, and costs no other run more than the start of
     another process. The workload's evaluation and checkpoint are run once for each setting in its environment.
     """
 
-    def __init__(self, conditions: Conditions, shortlist: Shortlist) -> None:
+    is_exclusive: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        conditions: Conditions,
+        shortlist: Shortlist,
+        rounds: Iterable[int] = range(NUM_ROUNDS),
+        until_seconds: float | None = None,
+        num_beside: int = 1,
+    ) -> None:
         self._conditions = conditions
         self._contenders = shortlist
-        self._until: float | None = None  # what is left of the budget when this is over
+        self._rounds = list(rounds)  # to come
+        self._num_beside = num_beside
+        self._until = until_seconds
+        self._is_begun = False
         self._is_borrowing = False
-        self._round = -1
+        self._round = 0
         self._to_run: list[Run] = []  # of this round
         self._is_started = False  # the process that the next run of the round shares
 
     def next(self, ledger: Ledger, budget: Budget) -> Trial | None:
         """The next run of the round, or the first of another, None where the time or the rounds are over."""
-        if self._until is None:
-            self._until = budget.left() - min(budget.confirm_seconds, budget.left())
+        if not self._is_begun:
+            self._is_begun = True
+            self._until = confirmed_until(budget) if self._until is None else self._until
             self._contenders = _runnable(ledger, self._contenders)
         elif self._conditions.shares_processes:
-            self._is_started = isinstance(ledger.records[-1].outcome, Measurement)
+            ours = [r for r in ledger.records if r.round == self._round]
+            self._is_started = isinstance(ours[-1].outcome, Measurement)
         while not self._to_run:
-            self._round, self._is_started = self._round + 1, False
-            if self._round >= (MIN_ROUNDS if self._is_borrowing else NUM_ROUNDS):
+            if not self._rounds or (self._is_borrowing and self._rounds[0] >= MIN_ROUNDS):
                 return None
-            done = [(r.candidate, r.purpose, r.environment) for r in ledger.records if r.round == self._round]
+            self._round, self._is_started = self._rounds.pop(0), False
+            ours = [r for r in counted(ledger.records) if r.round == self._round]
+            done = [(r.candidate, r.purpose, r.environment) for r in ours]
             planned = self._plan(ledger, budget)
             self._to_run = [run for run in planned if run not in done and run.setting not in ledger.failures]
         run = self._to_run.pop(0)
-        left, needed = budget.left() - self._until, self._cost(ledger, [run], 0 if self._is_started else 1)
+        left, needed = budget.left() - (self._until or 0.0), self._cost(ledger, [run], 0 if self._is_started else 1)
         if left < needed:
-            self._to_run, self._round = [], NUM_ROUNDS
+            self._to_run, self._rounds = [], []
             return None
         ours = [_ending_seconds(r) for r in ledger.records if (r.candidate, r.purpose, r.environment) == run]
         needs_ending = self._conditions.description.has_ending and run.purpose == "confirm" and set(ours) <= {None}
@@ -127,7 +152,8 @@ class Confirm:
 
         def planned() -> list[Run]:
             left = budget.left() - (self._until or 0.0) - ending_seconds
-            return plan_round(self._contenders, self._conditions.environment, seconds_of, left, self._round)
+            num_needed = max(1, math.ceil((MIN_ROUNDS - self._round) / self._num_beside))
+            return plan_round(self._contenders, self._conditions.environment, seconds_of, left, self._round, num_needed)
 
         runs = planned()
         needed = {self._contenders.winner, self._contenders.baseline} if self._round < MIN_ROUNDS else set()
@@ -145,17 +171,44 @@ class Confirm:
         return max(0.0, share - sum(_ending_seconds(r) or 0.0 for r in ledger.records))
 
 
+def confirmation(
+    conditions: Conditions, shortlist: Shortlist, slots: Sequence[Slot], ledger: Ledger, budget: Budget
+) -> Iterator[Mapping[Slot, Confirm]]:
+    """The rounds of a confirmation, as what is to run on the slots at the same time: on one slot all of them.
+
+    On several the baseline runs alone, then as many rounds at once as there are slots. Where that turns out to make a
+    difference, rounds are run alone, for as long as it does.
+    """
+    until_seconds, alone = confirmed_until(budget), slots[0]
+    if len(slots) == 1:
+        yield {alone: Confirm(conditions, shortlist, range(NUM_ROUNDS), until_seconds)}
+        return
+    as_today, only_baseline = replace(conditions, environment={}), Shortlist(shortlist.baseline, None, shortlist.baseline)
+    yield {alone: Confirm(as_today, only_baseline, [0], until_seconds)}
+    num_rounds = max(NUM_ROUNDS_BESIDE, len(slots))
+    yield {
+        slot: Confirm(conditions, shortlist, range(place, num_rounds, len(slots)), until_seconds, len(slots))
+        for place, slot in enumerate(slots)
+    }
+    for number in range(NUM_ROUNDS):
+        found = beside(ledger.records)
+        if found is not None and not found.is_different:
+            return
+        yield {alone: Confirm(conditions, shortlist, [number], until_seconds)}
+
+
 def plan_round(
     shortlist: Shortlist,
     environment: dict[str, str],
     seconds_of: Callable[[Sequence[Run]], float],
     left_seconds: float,
     number: int,
+    num_needed: int,
 ) -> list[Run]:
     """The runs of round `number` (from 0) that the time left allows, none where not even the winner fits.
 
-    `seconds_of` says what runs of one round cost together. The runner-up gives way where three rounds could not be
-    reached with it, and a baseline that does not fit at all. The order alternates, so that a drift of the machine falls
+    `seconds_of` says what runs of one round cost together. The runner-up gives way where `num_needed` rounds could not
+    be run with it, one after the other, and a baseline that does not fit at all. The order alternates, so that a drift of the machine falls
     on all alike. In the first round the winner runs once in the user's own environment too, unless it is the baseline,
     which always does.
     """
@@ -168,11 +221,15 @@ def plan_round(
     once = []
     if number == 0 and environment and shortlist.winner != shortlist.baseline:
         once = [Run(shortlist.winner, "plain", {})]
-    num_needed = max(1, MIN_ROUNDS - number)
     for runs, repeats in ((full, num_needed), (essential, num_needed), (essential, 1)):
         if repeats * seconds_of(runs) + seconds_of(once) <= left_seconds:
             return (runs if number % 2 == 0 else runs[::-1]) + once
     return next((runs for runs in (essential, [winner]) if seconds_of(runs) <= left_seconds), [])
+
+
+def confirmed_until(budget: Budget) -> float:
+    """What is left of the budget when a confirmation that begins now has used its share."""
+    return budget.left() - min(budget.confirm_seconds, budget.left())
 
 
 def reserved_seconds(budget_seconds: float, start_seconds: float) -> float:
@@ -234,6 +291,7 @@ class LargerBatches:
     What it measures is neither recommended nor stepped down to: it would ask for another learning rate.
     """
 
+    is_exclusive: ClassVar[bool] = True
     conditions: Conditions
 
     def next(self, ledger: Ledger, budget: Budget) -> Trial | None:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 from statistics import median
 
 from msgspec.structs import replace
@@ -53,15 +54,17 @@ class _Explore(ABC):
     calibrated at once, and the study is told with it.
     """
 
+    is_exclusive: ClassVar[bool] = False
     conditions: Conditions
     study: Study
 
     def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
         """The trial to run next, or the calibration of the last one."""
-        last = ledger.records[-1] if ledger.records else None
+        known = ledger.actual
+        last = known.records[-1] if known.records else None
         if last is not None and last.purpose == "search" and ledger.awaits_calibration(last.candidate):
             return self.conditions.check("calibration", last.candidate, budget.left_for_search())
-        self.study.catch_up(ledger)
+        self.study.catch_up(known)
         left = left_to_explore(self.conditions, ledger, budget)
         if not self.conditions.may_try(ledger, left):
             return None
@@ -172,7 +175,7 @@ def next_promising(
     if not throughputs or not choosable:
         return None
     curves = Curves(throughputs, untried)
-    setup_seconds = _setup_seconds(ledger)
+    setup_seconds = _setup_seconds(ledger.actual)
     fastest = max(m.samples_per_second for ours in ledger.measurements.values() for m in ours)
     num_tried = Counter(r.candidate for r in ledger.records if r.purpose == "search")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import ClassVar
 
 from msgspec.structs import replace
 
@@ -32,6 +33,7 @@ class Fallbacks:
     step down to.
     """
 
+    is_exclusive: ClassVar[bool] = False
     conditions: Conditions
 
     def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:

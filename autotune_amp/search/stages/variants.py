@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 from statistics import median
 
 from msgspec.structs import replace
@@ -38,6 +39,7 @@ class Variants:
     A profile of the winner's step comes first, where it costs little: it says what may gain most.
     """
 
+    is_exclusive: ClassVar[bool] = False
     conditions: Conditions
     checks: Checks
     _num_before: int | None = None  # records, before the first of these trials
@@ -45,9 +47,10 @@ class Variants:
     def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | Profile | None:
         """The profile, another trial, else the check that the leader calls for."""
         if self._num_before is None:
-            ours = (n for n, r in enumerate(ledger.records) if r.candidate.set_up or r.purpose == "profile")
-            self._num_before = next(ours, len(ledger.records))
-        used_seconds = sum(r.seconds for r in ledger.records[self._num_before :])
+            known = ledger.actual.records
+            ours = (n for n, r in enumerate(known) if r.candidate.set_up or r.purpose == "profile")
+            self._num_before = next(ours, len(known))
+        used_seconds = sum(r.seconds for r in ledger.actual.records[self._num_before :])
         left = min(budget.left_for_search(), SHARE * budget.seconds - used_seconds)
         leader = to_profile(ledger)
         if leader is not None and self._profile_seconds(ledger, leader) < min(left, PROFILE_SHARE * budget.seconds):
@@ -80,6 +83,7 @@ class LoaderWorkers:
     Where nothing waits any more, the choice hangs on what was seen through the wait alone: that is explored again.
     """
 
+    is_exclusive: ClassVar[bool] = False
     conditions: Conditions
     checks: Checks
 

@@ -93,7 +93,7 @@ class Study:
         self._note = note
         self._away_since: float | None = None  # or when it was last tried
         self._ledger = ledger
-        self._asked: Asked | None = None  # the last that was asked for, and not told yet
+        self._asked: list[Asked] = []  # asked for, and not told yet
         self._legal = (*space.candidates, space.baseline)
         tried = (*self._legal, *(FP8_RECIPE.on(space.baseline, v) for v in space.variants.get(FP8_RECIPE.name, ())))
         self._distributions = {dimension.name: _distribution(dimension, tried) for dimension in OF_THE_SPACE}
@@ -152,8 +152,8 @@ class Study:
             raise ValueError(f"{setting} is not in the space.")
         with self._going_on():
             if self.is_there:
-                self._asked = self._ask(setting, pair)
-                return self._asked
+                self._asked.append(self._ask(setting, pair))
+                return self._asked[-1]
         return Asked(setting, None, pair)
 
     def _ask(self, setting: Setting, pair: Pair | None) -> Asked:
@@ -183,7 +183,7 @@ class Study:
         `number` is that of the record, written before this is called; None where the outcome was known already.
         A failure becomes a pruned trial with a violated constraint, never a failed one: samplers learn from that.
         """
-        self._asked = None
+        self._asked = [other for other in self._asked if other is not asked]
         outcome, replay = self._ledger.judged(asked.setting, outcome, asked.pair)
         with self._going_on():
             if asked.trial is None or not self.is_there:
@@ -209,9 +209,8 @@ class Study:
             is_due = record.purpose == "search" and record.number not in self._told and self._is_legal(setting)
             if is_due and (is_over or not ledger.awaits_calibration(setting)):
                 assert isinstance(outcome, (Measurement, Failure)), "a check is no trial"
-                asked = self._asked
-                if asked is None or asked.setting != setting:
-                    asked = self.ask(setting)
+                ours = (asked for asked in self._asked if asked.setting == setting)
+                asked = next(ours, None) or self.ask(setting)
                 self.tell(asked, outcome, number=record.number)
                 self._told.add(record.number)
             if record.purpose == "calibration" and setting not in self._calibrated:
@@ -242,7 +241,7 @@ class Study:
     def _attach(self) -> None:
         """Take up the study as a resumed search does: what it was told stands in it."""
         self._study = self._load()
-        self._asked = None
+        self._asked = []
         self._calibrated: set[Setting] = set()
         self._fail_left_behind()
         finished = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))

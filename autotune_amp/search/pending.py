@@ -1,0 +1,87 @@
+"""What a search decides by while some of its jobs still run: as if each had come out as expected. Pure.
+
+What the model of the curves expects stands in for a measurement, so that the next trial is what is worth most beside
+those that run ("kriging believer": Ginsbourger, Le Riche, Carraro, 2010, Kriging Is Well-Suited to Parallelize
+Optimization).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from autotune_amp.core.outcome import Fidelity, Measurement, Record
+from autotune_amp.core.setting import Setting
+from autotune_amp.profile.gap import Profile
+from autotune_amp.search.ledger import Ledger
+from autotune_amp.search.loss_scales import Uncalibrated
+from autotune_amp.search.ranking import BEFORE_CONFIRMATION
+from autotune_amp.search.stages.curve import Curves
+from autotune_amp.trial.jobs import Check, Trial
+
+EXPECTED = 0  # the number of a record that nobody made
+
+
+def expecting(ledger: Ledger, pending: Sequence[Trial | Check | Profile]) -> Ledger | None:
+    """The ledger with what the pending jobs are expected to find: that a precision is faithful, that a setting runs as
+    fast as those around it let expect. None where nothing can be expected yet, so that what follows has to wait.
+    """
+    trials = [job for job in pending if isinstance(job, Trial) and job.purpose in BEFORE_CONFIRMATION]
+    checks = [job for job in pending if isinstance(job, Check)]
+    if any(isinstance(job, Profile) for job in pending) or any(check.what == "accumulation" for check in checks):
+        return None
+    if trials and not ledger.measurements:
+        return None
+    records = [_record(job, _faithful(job)) for job in checks if job.what == "fidelity"]
+    if trials:
+        throughputs = {c: [m.samples_per_second for m in ours] for c, ours in ledger.measurements.items()}
+        curves = Curves(throughputs, [trial.candidate for trial in trials])
+        records += [_record(job, _measured(ledger, job.candidate, curves)) for job in trials]
+    scales = {c.candidate.scaling: Uncalibrated("it is being calibrated") for c in checks if c.what == "calibration"}
+    return ledger.expecting(records, scales) if records or scales else ledger
+
+
+def _record(job: Trial | Check, outcome: Measurement | Fidelity) -> Record:
+    purpose = job.purpose if isinstance(job, Trial) else job.what
+    return Record(
+        search_id="", number=EXPECTED, candidate=job.candidate, purpose=purpose, outcome=outcome, seconds=0.0
+    )
+
+
+def _faithful(check: Check) -> Fidelity:
+    setting = check.candidate
+    return Fidelity(
+        precision=setting.precision,
+        batch_size=setting.batch_size,
+        pinned_modules=setting.pinned_modules,
+        verdict="faithful",
+        reason="It is being checked.",
+        next_step="Wait for the check.",
+        num_steps_before=check.num_steps_before,
+    )
+
+
+def _measured(ledger: Ledger, setting: Setting, curves: Curves) -> Measurement:
+    """As the setting that is nearest to it, at the pace that the curves expect."""
+
+    def distance(other: Setting) -> tuple[bool, int, float]:
+        differing = sum(getattr(other, name) != getattr(setting, name) for name in Setting.__struct_fields__)
+        octaves = abs(math.log2(other.batch_size / setting.batch_size))
+        return other.precision != setting.precision, differing, octaves
+
+    like = ledger.measurements[min(ledger.measurements, key=distance)][-1]
+    speed = curves.throughput(setting)
+    step_seconds = setting.effective_batch_size / speed
+    factor = step_seconds / like.step_seconds
+    low, high = like.step_seconds_interval
+    return replace(
+        like,
+        step_seconds=step_seconds,
+        step_seconds_interval=(factor * low, factor * high),
+        samples_per_second=speed,
+        data_seconds=factor * like.data_seconds,
+        raw_step_seconds=tuple(factor * seconds for seconds in like.raw_step_seconds),
+        was_cut=False,
+    )
