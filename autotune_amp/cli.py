@@ -115,6 +115,8 @@ def search(
     budget: Annotated[float, _option("SECONDS", "Seconds the whole search may take.")] = 110.0,
     trials: Annotated[int | None, _option("N", "At most this many trials.")] = None,
     device: Device = "auto",
+    devices: Annotated[str | None, _option("all|N,N", "NVIDIA cards to search on at the same time.")] = None,
+    slots: Annotated[int | None, _option("N", "Shares of the CPU to search on at the same time.")] = None,
     precision: Precision = None,
     batch_size: Annotated[str | None, _option("LOW:HIGH", "Try only batch sizes in this range, such as 8:256.")] = None,
     effective_batch_size: Annotated[

@@ -142,6 +142,20 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     price_interval: tuple[float, float] | None = None
 
 
+class SlotsEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """The slots that trials ran on at the same time, by their names.
+
+    `slowdown` is the share by which what was confirmed was slower beside others on all of them than alone, and `chance`
+    what of it may be chance; None where nothing was run both ways. `is_confirmed_beside`: what was confirmed beside
+    others counts, since that made no difference.
+    """
+
+    names: tuple[str, ...]
+    slowdown: float | None = None
+    chance: float | None = None
+    is_confirmed_beside: bool = False
+
+
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured of the recommended config.
 
@@ -154,6 +168,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     device draws, `load` where nobody looked. `is_build_shared`: what was measured shared a model that was built once.
     `are_processes_shared`: each process measured everything that was confirmed, in turn. `search_samples_per_second`
     is what the search's trials reached, where the confirmation is more than half off it: then the interval holds both.
+    `slots` is None where one job ran at a time.
     """
 
     samples_per_second: float
@@ -180,6 +195,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     load: LoadEvidence | None = None
     search_samples_per_second: float | None = None
     are_processes_shared: bool = False
+    slots: SlotsEvidence | None = None
 
 
 # --- in lines
@@ -279,6 +295,17 @@ def accumulation_line(found: Accumulation) -> str:
     by = f" by {found.weighted_by}" if found.weighted_by else ""
     error = "" if found.error is None else f", {small(found.error)} off the whole batch's gradient"
     return f"{found.verdict}{by}{error}"
+
+
+def slots_line(found: SlotsEvidence) -> str:
+    """Where trials ran, and whether what was confirmed there holds for a run alone."""
+    text = f"trials ran on {', '.join(found.names)} at the same time"
+    if found.slowdown is None or found.chance is None:
+        return f"{text}, what is promised was confirmed alone"
+    seen = f"{100 * abs(found.slowdown):.1f} % {'slower' if found.slowdown > 0 else 'faster'} than alone"
+    if found.is_confirmed_beside:
+        return f"{text}, confirmed so too: that was {seen}, which may be chance (up to {100 * found.chance:.1f} %)"
+    return f"{text}, confirmed alone: beside one another it was {seen}"
 
 
 def loss_scale_line(scale: LossScale, known: LossScaleEvidence | None) -> str:

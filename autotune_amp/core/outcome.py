@@ -278,7 +278,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     which `start_seconds` is the start of its process: 0.0 in one kept from an earlier trial, None in a forked one and
     of a check. `round` numbers the confirmation rounds from 0. `loss_scale` is what fp16 ran with, `load` what others
     did on the machine meanwhile. None also stands where an earlier version did not log it. `slot` is where it ran, None
-    where the search has one place only; beside it ran up to `num_beside` other jobs of the search.
+    where the search has one place only; beside it ran up to `num_beside` other jobs of the search, and `has_share` that
+    it had a share of the CPU and not all of it.
     """
 
     format: int = 1
@@ -295,6 +296,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     start_seconds: float | None = None
     slot: str | None = None
     num_beside: int = 0
+    has_share: bool = False
 
 
 class SampleSizes(msgspec.Struct, frozen=True, kw_only=True):

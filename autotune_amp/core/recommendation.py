@@ -242,6 +242,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
             ("objective", None if self.objective == "speed" else self.objective),
             ("energy", None if joules is None else f"{joules:.3g} J a sample"),
             ("job", None if self.job is None else explain.job_line(self.job)),
+            ("slots", None if evidence.slots is None else explain.slots_line(evidence.slots)),
             ("reason", one_line(self.reason)),
             ("outlook", None if self.outlook is None else explain.outlook_line(self.outlook)),
             ("pauses", ", ".join(taken) or None),

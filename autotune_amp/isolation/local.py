@@ -60,6 +60,11 @@ class Slot(NamedTuple):
     cpus: tuple[int, ...] = ()
 
     @property
+    def environment(self) -> dict[str, str]:
+        """What a process on it starts with."""
+        return {} if self.uuid is None else {"CUDA_VISIBLE_DEVICES": self.uuid}
+
+    @property
     def shares_memory(self) -> bool:
         """Whether it has its memory together with the other slots of the host."""
         return self.device == "cpu"
@@ -159,17 +164,24 @@ class LocalBackend(WorkloadBackend):
     """A `Backend` whose jobs run in processes of their own.
 
     `isolation`: ``forked`` from a template that holds the workload, ``kept`` in one worker until a job fails, or a
-    ``fresh`` one for each; None forks where that is sound, else keeps. `environment` is laid over the caller's.
+    ``fresh`` one for each; None forks where that is sound, else keeps. `environment` is laid over the caller's. They
+    see no other card than that of the `slot`, where there are several.
     """
 
     def __init__(
-        self, payload: Payload, isolation: Isolation | None, watcher: Watcher, environment: dict[str, str] | None = None
+        self,
+        payload: Payload,
+        isolation: Isolation | None,
+        watcher: Watcher,
+        environment: dict[str, str] | None = None,
+        slot: Slot | None = None,
     ) -> None:
         self.isolation: Isolation = isolation or ("forked" if can_fork() else "kept")
         self._payload = payload
         self._watcher = watcher
         inherited = {name: value for name, value in os.environ.items() if not is_from_launcher(name)}
-        self._environment = {**inherited, **TRIAL_ENVIRONMENT, **(environment or {})}
+        of_slot = {} if slot is None else slot.environment
+        self._environment = {**inherited, **TRIAL_ENVIRONMENT, **(environment or {}), **of_slot}
         self._process: Process | None = None
         self._device = "cpu"
         self._num_threads: int | None = None
@@ -228,21 +240,22 @@ class LocalBackend(WorkloadBackend):
             self.keep()
         return opened
 
-    def submit(self, job: Job[Found], slot: Slot | None = None) -> Submitted[Found]:  # noqa: ARG002, D102 - see Backend
-        return Submitted(self, job)
+    def submit(self, job: Job[Found], slot: Slot | None = None) -> Submitted[Found]:  # noqa: D102 - see Backend
+        return Submitted(self, job, () if slot is None else slot.cpus)
 
-    def start(self, job: Job[Any], until: float | None) -> float | None:
-        """Have a process run it; returns what the process took to start, None where it is forked."""
+    def start(self, job: Job[Any], until: float | None, cpus: Sequence[int]) -> float | None:
+        """Have a process run it, on these CPUs alone where there are some; returns what the process took to start, None
+        where it is forked."""
         began = time.monotonic()
         is_there = self._process is not None and self._process.is_alive()
         self._device = job.device  # known by its number once it was probed
-        command = {"cmd": "run", "kind": job.kind(), "job": msgspec.to_builtins(job)}
+        command = {"cmd": "run", "kind": job.kind(), "job": msgspec.to_builtins(job), "cpus": cpus}
         self._ready_process(until).send(command)
         if self.isolation == "forked":
             return None
         return 0.0 if is_there else time.monotonic() - began
 
-    def wait(self, job: Job[Found], until: float | None) -> tuple[Found | Failure, Found | None]:
+    def finish(self, job: Job[Found], until: float | None) -> tuple[Found | Failure, Found | None]:
         """What the process found; with a failure that ended it also what it had found so far."""
         assert self._process is not None
         try:
@@ -311,10 +324,11 @@ class LocalBackend(WorkloadBackend):
 class Submitted(Generic[Found]):
     """A job in a process of this machine, and what the job asks for in its place."""
 
-    def __init__(self, backend: LocalBackend, job: Job[Found]) -> None:
+    def __init__(self, backend: LocalBackend, job: Job[Found], cpus: Sequence[int]) -> None:
         seconds = job.deadlines.whole_seconds
         self._until = None if seconds is None else time.monotonic() + seconds
         self._backend = backend
+        self._cpus = cpus
         self._start(job)
 
     def _start(self, job: Job[Found]) -> None:
@@ -322,7 +336,7 @@ class Submitted(Generic[Found]):
         self._problem: AutotuneAmpError | None = None
         self.start_seconds: float | None = None
         try:
-            self.start_seconds = self._backend.start(job, self._until)
+            self.start_seconds = self._backend.start(job, self._until, self._cpus)
         except AutotuneAmpError as error:
             self._problem = error
 
@@ -333,7 +347,7 @@ class Submitted(Generic[Found]):
             so_far = None
             if problem is None:
                 try:
-                    found, so_far = self._backend.wait(self._job, self._until)
+                    found, so_far = self._backend.finish(self._job, self._until)
                     if not isinstance(found, Failure):
                         return found
                     problem = found

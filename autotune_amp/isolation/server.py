@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,14 @@ class Server:
         self._context.share(self._torch_state)
         return self._why_not_fork(device, self._num_threads, "building")
 
-    def run(self, kind: str, job: dict[str, Any]) -> Any:
-        """Run a job in this process."""
+    def run(self, kind: str, job: dict[str, Any], cpus: Sequence[int]) -> Any:
+        """Run a job in this process, on these CPUs alone and with no more threads, where there are some."""
+        if cpus:
+            state = job["torch_state"]
+            if "num_threads" in state:
+                state["num_threads"] = min(state["num_threads"], len(cpus))
+            if hasattr(os, "sched_setaffinity"):
+                os.sched_setaffinity(0, cpus)
         return find_job(kind, job).run(self._context, self._channel.send)
 
     def _torch_state(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Ability, Handle, Opened, Slot, WorkloadBackend
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.launch import measure
-from autotune_amp.launch.command import Command
+from autotune_amp.launch.command import Command, free_port
 from autotune_amp.launch.frozen_pair import FrozenPair, pair
 from autotune_amp.launch.known_arguments import with_placeholders
 from autotune_amp.launch.ranks import Rank
@@ -67,16 +67,34 @@ class Answered(NamedTuple):
         return self.found
 
 
+class _Ticks(Watcher):
+    """Passes on that time goes by, of what is no trial."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self.tick = watcher.tick  # type: ignore[method-assign]
+
+
 class CommandBackend(WorkloadBackend):
-    """Runs a `Command` once for each trial, filled with its setting; `local` is for jobs that need no training."""
+    """Runs a `Command` once for each trial, filled with its setting; `local` is for jobs that need no training.
+
+    It sees no other card than that of the `slot`, where there are several.
+    """
 
     def __init__(
-        self, command: Command, local: WorkloadBackend, watcher: Watcher, environment: dict[str, str] | None = None
+        self,
+        command: Command,
+        local: WorkloadBackend,
+        watcher: Watcher,
+        environment: dict[str, str] | None = None,
+        slot: Slot | None = None,
     ) -> None:
         self._command = command
         self._local = local
         self._watcher = watcher
-        self._environment = environment
+        # Launchers on several slots would meet at the same port.
+        of_slot = {} if slot is None else {**slot.environment, "PET_MASTER_PORT": str(free_port())}
+        self._environment = {**(environment or {}), **of_slot}
+        self._cpus: Sequence[int] = ()
 
     @property
     def abilities(self) -> frozenset[Ability]:
@@ -101,15 +119,16 @@ class CommandBackend(WorkloadBackend):
         """See `WorkloadBackend`; what a run takes to its first step is all in the description."""
         return self._local.open(device, num_threads, deadline_seconds)._replace(why_not_forked=None, ready_seconds=0.0)
 
-    def submit(self, job: Job[Any]) -> Handle[Any]:
+    def submit(self, job: Job[Any], slot: Slot | None = None) -> Handle[Any]:
         """Run the command for what trains; see `Backend`."""
+        self._cpus = () if slot is None else slot.cpus
         if isinstance(job, Describe):
             return Answered(self._describe(job))
         if isinstance(job, Check):
             return Answered(self._check(job))
         if isinstance(job, Trial):
             return Answered(self._measure(job))
-        return self._local.submit(job)
+        return self._local.submit(job, slot)
 
     def share_build(self, job: Job[Any], deadline_seconds: float) -> str | None:  # noqa: ARG002 - Backend's signature
         """See `Backend`."""
@@ -183,7 +202,7 @@ class CommandBackend(WorkloadBackend):
             setting,
             deadlines,
             lambda heard: heard.num_steps >= NUM_DESCRIBED_STEPS and measure.slowest(heard) is not None,
-            Watcher(),
+            _Ticks(self._watcher),
             environment=self._environment,
         )
         if isinstance(ran.ending, Failure):
@@ -300,7 +319,8 @@ class CommandBackend(WorkloadBackend):
             lambda heard: measure.is_enough(heard, trial, began),
             self._watcher,
             seed=trial.seed,
-            environment={**(self._environment or {}), **trial.environment},
+            environment={**self._environment, **trial.environment},
+            cpus=self._cpus,
             memory_limit_bytes=trial.memory_limit_bytes if trial.device == "cpu" else None,
         )
         found = measure.slowest(ran.heard)
@@ -335,9 +355,10 @@ class CommandBackend(WorkloadBackend):
                     Deadlines(whole_seconds=left),
                     # A scaler's first steps may be skipped, and tell nothing.
                     lambda heard: max(heard.num_frozen_steps, heard.num_steps - MAX_SKIPS) >= NUM_FROZEN_STEPS,
-                    Watcher(),
+                    _Ticks(self._watcher),
                     seed=check.seed,
                     environment=self._environment,
+                    cpus=self._cpus,
                     kept=kept,
                     frozen={"num_steps": NUM_FROZEN_STEPS, "max_entries": MAX_FROZEN_ENTRIES},
                 )

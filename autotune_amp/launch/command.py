@@ -6,7 +6,7 @@ import getpass
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class Command:
         environment: Mapping[str, str] | None = None,
         memory_limit_bytes: int | None = None,
         kept: Path | None = None,
+        cpus: Sequence[int] = (),
         **agent: Any,
     ) -> Ran:
         """Run it once, filled with `setting`; what has no placeholder and is not today's is set from outside."""
@@ -57,7 +58,7 @@ class Command:
         if "batch_size" in outside:
             outside["maker"] = self.maker
         with tempfile.TemporaryDirectory(prefix="autotune_amp-") as folder:
-            of_trial = {"seed": seed, "trial_dir": folder, "port": _free_port()}
+            of_trial = {"seed": seed, "trial_dir": folder, "port": free_port()}
             arguments, files = self.line.of_setting(setting, folder, **of_trial)
             for path, text in files.items():
                 Path(path).write_text(text)
@@ -73,8 +74,9 @@ class Command:
                 memory_limit_bytes=memory_limit_bytes,
                 kept=kept,
                 memory=self._memory,
+                cpus=cpus,
             )
-        self.made = ran.made
+        self.made = tuple(dict.fromkeys((*self.made, *ran.made)))  # others may have run beside it
         return ran
 
     def keep_in(self, folder: Path) -> None:
@@ -88,7 +90,8 @@ def _compilers_cache() -> dict[str, str]:
     return {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}"))}
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this host that nobody listens at."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]

@@ -335,13 +335,32 @@ class Span(NamedTuple):
     end_seconds: float
 
     @property
+    def row(self) -> str:
+        """The bar that it is drawn in: what it was for, or the slot where there are several."""
+        return self.record.slot or self.record.purpose
+
+    @property
     def hover(self) -> str:
-        """What it was, and when."""
+        """What it was, where and when."""
+        where = "" if self.record.slot is None else f" on {self.record.slot}"
         return said(
-            f"{self.record.number}: {self.record.candidate}, {self.record.purpose}",
+            f"{self.record.number}: {self.record.candidate}, {self.record.purpose}{where}",
             outcome_line(self.record.outcome),
             f"took {duration(self.record.seconds)}, until {self.end_seconds:.1f} s",
         )
+
+
+def timed(records: Sequence[Record]) -> list[Span]:
+    """The records, in the order in which they ended, with their ends: one job at a time on each slot."""
+    spans: list[Span] = []
+    ends: dict[str | None, float] = {}
+    last = 0.0
+    for record in records:
+        began = last if record.slot is None else ends.get(record.slot, 0.0)
+        last = max(last, began + record.seconds)
+        ends[record.slot] = last
+        spans.append(Span(record, last))
+    return spans
 
 
 def course(recommendation: Recommendation | None, records: Sequence[Record]) -> Drawn:
@@ -352,7 +371,7 @@ def course(recommendation: Recommendation | None, records: Sequence[Record]) -> 
     if not records:
         return "No chart of the search: outcomes.jsonl holds nothing of it."
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06, row_heights=[0.55, 0.45])
-    spans = list(map(Span, records, accumulate(record.seconds for record in records)))
+    spans = timed(records)
     for precision in PRECISIONS:
         ours = [s for s in spans if s.record.candidate.precision == precision]
         if not ours:
@@ -372,7 +391,7 @@ def course(recommendation: Recommendation | None, records: Sequence[Record]) -> 
             **style,
             base=[s.end_seconds - s.record.seconds for s in ours],
             x=[s.record.seconds for s in ours],
-            y=[s.record.purpose for s in ours],
+            y=[s.row for s in ours],
             orientation="h",
             hovertext=[s.hover for s in ours],
             hoverinfo="text",
@@ -385,7 +404,8 @@ def course(recommendation: Recommendation | None, records: Sequence[Record]) -> 
         figure.add_trace(marks("failed", x, [0] * len(x), hovers, cliponaxis=False, marker=marker), row=1, col=1)
     if recommendation is not None:
         figure.add_trace(_best(spans, recommendation), row=1, col=1)
-    used = [purpose for purpose in _PURPOSES if any(r.purpose == purpose for r in records)]
+    rows = {s.row for s in spans}
+    used = [*sorted(rows.difference(_PURPOSES)), *(purpose for purpose in _PURPOSES if purpose in rows)]
     framed(figure, 330 + 26 * len(used), barmode="overlay")
     figure.update_yaxes(_RATES | {"rangemode": "tozero"}, row=1, col=1)
     figure.update_yaxes(categoryorder="array", categoryarray=used[::-1], row=2, col=1)

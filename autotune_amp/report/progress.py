@@ -140,7 +140,9 @@ class TerminalProgress(Progress):
         self._phase = ""
         self._budget_seconds: float | None = None
         self._elapsed_seconds = 0.0
-        self._now = self._best = "-"
+        self._best = "-"
+        self._heads: dict[str, str] = {}  # by slot, what is being run
+        self._trials: dict[str, str] = {}  # and how far it is
         self._shown_details: set[str] = set()
 
     def started(self, study: str, folder: str, budget_seconds: float) -> None:  # noqa: ARG002
@@ -157,7 +159,7 @@ class TerminalProgress(Progress):
 
     def phase(self, text: str) -> None:
         """Head what follows."""
-        self._phase, self._now = text, "-"
+        self._phase = text
         self._screen.line(text[:1].upper() + text[1:], "bold")
         self._screen.draw(self._display)
 
@@ -167,20 +169,22 @@ class TerminalProgress(Progress):
         device = f"{hardware.device}: {one_line(hardware.identity.name)}"
         self._screen.line(f"  {device}, {size(hardware.memory.available)} available, {', '.join(usable)}")
 
-    def trial_started(self, number: int, candidate: Setting, purpose: Purpose) -> None:  # noqa: ARG002
+    def trial_started(self, number: int, candidate: Setting, purpose: Purpose, slot: str | None = None) -> None:  # noqa: ARG002
         """Show the trial being run."""
-        self._trial = f"{candidate!s:<18}  trial {number}: "
-        self._now = f"{self._trial}setting up"
-        self._screen.draw(self._display)
+        self._heads[slot or "now"] = f"{candidate!s:<18}  trial {number}: "
+        self._show(slot, "setting up")
 
-    def step(self, num_steps: int, step_seconds: float) -> None:
+    def step(self, num_steps: int, step_seconds: float, slot: str | None = None) -> None:
         """Show how far the trial is."""
-        self._now = f"{self._trial}step {num_steps}, {duration(step_seconds)} each"
+        self._show(slot, f"step {num_steps}, {duration(step_seconds)} each")
+
+    def _show(self, slot: str | None, text: str) -> None:
+        self._trials[slot or "now"] = f"{self._heads[slot or 'now']}{text}"
         self._screen.draw(self._display)
 
     def trial_ended(self, record: Record, best: Record | None) -> None:
         """One line for the trial, and once the traceback of an error in the user's own code."""
-        self._now = "-"
+        self._trials.pop(record.slot or "now", None)
         if best is not None and isinstance(best.outcome, Measurement):
             self._best = f"{best.candidate!s:<18}  {_measured(best.outcome)}"
         outcome = record.outcome
@@ -229,9 +233,11 @@ class TerminalProgress(Progress):
         top.add_column(no_wrap=True)
         bar = ProgressBar(total=budget, completed=elapsed, complete_style="cyan", pulse_style="cyan")
         top.add_row(Text(self._phase, "bold"), bar, Text(time))
+        running = [(label, text, "") for label, text in (sorted(self._trials.items()) or [("now", "-")])]
+        width = max(5, *(len(label) + 1 for label, _, _ in running))
         below = [
-            Text.assemble((f"{label:<5}", "dim"), (text, style), no_wrap=True, overflow="ellipsis")
-            for label, text, style in (("now", self._now, ""), ("best", self._best, "green"))
+            Text.assemble((f"{label:<{width}}", "dim"), (text, style), no_wrap=True, overflow="ellipsis")
+            for label, text, style in (*running, ("best", self._best, "green"))
         ]
         return Group(Text(""), top, *below)
 
@@ -241,7 +247,8 @@ def trial_line(record: Record) -> str:
     outcome = record.outcome
     told = _measured(outcome) if isinstance(outcome, Measurement) else outcome_line(outcome)
     purpose = "" if record.purpose == "search" else record.purpose
-    line = f"{record.number:>3}  {record.candidate!s:<18}  {told}  {duration(record.seconds):>6}  {purpose}"
+    where = "" if record.slot is None else f"  on {record.slot}"
+    line = f"{record.number:>3}  {record.candidate!s:<18}  {told}  {duration(record.seconds):>6}  {purpose}{where}"
     return line.rstrip()
 
 

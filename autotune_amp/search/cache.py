@@ -12,8 +12,9 @@ from autotune_amp.search.progress import Progress
 from autotune_amp.search.source import Source
 from autotune_amp.search.storage.folder import StudyFolder
 
-# Neither where a search writes nor what is chosen for changes anything of what it measures.
-_OPTIONS_OUTSIDE_FINGERPRINT = ("study", "out", "storage", *RANKING)
+# Neither where a search writes, nor on how many slots it runs, nor what is chosen for changes anything of what it
+# measures.
+_OPTIONS_OUTSIDE_FINGERPRINT = ("study", "out", "storage", "devices", "slots", *RANKING)
 
 
 def search(
@@ -24,7 +25,7 @@ def search(
     fields = msgspec.to_builtins(options)
     settings = {name: fields[name] for name in fields if name not in _OPTIONS_OUTSIDE_FINGERPRINT}
     cached = folder.cached()
-    fingerprint = source.fingerprint(settings, identify(options.device))
+    fingerprint = source.fingerprint(settings, identify(options.first_device))
     if fingerprint is not None and (is_rerun or not is_fresh):
         answer = cached_answer(cached, options, folder, progress, fingerprint)
         if answer is not None:

@@ -17,7 +17,7 @@ from autotune_amp.launch.made import summary
 from autotune_amp.search.source import Source, folder_name
 
 if TYPE_CHECKING:
-    from autotune_amp.isolation.local import Backend, Isolation, WorkloadBackend
+    from autotune_amp.isolation.local import Backend, Isolation, Slot, WorkloadBackend
     from autotune_amp.isolation.process import Watcher
     from autotune_amp.launch.command import Command
 
@@ -91,12 +91,17 @@ class CommandSource(Source):
         return Command(self._line)
 
     def backend(
-        self, watcher: Watcher, isolation: Isolation | None = None, environment: dict[str, str] | None = None
+        self,
+        watcher: Watcher,
+        isolation: Isolation | None = None,
+        environment: dict[str, str] | None = None,
+        slot: Slot | None = None,
     ) -> WorkloadBackend:
         """One that starts the command for each trial."""
         from autotune_amp.launch.backend import CommandBackend
 
-        return CommandBackend(self.command, super().backend(watcher, isolation, environment), watcher, environment)
+        local = super().backend(watcher, isolation, environment, slot)
+        return CommandBackend(self.command, local, watcher, environment, slot)
 
     def keep_in(self, folder: Path) -> None:
         """Know again what trials of an earlier search made."""

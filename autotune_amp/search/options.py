@@ -28,13 +28,17 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     `batch_size` is an inclusive range in samples, `baseline` a precision and a batch size. `memory_fraction` is the
     share of the available memory that a trial may take. `effective_batch_size` is that of all `num_ranks` together;
     None is what the data comes with, "free" none at all.
-    `variants` are the further dimensions to try, None for what is safe. The training to come has `num_steps` optimizer
-    steps or `num_samples` samples: a loss scale is judged over them, `DEFAULT_NUM_STEPS` where neither is given.
+    `variants` are the further dimensions to try, None for what is safe. `devices` are the numbers of the NVIDIA cards
+    to use at the same time, `slots` is a number of shares of the CPU; both None: one device, as `device` says. The
+    training to come has `num_steps` optimizer steps or `num_samples` samples: a loss scale is judged over them,
+    `DEFAULT_NUM_STEPS` where neither is given.
     """
 
     budget_seconds: float = 110.0
     max_trials: int | None = None
     device: str = "auto"
+    devices: tuple[int, ...] | Literal["all"] | None = None
+    slots: int | None = None
     precisions: tuple[Precision, ...] | None = None
     variants: tuple[str, ...] | None = None
     batch_size: tuple[int, int] | None = None
@@ -50,6 +54,13 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     out: str = "studies"
     storage: str | None = None
     seed: int = 0
+
+    @property
+    def first_device(self) -> str:
+        """The device, or the first of several."""
+        if self.devices is not None:
+            return "cuda" if self.devices == "all" else f"cuda:{self.devices[0]}"
+        return self.device if self.slots is None else "cpu"
 
     def horizon_steps(self, effective_batch_size: int) -> int:
         """Optimizer steps that a loss scale is judged over, given the samples of one step on one rank."""
@@ -77,6 +88,10 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise _wrong("effective_batch_size", effective, f"a multiple of the {num_ranks} ranks that share it")
         if found.num_steps is not None and found.num_samples is not None:
             raise _wrong("samples", found.num_samples, "left out where --steps is given")
+        if found.devices is not None and not found.device.startswith(("auto", "cuda")):
+            raise _wrong("device", found.device, "auto or cuda where --devices is given")
+        if found.slots is not None and (found.devices is not None or found.device not in ("auto", "cpu")):
+            raise _wrong("slots", found.slots, "given for a CPU alone, whose shares they are; --devices is for cards")
         if found.price_per_hour is not None and found.num_steps is None and found.num_samples is None:
             raise _wrong("price_per_hour", found.price_per_hour, "given together with --steps or --samples")
         return found
@@ -93,7 +108,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
             if name == "precision":
                 found += [word for precision in value for word in (option, precision)]
             else:
-                separator = "," if name == "try_" else ":"
+                separator = "," if name in ("try_", "devices") else ":"
                 shown = separator.join(map(str, value)) or "none" if isinstance(value, tuple) else f"{value}"
                 found += [option, shown]
         return found
@@ -159,6 +174,17 @@ def _batch_range(given: Any) -> tuple[int, int] | None:
     return low, high
 
 
+def _devices(given: Any) -> tuple[int, ...] | Literal["all"] | None:
+    if given is None:
+        return None
+    if given == "all":
+        return "all"
+    numbers = [int(part) for part in given.split(",")] if isinstance(given, str) else list(given)
+    if not numbers or not all(_is_whole(number) and number >= 0 for number in numbers):
+        raise ValueError(given)
+    return tuple(dict.fromkeys(numbers))
+
+
 def _baseline(given: Any) -> tuple[Precision, int] | None:
     if given is None:
         return None
@@ -203,6 +229,8 @@ _OPTIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "budget": (_that(lambda given: _is_number(given) and given > 0, float), "a number of seconds above 0"),
     "trials": (_that(is_count), "a whole number from 1 up"),
     "device": (_that(_matching(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")), "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N"),
+    "devices": (_devices, "all, or numbers of cards such as 0,1"),
+    "slots": (_that(is_count), "a whole number from 1 up"),
     "precision": (_precisions, f"one of {', '.join(PRECISIONS)}, or several in a list"),
     "try_": (_variants, f"auto, none or some of {', '.join(_VARIANTS)}"),
     "batch_size": (_batch_range, "LOW:HIGH with 1 <= LOW <= HIGH, such as 8:256"),

@@ -45,9 +45,7 @@ def expecting(ledger: Ledger, pending: Sequence[Trial | Check | Profile]) -> Led
 
 def _record(job: Trial | Check, outcome: Measurement | Fidelity) -> Record:
     purpose = job.purpose if isinstance(job, Trial) else job.what
-    return Record(
-        search_id="", number=EXPECTED, candidate=job.candidate, purpose=purpose, outcome=outcome, seconds=0.0
-    )
+    return Record(search_id="", number=EXPECTED, candidate=job.candidate, purpose=purpose, outcome=outcome, seconds=0.0)
 
 
 def _faithful(check: Check) -> Fidelity:

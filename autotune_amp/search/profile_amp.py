@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -26,12 +26,13 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import number
 from autotune_amp.hardware import identify, machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
+from autotune_amp.isolation.local import Handle
 from autotune_amp.precision.modes import MODES
 from autotune_amp.profile.gap import LOW, Profile, gap, next_steps
 from autotune_amp.profile.results import AmpProfile, PrecisionRow, Verdict
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import Budget, ProgressWatcher, RunsJobs
+from autotune_amp.search.run import Budget, ProgressWatcher
 from autotune_amp.search.source import Opened, Source, message_of, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.trial.jobs import Trial
@@ -122,8 +123,15 @@ def run_profile(
     )
 
 
+class SubmitsTrials(Protocol):
+    """What timing needs of a backend."""
+
+    def submit(self, job: Trial, /) -> Handle[Outcome]:
+        """Start a trial."""
+
+
 def time_in_turns(
-    backend: RunsJobs, trials: Mapping[Precision, Trial], num_batches: int, progress: Progress
+    backend: SubmitsTrials, trials: Mapping[Precision, Trial], num_batches: int, progress: Progress
 ) -> dict[Precision, list[Outcome]]:
     """What each precision did in each round, in a process of its own, on batches that the round has for all of them.
 
@@ -149,7 +157,7 @@ def time_in_turns(
     return outcomes
 
 
-def _run(backend: RunsJobs, trial: Trial, number: int, progress: Progress) -> Outcome:
+def _run(backend: SubmitsTrials, trial: Trial, number: int, progress: Progress) -> Outcome:
     progress.trial_started(number, trial.candidate, trial.purpose)
     started = time.monotonic()
     outcome = backend.submit(trial).result()

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from msgspec.structs import replace
 
@@ -78,7 +78,7 @@ class Stage(Protocol):
     One that `is_exclusive` builds on the last answer, and is asked only while nothing runs.
     """
 
-    is_exclusive: bool
+    is_exclusive: ClassVar[bool]
 
     def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | Profile | None:
         """What the records and the budget ask for next, None where the stage is over, or waits for what runs."""
@@ -156,9 +156,7 @@ class _Running:
 class Runner:
     """Runs jobs on the slots of a backend, each with its watcher, and writes their records down as they end."""
 
-    def __init__(
-        self, backend: RunsJobs, ledger: Ledger, budget: Budget, watchers: Sequence[ProgressWatcher]
-    ) -> None:
+    def __init__(self, backend: RunsJobs, ledger: Ledger, budget: Budget, watchers: Sequence[ProgressWatcher]) -> None:
         self.ledger = ledger
         self.budget = budget
         self._backend = backend
@@ -181,7 +179,8 @@ class Runner:
         """Begin a job on a free slot."""
         watcher = self._watcher(slot)
         meter = watcher.meter if isinstance(job, Trial) else None
-        watcher.phase(_phase(job))
+        if watcher.slot is None:  # on several slots phases overlap
+            watcher.phase(_phase(job))
         numbers = (*(r.number for r in self.ledger.records), *(running.number for running in self._running))
         number = 1 + max(numbers, default=0)
         watcher.progress.trial_started(number, job.candidate, _purpose(job), watcher.slot)
@@ -221,6 +220,7 @@ class Runner:
             load=None if ended.meter is None else ended.meter.stop(),
             slot=watcher.slot,
             num_beside=ended.num_beside,
+            has_share=bool(ended.slot.cpus),
         )
         if isinstance(job, Trial):
             record = replace(

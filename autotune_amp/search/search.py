@@ -26,17 +26,20 @@ from autotune_amp.distributed import alone
 from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import host, identify, machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.isolation.local import Backend, WorkloadBackend
+from autotune_amp.isolation import slots
+from autotune_amp.isolation.local import Backend, Slot, WorkloadBackend
+from autotune_amp.isolation.process import Watcher
+from autotune_amp.isolation.slots import Slots, WorkloadSlots
 from autotune_amp.search.answer import explain
 from autotune_amp.search.answer.decide import recommend
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import Budget, ProgressWatcher, Stage, run
+from autotune_amp.search.run import Budget, ProgressWatcher, Runner, Stage, run, run_beside
 from autotune_amp.search.source import Opened, Source, held_bytes, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.search.stages.checks import AccumulationCheck, Checks, LaterChecks, LossScales
-from autotune_amp.search.stages.confirm import Confirm, ConfirmingProcesses, LargerBatches, reserved_seconds
+from autotune_amp.search.stages.confirm import ConfirmingProcesses, LargerBatches, confirmation, reserved_seconds
 from autotune_amp.search.stages.explore import exploring, left_to_explore, share_building
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.stages.trials import MIN_TRIAL_SECONDS, Conditions
@@ -66,19 +69,20 @@ def search_anew(
 
     `cached` is what is in the folder, and `answer_for` what of it holds for a fingerprint.
     """
-    search = _Search(source, options, progress, folder)
+    found = slots.found(options.devices, options.slots)
+    search = _Search(source, options, progress, folder, found)
     try:
         with folder:
             answer = None if fingerprint is None or is_fresh else answer_for(fingerprint)
             if answer is not None:
                 return answer
-            with source.backend(search.watcher) as backend:
+            with search.backend() as backend:
                 progress.started(folder.path.name, str(folder.path), options.budget_seconds)
                 source.keep_in(folder.path)
                 search.watcher.phase("loading the workload")
                 state = source.torch_state(backend.load(search.budget.left()))
                 if fingerprint is None:
-                    fingerprint = source.fingerprint_by_child(settings, identify(options.device), backend, state)
+                    fingerprint = source.fingerprint_by_child(settings, identify(options.first_device), backend, state)
                     answer = None if is_fresh else answer_for(fingerprint)
                     if answer is not None:
                         return answer
@@ -100,17 +104,29 @@ def search_anew(
 class _Search:
     """One search; `run` is its story."""
 
-    def __init__(self, source: Source, options: SearchOptions, progress: Progress, folder: StudyFolder) -> None:
-        self.budget = Budget(options.budget_seconds)
+    def __init__(
+        self, source: Source, options: SearchOptions, progress: Progress, folder: StudyFolder, found: slots.Found
+    ) -> None:
+        self.budget = Budget(options.budget_seconds, max(1, len(found.slots)))
         self.folder = folder
-        self._meter = LoadMeter(identify(options.device).uuid)
-        self._load_notes = host.load_notes()  # before our own work is part of it
+        self._meter = LoadMeter(identify(options.first_device).uuid)
+        self._load_notes = (*found.notes, *host.load_notes())  # before our own work is part of it
         self.watcher = ProgressWatcher(progress, self.budget, self._meter)
+        self._slots = found.slots
+        self._watchers = [ProgressWatcher(progress, self.budget, LoadMeter(s.uuid), s.name) for s in found.slots]
         self._source = source
         self._options = options
         self._progress = progress
         self._warnings: list[str] = []
         self._is_spent = False
+
+    def backend(self) -> WorkloadBackend:
+        """Where the search's jobs run, on all of its slots."""
+        if not self._slots:
+            return self._source.backend(self.watcher)
+        return WorkloadSlots(
+            self._slots, lambda slot, watcher: self._source.backend(watcher, slot=slot), self._watchers
+        )
 
     def _like(self, fingerprint: Fingerprint) -> Setting | None:
         """What the storage has as the answer for the same code on a device of the same model, asked for otherwise."""
@@ -135,6 +151,9 @@ class _Search:
         A search that begins and `asks_others` tries early what they found for the same code.
         """
         opened = self._open(backend)
+        if isinstance(backend, WorkloadSlots):
+            self.watcher.phase(f"loading the workload on {len(self._slots)} slots")
+            backend.open_others(opened.hardware.device, self._source.num_threads(), self.budget.left())
         load_before = self._meter.stop()  # what others did while the workload was loaded and probed
         said = machine_load.doubts(machine_load.evidence([load_before]), "search on an idle machine")
         for line in said if load_before.others_num_cores is not None else (*said, *self._load_notes):
@@ -216,10 +235,12 @@ class _Search:
         if conditions.shares_processes:
             self.budget.confirm_seconds = reserved_seconds(self.budget.seconds, conditions.start_seconds)
 
+        runner = Runner(backend, ledger, self.budget, self._watchers or [self.watcher])
+
         def go(*stages: Stage) -> None:
-            for stage in stages:
-                share_building(backend, conditions, ledger, self.budget, self._progress)
-                for _ in run(stage, backend, ledger, self.budget, self.watcher):
+            share_building(backend, conditions, ledger, self.budget, self._progress)
+            for _ in run(stages, runner):
+                if not runner.pending:
                     share_building(backend, conditions, ledger, self.budget, self._progress)
 
         go(AccumulationCheck(conditions))  # before the study: it may take settings out of the space
@@ -249,14 +270,26 @@ class _Search:
             return
 
         self.watcher.phase("confirming in fresh processes")
-        is_range_free = self._options.batch_size is None and self._options.max_trials is None
-        stages: list[Stage] = [Confirm(conditions, chosen), *([LargerBatches(conditions)] if is_range_free else [])]
-        with closing(
-            ConfirmingProcesses(partial(self._source.backend, self.watcher), are_shared=conditions.shares_processes)
-        ) as fresh:
-            for stage in stages:
-                for _ in run(stage, fresh, ledger, self.budget, self.watcher):
+        with closing(self._confirming_processes(conditions)) as fresh:
+            watchers = self._watchers if len(fresh.slots) > 1 else [self.watcher]
+            runner = Runner(fresh, ledger, self.budget, watchers)
+            for stages in confirmation(conditions, chosen, fresh.slots, ledger, self.budget):
+                for _ in run_beside(stages, runner):
                     pass
+            if self._options.batch_size is None and self._options.max_trials is None:  # its range is free
+                for _ in run([LargerBatches(conditions)], runner):
+                    pass
+
+    def _confirming_processes(self, conditions: Conditions) -> ConfirmingProcesses | Slots[ConfirmingProcesses]:
+        """On every card; on a CPU with all of it, since the run to come has no less."""
+
+        def make(slot: Slot, watcher: Watcher) -> ConfirmingProcesses:
+            start = partial(self._source.backend, watcher, slot=slot)
+            return ConfirmingProcesses(start, slot, are_shared=conditions.shares_processes)
+
+        if not self._slots or conditions.hardware.device == "cpu":
+            return make(Slot(conditions.hardware.device), self.watcher)
+        return Slots(self._slots, make, self._watchers)
 
     def _open(self, backend: WorkloadBackend) -> Opened:
         if self._options.objective == "energy" and "energy" not in backend.abilities:
@@ -267,7 +300,7 @@ class _Search:
         opened = open_workload(
             backend,
             self._source,
-            self._options.device,
+            self._slots[0].device if self._slots else self._options.device,
             self.watcher,
             baseline_batch_size=self._options.baseline[1] if self._options.baseline else ASSUMED_BATCH_SIZE,
             cannot_be_built=self._cannot_be_built,
@@ -316,7 +349,8 @@ class _Search:
             return SearchInterruptedError(
                 "Interrupted before anything was measured.", "Run the same command again.", excluded, None
             )
-        step_seconds = self.watcher.last_step_seconds
+        seen = [watcher.last_step_seconds for watcher in (self.watcher, *self._watchers)]
+        step_seconds = next((seconds for seconds in seen if seconds is not None), None)
         return nothing_works(ledger, excluded, step_seconds is not None) or self.budget.too_small(step_seconds)
 
 

@@ -19,7 +19,13 @@ from autotune_amp.core.recommendation import Fingerprint, NothingWorksError
 if TYPE_CHECKING:
     from autotune_amp.core.job import Found, Job
     from autotune_amp.core.launch_line import LaunchLine
-    from autotune_amp.isolation.local import Backend, Isolation, Payload, WorkloadBackend  # only where a search begins
+    from autotune_amp.isolation.local import (  # only where a search begins
+        Backend,
+        Isolation,
+        Payload,
+        Slot,
+        WorkloadBackend,
+    )
     from autotune_amp.isolation.process import Watcher
     from autotune_amp.search.run import ProgressWatcher
 
@@ -46,12 +52,16 @@ class Source:
         return Payload(target=self.target, path=tuple(dict.fromkeys((str(Path.cwd()), *_import_path()))))
 
     def backend(
-        self, watcher: Watcher, isolation: Isolation | None = None, environment: dict[str, str] | None = None
+        self,
+        watcher: Watcher,
+        isolation: Isolation | None = None,
+        environment: dict[str, str] | None = None,
+        slot: Slot | None = None,
     ) -> WorkloadBackend:
         """Where its jobs run, in `environment` beyond the caller's; see `LocalBackend`."""
         from autotune_amp.isolation.local import LocalBackend
 
-        return LocalBackend(self.payload, isolation, watcher, environment)
+        return LocalBackend(self.payload, isolation, watcher, environment, slot)
 
     @property
     def launch_line(self) -> LaunchLine | None:

@@ -206,12 +206,12 @@ class ReplayBackend:
         self._budget = budget
         self._chance = random.Random(seed)
 
-    def submit(self, job: Any, slot: Slot | None = None) -> Done:  # noqa: ARG002 - there is one
+    def submit(self, job: Any, slot: Slot | None = None) -> Done:
         """Play it back: the clock moves once somebody waits for it."""
         found, seconds = self._run(job) if isinstance(job, Trial) else self._check(job)
         return Done(found, self.start_seconds, self._budget, self._budget.now + seconds)
 
-    def wait(self, handles: Sequence[Done]) -> Done:
+    def wait(self, handles: Sequence[Any]) -> Any:
         """See `Backend`."""
         return first(handles)
 
@@ -266,7 +266,7 @@ class Beside:
         played: Done = self._backends[slot].submit(job)
         return played
 
-    def wait(self, handles: Sequence[Done]) -> Done:
+    def wait(self, handles: Sequence[Any]) -> Any:
         """See `Backend`."""
         return first(handles)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec.structs import replace
 from replay import Done, ReplayBudget, first
@@ -84,7 +84,7 @@ class ScriptedBackend:
         found = self.run(job) if isinstance(job, Trial) else self.check(job)
         return Done(found, self.start_seconds, self._budget, self._budget.now)
 
-    def wait(self, handles: Sequence[Done]) -> Done:
+    def wait(self, handles: Sequence[Any]) -> Any:
         return first(handles)
 
     def run(self, spec: Trial) -> Outcome:
@@ -236,7 +236,7 @@ def hardware(rates: dict[Precision, float | None]) -> Hardware:
 class _Given:
     """A stage of jobs that are known beforehand."""
 
-    is_exclusive = False
+    is_exclusive: ClassVar[bool] = False
 
     def __init__(self, jobs: Sequence[Trial]) -> None:
         self._jobs = list(jobs)

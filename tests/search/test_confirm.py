@@ -11,8 +11,7 @@ from scripted_backend import ScriptedBackend, ScriptedSearch, candidate, describ
 
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.local import Isolation
-from autotune_amp.isolation.local import Slot
+from autotune_amp.isolation.local import Isolation, Slot
 from autotune_amp.search.ledger import Shortlist
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.ranking import confirm_runs, were_processes_shared
@@ -185,7 +184,7 @@ def test_what_the_search_left_over_confirms_both_and_no_more() -> None:
     machine = Machine("cpu", 80.0, start_seconds=5.5)  # their share holds four processes, of the seven that it takes
     machine.searched.run(
         Confirm(machine.searched.fresh(HEAP, 5.5), Shortlist(BF16, None, FP32)),
-        ConfirmingProcesses(machine.make, are_shared=False),
+        ConfirmingProcesses(machine.make, Slot("cpu"), are_shared=False),
     )
     assert machine.num_confirming(BF16, HEAP) == machine.num_confirming(FP32) == MIN_ROUNDS
     assert CONFIRM_SHARE * 80.0 < machine.budget.now <= 80.0
@@ -238,4 +237,6 @@ def test_the_winner_runs_once_in_the_users_own_environment() -> None:
     ],
 )
 def test_what_a_round_runs_with_the_time_left(left: float, number: int, expected: list[Setting]) -> None:
-    assert [run.setting for run in plan_round(SHORTLIST, HEAP, len, left, number, max(1, MIN_ROUNDS - number))] == expected
+    assert [
+        run.setting for run in plan_round(SHORTLIST, HEAP, len, left, number, max(1, MIN_ROUNDS - number))
+    ] == expected

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 from backend_contract import BackendContract, Made
 from replay import ReplayBudget
@@ -35,7 +37,7 @@ class TestScripted(BackendContract):
 class Smallest:
     """A stage of a test's own: every candidate from the smallest batch up, until one does not run."""
 
-    is_exclusive = False
+    is_exclusive: ClassVar[bool] = False
 
     def __init__(self, conditions: Conditions) -> None:
         self._conditions = conditions

@@ -25,6 +25,7 @@ from autotune_amp.core.evidence import (
     Outlook,
     PlainEnvironment,
     ProcessPeak,
+    SlotsEvidence,
     WorkersTried,
 )
 from autotune_amp.core.intervals import prediction_interval, ratio_interval
@@ -184,6 +185,19 @@ def gather(
         checkpoint_seconds=_median(m.checkpoint_seconds for m in chosen.measurements),
         accumulation=ledger.accumulation,
         load=machine_load.evidence(chosen.loads),
+        slots=_slots(ledger.records),
+    )
+
+
+def _slots(records: Sequence[Record]) -> SlotsEvidence | None:
+    names = tuple(dict.fromkeys(sorted(r.slot for r in records if r.slot is not None)))
+    if len(names) < 2:
+        return None
+    found = ranking.beside(records)
+    if found is None:
+        return SlotsEvidence(names=names)
+    return SlotsEvidence(
+        names=names, slowdown=found.slowdown, chance=found.chance, is_confirmed_beside=not found.is_different
     )
 
 
@@ -225,7 +239,8 @@ def _drifted(runs: Runs, records: Sequence[Record]) -> float | None:
     """
     if any(m.is_own_loop for m in runs.measurements):
         return None
-    found = [r.outcome for r in records if r.candidate == runs.candidate and r.purpose == "search"]
+    whole = [r for r in records if not r.has_share]  # of the CPU; a share of it is slower than all
+    found = [r.outcome for r in whole if r.candidate == runs.candidate and r.purpose == "search"]
     measured = [o for o in found if isinstance(o, Measurement) and o.num_steps >= NUM_STEPS_BEFORE_CUT]
     if not measured or not runs.num_confirming:
         return None

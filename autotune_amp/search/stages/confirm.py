@@ -41,9 +41,7 @@ class ConfirmingProcesses:
     `make` starts a backend with such isolation and variables.
     """
 
-    def __init__(
-        self, make: Callable[[Isolation, dict[str, str]], Backend], slot: Slot, *, are_shared: bool
-    ) -> None:
+    def __init__(self, make: Callable[[Isolation, dict[str, str]], Backend], slot: Slot, *, are_shared: bool) -> None:
         self._make = make
         self.slots = (slot,)
         self._isolation: Isolation = "kept" if are_shared else "fresh"
@@ -113,14 +111,14 @@ class Confirm:
             self._until = confirmed_until(budget) if self._until is None else self._until
             self._contenders = _runnable(ledger, self._contenders)
         elif self._conditions.shares_processes:
-            ours = [r for r in ledger.records if r.round == self._round]
-            self._is_started = isinstance(ours[-1].outcome, Measurement)
+            of_round = [r for r in ledger.records if r.round == self._round]
+            self._is_started = isinstance(of_round[-1].outcome, Measurement)
         while not self._to_run:
             if not self._rounds or (self._is_borrowing and self._rounds[0] >= MIN_ROUNDS):
                 return None
             self._round, self._is_started = self._rounds.pop(0), False
-            ours = [r for r in counted(ledger.records) if r.round == self._round]
-            done = [(r.candidate, r.purpose, r.environment) for r in ours]
+            counting = [r for r in counted(ledger.records) if r.round == self._round]
+            done = [(r.candidate, r.purpose, r.environment) for r in counting]
             planned = self._plan(ledger, budget)
             self._to_run = [run for run in planned if run not in done and run.setting not in ledger.failures]
         run = self._to_run.pop(0)
@@ -183,8 +181,8 @@ def confirmation(
     if len(slots) == 1:
         yield {alone: Confirm(conditions, shortlist, range(NUM_ROUNDS), until_seconds)}
         return
-    as_today, only_baseline = replace(conditions, environment={}), Shortlist(shortlist.baseline, None, shortlist.baseline)
-    yield {alone: Confirm(as_today, only_baseline, [0], until_seconds)}
+    only_baseline = Shortlist(shortlist.baseline, None, shortlist.baseline)
+    yield {alone: Confirm(replace(conditions, environment={}), only_baseline, [0], until_seconds)}
     num_rounds = max(NUM_ROUNDS_BESIDE, len(slots))
     yield {
         slot: Confirm(conditions, shortlist, range(place, num_rounds, len(slots)), until_seconds, len(slots))
@@ -208,9 +206,9 @@ def plan_round(
     """The runs of round `number` (from 0) that the time left allows, none where not even the winner fits.
 
     `seconds_of` says what runs of one round cost together. The runner-up gives way where `num_needed` rounds could not
-    be run with it, one after the other, and a baseline that does not fit at all. The order alternates, so that a drift of the machine falls
-    on all alike. In the first round the winner runs once in the user's own environment too, unless it is the baseline,
-    which always does.
+    be run with it, one after the other, and a baseline that does not fit at all. The order alternates, so that a drift
+    of the machine falls on all alike. In the first round the winner runs once in the user's own environment too, unless
+    it is the baseline, which always does.
     """
     winner, baseline = Run(shortlist.winner, "confirm", environment), Run(shortlist.baseline, "confirm", {})
     essential = [winner] if winner == baseline else [winner, baseline]

@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 from statistics import median
+from typing import ClassVar
 
 from msgspec.structs import replace
 
@@ -187,6 +187,8 @@ def next_promising(
         return setup_seconds + max(compiling, default=0.0) + NUM_STEPS_FORESEEN * num_samples / speed
 
     def may_run(setting: Setting) -> bool:
+        if (setting in ledger.measurements) != (setting in ledger.actual.measurements):
+            return False  # its first process runs: what a second one is worth hangs on that
         return num_tried[setting] < max_processes and AFFORDABLE_MARGIN * seconds(setting) < left_seconds
 
     gains = curves.gains(choosable)

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 from statistics import median
+from typing import ClassVar
 
 from msgspec.structs import replace
 

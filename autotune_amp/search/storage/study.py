@@ -177,10 +177,11 @@ class Study:
             _set_attributes(trial, _described(setting))
         return Asked(setting, trial, suggested)
 
-    def tell(self, asked: Asked, outcome: Outcome, *, number: int | None = None) -> None:
+    def tell(self, asked: Asked, outcome: Outcome, *, number: int | None = None, slot: str | None = None) -> None:
         """Finish a trial: its applied samples per second, or why there are none.
 
-        `number` is that of the record, written before this is called; None where the outcome was known already.
+        `number` is that of the record, written before this is called; None where the outcome was known already. `slot`
+        is where it ran, where there are several.
         A failure becomes a pruned trial with a violated constraint, never a failed one: samplers learn from that.
         """
         self._asked = [other for other in self._asked if other is not asked]
@@ -188,7 +189,8 @@ class Study:
         with self._going_on():
             if asked.trial is None or not self.is_there:
                 return
-            _set_attributes(asked.trial, _explained(outcome, number, asked.pair, replay))
+            where = {} if slot is None else {"slot": slot}
+            _set_attributes(asked.trial, _explained(outcome, number, asked.pair, replay) | where)
             if isinstance(outcome, Measurement):
                 share = 1.0 if replay is None else replay.applied_share
                 self._study.tell(asked.trial, share * outcome.samples_per_second)
@@ -211,7 +213,7 @@ class Study:
                 assert isinstance(outcome, (Measurement, Failure)), "a check is no trial"
                 ours = (asked for asked in self._asked if asked.setting == setting)
                 asked = next(ours, None) or self.ask(setting)
-                self.tell(asked, outcome, number=record.number)
+                self.tell(asked, outcome, number=record.number, slot=record.slot)
                 self._told.add(record.number)
             if record.purpose == "calibration" and setting not in self._calibrated:
                 self._calibrated.add(setting)

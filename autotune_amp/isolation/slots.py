@@ -1,0 +1,293 @@
+"""Several slots of one host: which there are, and backends beside one another, each waited for in its own thread."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.hardware import nvml
+from autotune_amp.interruption import heed
+from autotune_amp.isolation.local import Ability, Handle, Opened, Slot, WorkloadBackend
+from autotune_amp.isolation.process import TICK_SECONDS, Watcher
+
+T = TypeVar("T")
+
+
+class Found(NamedTuple):
+    """The slots of this host that a search may use, and what is to be said of those that it may not."""
+
+    slots: tuple[Slot, ...]
+    notes: tuple[str, ...] = ()
+
+
+def found(devices: Sequence[int] | Literal["all"] | None, num_shares: int | None) -> Found:
+    """The slots that a user asks for; none where that is one device."""
+    if num_shares is not None:
+        return shares_of_the_cpu(num_shares)
+    return Found(()) if devices is None else cards(devices)
+
+
+def cards(devices: Sequence[int] | Literal["all"]) -> Found:
+    """A slot for each NVIDIA card, by its number as CUDA counts the visible ones, or for all that are like the first.
+
+    Of all those are left out that are of another model, and on which other processes compute. Raises
+    `InvalidRequestError` where a card is not there or of another model than the first.
+    """
+    uuids = nvml.visible_uuids()
+    if not uuids:
+        raise InvalidRequestError(
+            "--devices needs NVIDIA cards, and NVML sees none that CUDA may use here.",
+            "Leave --devices out, or look with nvidia-smi and at CUDA_VISIBLE_DEVICES.",
+        )
+    numbers = range(len(uuids)) if devices == "all" else devices
+    if absent := [number for number in numbers if number >= len(uuids)]:
+        raise InvalidRequestError(
+            f"--devices names card {absent[0]}, and CUDA sees {len(uuids)} here, counted from 0.",
+            "Give --devices all, or numbers of cards that there are.",
+        )
+    slots, notes = [], []
+    models = {number: _model(uuids[number]) for number in numbers}
+    first = models[numbers[0]]
+    for number in numbers:
+        problem = None
+        if models[number] != first:
+            problem = f"is a {models[number]} and cuda:{numbers[0]} a {first}, whose results cannot be compared"
+            if devices != "all":
+                raise InvalidRequestError(
+                    f"--devices: cuda:{number} {problem}.", "Give cards of one model, or one search for each model."
+                )
+        elif devices == "all" and number != numbers[0] and (others := nvml.process_notes(uuids[number])):
+            problem = f"is in use: {others[0]}"
+        if problem is None:
+            slots.append(Slot("cuda:0", f"cuda:{number}", uuid=uuids[number]))
+        else:
+            notes.append(f"cuda:{number} is left out: it {problem.rstrip('.')}.")
+    return Found(tuple(slots), tuple(notes))
+
+
+def _model(uuid: str) -> str:
+    found = nvml.identity(0, uuid)
+    return "card that NVML does not know" if found is None else found.name
+
+
+def shares_of_the_cpu(num_slots: int) -> Found:
+    """Slots that divide the CPUs of this process among them, whole cores where their topology is known.
+
+    Raises `InvalidRequestError` where there are fewer CPUs than slots.
+    """
+    cpus = _by_core()
+    if num_slots > len(cpus):
+        raise InvalidRequestError(
+            f"--slots is {num_slots}, and this process may use {len(cpus)} CPUs.", f"Give --slots {len(cpus)} or fewer."
+        )
+    each = len(cpus) // num_slots
+    shares = [tuple(sorted(cpus[number * each : (number + 1) * each])) for number in range(num_slots)]
+    return Found(tuple(Slot("cpu", f"cpu {_ranges(share)}", cpus=share) for share in shares))
+
+
+def _by_core() -> list[int]:
+    """The CPUs of this process, those of one core beside one another."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+
+    def place(cpu: int) -> tuple[int, ...]:
+        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+        try:
+            return (*(int((topology / name).read_text()) for name in ("physical_package_id", "core_id")), cpu)
+        except (OSError, ValueError):
+            return 0, cpu, cpu
+
+    return sorted(allowed, key=place)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Such as 0-3,8."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+class OnOneSlot(Protocol):
+    """What runs the jobs of a slot, one at a time."""
+
+    def submit(self, job: Any, slot: Slot | None, /) -> Handle[Any]:
+        """Start a job."""
+
+    def close(self) -> None:
+        """End every process."""
+
+
+S = TypeVar("S", bound=OnOneSlot)
+
+
+class _ClosedError(Exception):
+    """Ends what a thread waits for."""
+
+
+class _InThread(Watcher):
+    """Hands what a backend tells in a slot's thread to the main one, and ends its wait where all are to be closed."""
+
+    def __init__(self, watcher: Watcher, calls: queue.SimpleQueue[Callable[[], None]], is_closed: threading.Event):
+        self._watcher, self._calls, self._is_closed = watcher, calls, is_closed
+
+    def tick(self) -> None:
+        if self._is_closed.is_set():
+            raise _ClosedError
+
+    def step(self, num_steps: int, step_seconds: float) -> None:
+        self._calls.put(partial(self._watcher.step, num_steps, step_seconds))
+
+    def output(self, text: str) -> None:
+        self._calls.put(partial(self._watcher.output, text))
+
+    def ending(self) -> None:
+        self._watcher.ending()  # at once: it looks at processes that are about to be killed
+
+
+class _Job:
+    """A job on a slot, run to its end by the slot's thread."""
+
+    def __init__(self, slots: Slots[Any], future: Future[tuple[Any, float | None]]) -> None:
+        self._slots = slots
+        self.future = future
+
+    def result(self) -> Any:
+        """See `Handle`."""
+        return self._slots.wait_for(self.future)[0]
+
+    @property
+    def start_seconds(self) -> float | None:
+        """See `Handle`; known once it is over."""
+        return self.future.result()[1]
+
+
+class Slots(Generic[S]):
+    """A backend for each slot, made by `make`, beside one another.
+
+    Every slot has a thread of its own for as long as this is open: on Linux a process ends with the thread that started
+    it. What they tell arrives in the main thread, while that waits. Closed, it ends whatever runs, as a context manager
+    too.
+    """
+
+    def __init__(self, slots: Sequence[Slot], make: Callable[[Slot, Watcher], S], watchers: Sequence[Watcher]) -> None:
+        self._slots = tuple(slots)
+        self._watchers = watchers
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._is_closed = threading.Event()
+        inner = [_InThread(watcher, self._calls, self._is_closed) for watcher in watchers]
+        self.backends = [make(slot, watcher) for slot, watcher in zip(self._slots, inner, strict=True)]
+        self._threads = [ThreadPoolExecutor(1, f"slot {slot.name}") for slot in self._slots]
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Where jobs can run at the same time."""
+        return self._slots
+
+    def submit(self, job: Any, slot: Slot | None = None) -> _Job:
+        """Start a job; without a slot on the first, and with all that this is a share of."""
+        place = 0 if slot is None else self.slots.index(slot)
+        return _Job(self, self._begin(place, partial(_run, self.backends[place], job, slot)))
+
+    def wait(self, handles: Sequence[Any]) -> Any:
+        """Wait until one of the jobs is over."""
+        while True:
+            for handle in handles:
+                if handle.future.done():
+                    return handle
+            self._hear()
+
+    def wait_for(self, future: Future[T]) -> T:
+        """What a slot's thread returns, or raises."""
+        while not future.done():
+            self._hear()
+        self._pass_on(0.0)
+        return future.result()
+
+    def on_each(self, ask: Callable[[S], T], places: Sequence[int] | None = None) -> list[T]:
+        """What the backends answer, each asked in its thread, all at the same time."""
+        asked = range(len(self.slots)) if places is None else places
+        futures = [self._begin(place, partial(ask, self.backends[place])) for place in asked]
+        return [self.wait_for(future) for future in futures]
+
+    def close(self) -> None:
+        """End whatever runs; no job can be started after it."""
+        if self._is_closed.is_set():
+            return
+        self._is_closed.set()
+        ended = [thread.submit(backend.close) for thread, backend in zip(self._threads, self.backends, strict=True)]
+        for thread in self._threads:
+            thread.shutdown()
+        self._pass_on(0.0)
+        for future in ended:
+            future.result()
+
+    def _begin(self, place: int, work: Callable[[], T]) -> Future[T]:
+        future = self._threads[place].submit(work)
+        future.add_done_callback(lambda _: self._calls.put(lambda: None))
+        return future
+
+    def _hear(self) -> None:
+        """Wait for what the threads tell, or a moment."""
+        self._pass_on(TICK_SECONDS)
+        heed()
+        self._watchers[0].tick()
+
+    def _pass_on(self, seconds: float) -> None:
+        try:
+            self._calls.get(timeout=seconds)()
+            while True:
+                self._calls.get_nowait()()
+        except queue.Empty:
+            pass
+
+
+def _run(backend: OnOneSlot, job: Any, slot: Slot | None) -> tuple[Any, float | None]:
+    handle = backend.submit(job, slot)
+    return handle.result(), handle.start_seconds
+
+
+class WorkloadSlots(Slots[WorkloadBackend], WorkloadBackend):
+    """A `WorkloadBackend` of several slots: the first one loads the workload and probes, then the others load it."""
+
+    @property
+    def abilities(self) -> frozenset[Ability]:  # noqa: D102 - see Backend
+        return self.backends[0].abilities
+
+    @property
+    def is_build_shared(self) -> bool:  # noqa: D102 - see Backend
+        return self.backends[0].is_build_shared
+
+    def load(self, deadline_seconds: float) -> dict[str, Any]:  # noqa: D102 - see WorkloadBackend
+        return self.on_each(lambda backend: backend.load(deadline_seconds), [0])[0]
+
+    def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:  # noqa: D102 - see WorkloadBackend
+        return self.on_each(lambda backend: backend.open(device, num_threads, deadline_seconds), [0])[0]
+
+    def open_others(self, device: str, num_threads: int | None, deadline_seconds: float) -> None:
+        """Have the workload loaded on the other slots too; see `load` and `open`."""
+
+        def open_one(backend: WorkloadBackend) -> Opened:
+            backend.load(deadline_seconds)
+            return backend.open(device, num_threads, deadline_seconds)
+
+        if any(opened.why_not_forked for opened in self.on_each(open_one, range(1, len(self.slots)))):
+            self.keep()
+
+    def share_build(self, job: Any, deadline_seconds: float) -> str | None:
+        """See `Backend`; on every slot, or on none."""
+        reasons = self.on_each(lambda backend: backend.share_build(job, deadline_seconds))
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def keep(self) -> None:
+        """See `Backend`."""
+        self.on_each(lambda backend: backend.keep())
