@@ -59,6 +59,7 @@ class Ledger:
         self._whole_space = space
         self.num_steps = num_steps
         self._write = write
+        self.num_awaited = 0
         self._actual: Ledger | None = None
 
     @property
@@ -66,9 +67,15 @@ class Ledger:
         """The ledger without what is only expected."""
         return self._actual or self
 
-    def expecting(self, records: Sequence[Record], scales: Mapping[Setting, Answer]) -> Ledger:
-        """A copy that has also what jobs that still run are expected to bring; see `pending`. It is not appended to."""
+    def expecting(
+        self, records: Sequence[Record], scales: Mapping[Setting, Answer], *, num_awaited: int = 0
+    ) -> Ledger:
+        """A copy that has also what jobs that still run are expected to bring; see `pending`. It is not appended to.
+
+        Of `num_awaited` trials nothing is expected.
+        """
         expected = copy.copy(self)
+        expected.num_awaited = num_awaited
         expected.records, expected.scales = (*self.records, *records), {**self.scales, **scales}
         expected._actual = self
         expected._forget()

@@ -26,14 +26,17 @@ EXPECTED = 0  # the number of a record that nobody made
 
 def expecting(ledger: Ledger, pending: Sequence[Trial | Check | Profile]) -> Ledger | None:
     """The ledger with what the pending jobs are expected to find: that a precision is faithful, that a setting runs as
-    fast as those around it let expect. None where nothing can be expected yet, so that what follows has to wait.
+    fast as those around it let expect. None where what follows has to wait.
+
+    While nothing was measured nothing can be expected of a trial. Then every slot gets the same one, the baseline: what
+    is compared with it later runs beside others too.
     """
     trials = [job for job in pending if isinstance(job, Trial) and job.purpose in BEFORE_CONFIRMATION]
     checks = [job for job in pending if isinstance(job, Check)]
     if any(isinstance(job, Profile) for job in pending) or any(check.what == "accumulation" for check in checks):
         return None
-    if trials and not ledger.measurements:
-        return None
+    if not ledger.measurements:
+        return ledger.expecting([], {}, num_awaited=len(trials))
     records = [_record(job, _faithful(job)) for job in checks if job.what == "fidelity"]
     if trials:
         throughputs = {c: [m.samples_per_second for m in ours] for c, ours in ledger.measurements.items()}

@@ -73,7 +73,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
 
     def may_try(self, ledger: Ledger, left_seconds: float) -> bool:
         """Whether the time that is left and the number of trials allow another one."""
-        num_tried = sum(record.purpose == "search" for record in ledger.records)
+        num_tried = ledger.num_awaited + sum(record.purpose == "search" for record in ledger.records)
         return left_seconds > self.min_trial_seconds and (self.max_trials is None or num_tried < self.max_trials)
 
     def trial(self, ledger: Ledger, setting: Setting, **fields: Any) -> Trial:
