@@ -160,7 +160,7 @@ class Runner:
         self.ledger = ledger
         self.budget = budget
         self._backend = backend
-        self._watchers = watchers
+        self._watchers = {watcher.slot: watcher for watcher in watchers}
         self._running: list[_Running] = []
         self._again: list[Trial | Check | Profile] = []
 
@@ -172,12 +172,12 @@ class Runner:
     @property
     def free(self) -> list[Slot]:
         """The slots on which none does."""
-        taken = [running.slot for running in self._running]
-        return [slot for slot in self._backend.slots if slot not in taken]
+        taken = [running.slot.name for running in self._running]
+        return [slot for slot in self._backend.slots if slot.name not in taken]
 
     def start(self, job: Trial | Check | Profile, slot: Slot) -> None:
         """Begin a job on a free slot."""
-        watcher = self._watcher(slot)
+        watcher = self._watchers[slot.name]
         meter = watcher.meter if isinstance(job, Trial) else None
         if watcher.slot is None:  # on several slots phases overlap
             watcher.phase(_phase(job))
@@ -191,9 +191,6 @@ class Runner:
         for running in self._running:
             running.num_beside = max(running.num_beside, len(self._running) - 1)
 
-    def _watcher(self, slot: Slot) -> ProgressWatcher:
-        return self._watchers[self._backend.slots.index(slot)]
-
     @property
     def again(self) -> Trial | Check | Profile | None:
         """A job that ran out of memory beside others that shared it: it is run once more, alone."""
@@ -203,7 +200,7 @@ class Runner:
         """Wait for the first job to end, and write its record down; None where it has to be run again."""
         handle = self._backend.wait([running.handle for running in self._running])
         ended = next(running for running in self._running if running.handle is handle)
-        outcome, job, watcher = handle.result(), ended.job, self._watcher(ended.slot)
+        outcome, job, watcher = handle.result(), ended.job, self._watchers[ended.slot.name]
         self._running.remove(ended)
         if job is self.again:
             self._again.pop(0)
