@@ -67,9 +67,7 @@ class Ledger:
         """The ledger without what is only expected."""
         return self._actual or self
 
-    def expecting(
-        self, records: Sequence[Record], scales: Mapping[Setting, Answer], *, num_awaited: int = 0
-    ) -> Ledger:
+    def expecting(self, records: Sequence[Record], scales: Mapping[Setting, Answer], *, num_awaited: int = 0) -> Ledger:
         """A copy that has also what jobs that still run are expected to bring; see `pending`. It is not appended to.
 
         Of `num_awaited` trials nothing is expected.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -176,6 +177,20 @@ class ClosedForm:
     def setup_seconds(self) -> float:
         """What a process takes before its first step."""
         return SETUP_SECONDS
+
+
+class Repeated(ClosedForm):
+    """One whose n-th process of a setting is the same for a `seed`, in whatever order processes are drawn."""
+
+    def __init__(self, form: ClosedForm, seed: int) -> None:
+        super().__init__(form.shape, form.noise, with_variants=form.with_variants)
+        self._seed = seed
+        self._num_drawn: Counter[Setting] = Counter()
+
+    def draw(self, setting: Setting, chance: random.Random) -> Process:
+        """A process of it."""
+        self._num_drawn[setting] += 1
+        return super().draw(setting, random.Random(f"{self._seed} {setting} {self._num_drawn[setting]}"))
 
 
 def _header(shape: Shape) -> Header:

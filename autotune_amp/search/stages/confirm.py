@@ -183,7 +183,7 @@ def confirmation(
         return
     only_baseline = Shortlist(shortlist.baseline, None, shortlist.baseline)
     yield {alone: Confirm(replace(conditions, environment={}), only_baseline, [0], until_seconds)}
-    num_rounds = max(NUM_ROUNDS_BESIDE, len(slots))
+    num_rounds = len(slots) * math.ceil(NUM_ROUNDS_BESIDE / len(slots))
     yield {
         slot: Confirm(conditions, shortlist, range(place, num_rounds, len(slots)), until_seconds, len(slots))
         for place, slot in enumerate(slots)

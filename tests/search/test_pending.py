@@ -1,0 +1,143 @@
+"""What a search expects of the jobs that run, and decides by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_backend import ScriptedSearch, candidate, fidelity, measured
+
+from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.outcome import Measurement, Outcome
+from autotune_amp.core.setting import Setting
+from autotune_amp.profile.gap import Profile
+from autotune_amp.search.ledger import Ledger
+from autotune_amp.search.pending import expecting
+from autotune_amp.search.space import Space
+from autotune_amp.search.stages.checks import next_todo
+from autotune_amp.trial.jobs import Check, Trial
+
+SIZES = (8, 16, 32, 64, 128, 256)
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
+SPACE = Space(
+    candidates=tuple(candidate(p, b) for p in PRECISIONS for b in SIZES),
+    baseline=candidate("fp32", 32),
+    checks=frozenset({"fidelity", "calibration", "accumulation"}),
+)
+
+
+def rate(setting: Setting) -> float:
+    return {"fp32": 100.0, "bf16": 200.0, "fp16": 190.0}[setting.precision] * min(1.0, setting.batch_size / 128)
+
+
+def answer(trial: Trial) -> Outcome:
+    return measured(trial, rate(trial.candidate))
+
+
+def after(*settings: Setting) -> ScriptedSearch:
+    searched = ScriptedSearch(SPACE, answer)
+    searched.measure(*settings)
+    return searched
+
+
+def trial(setting: Setting, **fields: Any) -> Trial:
+    return Trial(candidate=setting, device="cpu", **fields)
+
+
+def check(setting: Setting, **fields: Any) -> Check:
+    return Check(**{"what": "fidelity", **fields}, candidate=setting, device="cpu")
+
+
+def expected(ledger: Ledger, *pending: Any) -> Ledger:
+    found = expecting(ledger, pending)
+    assert found is not None
+    return found
+
+
+def test_a_trial_is_expected_to_run_as_those_around_it() -> None:
+    ledger = after(*(candidate("fp32", b) for b in (16, 32, 64))).ledger
+    found = expected(ledger, trial(candidate("fp32", 128))).outcomes[candidate("fp32", 128)]
+    assert isinstance(found, Measurement)
+    assert rate(candidate("fp32", 64)) < found.samples_per_second < 2 * rate(candidate("fp32", 128))
+    assert found.step_seconds == pytest.approx(128 / found.samples_per_second)
+
+
+def test_what_is_only_expected_sets_no_limits_and_is_not_kept() -> None:
+    ledger = after(candidate("fp32", 32), candidate("fp32", 64)).ledger
+    records, best = ledger.records, ledger.best
+    found = expected(ledger, trial(candidate("fp32", 256)), check(candidate("bf16", 16)))
+    assert (found.best, found.actual) == (best, ledger)
+    assert len(found.records) == len(records) + 2
+    assert ledger.records == records
+    assert candidate("fp32", 256) not in ledger.outcomes
+
+
+def test_a_pending_check_is_not_asked_for_again() -> None:
+    ledger = after(candidate("fp32", 32), candidate("bf16", 128)).ledger
+    first = next_todo(ledger)
+    assert first is not None
+    assert (first.purpose, first.setting.precision) == ("fidelity", "bf16")
+    pending = check(first.setting)
+    assert next_todo(expected(ledger, pending)) is None
+
+
+def test_a_pending_calibration_is_not_asked_for_again_and_refuses_nothing() -> None:
+    ledger = after(candidate("fp32", 32), candidate("fp16", 128)).ledger
+    assert ledger.awaits_calibration(candidate("fp16", 128))
+    found = expected(ledger, check(candidate("fp16", 128), what="calibration"))
+    assert not found.awaits_calibration(candidate("fp16", 128))
+    assert candidate("fp16", 128) in found.merits
+
+
+def test_an_expected_trial_is_not_calibrated_before_it_ran() -> None:
+    ledger = after(candidate("fp32", 32), candidate("fp16", 64)).ledger
+    found = expected(ledger, trial(candidate("fp16", 128)))
+    assert candidate("fp16", 128) in found.measurements
+    assert not found.awaits_calibration(candidate("fp16", 128))
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        check(candidate("fp32", 16), what="accumulation"),
+        Profile(device="cpu", trial=trial(candidate("fp32", 32))),
+    ],
+)
+def test_what_changes_everything_is_waited_for(job: Any) -> None:
+    assert expecting(after(candidate("fp32", 32)).ledger, [job]) is None
+
+
+def test_before_anything_ran_the_trials_are_only_counted() -> None:
+    searched = ScriptedSearch(SPACE, answer)
+    found = expected(searched.ledger, trial(SPACE.baseline), trial(SPACE.baseline))
+    assert (found.num_awaited, found.records) == (2, ())
+
+
+def test_a_verdict_that_is_there_stands_beside_an_expected_one() -> None:
+    searched = ScriptedSearch(SPACE, answer, check_answer=lambda job: fidelity(job.candidate.precision, "unfaithful"))
+    searched.measure(candidate("fp32", 32), candidate("bf16", 128))
+    found = expected(searched.ledger, check(candidate("bf16", 16)), check(candidate("fp16", 16)))
+    assert {key.precision: verdict.verdict for key, verdict in found.fidelity.items()} == {
+        "bf16": "faithful",
+        "fp16": "faithful",
+    }
+
+
+settings_of_the_space = st.sampled_from(SPACE.candidates)
+
+
+@given(
+    tried=st.lists(settings_of_the_space, min_size=1, max_size=6, unique=True),
+    pending=st.lists(settings_of_the_space, max_size=6),
+)
+def test_whatever_runs_the_expected_is_finite_and_the_ledger_as_it_was(
+    tried: list[Setting], pending: list[Setting]
+) -> None:
+    ledger = after(*tried).ledger
+    before = ledger.measured
+    found = expected(ledger, *map(trial, pending))
+    assert set(found.measured) == {*tried, *pending}
+    assert all(0 < merit.samples_per_second < 1e6 for merit in found.measured.values())
+    assert ledger.measured == before
