@@ -20,7 +20,7 @@ from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.ranking import PLATEAU
 from autotune_amp.search.run import Budget, ProgressWatcher, Runner, run
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.confirm import NUM_ROUNDS, NUM_ROUNDS_BESIDE
+from autotune_amp.search.stages.confirm import MIN_ROUNDS, NUM_ROUNDS_BESIDE
 from autotune_amp.search.stages.explore import exploring
 from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Trial
@@ -116,7 +116,7 @@ def test_rounds_beside_one_another_count_only_where_that_makes_no_difference(
     promised = form.rate(chosen) if not is_beside else form.rate(chosen) / slowdown
     assert evidence.samples_per_second == pytest.approx(promised, rel=0.01)
     rounds = {r.round for _, r in found.records if r.round is not None and not r.num_beside}
-    assert len(rounds) == (1 if is_beside else NUM_ROUNDS), "alone: the baseline once, or every round"
+    assert len(rounds) == 1 if is_beside else len(rounds) >= MIN_ROUNDS, "alone: the baseline once, or every round"
 
 
 def test_as_many_rounds_as_slots_run_at_once_and_each_stays_on_its_slot() -> None:
