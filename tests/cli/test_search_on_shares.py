@@ -1,0 +1,159 @@
+"""A real search on two shares of the CPU, by command line: read by many tests, interrupted, killed and gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import CommandLine, SharedOnce
+from real_searches import CHECKS, FP32, WORKLOADS, Searched, searched
+
+pytestmark = [
+    pytest.mark.real_time,
+    pytest.mark.skipif(
+        not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs"
+    ),
+]
+
+SEARCH = ("train.py:plain", *FP32, "--baseline", "fp32:4", "--batch-size", "1:64", "--slots", "2", "--try", "none")
+
+
+@pytest.fixture(scope="session")
+def found(shared_once: SharedOnce) -> Searched:
+    def search(folder: Path) -> Searched:
+        return searched(folder, WORKLOADS, *SEARCH, "--budget", "40")
+
+    return shared_once("searched on shares", search)
+
+
+def of(found: Searched, *purposes: str) -> list[dict[str, Any]]:
+    return [record for record in found.records if record["purpose"] in purposes]
+
+
+def test_trials_run_on_both_at_the_same_time_and_what_is_promised_is_confirmed_with_all(found: Searched) -> None:
+    trials, confirmed = of(found, "search"), of(found, "confirm")
+    assert len({record["slot"] for record in trials}) == 2
+    assert any(record["num_beside"] for record in trials)
+    assert all(record["has_share"] for record in trials)
+    assert {(r["slot"], r["num_beside"], r["has_share"]) for r in confirmed} == {(None, 0, False)}
+    slots = found.document["evidence"]["slots"]
+    assert (len(slots["names"]), slots["slowdown"], slots["is_confirmed_beside"]) == (2, None, False)
+    assert found.document["evidence"]["is_confirmed"]
+
+
+def test_it_finds_the_largest_batch_which_is_the_fastest_here(found: Searched) -> None:
+    assert found.document["config"]["batch_size"] == 64
+
+
+def test_the_report_the_progress_and_the_options_say_where(found: Searched) -> None:
+    (first, *_) = sorted({record["slot"] for record in of(found, "search")})
+    assert f"on {first}" in found.done.err
+    assert first in (found.study / "report.html").read_text()
+    assert found.document["options"]["slots"] == 2
+
+
+def test_the_answer_holds_for_any_number_of_slots(found: Searched, cli: CommandLine) -> None:
+    arguments = [word for word in SEARCH if word not in ("--slots", "2")]
+    process = subprocess.run(
+        [sys.executable, "-m", "autotune_amp", "search", *arguments, "--budget", "40", "--json"],
+        cwd=found.folder,
+        env=cli.environment,
+        capture_output=True,
+        text=True,
+    )
+    assert json.loads(process.stdout) == found.document, process.stderr
+
+
+def lines(cli: CommandLine) -> list[dict[str, Any]]:
+    path = cli.folder / "studies/train-plain/outcomes.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def wait_for_lines(cli: CommandLine, process: subprocess.Popen[str], count: int) -> None:
+    deadline = time.monotonic() + 60
+    while len(lines(cli)) < count and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_interrupted_terminated_or_killed_nothing_is_lost_and_nothing_left(cli: CommandLine) -> None:
+    cli.write("train.py", WORKLOADS)
+    known: list[dict[str, Any]] = []
+    for way in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        process = cli.start("search", *SEARCH, "--budget", "40", "--json")
+        wait_for_lines(cli, process, len(known) + 3)
+        if way == signal.SIGTERM:
+            cli.terminate_all(process)
+        else:
+            process.send_signal(way)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[way], err
+        assert cli.wait_until_alone() == []
+        found = lines(cli)
+        assert found[: len(known)] == known
+        assert len({line["number"] for line in found}) == len(found)
+        assert [line["outcome"] for line in found if line["outcome"]["outcome"] == "failure"] == []
+        known = found
+    done = cli.search(*SEARCH, "--budget", "40")
+    assert done.code == 0, done.err
+    assert lines(cli)[: len(known)] == known
+    assert done.document["search"]["num_trials"] == sum(line["purpose"] not in CHECKS for line in lines(cli))
+
+
+TRAIN = """
+import os, sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+size = int(sys.argv[1])
+open(f"cpus-{os.getpid()}", "w").write(str(sorted(os.sched_getaffinity(0))))
+model = nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+torch.manual_seed(0)
+for x, y in DataLoader(TensorDataset(torch.randn(4096, 8), torch.randn(4096, 1)), batch_size=size):
+    time.sleep(0.005)
+    optimizer.zero_grad()
+    (model(x) - y).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_training_command_is_searched_on_both(cli: CommandLine) -> None:
+    (cli.folder / "train.py").write_text(TRAIN)
+    options = ("--slots", "2", "--budget", "90", "--try", "none", "--precision", "fp32")
+    sizes = ("--effective-batch-size", "free", "--batch-size", "8:64")
+    done = cli.search(*options, *sizes, "--", "python", "train.py", "{batch_size=16}")
+    assert done.code == 0, done.err
+    assert done.document["config"]["batch_size"] == 64
+    path = cli.folder / "studies" / done.document["search"]["study"] / "outcomes.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({record["slot"] for record in records if record["purpose"] == "search"}) == 2
+    assert cli.failures() == []
+    seen = {path.read_text() for path in cli.folder.glob("cpus-*")}
+    all_cpus = sorted(os.sched_getaffinity(0))
+    assert str(all_cpus) in seen, "observed and confirmed with all"
+    shares = [set(json.loads(text)) for text in seen - {str(all_cpus)}]
+    assert len(shares) == 2
+    assert not set.intersection(*shares)
+
+
+def test_slots_are_for_a_cpu_and_no_more_than_it_has(cli: CommandLine) -> None:
+    for options, said in (
+        (("--slots", "100000"), "CPUs"),
+        (("--slots", "2", "--devices", "all"), "--devices"),
+        (("--devices", "0,x"), "--devices"),
+        (("--device", "cpu", "--devices", "all"), "--devices"),
+    ):
+        done = cli.search(*options)
+        assert (done.code, done.document["error"]["kind"]) == (2, "invalid_request")
+        assert said in done.document["error"]["message"] + done.document["error"]["next_step"]
