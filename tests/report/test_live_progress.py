@@ -104,6 +104,24 @@ def test_live_display_follows_every_event(monkeypatch: pytest.MonkeyPatch) -> No
     assert re.fullmatch(r"(\r|\x1b\[(1A|2K))+", shown), "the cursor is back and the display erased"
 
 
+def test_live_display_has_a_line_for_each_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune_amp.report.progress._DRAW_SECONDS", 0.0)
+    stream = FakeTerminal()
+    progress = started(stream)
+    for number, slot in ((1, "cuda:1"), (2, "cuda:0")):
+        progress.trial_started(number, Setting(precision="fp32", batch_size=8), "search", slot)
+    stream.seen()
+    progress.step(7, 0.0123, "cuda:1")
+    shown = " ".join(stream.seen().split())
+    assert shown.endswith(
+        "cuda:0 fp32 batch 8 trial 2: setting up cuda:1 fp32 batch 8 trial 1: step 7, 12.3 ms each best -"
+    )
+    progress.trial_ended(record(measurement(), number=1, slot="cuda:1"), BEST)
+    shown = " ".join(stream.seen().split())
+    assert "on cuda:1" in shown
+    assert "trial 2: setting up best" in shown, "the line of a slot without a trial is gone"
+
+
 def test_traceback_of_the_users_code_is_shown_once() -> None:
     stream = io.StringIO()
     progress = TerminalProgress(stream)

@@ -102,6 +102,21 @@ def test_the_course_holds_every_record_end_to_end_and_the_best_that_was_not_rule
     assert best.y[-1] == 800
 
 
+def test_on_several_slots_the_course_has_a_bar_for_each_with_one_record_at_a_time() -> None:
+    slots = ("cuda:0", "cuda:1")
+    on_slots = [
+        msgspec.structs.replace(r, slot=slots[number % 2], seconds=1.0 + number) for number, r in enumerate(RECORDS)
+    ]
+    figure: Any = course(MADE, on_slots)
+    bars = sorted(
+        (y, b, b + x) for t in figure.data if t.type == "bar" for y, b, x in zip(t.y, t.base, t.x, strict=True)
+    )
+    assert {slot for slot, _, _ in bars} == set(slots)
+    for (slot, _, end), (other, start, _) in pairwise(bars):
+        assert slot != other or start >= end - 1e-9
+    assert max(end for _, _, end in bars) < sum(r.seconds for r in on_slots)
+
+
 @pytest.mark.parametrize(("accumulation_steps", "moved_by"), [(1, 12), (4, 10)])
 def test_the_histogram_moves_by_the_loss_scale_over_the_passes_of_a_window(
     accumulation_steps: int, moved_by: int

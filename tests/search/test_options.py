@@ -17,6 +17,8 @@ from autotune_amp.search.options import _OPTIONS, DEFAULT_NUM_STEPS, MAX_STEPS, 
         *[("budget", value) for value in ("60", None, True, 0, -1.0, float("nan"), float("inf"))],
         *[("trials", value) for value in ("3", 2.0, True, 0)],
         *[("device", value) for value in (None, 0, "gpu")],
+        *[("devices", value) for value in ("", "cuda:0", "0,-1", (), (True,), 3)],
+        *[("slots", value) for value in ("2", 0, 1.0, True)],
         *[("memory_fraction", value) for value in ("x", None, True, 0.0, 1.1)],
         *[("study", value) for value in (3, "", "..", "a/b")],
         *[("effective_batch_size", value) for value in ("64x", "", "0", 64.0, True, 0, "none")],
@@ -42,6 +44,28 @@ def test_what_makes_sense_is_taken() -> None:
     for given, meant in (("free", "free"), ("64", 64)):
         assert SearchOptions.from_user(effective_batch_size=given).effective_batch_size == meant
     assert isinstance(SearchOptions.from_user(budget=60).budget_seconds, float), "the cache knows 60 and 60.0 as one"
+
+
+@pytest.mark.parametrize(
+    ("given", "first"),
+    [
+        ({}, "auto"),
+        ({"device": "cuda:1"}, "cuda:1"),
+        ({"devices": "all"}, "cuda"),
+        ({"devices": "3,1"}, "cuda:3"),
+        ({"slots": 2}, "cpu"),
+    ],
+)
+def test_the_first_of_several_devices_is_the_one_that_is_probed(given: dict[str, Any], first: str) -> None:
+    assert SearchOptions.from_user(**given).first_device == first
+
+
+@pytest.mark.parametrize(
+    "given", [{"slots": 2, "devices": "all"}, {"slots": 2, "device": "cuda"}, {"devices": (0, 1), "device": "cpu"}]
+)
+def test_slots_are_of_a_cpu_or_of_cards(given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="--devices"):
+        SearchOptions.from_user(**given)
 
 
 def test_ranks_share_the_effective_batch_evenly() -> None:
@@ -72,6 +96,9 @@ def test_the_training_to_come_in_optimizer_steps(given: dict[str, Any], expected
         {"budget": 30, "trials": 4, "device": "cuda:1", "seed": 7, "memory_fraction": 0.5},
         {"precision": ["fp32", "bf16"], "batch_size": "8:256", "effective_batch_size": 64, "baseline": "fp32:32"},
         {"effective_batch_size": "free", "try_": "none", "objective": "memory"},
+        {"devices": "all"},
+        {"devices": "2,0", "device": "cuda"},
+        {"slots": 2},
         {"try_": ["compile", "channels_last"], "steps": 1000, "price_per_hour": 2.5},
         {"samples": 10**6, "study": "mine", "out": "elsewhere", "storage": "sqlite://"},
     ],
