@@ -110,9 +110,9 @@ class _Search:
         self.budget = Budget(options.budget_seconds, max(1, len(found.slots)))
         self.folder = folder
         self._meter = LoadMeter(identify(options.first_device).uuid)
-        self._load_notes = (*found.notes, *host.load_notes())  # before our own work is part of it
+        self._load_notes = host.load_notes()  # before our own work is part of it
         self.watcher = ProgressWatcher(progress, self.budget, self._meter)
-        self._slots = found.slots
+        self._slots, self._slots_left_out = found
         self._watchers = [ProgressWatcher(progress, self.budget, LoadMeter(s.uuid), s.name) for s in found.slots]
         self._source = source
         self._options = options
@@ -151,6 +151,8 @@ class _Search:
         A search that begins and `asks_others` tries early what they found for the same code.
         """
         opened = self._open(backend)
+        for line in self._slots_left_out:
+            self._warn(line)
         if isinstance(backend, WorkloadSlots):
             self.watcher.phase(f"loading the workload on {len(self._slots)} slots")
             backend.open_others(opened.hardware.device, self._source.num_threads(), self.budget.left())
@@ -308,6 +310,11 @@ class _Search:
         if opened.why_not_forked is not None:
             self._warnings.append(f"Trials shared one process until it failed: {opened.why_not_forked}.")
         hardware = opened.hardware
+        if self._slots and opened.description.num_ranks > 1:
+            raise InvalidRequestError(
+                f"The command trains on {opened.description.num_ranks} ranks, and a slot has room for one.",
+                "Leave --devices and --slots out: its trials run one after the other.",
+            )
         held = max(hardware.memory.held_by_caller, held_bytes(hardware.device))
         hardware = replace(hardware, memory=replace(hardware.memory, held_by_caller=held))
         self._progress.found_hardware(hardware)
