@@ -41,6 +41,7 @@ def recommend_config(
     device: str = "auto",
     devices: Sequence[int] | str | None = None,
     slots: int | None = None,
+    ranks: int = 1,
     precision: Sequence[str] | str | None = None,
     batch_size: str | tuple[int, int] | None = None,
     effective_batch_size: int | str | None = None,
@@ -65,7 +66,8 @@ def recommend_config(
     LaunchLine: any training command. The embedded one if left out. `budget` is wall-clock seconds for everything.
     `devices` are NVIDIA cards to search on at the same time, "all" or their numbers as CUDA counts them; they must be
     of one model. `slots` is a number of shares of the CPU, for trials alone: what is promised is confirmed with all of
-    it.
+    it. `ranks` processes of this host train each trial together under DistributedDataParallel, on a CPU on shares of
+    it, on cards one on each.
     `batch_size` is "LOW:HIGH" or a pair, `baseline` "PRECISION:BATCH" or a pair: what you run today.
     `effective_batch_size` is kept exactly, by accumulation: samples per optimizer step over all ranks, that of the
     DataLoader if left out; "free" lets the search change it.

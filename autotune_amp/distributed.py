@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -168,6 +169,14 @@ def left_no_answer(path: Path, cached: Recommendation | None, fingerprint: Finge
         "Call recommend_config() alike in every process and before the training starts, with the workload itself and "
         "not its name; or start the script with torchrun, which needs neither.",
     )
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens at."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
 
 
 def alone(num_ranks: int, device: str) -> tuple[str, ...]:

@@ -156,6 +156,15 @@ class SlotsEvidence(msgspec.Struct, frozen=True, kw_only=True):
     is_confirmed_beside: bool = False
 
 
+class RanksEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """What `num_ranks` that train together reach of as many times what one reaches alone: their `efficiency`; None
+    where there was no time to measure that."""
+
+    num_ranks: int
+    one_rank_samples_per_second: float | None = None
+    efficiency: float | None = None
+
+
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured of the recommended config.
 
@@ -168,7 +177,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     device draws, `load` where nobody looked. `is_build_shared`: what was measured shared a model that was built once.
     `are_processes_shared`: each process measured everything that was confirmed, in turn. `search_samples_per_second`
     is what the search's trials reached, where the confirmation is more than half off it: then the interval holds both.
-    `slots` is None where one job ran at a time.
+    `slots` is None where one job ran at a time, `ranks` where one process trained, or a command its own.
     """
 
     samples_per_second: float
@@ -196,6 +205,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     search_samples_per_second: float | None = None
     are_processes_shared: bool = False
     slots: SlotsEvidence | None = None
+    ranks: RanksEvidence | None = None
 
 
 # --- in lines
@@ -306,6 +316,15 @@ def slots_line(found: SlotsEvidence) -> str:
     if found.is_confirmed_beside:
         return f"{text}, confirmed so too: that was {seen}, which may be chance (up to {100 * found.chance:.1f} %)"
     return f"{text}, confirmed alone: beside one another it was {seen}"
+
+
+def ranks_line(found: RanksEvidence) -> str:
+    """How many ranks train together, and what exchanging gradients costs them."""
+    text = f"{found.num_ranks} train together under DistributedDataParallel"
+    if found.efficiency is None or found.one_rank_samples_per_second is None:
+        return f"{text}; one alone was not measured, for want of time"
+    share = f"{100 * found.efficiency:.0f} % of {found.num_ranks} times what one reaches alone"
+    return f"{text} at {share} ({rate(found.one_rank_samples_per_second)})"
 
 
 def loss_scale_line(scale: LossScale, known: LossScaleEvidence | None) -> str:

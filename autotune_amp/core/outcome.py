@@ -12,10 +12,20 @@ from autotune_amp.core.hardware import MachineLoad
 from autotune_amp.core.setting import Setting
 
 # search: a candidate tried; fallback: a plan for a lower rung; confirm: again in a fresh process in the recommended
-# environment (the baseline: in the user's own); plain: the winner once in the user's own environment. The others are no
+# environment (the baseline: in the user's own); plain: the winner once in the user's own environment; one_rank: what
+# several ranks train, on one of them; outlook: beyond the effective batch size. The others are no
 # trials but checks, of what a precision or accumulation does to the gradient, and a profile of the winner.
 Purpose: TypeAlias = Literal[
-    "search", "fallback", "confirm", "plain", "outlook", "fidelity", "calibration", "accumulation", "profile"
+    "search",
+    "fallback",
+    "confirm",
+    "plain",
+    "one_rank",
+    "outlook",
+    "fidelity",
+    "calibration",
+    "accumulation",
+    "profile",
 ]
 FailureKind: TypeAlias = Literal["oom", "timeout", "nonfinite", "unsupported", "crash", "workload_error"]
 
@@ -328,7 +338,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     training steps itself. `accumulation_steps` are the passes behind an optimizer step today; with `weighs_passes` the
     training weighs them. `trainer` names the framework's loop that it is confirmed in, None for that of the trials.
     `unsettable` says of a precision, or of a dimension by its name, why it cannot be set to anything but what it is
-    today; `notes` what the user is to know of the measurements. Throughput is that of all its `num_ranks` together.
+    today; `notes` what the user is to know of the measurements. Throughput is that of all its `num_ranks` together;
+    it `is_ranked` where these are ours, and not a command's own.
     `checks` are the kinds of check that can be answered, *later* being fidelity on trained weights and *profile* where
     the time of a step goes, at a batch size of `check_batch_size` at most: what rounding does hardly moves with it
     (studies/README.md). `loader` is what makes a command's training loader: ``file:function:line``; without one,
@@ -360,6 +371,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     unsettable: dict[str, str] = {}
     notes: tuple[str, ...] = ()
     num_ranks: int = 1
+    is_ranked: bool = False
     checks: tuple[str, ...] = ("fidelity", "later", "calibration", "accumulation", "profile")
     check_batch_size: int = 16
     loader: str | None = None

@@ -243,6 +243,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
             ("energy", None if joules is None else f"{joules:.3g} J a sample"),
             ("job", None if self.job is None else explain.job_line(self.job)),
             ("slots", None if evidence.slots is None else explain.slots_line(evidence.slots)),
+            ("ranks", None if evidence.ranks is None else explain.ranks_line(evidence.ranks)),
             ("reason", one_line(self.reason)),
             ("outlook", None if self.outlook is None else explain.outlook_line(self.outlook)),
             ("pauses", ", ".join(taken) or None),

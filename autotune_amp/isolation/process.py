@@ -29,6 +29,7 @@ from autotune_amp.trial.failures import num_oom_kills, of_exit
 
 _NO_DEADLINES = Deadlines()
 TICK_SECONDS = 0.1
+ENDED = "it was ended, as nobody waits for it"
 _OUTPUT_TAIL_CHARACTERS = 4000
 _EXIT_SECONDS = 10.0
 _SIGNAL_SECONDS = 1.0
@@ -49,6 +50,10 @@ class Watcher:
 
     def output(self, text: str) -> None:
         """The user's own code printed something."""
+
+    def is_over(self) -> bool:
+        """Whether what is waited for is wanted no more, and is to be ended."""
+        return False
 
     def ending(self) -> None:
         """The process and all that came of it are about to be killed."""
@@ -147,11 +152,13 @@ class Process:
             if event is not None and event != "so far":
                 limit = None if allowed is None else now + allowed
             overdue = None
-            if until is not None and now > until:
+            if self._watcher.is_over():
+                overdue = ENDED
+            elif until is not None and now > until:
                 overdue = f"it was still {phase} when its time was up"
             elif limit is not None and now > limit:
                 overdue = f"a step took longer than {allowed:.1f} s ({phase})"
-            if overdue is not None and ends_with_exit:
+            if overdue is not None and ends_with_exit and event != "exit":
                 self._kill_child()
             if answer is not None and (not ends_with_exit or event == "exit" or overdue is not None):
                 return _value(answer)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -32,6 +34,16 @@ def found(devices: Sequence[int] | Literal["all"] | None, num_shares: int | None
     if num_shares is not None:
         return shares_of_the_cpu(num_shares)
     return Found(()) if devices is None else cards(devices)
+
+
+def of_ranks(num_ranks: int, device: str) -> tuple[Slot, ...]:
+    """A place for each rank of a training on the device's kind: a share of the CPU, or a card, all of which it sees.
+
+    Raises `InvalidRequestError` where there are too few, and where the cards are of several models.
+    """
+    if device == "cpu":
+        return shares_of_the_cpu(num_ranks).slots
+    return tuple(Slot(slot.name or "", slot.name) for slot in cards(range(num_ranks)).slots)
 
 
 def cards(devices: Sequence[int] | Literal["all"]) -> Found:
@@ -144,6 +156,9 @@ class _InThread(Watcher):
         if self._is_closed.is_set():
             raise _ClosedError
 
+    def is_over(self) -> bool:
+        return self._watcher.is_over()
+
     def step(self, num_steps: int, step_seconds: float) -> None:
         self._calls.put(partial(self._watcher.step, num_steps, step_seconds))
 
@@ -208,10 +223,15 @@ class Slots(Generic[S]):
 
     def wait_for(self, future: Future[T]) -> T:
         """What a slot's thread returns, or raises."""
-        while not future.done():
-            self._hear()
+        self.wait_seconds(future, math.inf)
         self._pass_on(0.0)
         return future.result()
+
+    def wait_seconds(self, future: Future[Any], seconds: float) -> None:
+        """Wait so long at the most."""
+        until = time.monotonic() + seconds
+        while not future.done() and time.monotonic() < until:
+            self._hear()
 
     def on_each(self, ask: Callable[[S], T], places: Sequence[int] | None = None) -> list[T]:
         """What the backends answer, each asked in its thread, all at the same time."""

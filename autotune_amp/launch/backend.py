@@ -15,10 +15,11 @@ from autotune_amp.core.errors import BudgetTooSmallError, WorkloadError
 from autotune_amp.core.job import Deadlines, Job
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
+from autotune_amp.distributed import free_port
 from autotune_amp.isolation.local import Ability, Handle, Opened, Slot, WorkloadBackend
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.launch import measure
-from autotune_amp.launch.command import Command, free_port
+from autotune_amp.launch.command import Command
 from autotune_amp.launch.frozen_pair import FrozenPair, pair
 from autotune_amp.launch.known_arguments import with_placeholders
 from autotune_amp.launch.ranks import Rank

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import getpass
 import os
-import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.setting import Setting
+from autotune_amp.distributed import free_port
 from autotune_amp.isolation.local import TRIAL_ENVIRONMENT
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.launch.made import remembered
@@ -88,11 +88,3 @@ class Command:
 def _compilers_cache() -> dict[str, str]:
     """Where torch keeps what it compiled, which is beside TMPDIR and so gone with each run, unless told otherwise."""
     return {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}"))}
-
-
-def free_port() -> int:
-    """A port of this host that nobody listens at."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port

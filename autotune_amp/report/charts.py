@@ -325,7 +325,18 @@ def _row_hover(row: CandidateRow) -> str:
 # --- the search as it went -----------------------------------------------------------------------------------------
 
 # What a record was made for, in the order in which a search comes to it; the last stands lowest.
-_PURPOSES = ("accumulation", "search", "fidelity", "calibration", "profile", "fallback", "confirm", "plain", "outlook")
+_PURPOSES = (
+    "accumulation",
+    "search",
+    "fidelity",
+    "calibration",
+    "profile",
+    "fallback",
+    "confirm",
+    "plain",
+    "one_rank",
+    "outlook",
+)
 
 
 class Span(NamedTuple):

@@ -143,7 +143,7 @@ class Ledger:
     @property
     def num_failures(self) -> int:
         """Trials that failed; an outlook looks for the end of what fits."""
-        return sum(isinstance(r.outcome, Failure) and r.purpose != "outlook" for r in self.trials)
+        return sum(isinstance(r.outcome, Failure) and r.purpose not in ("one_rank", "outlook") for r in self.trials)
 
     @cached_property
     def failures(self) -> dict[Setting, Failure]:

@@ -29,9 +29,9 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     share of the available memory that a trial may take. `effective_batch_size` is that of all `num_ranks` together;
     None is what the data comes with, "free" none at all.
     `variants` are the further dimensions to try, None for what is safe. `devices` are the numbers of the NVIDIA cards
-    to use at the same time, `slots` is a number of shares of the CPU; both None: one device, as `device` says. The
-    training to come has `num_steps` optimizer steps or `num_samples` samples: a loss scale is judged over them,
-    `DEFAULT_NUM_STEPS` where neither is given.
+    to use at the same time, `slots` is a number of shares of the CPU; both None: one device, as `device` says. `ranks`
+    processes train a trial together. The training to come has `num_steps` optimizer steps or `num_samples` samples: a
+    loss scale is judged over them, `DEFAULT_NUM_STEPS` where neither is given.
     """
 
     budget_seconds: float = 110.0
@@ -39,6 +39,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"
     devices: tuple[int, ...] | Literal["all"] | None = None
     slots: int | None = None
+    ranks: int = 1
     precisions: tuple[Precision, ...] | None = None
     variants: tuple[str, ...] | None = None
     batch_size: tuple[int, int] | None = None
@@ -83,6 +84,9 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
             except (ValueError, TypeError) as error:
                 raise _wrong(name, value, wanted) from error
         found = cls(**fields)
+        if found.ranks > 1 and (num_ranks > 1 or found.slots is not None or found.devices is not None):
+            raise _wrong("ranks", found.ranks, "left out under a launcher, and where --devices or --slots is given")
+        num_ranks *= found.ranks
         effective = found.effective_batch_size
         if isinstance(effective, int) and effective % num_ranks:
             raise _wrong("effective_batch_size", effective, f"a multiple of the {num_ranks} ranks that share it")
@@ -231,6 +235,7 @@ _OPTIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "device": (_that(_matching(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")), "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N"),
     "devices": (_devices, "all, or numbers of cards such as 0,1"),
     "slots": (_that(is_count), "a whole number from 1 up"),
+    "ranks": (_that(lambda given: _is_whole(given) and given >= 1), "a whole number from 1 up"),
     "precision": (_precisions, f"one of {', '.join(PRECISIONS)}, or several in a list"),
     "try_": (_variants, f"auto, none or some of {', '.join(_VARIANTS)}"),
     "batch_size": (_batch_range, "LOW:HIGH with 1 <= LOW <= HIGH, such as 8:256"),

@@ -58,7 +58,7 @@ def failures(records: Sequence[Record]) -> dict[Setting, Failure]:
     found: dict[Setting, Failure] = {}
     for record in records:
         failure, purpose = record.outcome, record.purpose
-        if not isinstance(failure, Failure) or purpose in ("plain", "outlook") or not is_trial(record):
+        if not isinstance(failure, Failure) or purpose in ("plain", "one_rank", "outlook") or not is_trial(record):
             continue
         is_stalled = purpose == "confirm" or (purpose == "search" and record.candidate in ran)
         if failure.kind != "timeout" or not is_stalled:

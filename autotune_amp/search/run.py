@@ -289,6 +289,7 @@ _PHASES = {
     "calibration": "calibrating the loss scale",
     "profile": "taking a step of the best apart",
     "fallback": "measuring fallbacks",
+    "one_rank": "measuring one rank alone",
     "outlook": "looking beyond the effective batch size",
     "confirm": "confirming in fresh processes",
     "plain": "confirming in fresh processes",

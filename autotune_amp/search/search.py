@@ -27,8 +27,9 @@ from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import host, identify, machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation import slots
-from autotune_amp.isolation.local import Backend, Slot, WorkloadBackend
+from autotune_amp.isolation.local import Backend, Isolation, Slot, WorkloadBackend
 from autotune_amp.isolation.process import Watcher
+from autotune_amp.isolation.ranks import RankedBackend
 from autotune_amp.isolation.slots import Slots, WorkloadSlots
 from autotune_amp.search.answer import explain
 from autotune_amp.search.answer.decide import recommend
@@ -39,7 +40,14 @@ from autotune_amp.search.run import Budget, ProgressWatcher, Runner, Stage, run,
 from autotune_amp.search.source import Opened, Source, held_bytes, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.search.stages.checks import AccumulationCheck, Checks, LaterChecks, LossScales
-from autotune_amp.search.stages.confirm import ConfirmingProcesses, LargerBatches, confirmation, reserved_seconds
+from autotune_amp.search.stages.confirm import (
+    MIN_ROUNDS,
+    ConfirmingProcesses,
+    LargerBatches,
+    OneRank,
+    confirmation,
+    reserved_seconds,
+)
 from autotune_amp.search.stages.explore import exploring, left_to_explore, share_building
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.stages.trials import MIN_TRIAL_SECONDS, Conditions
@@ -113,6 +121,8 @@ class _Search:
         self._load_notes = host.load_notes()  # before our own work is part of it
         self.watcher = ProgressWatcher(progress, self.budget, self._meter)
         self._slots, self._slots_left_out = found
+        kind = identify(options.first_device).type
+        self._ranks = slots.of_ranks(options.ranks, kind) if options.ranks > 1 else (Slot(kind),)
         self._watchers = [ProgressWatcher(progress, self.budget, LoadMeter(s.uuid), s.name) for s in found.slots]
         self._source = source
         self._options = options
@@ -123,10 +133,24 @@ class _Search:
     def backend(self) -> WorkloadBackend:
         """Where the search's jobs run, on all of its slots."""
         if not self._slots:
-            return self._source.backend(self.watcher)
-        return WorkloadSlots(
-            self._slots, lambda slot, watcher: self._source.backend(watcher, slot=slot), self._watchers
-        )
+            return self._start(self.watcher)
+        return WorkloadSlots(self._slots, lambda slot, watcher: self._start(watcher, slot=slot), self._watchers)
+
+    def _start(
+        self,
+        watcher: Watcher,
+        isolation: Isolation | None = None,
+        environment: dict[str, str] | None = None,
+        slot: Slot | None = None,
+    ) -> WorkloadBackend:
+        """A backend of the source, on its ranks where there are several."""
+        if len(self._ranks) == 1:
+            return self._source.backend(watcher, isolation, environment, slot)
+
+        def of_rank(rank: Slot, watcher: Watcher) -> WorkloadBackend:
+            return self._source.backend(watcher, isolation, environment, rank)
+
+        return RankedBackend(self._ranks, of_rank, watcher)
 
     def _like(self, fingerprint: Fingerprint) -> Setting | None:
         """What the storage has as the answer for the same code on a device of the same model, asked for otherwise."""
@@ -275,6 +299,8 @@ class _Search:
         with closing(self._confirming_processes(conditions)) as fresh:
             watchers = self._watchers if len(fresh.slots) > 1 else [self.watcher]
             runner = Runner(fresh, ledger, self.budget, watchers)
+            for _ in run([OneRank(conditions, 2 * MIN_ROUNDS)] if len(self._ranks) > 1 else [], runner):
+                pass
             for stages in confirmation(conditions, chosen, fresh.slots, ledger, self.budget):
                 for _ in run_beside(stages, runner):
                     pass
@@ -286,7 +312,7 @@ class _Search:
         """On every card; on a CPU with all of it, since the run to come has no less."""
 
         def make(slot: Slot, watcher: Watcher) -> ConfirmingProcesses:
-            start = partial(self._source.backend, watcher, slot=slot)
+            start = partial(self._start, watcher, slot=slot)
             return ConfirmingProcesses(start, slot, are_shared=conditions.shares_processes)
 
         if not self._slots or conditions.hardware.device == "cpu":

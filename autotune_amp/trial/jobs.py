@@ -50,6 +50,7 @@ class Trial(Job[Measurement], frozen=True, kw_only=True):
     `step_deadline_seconds` are enforced by the parent, which kills the process. `worst_samples` are the largest of the
     dataset that were found, in order; empty where they are alike or the workload names its worst batch itself.
     `is_loss_sum`: the loss is a sum over its samples, so that it is not divided by the accumulation steps.
+    `num_ranks` processes train it together, of which this is the `rank`; they meet at `meeting`, "address:port".
     `ending_seconds` is what the workload's evaluation and checkpoint may take after the measuring, with the parent's
     deadline; None: they are not run. `environment` is what its process starts with beyond the caller's, `round` the
     confirmation's.
@@ -76,6 +77,9 @@ class Trial(Job[Measurement], frozen=True, kw_only=True):
     ending_seconds: float | None = None
     environment: dict[str, str] = msgspec.field(default_factory=dict)
     round: int | None = None
+    rank: int = 0
+    num_ranks: int = 1
+    meeting: str = ""
 
     @property
     def deadlines(self) -> Deadlines:

@@ -282,7 +282,7 @@ class _StepTimer:
                     asked = time.perf_counter()
                     batch = training.next_batch()
                     data_seconds += time.perf_counter() - asked
-                losses.append(training.forward_backward(batch))
+                losses.append(training.forward_backward(batch, is_last=number == self._num_micro - 1))
                 del batch
             if self._is_split:
                 synchronize(training.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,9 @@ class BaseTraining(ABC):
         self.spec = spec
         self.workload = workload
         self.device = torch.device(spec.device)
-        self.model = model
+        # What the loss calls, and how a pass is run whose gradients stay here: other ranks may exchange them.
+        self.model = self.called = model
+        self.no_sync: Callable[[], AbstractContextManager[object]] = nullcontext
         self.batches, self.loader = data.opened(workload.data, spec.candidate.batch_size, spec.candidate.num_workers)
         self._taken: list[Any] = []
         self._last_batch: Any = None
@@ -116,8 +118,11 @@ class BaseTraining(ABC):
         self.workload.checkpoint(*self.parts, folder)
 
     @abstractmethod
-    def forward_backward(self, batch: Any) -> Tensor:
-        """Move the batch to the device and add its gradients; returns a copy of the loss, of no dimension."""
+    def forward_backward(self, batch: Any, *, is_last: bool = True) -> Tensor:
+        """Move the batch to the device and add its gradients; returns a copy of the loss, of no dimension.
+
+        Ranks exchange their gradients in the pass that `is_last` of its optimizer step.
+        """
 
     @abstractmethod
     def update(self) -> None:
@@ -171,13 +176,14 @@ class Training(BaseTraining):
         """Whether its steps are to be those of the workload's own `fit`."""
         return self.spec.is_confirmation and self.workload.fit is not None
 
-    def forward_backward(self, batch: Any) -> Tensor:  # noqa: D102 - see BaseTraining
+    def forward_backward(self, batch: Any, *, is_last: bool = True) -> Tensor:  # noqa: D102 - see BaseTraining
         batch = self._on_device(batch)
-        with self.autocast():
-            loss = self.loss(self.model, batch)
-        divisor = 1 if self.spec.is_loss_sum else self.spec.candidate.accumulation_steps
-        scaled = loss / divisor if divisor > 1 else loss
-        torch.autograd.backward(scaled if self.scaler is None else self.scaler.scale(scaled))
+        with nullcontext() if is_last else self.no_sync():
+            with self.autocast():
+                loss = self.loss(self.called, batch)
+            divisor = 1 if self.spec.is_loss_sum else self.spec.candidate.accumulation_steps
+            scaled = loss / divisor if divisor > 1 else loss
+            torch.autograd.backward(scaled if self.scaler is None else self.scaler.scale(scaled))
         self._last_loss = loss
         # Under CUDA graphs each pass of a compiled loss overwrites what the one before it returned.
         return loss.detach().clone().reshape(())
@@ -227,7 +233,7 @@ class LoopTraining(BaseTraining):
     def trained(self) -> Trained:  # noqa: D102 - see BaseTraining
         return self.state.trained_parts(self.device)
 
-    def forward_backward(self, batch: Any) -> Tensor:
+    def forward_backward(self, batch: Any, *, is_last: bool = True) -> Tensor:  # noqa: ARG002 - it is always a step
         """Move the batch to the device and take the step; returns the sum of the losses that amp saw, detached."""
         batch = self._on_device(batch)
         self._amp.begin()

@@ -8,7 +8,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from autotune_amp.hardware import cuda, measure
 from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.torch_state import CUDA_FLAGS
-from autotune_amp.trial import data, failures
+from autotune_amp.trial import data, failures, ranks
 from autotune_amp.trial.context import Context, LoopState, each, make_optimizer
 from autotune_amp.trial.energy import EnergyMeter, counter_of
 from autotune_amp.trial.jobs import Check, Describe, Probe, Trial
@@ -192,7 +192,7 @@ def guarded(context: Context, spec: Trial | Check, action: Callable[[], Result])
 def prepare(context: Context, spec: Trial | Check) -> tuple[PeakMemory, float]:
     """Seed, start the accelerator and limit the memory; returns what watches it, and the start's seconds."""
     device = torch.device(spec.device)
-    torch_state.seed(spec.seed)
+    torch_state.seed(spec.seed + (spec.rank if isinstance(spec, Trial) else 0))  # other samples on each
     context_seconds = _start_accelerator(device)
     memory = PeakMemory(device, spec.memory_limit_bytes, context.build_memory, context.template_file_bytes)
     return memory, context_seconds
@@ -224,10 +224,13 @@ def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
     memory, context_seconds = prepare(context, spec)
     is_build_shared = context.build_memory is not None
     started = time.perf_counter()
-    with closing(
-        make_training(context.workload, context.model_for(spec.candidate, torch.device(spec.device)), spec)
-    ) as training:
+    with ExitStack() as stack:
+        model = context.model_for(spec.candidate, torch.device(spec.device))
+        training = stack.enter_context(closing(make_training(context.workload, model, spec)))
         build_seconds = time.perf_counter() - started
+        stack.enter_context(ranks.joined(training))
+        if spec.rank:
+            ranks.follow(training)
         device = training.device
         meter = EnergyMeter(counter_of(device.type, cuda.uuid(device) if device.type == "cuda" else None))
         tell({"event": "first step"})
@@ -299,7 +302,7 @@ def _measurement(spec: Trial, timing: Timing, **measured: Any) -> Measurement:
     return Measurement(
         step_seconds=step_seconds,
         step_seconds_interval=(min(low, step_seconds), max(high, step_seconds)),
-        samples_per_second=spec.candidate.effective_batch_size / step_seconds,
+        samples_per_second=spec.num_ranks * spec.candidate.effective_batch_size / step_seconds,
         **msgspec.structs.asdict(timing),
         **measured,
     )

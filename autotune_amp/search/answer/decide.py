@@ -25,6 +25,7 @@ from autotune_amp.core.evidence import (
     Outlook,
     PlainEnvironment,
     ProcessPeak,
+    RanksEvidence,
     SlotsEvidence,
     WorkersTried,
 )
@@ -186,6 +187,24 @@ def gather(
         accumulation=ledger.accumulation,
         load=machine_load.evidence(chosen.loads),
         slots=_slots(ledger.records),
+        ranks=_ranks(chosen, ledger.records, description),
+    )
+
+
+def _ranks(chosen: Runs, records: Sequence[Record], description: Description | None) -> RanksEvidence | None:
+    if description is None or not description.is_ranked:
+        return None
+    num_ranks, alone = description.num_ranks, [r for r in records if r.purpose == "one_rank"]
+    speeds = [
+        r.outcome.samples_per_second
+        for r in alone
+        if isinstance(r.outcome, Measurement) and r.candidate == chosen.candidate
+    ]
+    if not speeds:
+        return RanksEvidence(num_ranks=num_ranks)
+    one = median(speeds)
+    return RanksEvidence(
+        num_ranks=num_ranks, one_rank_samples_per_second=one, efficiency=chosen.speed / (num_ranks * one)
     )
 
 

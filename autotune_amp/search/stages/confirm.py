@@ -283,6 +283,38 @@ def _start_seconds(record: Record) -> float:
 
 
 @dataclass
+class OneRank:
+    """Runs what won once more on one rank, so that it is known what exchanging gradients costs.
+
+    There has to be time for `num_others` such processes besides.
+    """
+
+    is_exclusive: ClassVar[bool] = True
+    conditions: Conditions
+    num_others: int
+
+    def next(self, ledger: Ledger, budget: Budget) -> Trial | None:
+        """The trial, as a process of the confirmation would run it, where there is time for it."""
+        chosen, left = ledger.finalists, budget.left()
+        if chosen is None or any(record.purpose == "one_rank" for record in ledger.records):
+            return None
+        seconds = start_seconds(ledger.records, self.conditions.start_seconds) + run_seconds(ledger, chosen.winner)
+        if left < SAFETY * (1 + self.num_others) * seconds:
+            return None
+        return self.conditions.trial(
+            ledger,
+            chosen.winner,
+            purpose="one_rank",
+            num_ranks=1,
+            environment=self.conditions.environment,
+            hold_heap=False,
+            num_steps=(MAX_STEPS, MAX_STEPS),
+            measure_seconds=MEASURE_SECONDS,
+            deadline_seconds=left,
+        )
+
+
+@dataclass
 class LargerBatches:
     """Doubles the effective batch size, without accumulation, until memory, speed or the budget ends it.
 

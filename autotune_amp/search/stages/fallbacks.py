@@ -97,7 +97,7 @@ def fallback_plans(
     failed = ranking.failures(records)
     measured: dict[Setting, list[Measurement]] = {}
     for record in records:
-        if isinstance(record.outcome, Measurement) and record.purpose != "plain":  # no plan is run so
+        if isinstance(record.outcome, Measurement) and record.purpose not in ("plain", "one_rank"):  # no plan is run so
             measured.setdefault(record.candidate, []).append(record.outcome)
     speeds = {c: median(m.samples_per_second for m in ours) for c, ours in measured.items()}
     fitting = [

@@ -81,6 +81,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
         sizes = self.description.sample_sizes
         values: dict[str, Any] = {
             "hold_heap": bool(self.environment),
+            "num_ranks": self.description.num_ranks,
             "loss_scale": LOSS_SCALE if MODES[setting.precision].takes_scaler else None,
         }
         return Trial(
