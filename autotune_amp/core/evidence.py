@@ -157,10 +157,11 @@ class SlotsEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RanksEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What `num_ranks` that train together reach of as many times what one reaches alone: their `efficiency`; None
-    where there was no time to measure that."""
+    """What `num_ranks` that train `setting` together reach of as many times what one reaches alone: their `efficiency`;
+    None where there was no time to measure that."""
 
     num_ranks: int
+    setting: str | None = None
     one_rank_samples_per_second: float | None = None
     efficiency: float | None = None
 
@@ -324,7 +325,7 @@ def ranks_line(found: RanksEvidence) -> str:
     if found.efficiency is None or found.one_rank_samples_per_second is None:
         return f"{text}; one alone was not measured, for want of time"
     share = f"{100 * found.efficiency:.0f} % of {found.num_ranks} times what one reaches alone"
-    return f"{text} at {share} ({rate(found.one_rank_samples_per_second)})"
+    return f"{text}: {found.setting} at {share} ({rate(found.one_rank_samples_per_second)})"
 
 
 def loss_scale_line(scale: LossScale, known: LossScaleEvidence | None) -> str:

@@ -67,6 +67,11 @@ def cards(devices: Sequence[int] | Literal["all"]) -> Found:
     slots, notes = [], []
     models = {number: _model(uuids[number]) for number in numbers}
     first = models[numbers[0]]
+    if first is None and len(models) > 1:
+        raise InvalidRequestError(
+            "--devices: NVML does not say what these cards are, so that their results cannot be compared.",
+            "Search on one of them, with --device cuda:N.",
+        )
     for number in numbers:
         problem = None
         if models[number] != first:
@@ -75,18 +80,20 @@ def cards(devices: Sequence[int] | Literal["all"]) -> Found:
                 raise InvalidRequestError(
                     f"--devices: cuda:{number} {problem}.", "Give cards of one model, or one search for each model."
                 )
-        elif devices == "all" and number != numbers[0] and (others := nvml.process_notes(uuids[number])):
+        others = nvml.process_notes(uuids[number])
+        if problem is None and others and devices == "all" and number != numbers[0]:
             problem = f"is in use: {others[0]}"
         if problem is None:
             slots.append(Slot("cuda:0", f"cuda:{number}", uuid=uuids[number]))
+            notes += [f"cuda:{number}: {other}" for other in others]
         else:
             notes.append(f"cuda:{number} is left out: it {problem.rstrip('.')}.")
     return Found(tuple(slots), tuple(notes))
 
 
-def _model(uuid: str) -> str:
+def _model(uuid: str) -> str | None:
     found = nvml.identity(0, uuid)
-    return "card that NVML does not know" if found is None else found.name
+    return None if found is None else found.name
 
 
 def shares_of_the_cpu(num_slots: int) -> Found:
@@ -291,7 +298,9 @@ class WorkloadSlots(Slots[WorkloadBackend], WorkloadBackend):
         return self.on_each(lambda backend: backend.load(deadline_seconds), [0])[0]
 
     def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:  # noqa: D102 - see WorkloadBackend
-        return self.on_each(lambda backend: backend.open(device, num_threads, deadline_seconds), [0])[0]
+        opened = self.on_each(lambda backend: backend.open(device, num_threads, deadline_seconds), [0])[0]
+        self._can_fork = opened.why_not_forked is None
+        return opened
 
     def open_others(self, device: str, num_threads: int | None, deadline_seconds: float) -> None:
         """Have the workload loaded on the other slots too; see `load` and `open`."""
@@ -300,7 +309,8 @@ class WorkloadSlots(Slots[WorkloadBackend], WorkloadBackend):
             backend.load(deadline_seconds)
             return backend.open(device, num_threads, deadline_seconds)
 
-        if any(opened.why_not_forked for opened in self.on_each(open_one, range(1, len(self.slots)))):
+        others = self.on_each(open_one, range(1, len(self.slots)))
+        if not self._can_fork or any(opened.why_not_forked for opened in others):
             self.keep()
 
     def share_build(self, job: Any, deadline_seconds: float) -> str | None:

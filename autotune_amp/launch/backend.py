@@ -15,7 +15,6 @@ from autotune_amp.core.errors import BudgetTooSmallError, WorkloadError
 from autotune_amp.core.job import Deadlines, Job
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.distributed import free_port
 from autotune_amp.isolation.local import Ability, Handle, Opened, Slot, WorkloadBackend
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.launch import measure
@@ -68,34 +67,16 @@ class Answered(NamedTuple):
         return self.found
 
 
-class _Ticks(Watcher):
-    """Passes on that time goes by, of what is no trial."""
-
-    def __init__(self, watcher: Watcher) -> None:
-        self.tick = watcher.tick  # type: ignore[method-assign]
-
-
 class CommandBackend(WorkloadBackend):
-    """Runs a `Command` once for each trial, filled with its setting; `local` is for jobs that need no training.
-
-    It sees no other card than that of the `slot`, where there are several.
-    """
+    """Runs a `Command` once for each trial, filled with its setting; `local` is for jobs that need no training."""
 
     def __init__(
-        self,
-        command: Command,
-        local: WorkloadBackend,
-        watcher: Watcher,
-        environment: dict[str, str] | None = None,
-        slot: Slot | None = None,
+        self, command: Command, local: WorkloadBackend, watcher: Watcher, environment: dict[str, str] | None = None
     ) -> None:
         self._command = command
         self._local = local
         self._watcher = watcher
-        # Launchers on several slots would meet at the same port.
-        of_slot = {} if slot is None else {**slot.environment, "PET_MASTER_PORT": str(free_port())}
-        self._environment = {**(environment or {}), **of_slot}
-        self._cpus: Sequence[int] = ()
+        self._environment = environment
 
     @property
     def abilities(self) -> frozenset[Ability]:
@@ -120,16 +101,15 @@ class CommandBackend(WorkloadBackend):
         """See `WorkloadBackend`; what a run takes to its first step is all in the description."""
         return self._local.open(device, num_threads, deadline_seconds)._replace(why_not_forked=None, ready_seconds=0.0)
 
-    def submit(self, job: Job[Any], slot: Slot | None = None) -> Handle[Any]:
+    def submit(self, job: Job[Any], slot: Slot | None = None) -> Handle[Any]:  # noqa: ARG002 - there is one
         """Run the command for what trains; see `Backend`."""
-        self._cpus = () if slot is None else slot.cpus
         if isinstance(job, Describe):
             return Answered(self._describe(job))
         if isinstance(job, Check):
             return Answered(self._check(job))
         if isinstance(job, Trial):
             return Answered(self._measure(job))
-        return self._local.submit(job, slot)
+        return self._local.submit(job)
 
     def share_build(self, job: Job[Any], deadline_seconds: float) -> str | None:  # noqa: ARG002 - Backend's signature
         """See `Backend`."""
@@ -203,7 +183,7 @@ class CommandBackend(WorkloadBackend):
             setting,
             deadlines,
             lambda heard: heard.num_steps >= NUM_DESCRIBED_STEPS and measure.slowest(heard) is not None,
-            _Ticks(self._watcher),
+            Watcher(),
             environment=self._environment,
         )
         if isinstance(ran.ending, Failure):
@@ -320,8 +300,7 @@ class CommandBackend(WorkloadBackend):
             lambda heard: measure.is_enough(heard, trial, began),
             self._watcher,
             seed=trial.seed,
-            environment={**self._environment, **trial.environment},
-            cpus=self._cpus,
+            environment={**(self._environment or {}), **trial.environment},
             memory_limit_bytes=trial.memory_limit_bytes if trial.device == "cpu" else None,
         )
         found = measure.slowest(ran.heard)
@@ -356,10 +335,9 @@ class CommandBackend(WorkloadBackend):
                     Deadlines(whole_seconds=left),
                     # A scaler's first steps may be skipped, and tell nothing.
                     lambda heard: max(heard.num_frozen_steps, heard.num_steps - MAX_SKIPS) >= NUM_FROZEN_STEPS,
-                    _Ticks(self._watcher),
+                    Watcher(),
                     seed=check.seed,
                     environment=self._environment,
-                    cpus=self._cpus,
                     kept=kept,
                     frozen={"num_steps": NUM_FROZEN_STEPS, "max_entries": MAX_FROZEN_ENTRIES},
                 )

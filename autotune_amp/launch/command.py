@@ -5,7 +5,7 @@ from __future__ import annotations
 import getpass
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,6 @@ class Command:
         environment: Mapping[str, str] | None = None,
         memory_limit_bytes: int | None = None,
         kept: Path | None = None,
-        cpus: Sequence[int] = (),
         **agent: Any,
     ) -> Ran:
         """Run it once, filled with `setting`; what has no placeholder and is not today's is set from outside."""
@@ -74,9 +73,8 @@ class Command:
                 memory_limit_bytes=memory_limit_bytes,
                 kept=kept,
                 memory=self._memory,
-                cpus=cpus,
             )
-        self.made = tuple(dict.fromkeys((*self.made, *ran.made)))  # others may have run beside it
+        self.made = ran.made
         return ran
 
     def keep_in(self, folder: Path) -> None:

@@ -129,8 +129,6 @@ def main(settings: str, *arguments: str) -> None:
     """Keep a command, and end as it did."""
     known = json.loads(settings)
     sys.path[:] = known["path"]
-    if known["cpus"] and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, known["cpus"])
     status = keep(known["mark"], known["parent"], known["folders"], known["notes"], arguments)
     if status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

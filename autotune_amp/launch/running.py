@@ -73,15 +73,13 @@ def run(
     folders: Sequence[Path] = (),
     made: Sequence[str] = (),
     memory: Path | None = None,
-    cpus: Sequence[int] = (),
 ) -> Ran:
     """Start the command in the working directory, hear its processes, and kill them all once the verdict stands.
 
     `agent` are the settings of the agent beside its socket; what it writes goes to the folder `kept`, else it is
     removed. Nothing that was there may be changed by the command but what is in `folders` and what runs before it have
     `made`; what is made by the end is written to the file `memory`, of a run that is interrupted or killed too. Should
-    this process be killed, `folders` are removed. The command runs on `cpus` alone, where there are some. Raises
-    `WorkloadError` where it cannot be started.
+    this process be killed, `folders` are removed. Raises `WorkloadError` where it cannot be started.
     """
     _require_startable(arguments, environment.get("PATH"))
     own = Path(tempfile.mkdtemp(prefix="autotune_amp-", dir=_parent_folder(tempfile.gettempdir())))
@@ -97,7 +95,6 @@ def run(
         for_keeper = {
             "folders": [str(own), *map(str, folders), *([str(kept)] if kept else [])],
             "notes": None if memory is None else [str(noted), str(memory)],
-            "cpus": list(cpus),
         }
         command = _Command(arguments, environment, settings, own, for_keeper, watcher)
         try:

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.recommendation import Fingerprint
@@ -97,11 +98,18 @@ class CommandSource(Source):
         environment: dict[str, str] | None = None,
         slot: Slot | None = None,
     ) -> WorkloadBackend:
-        """One that starts the command for each trial."""
+        """One that starts the command for each trial, one after the other: they may write the same files.
+
+        Raises `InvalidRequestError` for a slot beside others.
+        """
+        if slot is not None and slot.name is not None:
+            raise InvalidRequestError(
+                "The trials of a command run one after the other, and on the ranks that it starts itself.",
+                "Leave --devices, --slots and --ranks out, or give a function that returns a Workload.",
+            )
         from autotune_amp.launch.backend import CommandBackend
 
-        local = super().backend(watcher, isolation, environment, slot)
-        return CommandBackend(self.command, local, watcher, environment, slot)
+        return CommandBackend(self.command, super().backend(watcher, isolation, environment), watcher, environment)
 
     def keep_in(self, folder: Path) -> None:
         """Know again what trials of an earlier search made."""

@@ -84,6 +84,10 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
             except (ValueError, TypeError) as error:
                 raise _wrong(name, value, wanted) from error
         found = cls(**fields)
+        if found.slots is not None and found.objective == "energy":
+            raise _wrong(
+                "objective", found.objective, "another where --slots is given: what a share draws is not metered"
+            )
         if found.ranks > 1 and (num_ranks > 1 or found.slots is not None or found.devices is not None):
             raise _wrong("ranks", found.ranks, "left out under a launcher, and where --devices or --slots is given")
         num_ranks *= found.ranks

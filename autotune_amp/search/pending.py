@@ -37,6 +37,8 @@ def expecting(ledger: Ledger, pending: Sequence[Trial | Check | Profile]) -> Led
         return None
     if not ledger.measurements:
         return ledger.expecting([], {}, num_awaited=len(trials))
+    if ledger.measurements.keys() == {trial.candidate for trial in trials}:
+        return None  # the same runs elsewhere still: once it has ended too, building may be shared
     records = [_record(job, _faithful(job)) for job in checks if job.what == "fidelity"]
     if trials:
         throughputs = {c: [m.samples_per_second for m in ours] for c, ours in ledger.measurements.items()}

@@ -71,7 +71,8 @@ class Runs(msgspec.Struct, frozen=True, kw_only=True):
 
     `rounds` are the confirmation rounds, one for each measurement; empty where the search's own trial has to do.
     `loads` are what others did on the machine during them, as far as that was looked at.
-    `failure` is why there is no measurement, None where there are some or the candidate was never run.
+    `failure` is why there is no measurement, None where there are some or the candidate was never run. `has_share`:
+    they had a share of the CPU each; `is_on_slot`: that, or others of the search ran beside any of them.
     """
 
     candidate: Setting
@@ -79,6 +80,8 @@ class Runs(msgspec.Struct, frozen=True, kw_only=True):
     rounds: tuple[int, ...] = ()
     loads: tuple[MachineLoad, ...] = ()
     failure: Failure | None = None
+    has_share: bool = False
+    is_on_slot: bool = False
 
     @classmethod
     def of(cls, candidate: Setting, records: Sequence[Record], *, are_confirming: bool = False) -> Runs:
@@ -90,6 +93,8 @@ class Runs(msgspec.Struct, frozen=True, kw_only=True):
             rounds=tuple(r.round or 0 for r, _ in ran) if are_confirming else (),
             loads=tuple(r.load for r, _ in ran if r.load is not None),
             failure=None if ran else failures(records).get(candidate),
+            has_share=any(r.has_share for r, _ in ran),
+            is_on_slot=any(r.has_share or r.num_beside for r, _ in ran),
         )
 
     @property
@@ -113,7 +118,7 @@ class Beside(NamedTuple):
     @property
     def is_different(self) -> bool:
         """Whether what runs beside others says nothing of what runs alone."""
-        return self.slowdown > min(max(PLATEAU, self.chance), MAX_CHANCE)
+        return math.isinf(self.chance) or self.slowdown > min(max(PLATEAU, self.chance), MAX_CHANCE)
 
 
 def beside(records: Sequence[Record]) -> Beside | None:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 from msgspec.structs import replace
 
 from autotune_amp.core.errors import BudgetTooSmallError
-from autotune_amp.core.outcome import Failure, Purpose, Record, after_steps
+from autotune_amp.core.outcome import Failure, Measurement, Purpose, Record, after_steps
 from autotune_amp.core.setting import NUMERIC
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.local import Handle, Slot
@@ -184,10 +184,11 @@ class Runner:
         numbers = (*(r.number for r in self.ledger.records), *(running.number for running in self._running))
         number = 1 + max(numbers, default=0)
         watcher.progress.trial_started(number, job.candidate, _purpose(job), watcher.slot)
-        if meter is not None:
-            meter.start()
         started = self.budget.elapsed()
-        self._running.append(_Running(job, slot, number, self._backend.submit(job, slot), started, meter))
+        handle = self._backend.submit(job, slot)
+        if meter is not None:  # after that has ended what ran there before
+            meter.start()
+        self._running.append(_Running(job, slot, number, handle, started, meter))
         for running in self._running:
             running.num_beside = max(running.num_beside, len(self._running) - 1)
 
@@ -207,6 +208,8 @@ class Runner:
         if ended.num_beside and ended.slot.shares_memory and isinstance(outcome, Failure) and outcome.kind == "oom":
             self._again.append(job)
             return None
+        if ended.slot.cpus and isinstance(outcome, Measurement):  # the counter is that of the whole CPU
+            outcome = replace(outcome, joules_per_sample=None)
         record = Record(
             search_id=self.ledger.search_id,
             number=ended.number,

@@ -97,7 +97,7 @@ def search_anew(
                 if cached is not None and not is_fresh and not cached.search.was_interrupted:
                     for line in cached.fingerprint.differences(fingerprint):
                         progress.note(f"Searching again: {line}.")
-                search_id = folder.search_id(fingerprint.digest, is_fresh=is_fresh)
+                search_id = folder.search_id(fingerprint.digest, is_fresh=is_fresh, num_shares=options.slots)
                 return search.run(backend, fingerprint, search_id, asks_others=not is_fresh)
     except KeyboardInterrupt:
         best = cached if cached is not None and cached.search.was_interrupted else None
@@ -177,6 +177,8 @@ class _Search:
         opened = self._open(backend)
         for line in self._slots_left_out:
             self._warn(line)
+        if self._options.slots is not None:
+            self._warn("What is not confirmed was measured on a share of the CPU: with all of it, it may be faster.")
         if isinstance(backend, WorkloadSlots):
             self.watcher.phase(f"loading the workload on {len(self._slots)} slots")
             backend.open_others(opened.hardware.device, self._source.num_threads(), self.budget.left())
@@ -297,7 +299,7 @@ class _Search:
 
         self.watcher.phase("confirming in fresh processes")
         with closing(self._confirming_processes(conditions)) as fresh:
-            watchers = self._watchers if len(fresh.slots) > 1 else [self.watcher]
+            watchers = self._watchers if isinstance(fresh, Slots) else [self.watcher]
             runner = Runner(fresh, ledger, self.budget, watchers)
             for _ in run([OneRank(conditions, 2 * MIN_ROUNDS)] if len(self._ranks) > 1 else [], runner):
                 pass
@@ -322,7 +324,7 @@ class _Search:
     def _open(self, backend: WorkloadBackend) -> Opened:
         if self._options.objective == "energy" and "energy" not in backend.abilities:
             raise InvalidRequestError(
-                "--objective is 'energy', and what a trial of a command draws is not metered.",
+                "--objective is 'energy', and what a trial of a command or of several ranks draws is not metered.",
                 "Use --objective speed or memory.",
             )
         opened = open_workload(
@@ -336,11 +338,6 @@ class _Search:
         if opened.why_not_forked is not None:
             self._warnings.append(f"Trials shared one process until it failed: {opened.why_not_forked}.")
         hardware = opened.hardware
-        if self._slots and opened.description.num_ranks > 1:
-            raise InvalidRequestError(
-                f"The command trains on {opened.description.num_ranks} ranks, and a slot has room for one.",
-                "Leave --devices and --slots out: its trials run one after the other.",
-            )
         held = max(hardware.memory.held_by_caller, held_bytes(hardware.device))
         hardware = replace(hardware, memory=replace(hardware.memory, held_by_caller=held))
         self._progress.found_hardware(hardware)

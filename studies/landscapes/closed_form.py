@@ -180,10 +180,14 @@ class ClosedForm:
 
 
 class Repeated(ClosedForm):
-    """One whose n-th process of a setting is the same for a `seed`, in whatever order processes are drawn."""
+    """One whose n-th process of a setting is the same for a `seed`, in whatever order processes are drawn.
+
+    As on cards no variables are recommended.
+    """
 
     def __init__(self, form: ClosedForm, seed: int) -> None:
         super().__init__(form.shape, form.noise, with_variants=form.with_variants)
+        self.header = msgspec.structs.replace(self.header, environment={})
         self._seed = seed
         self._num_drawn: Counter[Setting] = Counter()
 

@@ -108,51 +108,16 @@ def test_interrupted_terminated_or_killed_nothing_is_lost_and_nothing_left(cli: 
     assert done.document["search"]["num_trials"] == sum(line["purpose"] not in CHECKS for line in lines(cli))
 
 
-TRAIN = """
-import os, sys, time
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-size = int(sys.argv[1])
-open(f"cpus-{os.getpid()}", "w").write(str(sorted(os.sched_getaffinity(0))))
-model = nn.Linear(8, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-torch.manual_seed(0)
-for x, y in DataLoader(TensorDataset(torch.randn(4096, 8), torch.randn(4096, 1)), batch_size=size):
-    time.sleep(0.005)
-    optimizer.zero_grad()
-    (model(x) - y).square().mean().backward()
-    optimizer.step()
-"""
-
-
-@pytest.mark.slow
-def test_a_training_command_is_searched_on_both(cli: CommandLine) -> None:
-    (cli.folder / "train.py").write_text(TRAIN)
-    options = ("--slots", "2", "--budget", "90", "--try", "none", "--precision", "fp32")
-    sizes = ("--effective-batch-size", "free", "--batch-size", "8:64")
-    done = cli.search(*options, *sizes, "--", "python", "train.py", "{batch_size=16}")
-    assert done.code == 0, done.err
-    assert done.document["config"]["batch_size"] == 64
-    path = cli.folder / "studies" / done.document["search"]["study"] / "outcomes.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len({record["slot"] for record in records if record["purpose"] == "search"}) == 2
-    assert cli.failures() == []
-    seen = {path.read_text() for path in cli.folder.glob("cpus-*")}
-    all_cpus = sorted(os.sched_getaffinity(0))
-    assert str(all_cpus) in seen, "observed and confirmed with all"
-    shares = [set(json.loads(text)) for text in seen - {str(all_cpus)}]
-    assert len(shares) == 2
-    assert not set.intersection(*shares)
-
-
 def test_slots_are_for_a_cpu_and_no_more_than_it_has(cli: CommandLine) -> None:
     for options, said in (
         (("--slots", "100000"), "CPUs"),
         (("--slots", "2", "--devices", "all"), "--devices"),
         (("--devices", "0,x"), "--devices"),
         (("--device", "cpu", "--devices", "all"), "--devices"),
+        (("--slots", "2", "--objective", "energy"), "--objective"),
+        (("--slots", "2", "--", "python", "train.py"), "--slots"),
+        (("--ranks", "2", "--", "python", "train.py"), "--ranks"),
+        (("--ranks", "2", "--slots", "2"), "--ranks"),
     ):
         done = cli.search(*options)
         assert (done.code, done.document["error"]["kind"]) == (2, "invalid_request")

@@ -82,6 +82,16 @@ def test_what_is_confirmed_was_held_against_the_baseline_alone(searched: Any) ->
     assert rates[0] <= document["evidence"]["baseline"]["samples_per_second"] <= rates[-1]
 
 
+def test_a_host_with_one_card_has_one_slot(virtual_machine: VirtualMachine, tmp_path: Path) -> None:
+    with command_line(tmp_path) as cli:
+        cli.environment |= virtual_machine(num=1)
+        target = cli.write("train.py", WORKLOAD)
+        done = cli.search(target, "--devices", "all", "--precision", "fp32", "--try", "none", "--budget", "40")
+    assert done.code == 0, done.err
+    assert done.document["evidence"]["is_confirmed"]
+    assert done.document["evidence"]["slots"] is None
+
+
 def test_a_card_that_is_not_there_is_refused(virtual_machine: VirtualMachine, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "autotune_amp", "search", "--devices", "0,4", "--json"],

@@ -137,6 +137,9 @@ def test_whatever_runs_the_expected_is_finite_and_the_ledger_as_it_was(
 ) -> None:
     ledger = after(*tried).ledger
     before = ledger.measured
+    if set(tried) == set(pending):  # it begins: the same runs on every slot
+        assert expecting(ledger, [*map(trial, pending)]) is None
+        return
     found = expected(ledger, *map(trial, pending))
     assert set(found.measured) == {*tried, *pending}
     assert all(0 < merit.samples_per_second < 1e6 for merit in found.measured.values())

@@ -9,13 +9,14 @@ import pytest
 from closed_form import ClosedForm, Repeated, landscapes
 from msgspec.structs import replace
 from replay import Beside, Done, ReplayBudget
-from scripted_backend import ScriptedBackend, ScriptedSearch, candidate, measured, measurement, out_of_memory
+from scripted_backend import ScriptedBackend, ScriptedSearch, candidate, fidelity, measured, measurement, out_of_memory
 from search_replay import Replayed, search_replay, setting_of
 
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Slot
 from autotune_amp.search import ranking
+from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.ranking import PLATEAU
 from autotune_amp.search.run import Budget, ProgressWatcher, Runner, run
@@ -297,3 +298,68 @@ def test_the_clock_of_a_replay_moves_once_for_what_runs_at_the_same_time() -> No
     assert backend.wait(handles).result() == 1
     assert [handle.result() for handle in handles] == [3, 1, 2]
     assert budget.now == 3.0
+
+
+# -- what is of another kind is not compared ---------------------------------------------------------------------------
+
+HALF = candidate("fp32", 64)  # a plan of the winner's effective batch
+
+
+def record(setting: Setting, purpose: Any, speed: float, **fields: Any) -> Record:
+    fields = {"search_id": "s", "number": 1, "seconds": 1.0, "outcome": measurement(speed), **fields}
+    return Record(candidate=setting, purpose=purpose, **fields)
+
+
+FAITHFUL = record(WINNER, "fidelity", 1.0, outcome=fidelity("bf16"))
+
+
+def ledger_of(*records: Record) -> Ledger:
+    numbered = [replace(r, number=number) for number, r in enumerate(records, start=1)]
+    candidates = (*SPACE.candidates, WINNER)
+    return Ledger(Space(candidates=candidates, baseline=BASELINE, checks=frozenset({"fidelity"})), numbered)
+
+
+ON_SHARES = (
+    FAITHFUL,
+    record(BASELINE, "search", 100.0, slot="cpu 0", has_share=True),
+    record(WINNER, "search", 120.0, slot="cpu 1", has_share=True, num_beside=1),
+    record(HALF, "fallback", 96.0, slot="cpu 0", has_share=True),
+)
+
+
+def test_all_of_a_cpu_is_not_held_against_a_share_of_it() -> None:
+    winners = [record(WINNER, "confirm", 480.0, round=number) for number in range(3)]
+    decision = decide(ledger_of(*ON_SHARES, *winners), environment={})
+    assert Setting.of(decision.config) == WINNER
+    assert decision.evidence.samples_per_second == 480.0
+    assert (decision.evidence.speedup, decision.evidence.is_confirmed) == (None, False)
+    baselines = [record(BASELINE, "confirm", 400.0, round=number) for number in range(3)]
+    decision = decide(ledger_of(*ON_SHARES, *winners, *baselines), environment={})
+    assert decision.evidence.speedup == pytest.approx(1.2)
+
+
+def test_a_plan_measured_on_a_share_is_scaled_by_what_was_measured_on_both() -> None:
+    confirmed = [record(s, "confirm", v, round=n) for n in range(3) for s, v in ((WINNER, 480.0), (BASELINE, 400.0))]
+    (plan,) = decide(ledger_of(*ON_SHARES, *confirmed), environment={}).config.plans
+    assert (plan.precision, plan.batch_size) == ("fp32", 64)
+    assert plan.slowdown == pytest.approx(1.25)
+    assert plan.samples_per_second == pytest.approx(480.0 / 1.25)
+
+
+def test_interrupted_before_the_winner_ran_alone_the_search_s_own_trials_decide() -> None:
+    speeds = ((WINNER, 240.0), (BASELINE, 77.0))
+    searched = [FAITHFUL, *(record(s, "search", v, num_beside=3) for s, v in speeds)]
+    alone = record(BASELINE, "confirm", 100.0, round=-1)
+    together = [record(s, "confirm", v, round=n, num_beside=3) for n in range(4) for s, v in speeds]
+    for ended in range(1 + len(together)):
+        decision = decide(ledger_of(*searched, alone, *together[:ended]), environment={})
+        assert Setting.of(decision.config) == WINNER, ended
+
+
+def test_what_a_share_of_the_cpu_drew_is_not_known() -> None:
+    searched = ScriptedSearch(SPACE, answer)
+    metered = measurement(100.0, joules_per_sample=1.0)
+    list(run([Listed(searched, BASELINE)], on_slots(searched, 2, Timed(searched, lambda *_: metered))))
+    (found,) = searched.records
+    assert isinstance(found.outcome, Measurement)
+    assert found.outcome.joules_per_sample is None

@@ -25,8 +25,6 @@ from autotune_amp.core.evidence import (
     Outlook,
     PlainEnvironment,
     ProcessPeak,
-    RanksEvidence,
-    SlotsEvidence,
     WorkersTried,
 )
 from autotune_amp.core.intervals import prediction_interval, ratio_interval
@@ -37,6 +35,7 @@ from autotune_amp.hardware import machine_load
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import loss_scales, ranking, variants
 from autotune_amp.search.answer import explain
+from autotune_amp.search.answer.together import ranks, slots
 from autotune_amp.search.ledger import LOSS_SCALE, Ledger
 from autotune_amp.search.options import RANKING, SearchOptions
 from autotune_amp.search.ranking import PLATEAU, Runs, best_runs, confirm_runs, data_share
@@ -74,7 +73,7 @@ def decide(
     contenders = sound = {c: found for c, found in merits.items() if ledger.tiers[c] == top}
     baseline = best_runs(records, space.baseline, {})
     today = ranking.merit(baseline.measurements) if baseline.measurements else None
-    if _was_confirmed(ledger, environment):
+    if _was_confirmed(ledger, environment) and not baseline.has_share:
         confirmed = {
             c: ranking.merit(runs.measurements, ledger.applied_share(c))
             for c in sound
@@ -140,7 +139,8 @@ def _was_confirmed(ledger: Ledger, environment: Mapping[str, str]) -> bool:
     before = [r for r in ledger.records if r.purpose not in ("confirm", "plain")]
     chosen = ledger.with_only(before).finalists
     return chosen is not None and any(
-        r.purpose == "confirm" and r.candidate == chosen.winner and r.environment == environment for r in ledger.records
+        r.purpose == "confirm" and r.candidate == chosen.winner and r.environment == environment
+        for r in ranking.counted(ledger.records)
     )
 
 
@@ -186,37 +186,8 @@ def gather(
         checkpoint_seconds=_median(m.checkpoint_seconds for m in chosen.measurements),
         accumulation=ledger.accumulation,
         load=machine_load.evidence(chosen.loads),
-        slots=_slots(ledger.records),
-        ranks=_ranks(chosen, ledger.records, description),
-    )
-
-
-def _ranks(chosen: Runs, records: Sequence[Record], description: Description | None) -> RanksEvidence | None:
-    if description is None or not description.is_ranked:
-        return None
-    num_ranks, alone = description.num_ranks, [r for r in records if r.purpose == "one_rank"]
-    speeds = [
-        r.outcome.samples_per_second
-        for r in alone
-        if isinstance(r.outcome, Measurement) and r.candidate == chosen.candidate
-    ]
-    if not speeds:
-        return RanksEvidence(num_ranks=num_ranks)
-    one = median(speeds)
-    return RanksEvidence(
-        num_ranks=num_ranks, one_rank_samples_per_second=one, efficiency=chosen.speed / (num_ranks * one)
-    )
-
-
-def _slots(records: Sequence[Record]) -> SlotsEvidence | None:
-    names = tuple(dict.fromkeys(sorted(r.slot for r in records if r.slot is not None)))
-    if len(names) < 2:
-        return None
-    found = ranking.beside(records)
-    if found is None:
-        return SlotsEvidence(names=names)
-    return SlotsEvidence(
-        names=names, slowdown=found.slowdown, chance=found.chance, is_confirmed_beside=not found.is_different
+        slots=slots(ledger.records),
+        ranks=ranks(records, description),
     )
 
 
@@ -282,6 +253,8 @@ def _speedup(
         {number: m.samples_per_second for number, m in zip(runs.rounds, runs.measurements, strict=False)}
         for runs in (chosen, baseline)
     )
+    if chosen.is_on_slot != baseline.is_on_slot and not (chosen.num_confirming and baseline.num_confirming):
+        return None, None  # a share of the CPU is slower than all of it, and so may be a card beside others
     shared = sorted(ours.keys() & theirs.keys())
     ratio = chosen.speed / baseline.speed
     if not shared:

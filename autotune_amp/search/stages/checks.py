@@ -65,7 +65,8 @@ class Checks:
     def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
         """The check, calibration or trial that the choice of contenders waits for."""
         used_seconds = sum(r.seconds for r in ledger.records if r.purpose in ("fidelity", "calibration"))
-        seconds = min(budget.left_for_search(), self.share * budget.slot_seconds - used_seconds)
+        left_seconds = min(self.share * budget.seconds, self.share * budget.slot_seconds - used_seconds)
+        seconds = min(budget.left_for_search(), left_seconds)
         todo = next_todo(ledger)
         if todo is None or seconds <= MIN_CHECK_SECONDS:
             return None
@@ -92,7 +93,8 @@ class LaterChecks:
         used_seconds = sum(
             r.seconds for r in ledger.records if isinstance(r.outcome, Fidelity) and r.outcome.num_steps_before
         )
-        seconds = min(budget.left_for_search(), LATER_SHARE * budget.slot_seconds - used_seconds)
+        left_seconds = min(LATER_SHARE * budget.seconds, LATER_SHARE * budget.slot_seconds - used_seconds)
+        seconds = min(budget.left_for_search(), left_seconds)
         todo = next_later(ledger, seconds)
         if todo is None:
             return None

@@ -21,6 +21,7 @@ from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Trial
 
 NUM_ROUNDS, MIN_ROUNDS = 5, 3
+ALONE = -1  # the number of the round in which the baseline runs alone, before others beside one another
 NUM_ROUNDS_BESIDE = 4  # at the least, beside one another on several slots
 # Long enough to meet what a long run meets: a collection of garbage, a stall of the machine. Short steps fill the
 # time, long ones are fewer: it is the spread between processes that counts.
@@ -182,7 +183,11 @@ def confirmation(
         yield {alone: Confirm(conditions, shortlist, range(NUM_ROUNDS), until_seconds)}
         return
     only_baseline = Shortlist(shortlist.baseline, None, shortlist.baseline)
-    yield {alone: Confirm(replace(conditions, environment={}), only_baseline, [0], until_seconds)}
+    found = beside(ledger.records)
+    if found is not None and found.is_different:  # known from before
+        yield {alone: Confirm(conditions, shortlist, range(NUM_ROUNDS), until_seconds)}
+        return
+    yield {alone: Confirm(replace(conditions, environment={}), only_baseline, [ALONE], until_seconds)}
     num_rounds = len(slots) * math.ceil(NUM_ROUNDS_BESIDE / len(slots))
     yield {
         slot: Confirm(conditions, shortlist, range(place, num_rounds, len(slots)), until_seconds, len(slots))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import ClassVar
@@ -94,12 +94,14 @@ def fallback_plans(
     accumulation steps than `chosen`. `harmful` precisions are none to step down to, nor is one with pins, which a plan
     cannot say.
     """
-    failed = ranking.failures(records)
-    measured: dict[Setting, list[Measurement]] = {}
-    for record in records:
-        if isinstance(record.outcome, Measurement) and record.purpose not in ("plain", "one_rank"):  # no plan is run so
-            measured.setdefault(record.candidate, []).append(record.outcome)
-    speeds = {c: median(m.samples_per_second for m in ours) for c, ours in measured.items()}
+    failed, counted = ranking.failures(records), ranking.counted(records)
+    measured = _measured(r for r in counted if not r.has_share)
+    shares = _measured(r for r in counted if r.has_share)
+    faster = 1.0  # all of the CPU than a share of it
+    if chosen in shares:  # a ratio is one of alike
+        faster = _speed(measured[chosen]) / _speed(shares[chosen]) if chosen in measured else 1.0
+        measured = shares
+    speeds = {c: _speed(ours) for c, ours in measured.items()}
     fitting = [
         c
         for c in measured
@@ -115,8 +117,20 @@ def fallback_plans(
         FallbackPlan.of(
             best,
             peak_memory_bytes=max(m.peak_memory_bytes for m in measured[best]),
-            samples_per_second=speeds[best],
+            samples_per_second=faster * speeds[best],
             slowdown=speeds[chosen] / speeds[best],
         )
         for best in (max(some, key=lambda c: speeds[c]) for some in rivals if some)
     )
+
+
+def _measured(records: Iterable[Record]) -> dict[Setting, list[Measurement]]:
+    found: dict[Setting, list[Measurement]] = {}
+    for record in records:
+        if isinstance(record.outcome, Measurement) and record.purpose not in ("plain", "one_rank"):  # no plan is run so
+            found.setdefault(record.candidate, []).append(record.outcome)
+    return found
+
+
+def _speed(measurements: Sequence[Measurement]) -> float:
+    return median(m.samples_per_second for m in measurements)

@@ -73,6 +73,8 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
 
     def may_try(self, ledger: Ledger, left_seconds: float) -> bool:
         """Whether the time that is left and the number of trials allow another one."""
+        if ledger.num_awaited and self.max_trials is not None:  # they are not for trying the baseline once more
+            return False
         num_tried = ledger.num_awaited + sum(record.purpose == "search" for record in ledger.records)
         return left_seconds > self.min_trial_seconds and (self.max_trials is None or num_tried < self.max_trials)
 

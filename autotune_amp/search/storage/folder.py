@@ -74,9 +74,12 @@ class StudyFolder:
             shutil.rmtree(self.path, ignore_errors=True)
         self._lock.release()
 
-    def search_id(self, digest: str, *, is_fresh: bool) -> str:
-        """Names the search of this fingerprint that is to be gone on with, or a new one for `is_fresh`."""
-        prefix = f"{digest[:12]}-"
+    def search_id(self, digest: str, *, is_fresh: bool, num_shares: int | None = None) -> str:
+        """Names the search of this fingerprint that is to be gone on with, or a new one for `is_fresh`.
+
+        What was measured on one of `num_shares` of the CPU is not compared with what had another.
+        """
+        prefix = f"{digest[:12]}-" + (f"{num_shares}shares-" if num_shares is not None else "")
         numbers = [int(r.search_id.removeprefix(prefix)) for r in self.records() if r.search_id.startswith(prefix)]
         return f"{prefix}{max(numbers, default=0) + 1 if is_fresh else max(numbers, default=1)}"
 

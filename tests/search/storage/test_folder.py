@@ -40,6 +40,8 @@ def test_search_ids_go_on_or_begin_anew(tmp_path: Path) -> None:
         assert folder.search_id(digest, is_fresh=False) == "000000000000-1"
         assert folder.search_id(digest, is_fresh=True) == "000000000000-2"
         assert folder.search_id(other, is_fresh=False) == "111111111111-1"
+        shares = {n: folder.search_id(digest, is_fresh=False, num_shares=n) for n in (None, 2, 4)}
+        assert len(set(shares.values())) == 3, "measured on other shares of the CPU"
         assert folder.records("another") == []
 
 

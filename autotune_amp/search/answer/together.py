@@ -1,0 +1,39 @@
+"""What ran at the same time: trials on several slots, and the ranks of one. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autotune_amp.core.evidence import RanksEvidence, SlotsEvidence
+from autotune_amp.core.outcome import Description, Measurement, Record
+from autotune_amp.search import ranking
+from autotune_amp.search.ranking import best_runs
+
+
+def ranks(records: Sequence[Record], description: Description | None) -> RanksEvidence | None:
+    """What ranks that train together reach of what one does, None where they are not ours."""
+    if description is None or not description.is_ranked:
+        return None
+    num_ranks, alone = description.num_ranks, next((r for r in records if r.purpose == "one_rank"), None)
+    if alone is None or not isinstance(alone.outcome, Measurement):
+        return RanksEvidence(num_ranks=num_ranks)
+    one, together = alone.outcome.samples_per_second, best_runs(records, alone.candidate, alone.environment).speed
+    return RanksEvidence(
+        num_ranks=num_ranks,
+        setting=str(alone.candidate),
+        one_rank_samples_per_second=one,
+        efficiency=together / (num_ranks * one),
+    )
+
+
+def slots(records: Sequence[Record]) -> SlotsEvidence | None:
+    """Where trials ran at the same time, None where there was one place."""
+    names = tuple(dict.fromkeys(sorted(r.slot for r in records if r.slot is not None)))
+    if len(names) < 2:
+        return None
+    found = ranking.beside(records)
+    if found is None:
+        return SlotsEvidence(names=names)
+    return SlotsEvidence(
+        names=names, slowdown=found.slowdown, chance=found.chance, is_confirmed_beside=not found.is_different
+    )
