@@ -28,7 +28,7 @@ SEARCH = ("train.py:plain", *FP32, "--baseline", "fp32:4", "--batch-size", "1:64
 @pytest.fixture(scope="session")
 def found(shared_once: SharedOnce) -> Searched:
     def search(folder: Path) -> Searched:
-        return searched(folder, WORKLOADS, *SEARCH, "--budget", "40")
+        return searched(folder, WORKLOADS, *SEARCH, "--budget", "60")
 
     return shared_once("searched on shares", search)
 
@@ -62,7 +62,7 @@ def test_the_report_the_progress_and_the_options_say_where(found: Searched) -> N
 def test_the_answer_holds_for_any_number_of_slots(found: Searched, cli: CommandLine) -> None:
     arguments = [word for word in SEARCH if word not in ("--slots", "2")]
     process = subprocess.run(
-        [sys.executable, "-m", "autotune_amp", "search", *arguments, "--budget", "40", "--json"],
+        [sys.executable, "-m", "autotune_amp", "search", *arguments, "--budget", "60", "--json"],
         cwd=found.folder,
         env=cli.environment,
         capture_output=True,

@@ -56,7 +56,7 @@ class Scripted:
     def worst_batch(self) -> str | None:
         return self.worst
 
-    def forward_backward(self, batch: str) -> torch.Tensor:
+    def forward_backward(self, batch: str, *, is_last: bool = True) -> torch.Tensor:
         self.batches.append(batch)
         self.num_batches += 1
         self.now += next(self._seconds) if batch == "typical" else self.worst_seconds
@@ -226,9 +226,9 @@ class Asynchronous(Scripted):
         self.compute_seconds, self.data_seconds = seconds, data_seconds
         self.is_done_at = 0.0
 
-    def forward_backward(self, batch: str) -> torch.Tensor:
+    def forward_backward(self, batch: str, *, is_last: bool = True) -> torch.Tensor:
         self.is_done_at = max(self.now, self.is_done_at) + self.compute_seconds
-        return super().forward_backward(batch)
+        return super().forward_backward(batch, is_last=is_last)
 
     def synchronize(self, device: torch.device) -> None:
         self.now = max(self.now, self.is_done_at)
