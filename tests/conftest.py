@@ -40,6 +40,10 @@ pytest_plugins = ["virtual_gpu_plugin"]
 
 MARK = "AUTOTUNE_AMP_TEST_MARK"
 
+needs_two_cpus = pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs"
+)
+
 # Two workers and their children share the cores: a second thread of one waits for the core that another test has. What
 # was set outside stands. Before anything imports torch, which reads it once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -97,6 +101,15 @@ def _nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     files = _files(Path(temporary))
     shutil.rmtree(temporary)
     assert (left, files) == (set(), [])
+
+
+@pytest.fixture(scope="module")
+def nothing_left_at_once() -> Iterator[None]:
+    """No process or thread, of any kind, is there when the tests of a file are over; nobody waits for its end."""
+    before = threading.active_count()
+    yield
+    assert psutil.Process().children(recursive=True) == []
+    assert threading.active_count() == before
 
 
 def _files(temporary: Path) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,29 +27,6 @@ NOTE = (
 )
 
 
-class _OfRank(Watcher):
-    """What a rank's backend tells: rank 0's is heard, the others' only end when they are to."""
-
-    def __init__(self, heard: Watcher) -> None:
-        self._heard = heard
-        self.over = threading.Event()
-
-    def is_over(self) -> bool:
-        return self.over.is_set()
-
-    def tick(self) -> None:
-        self._heard.tick()
-
-    def step(self, num_steps: int, step_seconds: float) -> None:
-        self._heard.step(num_steps, step_seconds)
-
-    def output(self, text: str) -> None:
-        self._heard.output(text)
-
-    def ending(self) -> None:
-        self._heard.ending()
-
-
 class RankedBackend(WorkloadBackend):
     """A `WorkloadBackend` whose trials run on as many `slots` as they have ranks; anything else runs on the first.
 
@@ -60,8 +36,7 @@ class RankedBackend(WorkloadBackend):
     def __init__(
         self, slots: Sequence[Slot], make: Callable[[Slot, Watcher], WorkloadBackend], watcher: Watcher
     ) -> None:
-        self._watchers = [_OfRank(watcher if rank == 0 else Watcher()) for rank in range(len(slots))]
-        self.ranks = WorkloadSlots(slots, make, self._watchers)
+        self.ranks = WorkloadSlots(slots, make, [watcher, *(Watcher() for _ in slots[1:])])  # rank 0's is heard
         self._device = slots[0].device
 
     @property
@@ -86,8 +61,6 @@ class RankedBackend(WorkloadBackend):
         until = time.monotonic() + deadline_seconds
         opened = self.ranks.open(device, num_threads, deadline_seconds)
         self.ranks.open_others(device, num_threads, until - time.monotonic())
-        if opened.why_not_forked is not None:
-            self.keep()
         return opened
 
     def submit(self, job: Job[Any], slot: Slot | None = None) -> Any:  # noqa: ARG002 - there is one
@@ -98,15 +71,14 @@ class RankedBackend(WorkloadBackend):
             return self.ranks.submit(job)
         if job.num_ranks == 1:
             return self.ranks.submit(job, self.ranks.slots[0])
-        return _OnRanks(self.ranks, self._watchers, [self._of_rank(job, rank) for rank in range(job.num_ranks)])
+        meeting = f"127.0.0.1:{free_port()}"
+        return _OnRanks(self.ranks, [self._of_rank(job, rank, meeting) for rank in range(job.num_ranks)])
 
-    def _of_rank(self, job: Trial, rank: int) -> Trial:
-        if rank == 0:
-            self._meeting = f"127.0.0.1:{free_port()}"
+    def _of_rank(self, job: Trial, rank: int, meeting: str) -> Trial:
         limit_bytes, device = job.memory_limit_bytes, self.ranks.slots[rank].device
         if limit_bytes is not None and device == "cpu":
             limit_bytes //= job.num_ranks
-        job = replace(job, rank=rank, meeting=self._meeting, memory_limit_bytes=limit_bytes, device=device)
+        job = replace(job, rank=rank, meeting=meeting, memory_limit_bytes=limit_bytes, device=device)
         # Rank 0's steps are everybody's.
         return job if rank == 0 else replace(job, first_step_deadline_seconds=None, step_deadline_seconds=None)
 
@@ -145,8 +117,8 @@ class _Described:
 class _OnRanks:
     """A trial on its ranks."""
 
-    def __init__(self, ranks: WorkloadSlots, watchers: Sequence[_OfRank], jobs: Sequence[Trial]) -> None:
-        self._ranks, self._watchers = ranks, watchers[: len(jobs)]
+    def __init__(self, ranks: WorkloadSlots, jobs: Sequence[Trial]) -> None:
+        self._ranks, self._over = ranks, ranks.over[: len(jobs)]
         self._handles = [ranks.submit(job, slot) for job, slot in zip(jobs, ranks.slots, strict=False)]
 
     @property
@@ -161,11 +133,11 @@ class _OnRanks:
             if self._ranks.wait(self._handles) is not first:
                 self._ranks.wait_seconds(first.future, GRACE_SECONDS)
         finally:
-            for watcher in self._watchers:
-                watcher.over.set()
+            for over in self._over:
+                over.set()
         outcomes = [handle.result() for handle in self._handles]
-        for watcher in self._watchers:
-            watcher.over.clear()
+        for over in self._over:
+            over.clear()
         return outcomes[0] if isinstance(outcomes[0], Measurement) else culprit(outcomes)
 
 

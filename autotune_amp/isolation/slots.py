@@ -158,13 +158,14 @@ class _InThread(Watcher):
 
     def __init__(self, watcher: Watcher, calls: queue.SimpleQueue[Callable[[], None]], is_closed: threading.Event):
         self._watcher, self._calls, self._is_closed = watcher, calls, is_closed
+        self.over = threading.Event()  # while it is set, nobody waits for the slot's job
 
     def tick(self) -> None:
         if self._is_closed.is_set():
             raise _ClosedError
 
     def is_over(self) -> bool:
-        return self._watcher.is_over()
+        return self.over.is_set()
 
     def step(self, num_steps: int, step_seconds: float) -> None:
         self._calls.put(partial(self._watcher.step, num_steps, step_seconds))
@@ -207,6 +208,7 @@ class Slots(Generic[S]):
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_closed = threading.Event()
         inner = [_InThread(watcher, self._calls, self._is_closed) for watcher in watchers]
+        self.over = [watcher.over for watcher in inner]
         self.backends = [make(slot, watcher) for slot, watcher in zip(self._slots, inner, strict=True)]
         self._threads = [ThreadPoolExecutor(1, f"slot {slot.name}") for slot in self._slots]
 

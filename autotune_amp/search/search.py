@@ -117,12 +117,12 @@ class _Search:
     ) -> None:
         self.budget = Budget(options.budget_seconds, max(1, len(found.slots)))
         self.folder = folder
-        self._meter = LoadMeter(identify(options.first_device).uuid)
+        identity = identify(options.first_device)
+        self._meter = LoadMeter(identity.uuid)
         self._load_notes = host.load_notes()  # before our own work is part of it
         self.watcher = ProgressWatcher(progress, self.budget, self._meter)
         self._slots, self._slots_left_out = found
-        kind = identify(options.first_device).type
-        self._ranks = slots.of_ranks(options.ranks, kind) if options.ranks > 1 else (Slot(kind),)
+        self._ranks = slots.of_ranks(options.ranks, identity.type) if options.ranks > 1 else ()
         self._watchers = [ProgressWatcher(progress, self.budget, LoadMeter(s.uuid), s.name) for s in found.slots]
         self._source = source
         self._options = options
@@ -144,7 +144,7 @@ class _Search:
         slot: Slot | None = None,
     ) -> WorkloadBackend:
         """A backend of the source, on its ranks where there are several."""
-        if len(self._ranks) == 1:
+        if not self._ranks:
             return self._source.backend(watcher, isolation, environment, slot)
 
         def of_rank(rank: Slot, watcher: Watcher) -> WorkloadBackend:
@@ -301,7 +301,7 @@ class _Search:
         with closing(self._confirming_processes(conditions)) as fresh:
             watchers = self._watchers if isinstance(fresh, Slots) else [self.watcher]
             runner = Runner(fresh, ledger, self.budget, watchers)
-            for _ in run([OneRank(conditions, 2 * MIN_ROUNDS)] if len(self._ranks) > 1 else [], runner):
+            for _ in run([OneRank(conditions, 2 * MIN_ROUNDS)] if self._ranks else [], runner):
                 pass
             for stages in confirmation(conditions, chosen, fresh.slots, ledger, self.budget):
                 for _ in run_beside(stages, runner):

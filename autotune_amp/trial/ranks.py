@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autotune_amp.core.errors import WorkloadError
-from autotune_amp.trial.training import BaseTraining, Training
+from autotune_amp.trial.training import BaseTraining
 
 
 class Exchanging(DistributedDataParallel):
@@ -27,19 +26,11 @@ class Exchanging(DistributedDataParallel):
 
 @contextmanager
 def joined(training: BaseTraining) -> Iterator[None]:
-    """Meet the other ranks, and exchange gradients with them inside; does nothing for one rank alone.
-
-    Raises `WorkloadError` for a loop of the user's own, whose exchange is its own too.
-    """
+    """Meet the other ranks, and exchange gradients with them inside; does nothing for one rank alone."""
     spec = training.spec
     if spec.num_ranks == 1:
         yield
         return
-    if not isinstance(training, Training) or training.workload.fit is not None:
-        raise WorkloadError(
-            "--ranks trains a model, a loss and an optimizer; a loop of its own exchanges gradients itself.",
-            "Search the command that trains on several ranks: autotune-amp search -- torchrun ...",
-        )
     kind = "gloo" if training.device.type == "cpu" else dist.get_default_backend_for_device(training.device)
     dist.init_process_group(kind, init_method=f"tcp://{spec.meeting}", rank=spec.rank, world_size=spec.num_ranks)
     training.called = exchanging(training.model)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conftest import Finished, command_line
+from conftest import CommandLine, Finished, command_line
 
 # A step takes as long for any batch, so that the largest is the fastest on any machine; 8 samples fail.
 WORKLOADS = """
@@ -81,3 +83,16 @@ def searched(folder: Path, text: str, *arguments: str) -> Searched:
         done = cli.search(*arguments)
     (study,) = (folder / "studies").iterdir()
     return Searched(folder, study, done)
+
+
+def lines(cli: CommandLine) -> list[dict[str, Any]]:
+    """The records so far of a search of `plain`."""
+    path = cli.folder / "studies/train-plain/outcomes.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def wait_for_lines(cli: CommandLine, process: subprocess.Popen[str], count: int) -> None:
+    deadline = time.monotonic() + 60
+    while len(lines(cli)) < count and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)

@@ -7,14 +7,13 @@ import os
 import random
 import resource
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import CommandLine
-from real_searches import CHECKS, FP32, WORKLOADS
+from real_searches import CHECKS, FP32, WORKLOADS, lines, wait_for_lines
 
 from autotune_amp.cli import run
 from autotune_amp.search.stages.explore import MAX_PROCESSES
@@ -28,18 +27,6 @@ def training(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> CommandLine:
     cli.write("train.py", WORKLOADS)
     monkeypatch.chdir(cli.folder)
     return cli
-
-
-def lines(cli: CommandLine) -> list[dict[str, Any]]:
-    path = cli.folder / "studies/train-plain/outcomes.jsonl"
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-
-
-def wait_for_lines(cli: CommandLine, process: subprocess.Popen[str], count: int) -> None:
-    deadline = time.monotonic() + 60
-    while len(lines(cli)) < count and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
 
 
 @pytest.mark.slow

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CommandLine, SharedOnce
-from real_searches import CHECKS, FP32, WORKLOADS, Searched, searched
+from conftest import CommandLine, SharedOnce, needs_two_cpus
+from real_searches import CHECKS, FP32, WORKLOADS, Searched, lines, searched, wait_for_lines
 
-pytestmark = [
-    pytest.mark.real_time,
-    pytest.mark.skipif(
-        not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs"
-    ),
-]
+pytestmark = [pytest.mark.real_time, needs_two_cpus]
 
 SEARCH = ("train.py:plain", *FP32, "--baseline", "fp32:4", "--batch-size", "1:64", "--slots", "2", "--try", "none")
 
@@ -69,18 +62,6 @@ def test_the_answer_holds_for_any_number_of_slots(found: Searched, cli: CommandL
         text=True,
     )
     assert json.loads(process.stdout) == found.document, process.stderr
-
-
-def lines(cli: CommandLine) -> list[dict[str, Any]]:
-    path = cli.folder / "studies/train-plain/outcomes.jsonl"
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-
-
-def wait_for_lines(cli: CommandLine, process: subprocess.Popen[str], count: int) -> None:
-    deadline = time.monotonic() + 60
-    while len(lines(cli)) < count and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from autotune_amp.isolation.local import Isolation, LocalBackend, Payload, can_f
 from autotune_amp.isolation.process import ProcessEndedError, Watcher
 from autotune_amp.trial.jobs import Check, Describe, Trial
 
+pytestmark = pytest.mark.usefixtures("nothing_left_at_once")
 needs_fork = pytest.mark.skipif(not can_fork(), reason="trials are not forked here")
 
 # A program that removes its temporary file when it is asked to end, and not when it is killed; as gcc does.
@@ -113,14 +113,6 @@ class Opened:
             what="fidelity", candidate=Setting(precision="bf16", batch_size=8), device="cpu", torch_state=self.state
         )
         return Made(self.backend, self.trial(), self.trial(3), "workload_error", check)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_left() -> Iterator[None]:
-    before = threading.active_count()
-    yield
-    assert psutil.Process().children(recursive=True) == []
-    assert threading.active_count() == before
 
 
 @pytest.fixture(scope="module")

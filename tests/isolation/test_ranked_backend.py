@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from backend_contract import BackendContract, Made
+from conftest import needs_two_cpus
 from listening import Listener
 from torch import nn
 
@@ -80,17 +78,7 @@ def loop():
     return Workload(build=build, train_step=train_step, data=lambda size: torch.randn(size, 4))
 """
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs"
-)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_left() -> Iterator[None]:
-    before = threading.active_count()
-    yield
-    assert psutil.Process().children(recursive=True) == []
-    assert threading.active_count() == before
+pytestmark = [needs_two_cpus, pytest.mark.usefixtures("nothing_left_at_once")]
 
 
 class Opened:

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from backend_contract import BackendContract, Made
+from conftest import needs_two_cpus
 from hypothesis import given
 from hypothesis import strategies as st
 from listening import Listener
@@ -26,6 +27,8 @@ from autotune_amp.hardware import nvml
 from autotune_amp.isolation.local import LocalBackend, Payload, Slot
 from autotune_amp.isolation.slots import WorkloadSlots, cards, shares_of_the_cpu
 from autotune_amp.trial.jobs import Check, Trial
+
+pytestmark = pytest.mark.usefixtures("nothing_left_at_once")
 
 # -- which there are ---------------------------------------------------------------------------------------------------
 
@@ -125,10 +128,6 @@ def workload():
     return Workload(lambda: nn.Linear(4, 1), loss, lambda size: torch.ones(size, 4))
 """
 
-needs_two_cpus = pytest.mark.skipif(
-    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs"
-)
-
 
 class Heard(Listener):
     """Which thread told it, too."""
@@ -169,14 +168,6 @@ class Opened:
 
     def submit(self, batch_size: int, place: int, **fields: Any) -> Any:
         return self.backend.submit(self.trial(batch_size, **fields), self.slots[place])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_left() -> Iterator[None]:
-    before = threading.active_count()
-    yield
-    assert psutil.Process().children(recursive=True) == []
-    assert threading.active_count() == before
 
 
 @pytest.fixture

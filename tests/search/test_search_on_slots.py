@@ -135,17 +135,8 @@ BASELINE, WINNER = candidate("fp32", 32), candidate("bf16", 64)
 
 
 def run_of(setting: Setting, number: int, speed: float, num_beside: int) -> Record:
-    return Record(
-        search_id="s",
-        number=number + 1,
-        candidate=setting,
-        purpose="confirm",
-        outcome=measurement(speed),
-        seconds=1.0,
-        round=number,
-        slot=f"cuda:{number}",
-        num_beside=num_beside,
-    )
+    where = {"round": number, "slot": f"cuda:{number}", "num_beside": num_beside}
+    return record(setting, "confirm", speed, number=number + 1, **where)
 
 
 def confirmed(alone: float, beside: Sequence[float]) -> list[Record]:
