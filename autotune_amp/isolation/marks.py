@@ -6,7 +6,7 @@ import contextlib
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
@@ -14,6 +14,7 @@ import psutil
 MARK = "AUTOTUNE_AMP_PROCESS"  # in the environment of the first process; the value is one of a kind
 KILL_SECONDS = 5.0
 TERMINATE_SECONDS = 1.0
+_LOOK_SECONDS = 0.005
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux has it
 # A line of /proc/PID/maps, and its inode: the name of a semaphore changes once it is mapped.
 _MAPPED = re.compile(rf"^\S+ \S+ \S+ \S+ (\d+) +{SHARED_MEMORY}/", re.MULTILINE)
@@ -29,16 +30,25 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-def terminate_programs(processes: Iterable[psutil.Process]) -> None:
-    """Ask those that run no Python, as a compiler does, to end, and wait for them a moment: killed they would leave
-    their temporary files behind."""
-    python, programs = Path(sys.executable).resolve(), []
-    for process in processes:
-        with contextlib.suppress(psutil.Error, OSError):
-            if Path(process.exe()) != python:
-                process.terminate()
-                programs.append(process)
-    psutil.wait_procs(programs, timeout=TERMINATE_SECONDS)
+def terminate_programs(find: Callable[[], Iterable[psutil.Process]]) -> None:
+    """Ask those that are found and run no Python, as a compiler does, to end, and wait for them a moment: killed they
+    would leave their temporary files behind. The Pythons stand still for good: one whose compiler ends would start the
+    next one."""
+    python, until = Path(sys.executable).resolve(), time.monotonic() + TERMINATE_SECONDS
+    known: set[psutil.Process] = set()
+    while time.monotonic() < until:
+        found, is_settled = set(find()), True
+        for process in found:
+            with contextlib.suppress(psutil.Error, OSError):
+                is_python, is_new = Path(process.exe()) == python, process not in known
+                if is_new:
+                    (process.suspend if is_python else process.terminate)()
+                if is_new or not (is_python or process.status() == psutil.STATUS_ZOMBIE):
+                    is_settled = False  # a new one may have started others before
+        if is_settled:
+            return
+        known |= found
+        time.sleep(_LOOK_SECONDS)
 
 
 def kill_marked(mark: str) -> None:

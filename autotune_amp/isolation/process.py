@@ -206,7 +206,7 @@ class Process:
     def end(self) -> None:
         """Kill the process and all that came of it, what left its group and outlived it too; then it is gone."""
         self._watcher.ending()
-        terminate_programs(marked(self._mark))
+        terminate_programs(lambda: marked(self._mark))
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()

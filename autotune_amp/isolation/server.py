@@ -238,19 +238,23 @@ def _watch(channel: Channel, pid: int, own: set[int]) -> bool:
 
     `own` are processes that the user's code started while it was loaded; they are there for every trial.
     """
+
+    def of_the_trial() -> list[psutil.Process]:
+        # Whatever the child left, too: as the subreaper, we have inherited it.
+        return [process for process in psutil.Process().children(recursive=True) if process.pid not in own]
+
     pidfd = os.pidfd_open(pid)
     is_parent_there = True
     ready, _, _ = select.select([pidfd, channel.input.fileno()], [], [])
     if pidfd not in ready:  # the only command now is to kill it
         is_parent_there = channel.read() is not None
-        terminate_programs(psutil.Process(pid).children(recursive=True))
+        terminate_programs(of_the_trial)
         _kill_group(pid)
         os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
     os.close(pidfd)
     _kill_group(pid)  # its loader workers; before it is reaped, so that the number is still its own
     _, status = os.waitpid(pid, 0)
-    # Whatever the child left: as the subreaper, we have inherited it.
-    left = [process for process in psutil.Process().children(recursive=True) if process.pid not in own]
+    left = of_the_trial()
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
