@@ -7,22 +7,25 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from scripted_backend import ScriptedBackend, ScriptedSearch, candidate, described, hardware, measured
+from scripted_backend import ScriptedBackend, ScriptedSearch, calibration, candidate, described, hardware, measured
 
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Isolation, Slot
-from autotune_amp.search.ledger import Shortlist
+from autotune_amp.search.ledger import LOSS_SCALE, Shortlist
+from autotune_amp.search.loss_scales import Scales
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.ranking import confirm_runs, were_processes_shared
 from autotune_amp.search.run import CONFIRM_SHARE
 from autotune_amp.search.space import Space
+from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.confirm import (
     ENDING_SHARE,
     MIN_ROUNDS,
     NUM_ROUNDS,
     Confirm,
     ConfirmingProcesses,
+    OneRank,
     plan_round,
     reserved_seconds,
     run_seconds,
@@ -53,6 +56,7 @@ class Machine:
         self.made: list[Isolation] = []
         self.specs: list[Trial] = []
         self.failing: tuple[Setting, int] | None = None
+        self.stalls: dict[tuple[Setting, int], float] = {}  # seconds more than foreseen
         self.is_started = False
         self.searched = ScriptedSearch(
             Space(candidates=tuple(self.speeds), baseline=FP32),
@@ -90,6 +94,7 @@ class Machine:
 
     def answer(self, spec: Trial) -> Outcome:
         number = sum(r.round is not None and r.candidate == spec.candidate for r in self.ledger.records)
+        self.budget.now += self.stalls.get((spec.candidate, number), 0.0)
         if self.failing == (spec.candidate, number):
             return Failure(kind="oom", message="another process took the memory")
         found = measured(spec, self.speeds[spec.candidate], build_seconds=0.0)
@@ -155,6 +160,29 @@ def test_a_failure_costs_its_own_row_and_a_process() -> None:
     assert machine.num_confirming(FP32) == NUM_ROUNDS
 
 
+def test_a_search_goes_on_where_a_contender_failed_in_its_confirmation() -> None:
+    machine = Machine()
+    machine.failing = BF16, 0
+    machine.confirm()
+    machine.forget_after(*[r for r in machine.ledger.records if r.round in (None, 0)])
+    assert {r.candidate for r in machine.confirm()} == {LARGER, FP32}
+
+
+def test_one_rank_trains_with_the_loss_scale_of_the_others() -> None:
+    fp16 = candidate("fp16", 32)
+    searched = ScriptedSearch(
+        Space(candidates=(fp16, FP32), baseline=FP32),
+        lambda spec: measured(spec, 2000.0 if spec.candidate == fp16 else 1000.0),
+        description=described(num_ranks=2, is_ranked=True),
+    )
+    searched.measure(fp16, FP32)
+    searched.run(Checks(searched.conditions))
+    searched.ledger.scales[fp16.scaling] = Scales(calibration(), 1000)
+    searched.run(OneRank(searched.conditions, 0))
+    (alone,) = (record for record in searched.ledger.records if record.purpose == "one_rank")
+    assert alone.loss_scale == searched.ledger.loss_scale(fp16) != LOSS_SCALE
+
+
 def test_only_the_rounds_that_are_missing_are_run_by_a_search_that_goes_on() -> None:
     machine = Machine("cuda:0")
     machine.confirm()
@@ -188,6 +216,18 @@ def test_what_the_search_left_over_confirms_both_and_no_more() -> None:
     )
     assert machine.num_confirming(BF16, HEAP) == machine.num_confirming(FP32) == MIN_ROUNDS
     assert CONFIRM_SHARE * 80.0 < machine.budget.now <= 80.0
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_run_that_took_longer_than_foreseen_leaves_the_baseline_confirmed(number: int) -> None:
+    machine = Machine("cpu", 150.0, start_seconds=5.0)  # their share holds eight processes
+    machine.stalls[BF16, number] = 20.0
+    machine.searched.run(
+        Confirm(machine.searched.fresh({}, 5.0), Shortlist(BF16, None, FP32)),
+        ConfirmingProcesses(machine.make, Slot("cpu"), are_shared=False),
+    )
+    assert machine.num_confirming(BF16) == machine.num_confirming(FP32) == MIN_ROUNDS
+    assert machine.budget.left() >= 0
 
 
 @pytest.mark.parametrize(("margin", "runs"), [(1.05, False), (1.15, True)])

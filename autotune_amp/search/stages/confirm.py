@@ -123,22 +123,23 @@ class Confirm:
             planned = self._plan(ledger, budget)
             self._to_run = [run for run in planned if run not in done and run.setting not in ledger.failures]
         run = self._to_run.pop(0)
-        left, needed = budget.left() - (self._until or 0.0), self._cost(ledger, [run], 0 if self._is_started else 1)
+        needed = self._cost(ledger, [run], 0 if self._is_started else 1)
+        if self._left(budget) < needed and run.setting in self._essential:  # those before it took longer than foreseen
+            self._borrow()
+        left = self._left(budget)
         if left < needed:
             self._to_run, self._rounds = [], []
             return None
         ours = [_ending_seconds(r) for r in ledger.records if (r.candidate, r.purpose, r.environment) == run]
         needs_ending = self._conditions.description.has_ending and run.purpose == "confirm" and set(ours) <= {None}
-        return self._conditions.trial(
+        return _confirming_trial(
+            self._conditions,
             ledger,
             run.setting,
+            run.environment,
             purpose=run.purpose,
             round=self._round,
-            environment=run.environment,
-            loss_scale=ledger.loss_scale(run.setting),
-            hold_heap=False,  # the process starts with the variables, or is meant to run without them
             num_steps=(MAX_STEPS, MAX_STEPS),
-            measure_seconds=MEASURE_SECONDS,
             deadline_seconds=left,
             ending_seconds=min(self._ending_left(ledger, budget), left - needed) if needs_ending else None,
         )
@@ -150,16 +151,28 @@ class Confirm:
             return self._cost(ledger, runs, min(1, len(runs)) if self._conditions.shares_processes else len(runs))
 
         def planned() -> list[Run]:
-            left = budget.left() - (self._until or 0.0) - ending_seconds
+            left = self._left(budget) - ending_seconds
             num_needed = max(1, math.ceil((MIN_ROUNDS - self._round) / self._num_beside))
             return plan_round(self._contenders, self._conditions.environment, seconds_of, left, self._round, num_needed)
 
         runs = planned()
-        needed = {self._contenders.winner, self._contenders.baseline} if self._round < MIN_ROUNDS else set()
-        if not needed <= {run.setting for run in runs}:
-            self._contenders, self._until, self._is_borrowing = self._contenders._replace(runner_up=None), 0.0, True
+        if not self._essential <= {run.setting for run in runs}:
+            self._borrow()
             runs = planned()
         return runs
+
+    @property
+    def _essential(self) -> set[Setting]:
+        """What this round must not be without."""
+        return {self._contenders.winner, self._contenders.baseline} if self._round < MIN_ROUNDS else set()
+
+    def _borrow(self) -> None:
+        """Go on in what the search left over, with what is essential."""
+        self._contenders, self._until, self._is_borrowing = self._contenders._replace(runner_up=None), 0.0, True
+        self._to_run = [run for run in self._to_run if run.setting in self._essential]
+
+    def _left(self, budget: Budget) -> float:
+        return budget.left() - (self._until or 0.0)
 
     def _cost(self, ledger: Ledger, runs: Sequence[Run], num_starts: int) -> float:
         starting = num_starts * start_seconds(ledger.records, self._conditions.start_seconds)
@@ -250,8 +263,25 @@ def _ending_seconds(record: Record) -> float | None:
     return record.outcome.ending_seconds if isinstance(record.outcome, Measurement) else None
 
 
+def _confirming_trial(
+    conditions: Conditions, ledger: Ledger, setting: Setting, environment: dict[str, str], **fields: Any
+) -> Trial:
+    """A trial in a process that starts with these variables, trained as it would be with the recommendation."""
+    return conditions.trial(
+        ledger,
+        setting,
+        environment=environment,
+        loss_scale=ledger.loss_scale(setting),
+        hold_heap=False,  # the process starts with the variables, or is meant to run without them
+        measure_seconds=MEASURE_SECONDS,
+        **fields,
+    )
+
+
 def _runnable(ledger: Ledger, shortlist: Shortlist) -> Shortlist:
     """The shortlist without a runner-up that a fresh process need not spend time on: one with no chance to win."""
+    if not ledger.measured.keys() >= {c for c in shortlist[:2] if c is not None}:  # one has failed since
+        return shortlist
     speeds = {c: ledger.measured[c].samples_per_second for c in shortlist[:2] if c is not None}
     is_hopeless = min(speeds.values()) * HOPELESS < speeds[shortlist.winner]
     return shortlist._replace(runner_up=None) if is_hopeless else shortlist
@@ -306,15 +336,14 @@ class OneRank:
         seconds = start_seconds(ledger.records, self.conditions.start_seconds) + run_seconds(ledger, chosen.winner)
         if left < SAFETY * (1 + self.num_others) * seconds:
             return None
-        return self.conditions.trial(
+        return _confirming_trial(
+            self.conditions,
             ledger,
             chosen.winner,
+            self.conditions.environment,
             purpose="one_rank",
             num_ranks=1,
-            environment=self.conditions.environment,
-            hold_heap=False,
             num_steps=(MAX_STEPS, MAX_STEPS),
-            measure_seconds=MEASURE_SECONDS,
             deadline_seconds=left,
         )
 
@@ -337,13 +366,12 @@ class LargerBatches:
         seconds = MEASURE_SECONDS + NUM_STEPS_FORESEEN * setting.batch_size / max(ledger.speeds.values())
         if left < SAFETY * (start_seconds(ledger.records, self.conditions.start_seconds) + seconds):
             return None
-        return self.conditions.trial(
+        return _confirming_trial(
+            self.conditions,
             ledger,
             setting,
+            self.conditions.environment,
             purpose="outlook",
-            environment=self.conditions.environment,
-            hold_heap=False,
-            measure_seconds=MEASURE_SECONDS,
             deadline_seconds=left,
         )
 
