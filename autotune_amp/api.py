@@ -69,8 +69,8 @@ def recommend_config(
     it. `ranks` processes of this host train each trial together under DistributedDataParallel, on a CPU on shares of
     it, on cards one on each.
     `batch_size` is "LOW:HIGH" or a pair, `baseline` "PRECISION:BATCH" or a pair: what you run today.
-    `effective_batch_size` is kept exactly, by accumulation: samples per optimizer step over all ranks, that of the
-    DataLoader if left out; "free" lets the search change it.
+    `effective_batch_size` is kept exactly, by accumulation: samples per optimizer step over all ranks; left out, each
+    rank has that of the DataLoader; "free" lets the search change it.
     `try_` names what else to try: "auto" for what this model and device can have safely, "none", or names in a list:
     "compile", "memory_format" (or "channels_last"), "optimizer_impl" (or "fused", "foreach"), "fp8_recipe",
     "activation_checkpointing", "allocator" and "weights".

@@ -212,12 +212,16 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 # --- in lines
 
 
-def config_line(config: AmpConfig) -> str:
+def config_line(config: AmpConfig, num_ranks: int = 1) -> str:
     """The config's precision, batch size, accumulation, further dimensions and loader workers."""
     text = f"{config.precision}, batch size {config.batch_size}"
+    effective = f"effective batch size {config.effective_batch_size * num_ranks}"
+    if num_ranks > 1:
+        text += f" on each of {num_ranks} ranks"
     if config.accumulation_steps > 1:
-        effective = f"effective batch size {config.effective_batch_size}"
         text += f", {config.accumulation_steps} accumulation steps ({effective})"
+    elif num_ranks > 1:
+        text += f", {effective}"
     further = [config.labelled([variant]) for variant in VARIANTS]
     workers = None if config.num_workers is None else count(config.num_workers, "loader worker")
     return ", ".join(filter(None, (text, *further, workers)))
@@ -319,13 +323,22 @@ def slots_line(found: SlotsEvidence) -> str:
     return f"{text}, confirmed alone: beside one another it was {seen}"
 
 
-def ranks_line(found: RanksEvidence) -> str:
+def ranks_line(found: RanksEvidence, device_type: str) -> str:
     """How many ranks train together, and what exchanging gradients costs them."""
     text = f"{found.num_ranks} train together under DistributedDataParallel"
     if found.efficiency is None or found.one_rank_samples_per_second is None:
         return f"{text}; one alone was not measured, for want of time"
-    share = f"{100 * found.efficiency:.0f} % of {found.num_ranks} times what one reaches alone"
-    return f"{text}: {found.setting} at {share} ({rate(found.one_rank_samples_per_second)})"
+    where = "on its share of the CPU" if device_type == "cpu" else "on its card"
+    share = f"{100 * found.efficiency:.0f} % of {found.num_ranks} times what one reaches alone {where}"
+    return f"{text}: {found.setting} at {share} ({rate(found.one_rank_samples_per_second)}, in one process)"
+
+
+def ranked_run_line(config: AmpConfig, num_ranks: int, *, has_unused_parameters: bool) -> str:
+    """How the training is started that several of our own ranks stood for."""
+    unused = ", find_unused_parameters=True" if has_unused_parameters else ""
+    text = f"torchrun --nproc_per_node {num_ranks}, with DistributedDataParallel(model{unused}) and each rank's own "
+    text += f"samples (DistributedSampler), {config.batch_size} a pass"
+    return f"{text}; all passes but the last of a step in no_sync()" if config.accumulation_steps > 1 else text
 
 
 def loss_scale_line(scale: LossScale, known: LossScaleEvidence | None) -> str:

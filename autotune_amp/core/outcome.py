@@ -339,7 +339,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     training weighs them. `trainer` names the framework's loop that it is confirmed in, None for that of the trials.
     `unsettable` says of a precision, or of a dimension by its name, why it cannot be set to anything but what it is
     today; `notes` what the user is to know of the measurements. Throughput is that of all its `num_ranks` together;
-    it `is_ranked` where these are ours, and not a command's own.
+    it `is_ranked` where these are ours, and not a command's own; then it is known whether it `has_unused_parameters`.
     `checks` are the kinds of check that can be answered, *later* being fidelity on trained weights and *profile* where
     the time of a step goes, at a batch size of `check_batch_size` at most: what rounding does hardly moves with it
     (studies/README.md). `loader` is what makes a command's training loader: ``file:function:line``; without one,
@@ -372,11 +372,16 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     num_ranks: int = 1
     is_ranked: bool = False
+    has_unused_parameters: bool = False
     checks: tuple[str, ...] = ("fidelity", "later", "calibration", "accumulation", "profile")
     check_batch_size: int = 16
     loader: str | None = None
     sample_dim: int = 0
     variants: dict[str, dict[str, str | None]] = {}
+
+    def available_bytes(self, of_device: int, device: str) -> int:
+        """What each of its processes may take of the memory that the device has: our own ranks share a CPU's."""
+        return of_device // self.num_ranks if self.is_ranked and device == "cpu" else of_device
 
     @property
     def today(self) -> Setting:

@@ -234,7 +234,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         pauses = {"an evaluation": evidence.evaluation_seconds, "a checkpoint": evidence.checkpoint_seconds}
         taken = [f"{name} takes {duration(seconds)}" for name, seconds in pauses.items() if seconds is not None]
         lines = [
-            ("config", explain.config_line(config)),
+            ("config", explain.config_line(config, self.num_ranks)),
             ("speed", explain.speed_line(evidence)),
             ("speed-up", explain.speedup_line(evidence)),
             ("plain", explain.plain_environment_line(evidence)),
@@ -243,7 +243,11 @@ class Recommendation(Decision, frozen=True, kw_only=True):
             ("energy", None if joules is None else f"{joules:.3g} J a sample"),
             ("job", None if self.job is None else explain.job_line(self.job)),
             ("slots", None if evidence.slots is None else explain.slots_line(evidence.slots)),
-            ("ranks", None if evidence.ranks is None else explain.ranks_line(evidence.ranks)),
+            (
+                "ranks",
+                None if evidence.ranks is None else explain.ranks_line(evidence.ranks, self.hardware.identity.type),
+            ),
+            ("run", self._ranked_run_line()),
             ("reason", one_line(self.reason)),
             ("outlook", None if self.outlook is None else explain.outlook_line(self.outlook)),
             ("pauses", ", ".join(taken) or None),
@@ -255,6 +259,24 @@ class Recommendation(Decision, frozen=True, kw_only=True):
             *(("warning", one_line(warning)) for warning in self.warnings),
         ]
         return [(label, text) for label, text in lines if text is not None]
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks that an optimizer step is shared by."""
+        own = 1 if self.workload is None else self.workload.num_ranks
+        return own * int(self.options.get("num_ranks", 1))
+
+    @property
+    def available_bytes(self) -> int:
+        """The memory that was there for each process of the training."""
+        available = self.hardware.memory.available
+        return available if self.workload is None else self.workload.available_bytes(available, self.hardware.device)
+
+    def _ranked_run_line(self) -> str | None:
+        if self.workload is None or not self.workload.is_ranked:
+            return None
+        unused = self.workload.has_unused_parameters
+        return explain.ranked_run_line(self.config, self.workload.num_ranks, has_unused_parameters=unused)
 
     def checks(self) -> list[Fidelity]:
         """The checks that were made, and that of the config's own precision where it was not."""

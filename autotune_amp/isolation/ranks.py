@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.job import Job
@@ -16,21 +16,29 @@ from autotune_amp.distributed import free_port
 from autotune_amp.isolation.local import Ability, Opened, Slot, WorkloadBackend
 from autotune_amp.isolation.process import ENDED, Watcher
 from autotune_amp.isolation.slots import WorkloadSlots
-from autotune_amp.trial.jobs import Describe, Trial
+from autotune_amp.trial.failures import of_memory
+from autotune_amp.trial.jobs import Describe, Follow, Followed, Trial
 
-GRACE_SECONDS = 3.0  # between the end of one rank and that of rank 0, which hears of it as a lost connection
-# What a rank says whose peer is gone: the reason is the peer's.
-_OF_A_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|store|process group|peer", re.I)
+GRACE_SECONDS = 3.0  # between the end of one rank and that of the others, which hear of it as a lost connection
+NUM_MEETINGS = 3  # tried: the port that was free may have been taken meanwhile
+# What a rank says whose peer is gone, by torch's own errors and gloo's and NCCL's files: the reason is the peer's.
+_OF_A_PEER = re.compile(r"^(torch\.distributed\.)?Dist\w+Error|gloo/|\bnccl\w+Error|NCCL error|\[c10d\]")
+_TAKEN = "EADDRINUSE"
 NOTE = (
     "Trials ran on {0} ranks of this host under DistributedDataParallel: speeds are those of all together, batch sizes "
-    "and memory those of each. Precision, loss scale and accumulation were checked on one."
+    "those of each, memory that of the one that took the most. Precision, loss scale and accumulation were checked on "
+    "one."
+)
+NOTE_UNUSED = (
+    "Some parameters get no gradient: trials ran with find_unused_parameters=True, and so must the training, as "
+    "DistributedDataParallel(model, find_unused_parameters=True)."
 )
 
 
 class RankedBackend(WorkloadBackend):
     """A `WorkloadBackend` whose trials run on as many `slots` as they have ranks; anything else runs on the first.
 
-    `make` starts the backend of a rank. On a CPU, where they share the memory, each may take its part of a trial's.
+    `make` starts the backend of a rank.
     """
 
     def __init__(
@@ -66,21 +74,12 @@ class RankedBackend(WorkloadBackend):
     def submit(self, job: Job[Any], slot: Slot | None = None) -> Any:  # noqa: ARG002 - there is one
         """Start a job: a trial on all of its ranks."""
         if isinstance(job, Describe):
-            return _Described(self.ranks.submit(job), len(self.ranks.slots))
+            return _Described(self.ranks.submit(replace(job, is_ranked=True)), len(self.ranks.slots))
         if not isinstance(job, Trial):
             return self.ranks.submit(job)
         if job.num_ranks == 1:
             return self.ranks.submit(job, self.ranks.slots[0])
-        meeting = f"127.0.0.1:{free_port()}"
-        return _OnRanks(self.ranks, [self._of_rank(job, rank, meeting) for rank in range(job.num_ranks)])
-
-    def _of_rank(self, job: Trial, rank: int, meeting: str) -> Trial:
-        limit_bytes, device = job.memory_limit_bytes, self.ranks.slots[rank].device
-        if limit_bytes is not None and device == "cpu":
-            limit_bytes //= job.num_ranks
-        job = replace(job, rank=rank, meeting=meeting, memory_limit_bytes=limit_bytes, device=device)
-        # Rank 0's steps are everybody's.
-        return job if rank == 0 else replace(job, first_step_deadline_seconds=None, step_deadline_seconds=None)
+        return _OnRanks(self.ranks, job)
 
     def share_build(self, job: Any, deadline_seconds: float) -> str | None:  # noqa: D102 - see Backend
         return self.ranks.share_build(job, deadline_seconds)
@@ -109,7 +108,7 @@ class _Described:
                 "--ranks trains a model, a loss and an optimizer; a loop of its own exchanges gradients itself.",
                 "Search the command that trains on several ranks: autotune-amp search -- torchrun ...",
             )
-        notes = (*found.notes, NOTE.format(self._num_ranks))
+        notes = (*found.notes, NOTE.format(self._num_ranks), *([NOTE_UNUSED] if found.has_unused_parameters else []))
         described: Description = replace(found, num_ranks=self._num_ranks, is_ranked=True, notes=notes)
         return described
 
@@ -117,37 +116,85 @@ class _Described:
 class _OnRanks:
     """A trial on its ranks."""
 
-    def __init__(self, ranks: WorkloadSlots, jobs: Sequence[Trial]) -> None:
-        self._ranks, self._over = ranks, ranks.over[: len(jobs)]
-        self._handles = [ranks.submit(job, slot) for job, slot in zip(jobs, ranks.slots, strict=False)]
+    def __init__(self, ranks: WorkloadSlots, job: Trial) -> None:
+        self._ranks, self._job = ranks, job
+        self._over = ranks.over[: job.num_ranks]
+        self._start()
+
+    def _start(self) -> None:
+        job, meeting = self._job, f"127.0.0.1:{free_port()}"
+        if job.candidate.is_compiled:  # rank 0 waits for a compiler on another one, of which its parent does not hear
+            job = replace(job, step_deadline_seconds=None)
+        # Rank 0's steps are everybody's.
+        following = {**asdict(job), "first_step_deadline_seconds": None, "step_deadline_seconds": None}
+        slots = self._ranks.slots[: job.num_ranks]
+        jobs = [replace(job, meeting=meeting, device=slots[0].device)]
+        for rank, slot in enumerate(slots[1:], 1):
+            jobs.append(Follow(**{**following, "meeting": meeting, "rank": rank, "device": slot.device}))
+        self._handles = [self._ranks.submit(each, slot) for each, slot in zip(jobs, slots, strict=True)]
 
     @property
     def start_seconds(self) -> float | None:
-        """Rank 0's."""
-        return self._handles[0].start_seconds
+        """That of the rank which took the longest."""
+        seconds = [handle.start_seconds for handle in self._handles]
+        return max((took for took in seconds if took is not None), default=None)
 
     def result(self) -> Measurement | Failure:
-        """What rank 0 measured, or the failure that it comes from; then none of them runs any more."""
-        first = self._handles[0]
+        """What rank 0 measured, with the memory of the one that took the most; or the failure that it comes from."""
+        outcomes = self._outcomes()
+        for _ in range(NUM_MEETINGS - 1):
+            if not any(isinstance(found, Failure) and _TAKEN in found.message for found in outcomes):
+                break
+            self._start()
+            outcomes = self._outcomes()
+        measured, *others = outcomes
+        followed = [found for found in others if isinstance(found, Followed)]
+        if not isinstance(measured, Measurement) or len(followed) < len(others):
+            return culprit(outcomes, self._job.num_ranks)
+        for rank, found in enumerate(followed, 1):
+            reserved, limit_bytes = found.reserved_memory_bytes, self._job.memory_limit_bytes
+            if failure := of_memory(reserved, limit_bytes, has_flushed=found.has_flushed):
+                return replace(failure, message=f"rank {rank}: {failure.message}")
+        return replace(
+            measured,
+            peak_memory_bytes=max(measured.peak_memory_bytes, *(found.peak_memory_bytes for found in followed)),
+            reserved_memory_bytes=max(
+                measured.reserved_memory_bytes, *(found.reserved_memory_bytes for found in followed)
+            ),
+            joules_per_sample=None,  # of one rank, or of all that its host does
+        )
+
+    def _outcomes(self) -> list[Any]:
+        """What came of each rank; then none of them runs any more."""
+        left = list(self._handles)
         try:
-            if self._ranks.wait(self._handles) is not first:
-                self._ranks.wait_seconds(first.future, GRACE_SECONDS)
+            while self._handles[0] in left:
+                left.remove(over := self._ranks.wait(left))
+                if isinstance(over.result(), Failure):
+                    break
+            until = time.monotonic() + GRACE_SECONDS
+            for handle in self._handles:
+                self._ranks.wait_seconds(handle.future, until - time.monotonic())
         finally:
             for over in self._over:
                 over.set()
         outcomes = [handle.result() for handle in self._handles]
         for over in self._over:
             over.clear()
-        return outcomes[0] if isinstance(outcomes[0], Measurement) else culprit(outcomes)
+        return outcomes
 
 
-def culprit(outcomes: Sequence[Any]) -> Failure:
+def culprit(outcomes: Sequence[Any], num_ranks: int) -> Failure:
     """Of ranks that failed the lowest whose failure is its own, or else that came to no end; rank 0's where all only
     lost a peer."""
     failures = [(rank, found) for rank, found in enumerate(outcomes) if isinstance(found, Failure)]
     # A minimum is the first of several, which is the lowest rank.
     rank, found = min(failures, key=lambda failed: _is_of_a_peer(failed[1]) + 2 * (failed[1].message == ENDED))
-    return replace(found, message=f"rank {rank}: {found.message}") if rank else found
+    if rank:
+        return replace(found, message=f"rank {rank}: {found.message}")
+    if found.kind == "timeout":
+        return replace(found, message=f"{found.message}; any of the {num_ranks} ranks may have held it up")
+    return found
 
 
 def _is_of_a_peer(found: Failure) -> float:

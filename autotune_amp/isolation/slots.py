@@ -42,11 +42,11 @@ def of_ranks(num_ranks: int, device: str) -> tuple[Slot, ...]:
     Raises `InvalidRequestError` where there are too few, and where the cards are of several models.
     """
     if device == "cpu":
-        return shares_of_the_cpu(num_ranks).slots
-    return tuple(Slot(slot.name or "", slot.name) for slot in cards(range(num_ranks)).slots)
+        return shares_of_the_cpu(num_ranks, "--ranks").slots
+    return tuple(Slot(slot.name or "", slot.name) for slot in cards(range(num_ranks), "--ranks").slots)
 
 
-def cards(devices: Sequence[int] | Literal["all"]) -> Found:
+def cards(devices: Sequence[int] | Literal["all"], option: str = "--devices") -> Found:
     """A slot for each NVIDIA card, by its number as CUDA counts the visible ones, or for all that are like the first.
 
     Of all those are left out that are of another model, and on which other processes compute. Raises
@@ -55,21 +55,21 @@ def cards(devices: Sequence[int] | Literal["all"]) -> Found:
     uuids = nvml.visible_uuids()
     if not uuids:
         raise InvalidRequestError(
-            "--devices needs NVIDIA cards, and NVML sees none that CUDA may use here.",
-            "Leave --devices out, or look with nvidia-smi and at CUDA_VISIBLE_DEVICES.",
+            f"{option} needs NVIDIA cards, and NVML sees none that CUDA may use here.",
+            f"Leave {option} out, or look with nvidia-smi and at CUDA_VISIBLE_DEVICES.",
         )
     numbers = range(len(uuids)) if devices == "all" else devices
     if absent := [number for number in numbers if number >= len(uuids)]:
         raise InvalidRequestError(
-            f"--devices names card {absent[0]}, and CUDA sees {len(uuids)} here, counted from 0.",
-            "Give --devices all, or numbers of cards that there are.",
+            f"{option} asks for card {absent[0]}, and CUDA sees {len(uuids)} here, counted from 0.",
+            "Give no more than there are.",
         )
     slots, notes = [], []
     models = {number: _model(uuids[number]) for number in numbers}
     first = models[numbers[0]]
     if first is None and len(models) > 1:
         raise InvalidRequestError(
-            "--devices: NVML does not say what these cards are, so that their results cannot be compared.",
+            f"{option}: NVML does not say what these cards are, so that their results cannot be compared.",
             "Search on one of them, with --device cuda:N.",
         )
     for number in numbers:
@@ -78,7 +78,7 @@ def cards(devices: Sequence[int] | Literal["all"]) -> Found:
             problem = f"is a {models[number]} and cuda:{numbers[0]} a {first}, whose results cannot be compared"
             if devices != "all":
                 raise InvalidRequestError(
-                    f"--devices: cuda:{number} {problem}.", "Give cards of one model, or one search for each model."
+                    f"{option}: cuda:{number} {problem}.", "Give cards of one model, or one search for each model."
                 )
         others = nvml.process_notes(uuids[number])
         if problem is None and others and devices == "all" and number != numbers[0]:
@@ -96,7 +96,7 @@ def _model(uuid: str) -> str | None:
     return None if found is None else found.name
 
 
-def shares_of_the_cpu(num_slots: int) -> Found:
+def shares_of_the_cpu(num_slots: int, option: str = "--slots") -> Found:
     """Slots that divide the CPUs of this process among them, whole cores where their topology is known.
 
     Raises `InvalidRequestError` where there are fewer CPUs than slots.
@@ -104,7 +104,8 @@ def shares_of_the_cpu(num_slots: int) -> Found:
     cpus = _by_core()
     if num_slots > len(cpus):
         raise InvalidRequestError(
-            f"--slots is {num_slots}, and this process may use {len(cpus)} CPUs.", f"Give --slots {len(cpus)} or fewer."
+            f"{option} is {num_slots}, and this process may use {len(cpus)} CPUs.",
+            f"Give {option} {len(cpus)} or fewer.",
         )
     each = len(cpus) // num_slots
     shares = [tuple(sorted(cpus[number * each : (number + 1) * each])) for number in range(num_slots)]

@@ -230,7 +230,7 @@ def memory(recommendation: Recommendation | None, records: Sequence[Record]) -> 
     highest = max(found.reserved_memory_bytes for _, found in measured)
     share = None if recommendation is None else recommendation.options.get("memory_fraction")
     if recommendation is not None and share is not None:
-        limit = int(share * recommendation.hardware.memory.available)
+        limit = int(share * recommendation.available_bytes)
         sizes = [r.candidate.batch_size for r in records if is_trial(r)]
         ends, height = [min(sizes), max(sizes)], limit / MIB
         figure.add_trace(rule(f"limit: {size(limit)}", ends, [height] * 2, dash="dashdot"))

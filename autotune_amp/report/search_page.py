@@ -119,7 +119,7 @@ def _lead(recommendation: Recommendation) -> str:
     tiles = [
         ("speed-up", "unknown" if evidence.speedup is None else times(evidence.speedup), f"{between}over {today}"),
         ("samples/s", number(evidence.samples_per_second), landing),
-        ("peak memory", size(evidence.peak_memory_bytes), f"of {size(hardware.memory.available)} available"),
+        ("peak memory", size(evidence.peak_memory_bytes), f"of {size(recommendation.available_bytes)} available"),
     ]
     warnings = ["The search was interrupted: this is the best so far."] * search.was_interrupted
     counted = f"{count(search.num_trials, 'trial')}, {search.num_failures} failed, {duration(search.seconds)}"

@@ -64,10 +64,10 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.device if self.slots is None else "cpu"
 
     def horizon_steps(self, effective_batch_size: int) -> int:
-        """Optimizer steps that a loss scale is judged over, given the samples of one step on one rank."""
+        """Optimizer steps that a loss scale is judged over, given the samples of one step over all ranks."""
         steps = self.num_steps
         if self.num_samples is not None:
-            steps = -(-self.num_samples // (effective_batch_size * self.num_ranks))
+            steps = -(-self.num_samples // effective_batch_size)
         return DEFAULT_NUM_STEPS if steps is None else min(steps, MAX_STEPS)
 
     @classmethod
@@ -89,7 +89,9 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
                 "objective", found.objective, "another where --slots is given: what a share draws is not metered"
             )
         if found.ranks > 1 and (num_ranks > 1 or found.slots is not None or found.devices is not None):
-            raise _wrong("ranks", found.ranks, "left out under a launcher, and where --devices or --slots is given")
+            raise _wrong("ranks", found.ranks, "1 under a launcher, and where --devices or --slots is given")
+        if found.ranks > 1 and found.device not in ("auto", "cpu", "cuda"):
+            raise _wrong("device", found.device, "auto, cpu or cuda where --ranks is given: it takes the first cards")
         num_ranks *= found.ranks
         effective = found.effective_batch_size
         if isinstance(effective, int) and effective % num_ranks:

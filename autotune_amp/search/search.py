@@ -190,7 +190,10 @@ class _Search:
         conditions = Conditions(
             hardware=opened.hardware,
             description=opened.description,
-            memory_limit_bytes=int(self._options.memory_fraction * opened.hardware.memory.available),
+            memory_limit_bytes=int(
+                self._options.memory_fraction
+                * opened.description.available_bytes(opened.hardware.memory.available, opened.hardware.device)
+            ),
             torch_state=opened.torch_state,
             environment=recommended_environment(opened.hardware.device),
             seed=self._options.seed,
@@ -306,6 +309,8 @@ class _Search:
             for stages in confirmation(conditions, chosen, fresh.slots, ledger, self.budget):
                 for _ in run_beside(stages, runner):
                     pass
+            for _ in run([OneRank(conditions, 0)] if self._ranks else [], runner):
+                pass
             if self._options.batch_size is None and self._options.max_trials is None:  # its range is free
                 for _ in run([LargerBatches(conditions)], runner):
                     pass
@@ -365,7 +370,7 @@ class _Search:
             space,
             self.folder.records(search_id),
             objective=self._options.objective,
-            num_steps=self._options.horizon_steps(space.baseline.effective_batch_size),
+            num_steps=self._options.horizon_steps(space.baseline.effective_batch_size * space.num_ranks),
             search_id=search_id,
             write=self.folder.append,
         )

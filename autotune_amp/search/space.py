@@ -226,6 +226,11 @@ def _today(
         whole = of_all_ranks(effective, num_ranks)
         divisor = max(d for d in divisors(effective) if d <= size)
         size = use(divisor, f"{size} does not divide the effective batch size {whole}")
+    if description.is_ranked and effective is not None and options.effective_batch_size is None:
+        notes.append(
+            f"The effective batch size is {of_all_ranks(effective, num_ranks)}: each has that of one process today. "
+            f"--effective-batch-size {effective} would keep that."
+        )
     steps = (effective or todays) // size
     return Setting(precision=precision, batch_size=size, accumulation_steps=steps, as_found=as_found), effective, notes
 

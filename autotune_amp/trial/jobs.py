@@ -50,7 +50,8 @@ class Trial(Job[Measurement], frozen=True, kw_only=True):
     `step_deadline_seconds` are enforced by the parent, which kills the process. `worst_samples` are the largest of the
     dataset that were found, in order; empty where they are alike or the workload names its worst batch itself.
     `is_loss_sum`: the loss is a sum over its samples, so that it is not divided by the accumulation steps.
-    `num_ranks` processes train it together, of which this is the `rank`; they meet at `meeting`, "address:port".
+    `num_ranks` processes train it together, of which this is the `rank`; they meet at `meeting`, "address:port", and
+    some parameters of the model get no gradient where it `has_unused_parameters`.
     `ending_seconds` is what the workload's evaluation and checkpoint may take after the measuring, with the parent's
     deadline; None: they are not run. `environment` is what its process starts with beyond the caller's, `round` the
     confirmation's.
@@ -80,6 +81,7 @@ class Trial(Job[Measurement], frozen=True, kw_only=True):
     rank: int = 0
     num_ranks: int = 1
     meeting: str = ""
+    has_unused_parameters: bool = False
 
     @property
     def deadlines(self) -> Deadlines:
@@ -102,7 +104,7 @@ class Trial(Job[Measurement], frozen=True, kw_only=True):
     @property
     def is_confirmation(self) -> bool:
         """Whether it stands for the whole job: whole accumulation windows, the worst batch first and last."""
-        return self.purpose in ("confirm", "plain")
+        return self.purpose in ("confirm", "plain", "one_rank")
 
     @property
     def num_timed_micro_batches(self) -> int:
@@ -114,6 +116,22 @@ class Trial(Job[Measurement], frozen=True, kw_only=True):
     def num_steps_per_report(self) -> int:
         """Steps timed, and reported, together."""
         return 1 if self.device == "cpu" else STEPS_PER_SYNC
+
+
+class Followed(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of a rank that took its steps beside rank 0, as in `Measurement`; `has_flushed`: its allocator had to
+    make room."""
+
+    peak_memory_bytes: int
+    reserved_memory_bytes: int
+    has_flushed: bool
+
+
+class Follow(Trial, frozen=True, kw_only=True):
+    """One more rank of a trial: it takes steps until rank 0 has measured enough."""
+
+    answer: ClassVar[Any] = Followed
+    work: ClassVar[str] = "autotune_amp.trial.worker:follow"
 
 
 class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=True):
@@ -187,13 +205,14 @@ class Describe(Job[Description], frozen=True, kw_only=True):
     """What the workload is, from building it once.
 
     Its data is looked at where a `baseline_batch_size` is given; a batch size of the data's own comes before it.
-    `has_tf32`: the device does.
+    `has_tf32`: the device does. `is_ranked`: several ranks are to train it.
     """
 
     answer: ClassVar[Any] = Description
     work: ClassVar[str] = "autotune_amp.trial.worker:describe"
 
     has_tf32: bool = False
+    is_ranked: bool = False
     baseline_batch_size: int | None = None
 
 

@@ -233,6 +233,8 @@ class _StepTimer:
         self._num_micro = training.spec.num_timed_micro_batches
         self._repeats = training.spec.candidate.accumulation_steps / self._num_micro
         self._is_split = self._repeats > 1 or training.device.type == "cpu"
+        # Of a window that several ranks train only the last pass exchanges gradients.
+        self._is_last_apart = self._repeats > 1 and training.spec.num_ranks > 1
         self.last_loss = math.nan
 
     def result(
@@ -272,7 +274,7 @@ class _StepTimer:
         """
         training = self._training
         synchronize(training.device)
-        data_seconds = micro_seconds = update_seconds = 0.0
+        data_seconds = micro_seconds = last_seconds = update_seconds = 0.0
         losses = []
         last = time.perf_counter()
         for _ in range(num_steps):
@@ -282,11 +284,14 @@ class _StepTimer:
                     asked = time.perf_counter()
                     batch = training.next_batch()
                     data_seconds += time.perf_counter() - asked
+                if self._is_last_apart and number == self._num_micro - 1:
+                    synchronize(training.device)
+                    micro_seconds, last = micro_seconds + time.perf_counter() - last, time.perf_counter()
                 losses.append(training.forward_backward(batch, is_last=number == self._num_micro - 1))
                 del batch
             if self._is_split:
                 synchronize(training.device)
-                micro_seconds, last = micro_seconds + time.perf_counter() - last, time.perf_counter()
+                last_seconds, last = last_seconds + time.perf_counter() - last, time.perf_counter()
             training.update()
             training.num_steps_taken += 1
             if self._is_split:
@@ -295,9 +300,14 @@ class _StepTimer:
         synchronize(training.device)
         update_seconds += time.perf_counter() - last
         self._check(losses)
+        window = self._training.spec.candidate.accumulation_steps
+        if self._is_last_apart:
+            window_seconds = micro_seconds * (window - 1) / (self._num_micro - 1) + last_seconds
+        else:
+            window_seconds = last_seconds * self._repeats
         return _Timed(
             num_steps,
-            (micro_seconds * self._repeats + update_seconds) / num_steps,
+            (window_seconds + update_seconds) / num_steps,
             data_seconds * self._repeats / num_steps,
             update_seconds / num_steps,
         )

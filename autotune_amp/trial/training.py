@@ -42,8 +42,8 @@ class BaseTraining(ABC):
         self.spec = spec
         self.workload = workload
         self.device = torch.device(spec.device)
-        # What the loss calls, and how a pass is run whose gradients stay here: other ranks may exchange them.
-        self.model = self.called = model
+        self.model = model
+        # How a pass is run whose gradients stay here, where ranks exchange them.
         self.no_sync: Callable[[], AbstractContextManager[object]] = nullcontext
         self.batches, self.loader = data.opened(workload.data, spec.candidate.batch_size, spec.candidate.num_workers)
         self._taken: list[Any] = []
@@ -180,7 +180,7 @@ class Training(BaseTraining):
         batch = self._on_device(batch)
         with nullcontext() if is_last else self.no_sync():
             with self.autocast():
-                loss = self.loss(self.called, batch)
+                loss = self.loss(self.model, batch)
             divisor = 1 if self.spec.is_loss_sum else self.spec.candidate.accumulation_steps
             scaled = loss / divisor if divisor > 1 else loss
             torch.autograd.backward(scaled if self.scaler is None else self.scaler.scale(scaled))

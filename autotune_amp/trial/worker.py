@@ -32,7 +32,7 @@ from autotune_amp.precision.torch_state import CUDA_FLAGS
 from autotune_amp.trial import data, failures, ranks
 from autotune_amp.trial.context import Context, LoopState, each, make_optimizer
 from autotune_amp.trial.energy import EnergyMeter, counter_of
-from autotune_amp.trial.jobs import Check, Describe, Probe, Trial
+from autotune_amp.trial.jobs import Check, Describe, Follow, Followed, Probe, Trial
 from autotune_amp.trial.memory import PeakMemory, hold_heap
 from autotune_amp.trial.own_loop import time_own_loop
 from autotune_amp.trial.timing import CompileWatch, Report, Timing, forget_compiled, time_steps
@@ -79,6 +79,11 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
     as_found, is_strict = as_run(workload, model, device, state, seen_batch_size, has_tf32=job.has_tf32)
     if context.is_kept:
         clean(device)
+    has_unused = False
+    if job.is_ranked and seen_batch_size is not None and not workload.is_loop:
+        candidate = Setting(precision=as_found, batch_size=seen_batch_size, as_found=True)
+        trial = Trial(candidate=candidate, device=str(device), torch_state=dict(state))
+        has_unused = ranks.has_unused_parameters(workload, model, trial)
     seen = Scan() if seen_batch_size is None else scan(workload, seen_batch_size)
     return Description(
         name=workload.name,
@@ -100,6 +105,7 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
         trainer=workload.trainer,
         unsettable={"accumulation_steps": _OF_A_LOOP} if workload.is_loop else {},
         variants=values_for(parts),
+        has_unused_parameters=has_unused,
         **seen._asdict(),
     )
 
@@ -220,17 +226,36 @@ def clean(device: torch.device) -> None:
             torch.get_device_module(device).empty_cache()
 
 
+def follow(context: Context, spec: Follow, tell: Tell) -> Followed | Failure:  # noqa: ARG001 - rank 0 tells of steps
+    """Be one more rank of a trial; whatever goes wrong comes back as a `Failure`."""
+    return guarded(context, spec, lambda: _follow(context, spec))
+
+
+def _follow(context: Context, spec: Follow) -> Followed:
+    memory, _ = prepare(context, spec)
+    with ranks.met(spec) as peers:
+        assert peers is not None
+        model = context.model_for(spec.candidate, torch.device(spec.device))
+        with closing(make_training(context.workload, model, spec)) as training:
+            retries = memory.num_allocator_retries()
+            with CompileWatch(peers.note_compiling):
+                peers.follow(training, memory.poll)
+            peak, reserved = memory.peak_bytes()
+            has_flushed = memory.num_allocator_retries() > retries
+    return Followed(peak_memory_bytes=peak, reserved_memory_bytes=reserved, has_flushed=has_flushed)
+
+
 def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
     memory, context_seconds = prepare(context, spec)
     is_build_shared = context.build_memory is not None
     started = time.perf_counter()
     with ExitStack() as stack:
+        peers = stack.enter_context(ranks.met(spec))
         model = context.model_for(spec.candidate, torch.device(spec.device))
         training = stack.enter_context(closing(make_training(context.workload, model, spec)))
         build_seconds = time.perf_counter() - started
-        stack.enter_context(ranks.joined(training))
-        if spec.rank:
-            ranks.follow(training)
+        if peers is not None:
+            stack.enter_context(peers.led(training))
         device = training.device
         meter = EnergyMeter(counter_of(device.type, cuda.uuid(device) if device.type == "cuda" else None))
         tell({"event": "first step"})
@@ -240,6 +265,9 @@ def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
             memory.poll()
             tell({"event": "step", "number": number, "seconds": seconds})
 
+        def count_compilations() -> int:
+            return compiling.count() + (0 if peers is None else peers.num_compilations())
+
         retries = memory.num_allocator_retries()
         with CompileWatch(lambda: tell({"event": "compiling"})) as compiling:
             timing, why_not_own = None, None
@@ -247,7 +275,7 @@ def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
                 timing, why_not_own = _in_own_loop(training, report, compiling.count)
             if timing is None:
                 timing = time_steps(
-                    training, report, lambda name: tell({"event": "phase", "name": name}), compiling.count
+                    training, report, lambda name: tell({"event": "phase", "name": name}), count_compilations
                 )
 
         if spec.candidate.is_compiled and not compiling.count():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ from autotune_amp import Workload
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.outcome import Description, Failure, FailureKind, Measurement
 from autotune_amp.core.setting import Setting
+from autotune_amp.distributed import free_port
 from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
 from autotune_amp.isolation.process import ENDED
 from autotune_amp.isolation.ranks import RankedBackend, culprit
@@ -36,6 +38,8 @@ from torch import nn
 from autotune_amp import Workload
 
 HERE = Path(__file__).parent
+lengths = iter(range(2, 100))
+compiled = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
 
 class Net(nn.Module):
     def __init__(self):
@@ -46,12 +50,21 @@ class Net(nn.Module):
     def forward(self, x):
         return self.layer(x)
 
+class Parts(nn.ModuleDict):  # a loss takes it apart, so that no forward of it is called; one part is idle
+    def __init__(self):
+        super().__init__({"layer": nn.Linear(4, 1, bias=False), "idle": nn.Linear(4, 1)})
+        self.offset = 1.0
+
 def loss(model, batch):
     is_ranked = dist.is_initialized()
     rank = dist.get_rank() if is_ranked else 0
     if len(batch) == 3:
         raise ValueError("three")
     if rank == 1:
+        if len(batch) == 8:
+            model.ballast = torch.ones(1 << 26)
+        if len(batch) == 10:
+            compiled(torch.ones(next(lengths)))
         if len(batch) == 5:
             os._exit(7)
         if len(batch) == 6:
@@ -62,7 +75,10 @@ def loss(model, batch):
         with (HERE / f"seen-{rank}").open("a") as file:
             weights = [round(weight, 9) for weight in model.layer.weight.flatten().tolist()]
             print(len(batch), weights, batch.sum().item(), file=file)
-    return (model(batch) - model.offset).square().mean()
+    return ((model(batch) if isinstance(model, Net) else model["layer"](batch)) - model.offset).square().mean()
+
+def parts():
+    return Workload(Parts, loss, lambda size: torch.randn(size, 4), lambda p: torch.optim.SGD(p, lr=0.03))
 
 def workload():
     return Workload(Net, loss, lambda size: torch.randn(size, 4), lambda p: torch.optim.SGD(p, lr=0.03))
@@ -146,9 +162,21 @@ def test_what_is_measured_is_of_both_together(shared: Opened) -> None:
     assert found.samples_per_second * found.step_seconds == pytest.approx(2 * 4)
 
 
-def test_gradients_are_exchanged_so_that_weights_stay_alike_on_different_data(shared: Opened) -> None:
-    assert isinstance(shared.run(9), Measurement)
-    first, second = shared.seen(0, 9), shared.seen(1, 9)
+def described(opened: Opened) -> Description:
+    job = Describe(device="cpu", torch_state=opened.state, baseline_batch_size=4)
+    found = opened.backend.submit(job).result()
+    assert isinstance(found, Description), found
+    return found
+
+
+@pytest.mark.parametrize("function", ["workload", "parts"])
+def test_gradients_are_exchanged_so_that_weights_stay_alike_on_different_data(tmp_path: Path, function: str) -> None:
+    opened = Opened(tmp_path, function=function)
+    with opened.backend:
+        unused = described(opened).has_unused_parameters
+        assert unused == (function == "parts")
+        assert isinstance(opened.run(9, has_unused_parameters=unused), Measurement)
+    first, second = opened.seen(0, 9), opened.seen(1, 9)
     num_both = min(len(first), len(second))
     assert num_both >= 3
     assert [weights for weights, _ in first[:num_both]] == [weights for weights, _ in second[:num_both]]
@@ -176,6 +204,32 @@ def test_a_rank_that_hangs_times_out_and_the_next_trial_runs(shared: Opened) -> 
     assert isinstance(shared.run(4), Measurement)
 
 
+def test_the_memory_is_that_of_the_rank_which_takes_the_most(shared: Opened) -> None:
+    usual, more = shared.run(4), shared.run(8)
+    assert more.peak_memory_bytes > usual.peak_memory_bytes + 200 * 2**20
+    assert more.reserved_memory_bytes > usual.reserved_memory_bytes + 200 * 2**20
+    limit_bytes = (usual.reserved_memory_bytes + more.reserved_memory_bytes) // 2
+    assert isinstance(shared.run(4, memory_limit_bytes=limit_bytes), Measurement)
+    failed = shared.run(8, memory_limit_bytes=limit_bytes)
+    assert (failed.kind, failed.message.startswith("rank 1")) == ("oom", True)
+
+
+def test_a_step_for_which_rank_0_waits_for_another_s_compiler_is_taken_again(shared: Opened) -> None:
+    found = shared.run(10, num_steps=(4, 4))
+    assert isinstance(found, Measurement), found
+    assert found.num_compiling_steps
+
+
+def test_a_port_that_was_taken_meanwhile_is_not_the_trial_s_failure(
+    shared: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("", 0)) as taken:
+        ports = [taken.getsockname()[1], free_port()]
+        monkeypatch.setattr("autotune_amp.isolation.ranks.free_port", lambda: ports.pop(0))
+        assert isinstance(shared.run(4), Measurement)
+    assert ports == []
+
+
 @pytest.mark.parametrize("isolation", ["kept", "fresh"])
 def test_processes_that_are_not_forked_train_together_too(tmp_path: Path, isolation: Isolation) -> None:
     made = Opened(tmp_path, isolation)
@@ -186,8 +240,7 @@ def test_processes_that_are_not_forked_train_together_too(tmp_path: Path, isolat
 
 
 def test_the_description_says_so(shared: Opened) -> None:
-    found = shared.backend.submit(Describe(device="cpu", torch_state=shared.state)).result()
-    assert isinstance(found, Description)
+    found = described(shared)
     assert (found.num_ranks, found.is_ranked) == (2, True)
 
 
@@ -229,6 +282,8 @@ def failure(kind: FailureKind, message: str = "so") -> Failure:
     return Failure(kind=kind, message=message)
 
 
+TOKENS = "cannot restore the cached tokens"
+HELD_UP = "; any of the 2 ranks may have held it up"
 LOST = failure("workload_error", "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:1")
 
 
@@ -238,12 +293,13 @@ LOST = failure("workload_error", "RuntimeError: [gloo/transport/tcp/pair.cc] Con
         ([LOST, failure("oom"), LOST], ("oom", "rank 1: so")),
         ([failure("oom"), LOST], ("oom", "so")),
         ([LOST, failure("timeout"), failure("crash", "killed")], ("crash", "rank 2: killed")),
-        ([failure("timeout", "late"), failure("timeout", "ended")], ("timeout", "late")),
+        ([failure("timeout", "late"), failure("timeout", ENDED)], ("timeout", f"late{HELD_UP}")),
         ([LOST, failure("timeout", "late")], ("timeout", "rank 1: late")),
         ([LOST, failure("timeout", ENDED)], (LOST.kind, LOST.message)),
         ([failure("nonfinite"), failure("nonfinite")], ("nonfinite", "so")),
+        ([LOST, failure("workload_error", TOKENS)], ("workload_error", f"rank 1: {TOKENS}")),
     ],
 )
 def test_the_culprit_is_the_rank_whose_failure_is_its_own(outcomes: list[Failure], expected: tuple[str, str]) -> None:
-    found = culprit(outcomes)
+    found = culprit(outcomes, 2)
     assert (found.kind, found.message) == expected

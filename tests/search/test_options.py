@@ -68,6 +68,14 @@ def test_slots_are_of_a_cpu_or_of_cards(given: dict[str, Any]) -> None:
         SearchOptions.from_user(**given)
 
 
+@pytest.mark.parametrize(
+    "given", [{"slots": 2}, {"devices": "all"}, {"num_ranks": 2}, {"device": "cuda:1"}, {"device": "mps"}]
+)
+def test_several_ranks_are_ours_alone_on_the_first_devices(given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="--ranks"):
+        SearchOptions.from_user(ranks=2, **given)
+
+
 def test_ranks_share_the_effective_batch_evenly() -> None:
     assert SearchOptions.from_user(effective_batch_size=96, num_ranks=3).effective_batch_size == 96
     with pytest.raises(InvalidRequestError, match="a multiple of the 3 ranks"):
@@ -81,7 +89,6 @@ def test_ranks_share_the_effective_batch_evenly() -> None:
         ({"steps": 500}, 500),
         ({"samples": 64_000}, 1000),
         ({"samples": 64_001}, 1001),
-        ({"samples": 64_000, "num_ranks": 4}, 250),
         ({"samples": 10**12}, MAX_STEPS),
     ],
 )

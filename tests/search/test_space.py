@@ -83,6 +83,7 @@ def test_baseline(about: dict[str, Any], options: dict[str, Any], expected: Sett
         ({"num_samples": 10}, {}, "10 instead of 32"),
         ({}, {"effective_batch_size": 90}, "32 does not divide the effective batch size 90"),
         ({}, {"effective_batch_size": 180, "num_ranks": 2}, "effective batch size 180 (90 on each of 2 ranks)"),
+        ({"num_ranks": 2, "is_ranked": True}, {}, "64 (32 on each of 2 ranks)"),
         ({"weights": "bf16"}, {}, "kept in bf16"),
         ({"weights": "frozen_low"}, {}, "kept in low precision"),
     ],

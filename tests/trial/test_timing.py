@@ -262,6 +262,16 @@ def test_the_worst_batch_is_trained_on_and_is_no_measured_step(clock: SimpleName
     assert found.update_seconds == 0.0
 
 
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 64])
+def test_of_a_window_that_ranks_share_only_the_last_pass_exchanges(clock: SimpleNamespace, window: int) -> None:
+    num_timed = min(window, MAX_TIMED_MICRO_BATCHES)
+    passes = itertools.cycle([0.5] * (num_timed - 1) + [2.0])
+    training = Scripted(passes, accumulation_steps=window, num_ranks=2)
+    training.update_seconds = 3.0
+    found = run(clock, training)
+    assert found.raw_step_seconds == pytest.approx((0.5 * (window - 1) + 2.0 + 3.0,) * 8)
+
+
 @pytest.mark.parametrize("window", [2, 4, 8, 64])
 def test_long_windows_are_composed_from_a_few_micro_batches(clock: SimpleNamespace, window: int) -> None:
     training = Scripted(constant(0.5), accumulation_steps=window)

@@ -385,7 +385,7 @@ def rerank(known: Recommendation, options: SearchOptions, folder: StudyFolder) -
     before = msgspec.convert(known.options, SearchOptions)
     asked = msgspec.structs.replace(before, **{name: getattr(options, name) for name in RANKING})
     space = build_space(known.hardware, known.workload, asked)
-    steps = asked.horizon_steps(space.baseline.effective_batch_size)
+    steps = asked.horizon_steps(space.baseline.effective_batch_size * space.num_ranks)
     ledger = Ledger(space, records, objective=asked.objective, num_steps=steps)
     confirming = [r for r in records if r.purpose == "confirm"]
     # The pairs of loss scale and growth interval that the search chose: what else it asked for is not kept.

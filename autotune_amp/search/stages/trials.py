@@ -66,10 +66,15 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
         return self.hardware.device != "cpu"
 
     @property
+    def num_cpus(self) -> int:
+        """The CPUs of one rank."""
+        return max(1, self.hardware.identity.num_cpus // self.description.num_ranks)
+
+    @property
     def may_add_workers(self) -> bool:
         """Whether more processes of the user's data loader can be tried."""
         num_workers = self.description.num_workers
-        return num_workers is not None and num_workers < self.hardware.identity.num_cpus
+        return num_workers is not None and num_workers < self.num_cpus
 
     def may_try(self, ledger: Ledger, left_seconds: float) -> bool:
         """Whether the time that is left and the number of trials allow another one."""
@@ -84,6 +89,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
         values: dict[str, Any] = {
             "hold_heap": bool(self.environment),
             "num_ranks": self.description.num_ranks,
+            "has_unused_parameters": self.description.has_unused_parameters,
             "loss_scale": LOSS_SCALE if MODES[setting.precision].takes_scaler else None,
         }
         return Trial(

@@ -102,7 +102,7 @@ class LoaderWorkers:
         and where they are no faster than half as many and wait no less. The first worker is no test of that: it makes
         loading and training overlap, the second one doubles the loading.
         """
-        own_num_workers, num_cpus = self.conditions.description.num_workers, self.conditions.hardware.identity.num_cpus
+        own_num_workers, num_cpus = self.conditions.description.num_workers, self.conditions.num_cpus
         searched = [r for r in ledger.records if r.purpose == "search"]
         waits = {
             r.candidate: data_share(r.outcome)
