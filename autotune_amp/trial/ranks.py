@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -86,15 +87,16 @@ def met(spec: Trial) -> Iterator[Peers | None]:
 
 def has_unused_parameters(workload: Workload, model: nn.Module, spec: Trial) -> bool:
     """Whether a pass as `spec` says leaves parameters without a gradient, for which DistributedDataParallel has to look
-    in every pass. The model's gradients are cleared; raises what the user's code raises."""
-    training = make_training(workload, model, spec)
+    in every pass; false where it fails, as a trial will, which says why. The model's gradients are cleared."""
     try:
-        training.start_loading()
-        with torch.compiler.set_stance("force_eager"):
+        with closing(make_training(workload, model, spec)) as training, torch.compiler.set_stance("force_eager"):
+            training.start_loading()
             training.forward_backward(training.next_batch())
         return any(p.requires_grad and p.grad is None for p in model.parameters())
+    except Exception as error:  # the user's code may raise anything
+        traceback.clear_frames(error.__traceback__)
+        return False
     finally:
-        training.close()
         model.zero_grad()
 
 

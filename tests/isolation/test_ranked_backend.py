@@ -162,8 +162,8 @@ def test_what_is_measured_is_of_both_together(shared: Opened) -> None:
     assert found.samples_per_second * found.step_seconds == pytest.approx(2 * 4)
 
 
-def described(opened: Opened) -> Description:
-    job = Describe(device="cpu", torch_state=opened.state, baseline_batch_size=4)
+def described(opened: Opened, batch_size: int = 4) -> Description:
+    job = Describe(device="cpu", torch_state=opened.state, baseline_batch_size=batch_size)
     found = opened.backend.submit(job).result()
     assert isinstance(found, Description), found
     return found
@@ -242,6 +242,7 @@ def test_processes_that_are_not_forked_train_together_too(tmp_path: Path, isolat
 def test_the_description_says_so(shared: Opened) -> None:
     found = described(shared)
     assert (found.num_ranks, found.is_ranked) == (2, True)
+    assert not described(shared, 3).has_unused_parameters, "a batch that fails fails in its trial"
 
 
 def test_a_loop_of_its_own_is_refused_by_what_would_do(tmp_path: Path) -> None:
