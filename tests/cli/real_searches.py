@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import time
 from dataclasses import dataclass
@@ -90,6 +91,17 @@ def lines(cli: CommandLine) -> list[dict[str, Any]]:
     path = cli.folder / "studies/train-plain/outcomes.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def end_by(cli: CommandLine, process: subprocess.Popen[str], way: signal.Signals) -> None:
+    """End a search so: by SIGTERM all its processes, as Slurm does; nothing of it may be left."""
+    if way == signal.SIGTERM:
+        cli.terminate_all(process)
+    else:
+        process.send_signal(way)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[way], err
+    assert cli.wait_until_alone() == []
 
 
 def wait_for_lines(cli: CommandLine, process: subprocess.Popen[str], count: int) -> None:

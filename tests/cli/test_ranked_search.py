@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import CommandLine, SharedOnce, needs_two_cpus
-from real_searches import CHECKS, WORKLOADS, Searched, lines, searched, wait_for_lines
+from real_searches import CHECKS, WORKLOADS, Searched, end_by, lines, searched, wait_for_lines
 
 pytestmark = [pytest.mark.real_time, pytest.mark.slow, needs_two_cpus]
 
@@ -65,13 +65,7 @@ def test_interrupted_terminated_or_killed_nothing_is_lost_and_nothing_left(cli: 
     for way in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         process = cli.start("search", *SEARCH, "--budget", "60", "--json")
         wait_for_lines(cli, process, num_known + 2)
-        if way == signal.SIGTERM:
-            cli.terminate_all(process)
-        else:
-            process.send_signal(way)
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[way], err
-        assert cli.wait_until_alone() == []
+        end_by(cli, process, way)
         found = lines(cli)
         assert len(found) >= num_known + 2
         assert [line["outcome"] for line in found if line["outcome"]["outcome"] == "failure"] == []

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import CommandLine, SharedOnce, needs_two_cpus
-from real_searches import CHECKS, FP32, WORKLOADS, Searched, lines, searched, wait_for_lines
+from real_searches import CHECKS, FP32, WORKLOADS, Searched, end_by, lines, searched, wait_for_lines
 
 pytestmark = [pytest.mark.real_time, needs_two_cpus]
 
@@ -71,13 +71,7 @@ def test_interrupted_terminated_or_killed_nothing_is_lost_and_nothing_left(cli: 
     for way in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         process = cli.start("search", *SEARCH, "--budget", "40", "--json")
         wait_for_lines(cli, process, len(known) + 3)
-        if way == signal.SIGTERM:
-            cli.terminate_all(process)
-        else:
-            process.send_signal(way)
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[way], err
-        assert cli.wait_until_alone() == []
+        end_by(cli, process, way)
         found = lines(cli)
         assert found[: len(known)] == known
         assert len({line["number"] for line in found}) == len(found)
