@@ -13,7 +13,7 @@ import msgspec
 from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import LoadEvidence
-from autotune_amp.core.outcome import Accumulation, Fidelity, after_steps
+from autotune_amp.core.outcome import Accumulation, Description, Fidelity, after_steps
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, duration, exact, number, one_line, rate, size, times
 from autotune_amp.core.variants import ALLOCATOR, VARIANTS
@@ -333,11 +333,11 @@ def ranks_line(found: RanksEvidence, device_type: str) -> str:
     return f"{text}: {found.setting} at {share} ({rate(found.one_rank_samples_per_second)}, in one process)"
 
 
-def ranked_run_line(config: AmpConfig, num_ranks: int, *, has_unused_parameters: bool) -> str:
+def ranked_run_line(config: AmpConfig, workload: Description) -> str:
     """How the training is started that several of our own ranks stood for."""
-    unused = ", find_unused_parameters=True" if has_unused_parameters else ""
-    text = f"torchrun --nproc_per_node {num_ranks}, with DistributedDataParallel(model{unused}) and each rank's own "
-    text += f"samples (DistributedSampler), {config.batch_size} a pass"
+    unused = ", find_unused_parameters=True" if workload.has_unused_parameters else ""
+    text = f"torchrun --nproc_per_node {workload.num_ranks}, with DistributedDataParallel(model{unused}) and "
+    text += f"each rank's own samples (DistributedSampler), {config.batch_size} a pass"
     return f"{text}; all passes but the last of a step in no_sync()" if config.accumulation_steps > 1 else text
 
 

@@ -228,7 +228,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
 
     def facts(self) -> list[tuple[str, str]]:
         """Label and text of everything to know about the recommended config."""
-        config, evidence = self.config, self.evidence
+        config, evidence, workload = self.config, self.evidence, self.workload
         joules, scale = evidence.joules_per_sample, config.loss_scale
         accumulation = evidence.accumulation if config.accumulation_steps > 1 else None
         pauses = {"an evaluation": evidence.evaluation_seconds, "a checkpoint": evidence.checkpoint_seconds}
@@ -247,7 +247,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
                 "ranks",
                 None if evidence.ranks is None else explain.ranks_line(evidence.ranks, self.hardware.identity.type),
             ),
-            ("run", self._ranked_run_line()),
+            ("run", None if workload is None or not workload.is_ranked else explain.ranked_run_line(config, workload)),
             ("reason", one_line(self.reason)),
             ("outlook", None if self.outlook is None else explain.outlook_line(self.outlook)),
             ("pauses", ", ".join(taken) or None),
@@ -271,12 +271,6 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         """The memory that was there for each process of the training."""
         available = self.hardware.memory.available
         return available if self.workload is None else self.workload.available_bytes(available, self.hardware.device)
-
-    def _ranked_run_line(self) -> str | None:
-        if self.workload is None or not self.workload.is_ranked:
-            return None
-        unused = self.workload.has_unused_parameters
-        return explain.ranked_run_line(self.config, self.workload.num_ranks, has_unused_parameters=unused)
 
     def checks(self) -> list[Fidelity]:
         """The checks that were made, and that of the config's own precision where it was not."""

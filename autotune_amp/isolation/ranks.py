@@ -150,7 +150,7 @@ class _OnRanks:
         measured, *others = outcomes
         followed = [found for found in others if isinstance(found, Followed)]
         if not isinstance(measured, Measurement) or len(followed) < len(others):
-            return culprit(outcomes, self._job.num_ranks)
+            return culprit(outcomes)
         for rank, found in enumerate(followed, 1):
             reserved, limit_bytes = found.reserved_memory_bytes, self._job.memory_limit_bytes
             if failure := of_memory(reserved, limit_bytes, has_flushed=found.has_flushed):
@@ -184,7 +184,7 @@ class _OnRanks:
         return outcomes
 
 
-def culprit(outcomes: Sequence[Any], num_ranks: int) -> Failure:
+def culprit(outcomes: Sequence[Any]) -> Failure:
     """Of ranks that failed the lowest whose failure is its own, or else that came to no end; rank 0's where all only
     lost a peer."""
     failures = [(rank, found) for rank, found in enumerate(outcomes) if isinstance(found, Failure)]
@@ -193,7 +193,7 @@ def culprit(outcomes: Sequence[Any], num_ranks: int) -> Failure:
     if rank:
         return replace(found, message=f"rank {rank}: {found.message}")
     if found.kind == "timeout":
-        return replace(found, message=f"{found.message}; any of the {num_ranks} ranks may have held it up")
+        return replace(found, message=f"{found.message}; any of the {len(outcomes)} ranks may have held it up")
     return found
 
 

@@ -309,11 +309,11 @@ class _Search:
             for stages in confirmation(conditions, chosen, fresh.slots, ledger, self.budget):
                 for _ in run_beside(stages, runner):
                     pass
-            for _ in run([OneRank(conditions, 0)] if self._ranks else [], runner):
-                pass
+            left: list[Stage] = [OneRank(conditions, 0)] if self._ranks else []
             if self._options.batch_size is None and self._options.max_trials is None:  # its range is free
-                for _ in run([LargerBatches(conditions)], runner):
-                    pass
+                left.append(LargerBatches(conditions))
+            for _ in run(left, runner):
+                pass
 
     def _confirming_processes(self, conditions: Conditions) -> ConfirmingProcesses | Slots[ConfirmingProcesses]:
         """On every card; on a CPU with all of it, since the run to come has no less."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -14,10 +13,9 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stubs leave it out
 from torch.nn.parallel import DistributedDataParallel
 
-from autotune_amp.core.workload import Workload
 from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.trial.jobs import Trial
-from autotune_amp.trial.training import BaseTraining, Training, make_training
+from autotune_amp.trial.training import BaseTraining, Training
 
 _MEETING_SECONDS = 300.0  # torch's own
 _COMPILATIONS, _NUM_STEPS = "compilations", "steps"
@@ -83,21 +81,6 @@ def met(spec: Trial) -> Iterator[Peers | None]:
     dist.init_process_group(kind, store=store, rank=spec.rank, world_size=spec.num_ranks)
     yield Peers(store)
     dist.destroy_process_group()  # not after an error: it may wait for peers that do not come
-
-
-def has_unused_parameters(workload: Workload, model: nn.Module, spec: Trial) -> bool:
-    """Whether a pass as `spec` says leaves parameters without a gradient, for which DistributedDataParallel has to look
-    in every pass; false where it fails, as a trial will, which says why. The model's gradients are cleared."""
-    try:
-        with closing(make_training(workload, model, spec)) as training, torch.compiler.set_stance("force_eager"):
-            training.start_loading()
-            training.forward_backward(training.next_batch())
-        return any(p.requires_grad and p.grad is None for p in model.parameters())
-    except Exception as error:  # the user's code may raise anything
-        traceback.clear_frames(error.__traceback__)
-        return False
-    finally:
-        model.zero_grad()
 
 
 @contextmanager

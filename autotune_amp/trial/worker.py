@@ -8,7 +8,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -81,9 +81,7 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
         clean(device)
     has_unused = False
     if job.is_ranked and seen_batch_size is not None and not workload.is_loop:
-        candidate = Setting(precision=as_found, batch_size=seen_batch_size, as_found=True)
-        trial = Trial(candidate=candidate, device=str(device), torch_state=dict(state))
-        has_unused = ranks.has_unused_parameters(workload, model, trial)
+        has_unused = has_unused_parameters(workload, model, _trial_as_found(as_found, seen_batch_size, device, state))
     seen = Scan() if seen_batch_size is None else scan(workload, seen_batch_size)
     return Description(
         name=workload.name,
@@ -128,8 +126,7 @@ def as_run(
     found = torch_state.as_found(state, device.type, () if has_tf32 else CUDA_FLAGS)
     if batch_size is None or found[1] or not torch_state.as_found(state, device.type, _FLAG_OPERATORS)[1]:
         return found
-    candidate = Setting(precision=found[0], batch_size=batch_size, as_found=True)
-    used = used_flags(workload, model, Trial(candidate=candidate, device=str(device), torch_state=dict(state)))
+    used = used_flags(workload, model, _trial_as_found(found[0], batch_size, device, state))
     return torch_state.as_found(state, device.type, _FLAG_OPERATORS.keys() - used)
 
 
@@ -139,6 +136,25 @@ def used_flags(workload: Workload, model: nn.Module, spec: Trial) -> frozenset[s
     It cannot where the step fails, and where an operator that is not PyTorch's own may call any other.
     """
     watch = _OperatorWatch()
+    return frozenset(watch.used if _takes_a_pass(workload, model, spec, watch) else _FLAG_OPERATORS)
+
+
+def has_unused_parameters(workload: Workload, model: nn.Module, spec: Trial) -> bool:
+    """Whether a pass as `spec` says leaves parameters without a gradient, for which DistributedDataParallel has to look
+    in every pass; false where it fails, as a trial will, which says why. The model's gradients are cleared."""
+    is_taken = _takes_a_pass(workload, model, spec, nullcontext())
+    found = is_taken and any(p.requires_grad and p.grad is None for p in model.parameters())
+    model.zero_grad()
+    return found
+
+
+def _trial_as_found(precision: Precision, batch_size: int, device: torch.device, state: Mapping[str, Any]) -> Trial:
+    candidate = Setting(precision=precision, batch_size=batch_size, as_found=True)
+    return Trial(candidate=candidate, device=str(device), torch_state=dict(state))
+
+
+def _takes_a_pass(workload: Workload, model: nn.Module, spec: Trial, watch: AbstractContextManager[object]) -> bool:
+    """Take a forward and backward pass inside of `watch`; whether that went well."""
     try:
         with closing(make_training(workload, model, spec)) as training:
             training.start_loading()
@@ -148,8 +164,8 @@ def used_flags(workload: Workload, model: nn.Module, spec: Trial) -> frozenset[s
                 training.forward_backward(batch)
     except Exception as error:  # the user's code may raise anything
         traceback.clear_frames(error.__traceback__)
-        return frozenset(_FLAG_OPERATORS)
-    return frozenset(watch.used)
+        return False
+    return True
 
 
 class _OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it

@@ -302,5 +302,5 @@ LOST = failure("workload_error", "RuntimeError: [gloo/transport/tcp/pair.cc] Con
     ],
 )
 def test_the_culprit_is_the_rank_whose_failure_is_its_own(outcomes: list[Failure], expected: tuple[str, str]) -> None:
-    found = culprit(outcomes, 2)
+    found = culprit(outcomes)
     assert (found.kind, found.message) == expected
