@@ -51,13 +51,14 @@ class Slot(NamedTuple):
     """A device, or a share of the CPU, on which one job runs at a time.
 
     `device` is what a job on it names; `name` tells it from the others, None where there is one alone. `uuid` is the
-    card's, `cpus` are the numbers of the CPUs that are its share.
+    card's, `cpus` are the numbers of the CPUs that are its share. `is_here`: on this host.
     """
 
     device: str
     name: str | None = None
     uuid: str | None = None
     cpus: tuple[int, ...] = ()
+    is_here: bool = True
 
     @property
     def environment(self) -> dict[str, str]:
@@ -67,7 +68,16 @@ class Slot(NamedTuple):
     @property
     def shares_memory(self) -> bool:
         """Whether it has its memory together with the other slots of the host."""
-        return self.device == "cpu"
+        return bool(self.cpus)
+
+
+class SlotLostError(Exception):
+    """A slot is there no more, with whatever ran on it: nothing is known of its job."""
+
+    def __init__(self, slot: Slot, reason: str) -> None:
+        super().__init__(reason)
+        self.slot = slot
+        self.reason = reason
 
 
 class Handle(Protocol[Found_co]):
@@ -75,7 +85,7 @@ class Handle(Protocol[Found_co]):
 
     def result(self) -> Found_co | Failure:
         """Wait for what it found, or for how it failed. Raises our own errors where the job gives them no other
-        meaning."""
+        meaning, and `SlotLostError`."""
 
     @property
     def start_seconds(self) -> float | None:
@@ -134,6 +144,10 @@ class WorkloadBackend(Backend, Protocol):
 
     def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:
         """Call it once on the device, with `num_threads`, None for the number that the user's code asks for."""
+
+    def open_others(self, device: str, num_threads: int | None, deadline_seconds: float) -> None:
+        """Have it loaded and called where there are other slots, too."""
+        return
 
 
 class Payload(msgspec.Struct, frozen=True, kw_only=True):

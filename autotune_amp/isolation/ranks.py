@@ -44,7 +44,7 @@ class RankedBackend(WorkloadBackend):
     def __init__(
         self, slots: Sequence[Slot], make: Callable[[Slot, Watcher], WorkloadBackend], watcher: Watcher
     ) -> None:
-        self.ranks = WorkloadSlots(slots, make, [watcher, *(Watcher() for _ in slots[1:])])  # rank 0's is heard
+        self.ranks = WorkloadSlots(slots, make, lambda slot: watcher if slot == slots[0] else Watcher())
         self._device = slots[0].device
 
     @property
@@ -118,7 +118,7 @@ class _OnRanks:
 
     def __init__(self, ranks: WorkloadSlots, job: Trial) -> None:
         self._ranks, self._job = ranks, job
-        self._over = ranks.over[: job.num_ranks]
+        self._over = [ranks.over(slot) for slot in ranks.slots[: job.num_ranks]]
         self._start()
 
     def _start(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.hardware import nvml
 from autotune_amp.interruption import heed
-from autotune_amp.isolation.local import Ability, Handle, Opened, Slot, WorkloadBackend
+from autotune_amp.isolation.local import Ability, Handle, Opened, Slot, SlotLostError, WorkloadBackend
 from autotune_amp.isolation.process import TICK_SECONDS, Watcher
 
 T = TypeVar("T")
@@ -178,6 +178,16 @@ class _InThread(Watcher):
         self._watcher.ending()  # at once: it looks at processes that are about to be killed
 
 
+class _Place(Generic[S]):
+    """A slot, what runs its jobs, and the thread that waits for them."""
+
+    def __init__(self, slot: Slot, watcher: _InThread, backend: S) -> None:
+        self.slot = slot
+        self.watcher = watcher
+        self.backend = backend
+        self.thread = ThreadPoolExecutor(1, f"slot {slot.name}")
+
+
 class _Job:
     """A job on a slot, run to its end by the slot's thread."""
 
@@ -191,37 +201,56 @@ class _Job:
 
     @property
     def start_seconds(self) -> float | None:
-        """See `Handle`; known once it is over."""
-        return self.future.result()[1]
+        """See `Handle`; known once it is over. None where its slot was lost."""
+        return None if self.future.exception() is not None else self.future.result()[1]
 
 
 class Slots(Generic[S]):
-    """A backend for each slot, made by `make`, beside one another.
+    """A backend for each slot, made by `make`, beside one another; `watcher_of` says who hears what a slot tells.
 
     Every slot has a thread of its own for as long as this is open: on Linux a process ends with the thread that started
     it. What they tell arrives in the main thread, while that waits. Closed, it ends whatever runs, as a context manager
     too.
     """
 
-    def __init__(self, slots: Sequence[Slot], make: Callable[[Slot, Watcher], S], watchers: Sequence[Watcher]) -> None:
-        self._slots = tuple(slots)
-        self._watchers = watchers
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        make: Callable[[Slot, Watcher], S],
+        watcher_of: Callable[[Slot], Watcher],
+    ) -> None:
+        self._make = make
+        self._watcher_of = watcher_of
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_closed = threading.Event()
-        inner = [_InThread(watcher, self._calls, self._is_closed) for watcher in watchers]
-        self.over = [watcher.over for watcher in inner]
-        self.backends = [make(slot, watcher) for slot, watcher in zip(self._slots, inner, strict=True)]
-        self._threads = [ThreadPoolExecutor(1, f"slot {slot.name}") for slot in self._slots]
+        self._places = [self._place(slot) for slot in slots]
+        self._tick = watcher_of(slots[0]).tick
+
+    def _place(self, slot: Slot) -> _Place[S]:
+        watcher = _InThread(self._watcher_of(slot), self._calls, self._is_closed)
+        return _Place(slot, watcher, self._make(slot, watcher))
 
     @property
     def slots(self) -> tuple[Slot, ...]:
         """Where jobs can run at the same time."""
-        return self._slots
+        return tuple(place.slot for place in self._places)
+
+    @property
+    def first(self) -> S:
+        """The backend of the first slot."""
+        return self._places[0].backend
+
+    def over(self, slot: Slot) -> threading.Event:
+        """What to set while nobody waits for the slot's job, which then is ended."""
+        return self._at(slot).watcher.over
 
     def submit(self, job: Any, slot: Slot | None = None) -> _Job:
         """Start a job; without a slot on the first, and with all that this is a share of."""
-        place = 0 if slot is None else self.slots.index(slot)
-        return _Job(self, self._begin(place, partial(_run, self.backends[place], job, slot)))
+        place = self._places[0] if slot is None else self._at(slot)
+        return _Job(self, self._begin(place, partial(_run, place.backend, job, slot)))
+
+    def _at(self, slot: Slot) -> _Place[S]:
+        return next(place for place in self._places if place.slot == slot)
 
     def wait(self, handles: Sequence[Any]) -> Any:
         """Wait until one of the jobs is over."""
@@ -232,10 +261,19 @@ class Slots(Generic[S]):
             self._hear()
 
     def wait_for(self, future: Future[T]) -> T:
-        """What a slot's thread returns, or raises."""
+        """What a slot's thread returns, or raises; a slot that is lost is none of the slots any more."""
         self.wait_seconds(future, math.inf)
         self._pass_on(0.0)
-        return future.result()
+        try:
+            return future.result()
+        except SlotLostError as lost:
+            self._drop(lost.slot)
+            raise
+
+    def _drop(self, slot: Slot) -> None:
+        for place in [place for place in self._places if place.slot == slot]:
+            self._places.remove(place)
+            place.thread.shutdown()
 
     def wait_seconds(self, future: Future[Any], seconds: float) -> None:
         """Wait so long at the most."""
@@ -243,10 +281,10 @@ class Slots(Generic[S]):
         while not future.done() and time.monotonic() < until:
             self._hear()
 
-    def on_each(self, ask: Callable[[S], T], places: Sequence[int] | None = None) -> list[T]:
+    def on_each(self, ask: Callable[[S], T], slots: Sequence[Slot] | None = None) -> list[T]:
         """What the backends answer, each asked in its thread, all at the same time."""
-        asked = range(len(self.slots)) if places is None else places
-        futures = [self._begin(place, partial(ask, self.backends[place])) for place in asked]
+        asked = [place for place in self._places if slots is None or place.slot in slots]
+        futures = [self._begin(place, partial(ask, place.backend)) for place in asked]
         return [self.wait_for(future) for future in futures]
 
     def close(self) -> None:
@@ -254,15 +292,15 @@ class Slots(Generic[S]):
         if self._is_closed.is_set():
             return
         self._is_closed.set()
-        ended = [thread.submit(backend.close) for thread, backend in zip(self._threads, self.backends, strict=True)]
-        for thread in self._threads:
-            thread.shutdown()
+        ended = [place.thread.submit(place.backend.close) for place in self._places]
+        for place in self._places:
+            place.thread.shutdown()
         self._pass_on(0.0)
         for future in ended:
             future.result()
 
-    def _begin(self, place: int, work: Callable[[], T]) -> Future[T]:
-        future = self._threads[place].submit(work)
+    def _begin(self, place: _Place[S], work: Callable[[], T]) -> Future[T]:
+        future = place.thread.submit(work)
         future.add_done_callback(lambda _: self._calls.put(lambda: None))
         return future
 
@@ -270,7 +308,7 @@ class Slots(Generic[S]):
         """Wait for what the threads tell, or a moment."""
         self._pass_on(TICK_SECONDS)
         heed()
-        self._watchers[0].tick()
+        self._tick()
 
     def _pass_on(self, seconds: float) -> None:
         try:
@@ -291,28 +329,28 @@ class WorkloadSlots(Slots[WorkloadBackend], WorkloadBackend):
 
     @property
     def abilities(self) -> frozenset[Ability]:  # noqa: D102 - see Backend
-        return self.backends[0].abilities
+        return self.first.abilities
 
     @property
     def is_build_shared(self) -> bool:  # noqa: D102 - see Backend
-        return self.backends[0].is_build_shared
+        return self.first.is_build_shared
 
     def load(self, deadline_seconds: float) -> dict[str, Any]:  # noqa: D102 - see WorkloadBackend
-        return self.on_each(lambda backend: backend.load(deadline_seconds), [0])[0]
+        return self.on_each(lambda backend: backend.load(deadline_seconds), self.slots[:1])[0]
 
     def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:  # noqa: D102 - see WorkloadBackend
-        opened = self.on_each(lambda backend: backend.open(device, num_threads, deadline_seconds), [0])[0]
+        opened = self.on_each(lambda backend: backend.open(device, num_threads, deadline_seconds), self.slots[:1])[0]
         self._can_fork = opened.why_not_forked is None
         return opened
 
     def open_others(self, device: str, num_threads: int | None, deadline_seconds: float) -> None:
-        """Have the workload loaded on the other slots too; see `load` and `open`."""
+        """See `WorkloadBackend`."""
 
         def open_one(backend: WorkloadBackend) -> Opened:
             backend.load(deadline_seconds)
             return backend.open(device, num_threads, deadline_seconds)
 
-        others = self.on_each(open_one, range(1, len(self.slots)))
+        others = self.on_each(open_one, self.slots[1:])
         if not self._can_fork or any(opened.why_not_forked for opened in others):
             self.keep()
 

@@ -208,6 +208,11 @@ class TerminalProgress(Progress):
         if text:
             self._screen.output(text)
 
+    def trial_lost(self, number: int, slot: str | None, reason: str) -> None:
+        """One line."""
+        self._trials.pop(slot or "now", None)
+        self.note(f"{slot} is lost, and trial {number} with it, which runs again elsewhere: {reason}")
+
     def note(self, text: str) -> None:
         """One line."""
         self._screen.line(f"  {one_line(text)}")

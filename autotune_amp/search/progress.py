@@ -31,6 +31,9 @@ class Progress:
     def trial_ended(self, record: Record, best: Record | None) -> None:
         """A trial or a check ended; `best` is the fastest measured so far."""
 
+    def trial_lost(self, number: int, slot: str | None, reason: str) -> None:
+        """The slot on which it ran is there no more; it runs again elsewhere."""
+
     def tick(self, elapsed_seconds: float) -> None:
         """Time passes."""
 

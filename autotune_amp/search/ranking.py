@@ -142,10 +142,11 @@ def beside(records: Sequence[Record]) -> Beside | None:
 
 def counted(records: Sequence[Record]) -> list[Record]:
     """The records without the runs of the confirmation that do not count: those beside others where that made a
-    difference."""
+    difference, and those of a round that was begun anew on another slot."""
     found = beside(records)
     are_alike = found is not None and not found.is_different
-    return [r for r in records if r.round is None or not r.num_beside or are_alike]
+    last = {r.round: r.slot for r in records}
+    return [r for r in records if r.round is None or (r.slot == last[r.round] and (not r.num_beside or are_alike))]
 
 
 def confirm_runs(records: Sequence[Record], candidate: Setting, environment: Mapping[str, str]) -> Runs:

@@ -15,7 +15,7 @@ from autotune_amp.core.errors import BudgetTooSmallError
 from autotune_amp.core.outcome import Failure, Measurement, Purpose, Record, after_steps
 from autotune_amp.core.setting import NUMERIC
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.isolation.local import Handle, Slot
+from autotune_amp.isolation.local import Handle, Slot, SlotLostError
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.profile.gap import Profile
 from autotune_amp.search.ledger import Ledger
@@ -140,6 +140,27 @@ class ProgressWatcher(Watcher):
             self.meter.hold()
 
 
+class Watchers:
+    """The watcher of a search as a whole, and one for each of several slots, by its name."""
+
+    def __init__(self, whole: ProgressWatcher) -> None:
+        self._watchers: dict[str | None, ProgressWatcher] = {None: whole}
+
+    def of(self, slot: Slot) -> ProgressWatcher:
+        """That of a slot, made when it is first asked for; what others do is seen on this host alone."""
+        if slot.name not in self._watchers:
+            whole = self._watchers[None]
+            meter = LoadMeter(slot.uuid) if slot.is_here else None
+            self._watchers[slot.name] = ProgressWatcher(whole.progress, whole.budget, meter, slot.name)
+        return self._watchers[slot.name]
+
+    @property
+    def last_step_seconds(self) -> float | None:
+        """A step that was seen on any of them, None where none was."""
+        seen = (watcher.last_step_seconds for watcher in self._watchers.values())
+        return next((seconds for seconds in seen if seconds is not None), None)
+
+
 @dataclass(eq=False)
 class _Running:
     """A job and what its record will say beside its outcome."""
@@ -154,15 +175,20 @@ class _Running:
 
 
 class Runner:
-    """Runs jobs on the slots of a backend, each with its watcher, and writes their records down as they end."""
+    """Runs jobs on the slots of a backend, each with its watcher, and writes their records down as they end.
 
-    def __init__(self, backend: RunsJobs, ledger: Ledger, budget: Budget, watchers: Sequence[ProgressWatcher]) -> None:
+    `lost` are the jobs of slots that were lost, to be run once more: one that is lost a second time has failed.
+    """
+
+    def __init__(self, backend: RunsJobs, ledger: Ledger, budget: Budget, watchers: Watchers) -> None:
         self.ledger = ledger
         self.budget = budget
         self._backend = backend
-        self._watchers = {watcher.slot: watcher for watcher in watchers}
+        self._watchers = watchers
         self._running: list[_Running] = []
         self._again: list[Trial | Check | Profile] = []
+        self.lost: list[Trial | Check | Profile] = []
+        self._were_lost: list[Trial | Check | Profile] = []
 
     @property
     def pending(self) -> list[Trial | Check | Profile]:
@@ -170,14 +196,19 @@ class Runner:
         return [running.job for running in self._running]
 
     @property
+    def slots(self) -> Sequence[Slot]:
+        """Where jobs can run now."""
+        return self._backend.slots
+
+    @property
     def free(self) -> list[Slot]:
         """The slots on which none does."""
         taken = [running.slot.name for running in self._running]
-        return [slot for slot in self._backend.slots if slot.name not in taken]
+        return [slot for slot in self.slots if slot.name not in taken]
 
     def start(self, job: Trial | Check | Profile, slot: Slot) -> None:
         """Begin a job on a free slot."""
-        watcher = self._watchers[slot.name]
+        watcher = self._watchers.of(slot)
         meter = watcher.meter if isinstance(job, Trial) else None
         if watcher.slot is None:  # on several slots phases overlap
             watcher.phase(_phase(job))
@@ -201,8 +232,17 @@ class Runner:
         """Wait for the first job to end, and write its record down; None where it has to be run again."""
         handle = self._backend.wait([running.handle for running in self._running])
         ended = next(running for running in self._running if running.handle is handle)
-        outcome, job, watcher = handle.result(), ended.job, self._watchers[ended.slot.name]
+        job, watcher = ended.job, self._watchers.of(ended.slot)
         self._running.remove(ended)
+        try:
+            outcome = handle.result()
+        except SlotLostError as lost:
+            watcher.progress.trial_lost(ended.number, ended.slot.name, lost.reason)
+            if not any(job is other for other in self._were_lost):
+                self._were_lost.append(job)
+                self.lost.append(job)
+                return None
+            outcome = Failure(kind="crash", message=f"the place where it ran was lost, twice: {lost.reason}")
         if job is self.again:
             self._again.pop(0)
         if ended.num_beside and ended.slot.shares_memory and isinstance(outcome, Failure) and outcome.kind == "oom":
@@ -243,7 +283,7 @@ def run(stages: Sequence[Stage], runner: Runner) -> Iterator[Record]:
     """
     left = list(stages)
     while left or runner.pending:
-        while runner.free and (job := _next(left, runner)) is not None:
+        while runner.free and (job := runner.lost.pop(0) if runner.lost else _next(left, runner)) is not None:
             runner.start(job, runner.free[0])
         if runner.pending:
             record = runner.finish()
@@ -267,10 +307,23 @@ def _next(stages: Sequence[Stage], runner: Runner) -> Trial | Check | Profile | 
     return None
 
 
-def run_beside(stages: Mapping[Slot, Stage], runner: Runner) -> Iterator[Record]:
-    """Run what each of the stages asks for on its own slot, all at the same time."""
+class MovableStage(Stage, Protocol):
+    """One that has a slot of its own."""
+
+    def move(self, slot: Slot) -> None:
+        """Go on there: the slot that it had is lost."""
+
+
+def run_beside(stages: Mapping[Slot, MovableStage], runner: Runner) -> Iterator[Record]:
+    """Run what each of the stages asks for on its own slot, all at the same time; that of a slot which is lost goes on
+    on another one, once none has it."""
     left = dict(stages)
     while left or runner.pending:
+        for lost in [slot for slot in left if slot not in runner.slots]:
+            slot = next((slot for slot in runner.slots if slot not in left), None)
+            if slot is not None:
+                left[slot] = left.pop(lost)
+                left[slot].move(slot)
         for slot in [slot for slot in left if slot in runner.free]:
             job = left[slot].next(runner.ledger, runner.budget)
             if job is None:
@@ -279,6 +332,7 @@ def run_beside(stages: Mapping[Slot, Stage], runner: Runner) -> Iterator[Record]
                 runner.start(job, slot)
         if runner.pending:
             record = runner.finish()
+            runner.lost.clear()  # its stage begins the round anew
             if record is not None:
                 yield record
 

@@ -27,22 +27,19 @@ from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import host, identify, machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation import slots
-from autotune_amp.isolation.local import Backend, Isolation, Slot, WorkloadBackend
-from autotune_amp.isolation.process import Watcher
-from autotune_amp.isolation.ranks import RankedBackend
-from autotune_amp.isolation.slots import Slots, WorkloadSlots
+from autotune_amp.isolation.local import Backend, WorkloadBackend
+from autotune_amp.isolation.places import OneDevice, OnSlots, Places
 from autotune_amp.search.answer import explain
 from autotune_amp.search.answer.decide import recommend
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import Budget, ProgressWatcher, Runner, Stage, run, run_beside
+from autotune_amp.search.run import Budget, ProgressWatcher, Runner, Stage, Watchers, run, run_beside
 from autotune_amp.search.source import Opened, Source, held_bytes, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.search.stages.checks import AccumulationCheck, Checks, LaterChecks, LossScales
 from autotune_amp.search.stages.confirm import (
     MIN_ROUNDS,
-    ConfirmingProcesses,
     LargerBatches,
     OneRank,
     confirmation,
@@ -77,20 +74,19 @@ def search_anew(
 
     `cached` is what is in the folder, and `answer_for` what of it holds for a fingerprint.
     """
-    found = slots.found(options.devices, options.slots)
-    search = _Search(source, options, progress, folder, found)
+    search = _Search(source, options, progress, folder)
     try:
-        with folder:
+        with folder, search.places:
             answer = None if fingerprint is None or is_fresh else answer_for(fingerprint)
             if answer is not None:
                 return answer
-            with search.backend() as backend:
-                progress.started(folder.path.name, str(folder.path), options.budget_seconds)
+            progress.started(folder.path.name, str(folder.path), options.budget_seconds)
+            with search.places.backend() as backend:
                 source.keep_in(folder.path)
                 search.watcher.phase("loading the workload")
                 state = source.torch_state(backend.load(search.budget.left()))
                 if fingerprint is None:
-                    fingerprint = source.fingerprint_by_child(settings, identify(options.first_device), backend, state)
+                    fingerprint = source.fingerprint_by_child(settings, search.places.identity(), backend, state)
                     answer = None if is_fresh else answer_for(fingerprint)
                     if answer is not None:
                         return answer
@@ -112,45 +108,20 @@ def search_anew(
 class _Search:
     """One search; `run` is its story."""
 
-    def __init__(
-        self, source: Source, options: SearchOptions, progress: Progress, folder: StudyFolder, found: slots.Found
-    ) -> None:
-        self.budget = Budget(options.budget_seconds, max(1, len(found.slots)))
+    def __init__(self, source: Source, options: SearchOptions, progress: Progress, folder: StudyFolder) -> None:
+        self.budget = Budget(options.budget_seconds)
         self.folder = folder
-        identity = identify(options.first_device)
-        self._meter = LoadMeter(identity.uuid)
+        self._meter = LoadMeter(identify(options.first_device).uuid)
         self._load_notes = host.load_notes()  # before our own work is part of it
         self.watcher = ProgressWatcher(progress, self.budget, self._meter)
-        self._slots, self._slots_left_out = found
-        self._ranks = slots.of_ranks(options.ranks, identity.type) if options.ranks > 1 else ()
-        self._watchers = [ProgressWatcher(progress, self.budget, LoadMeter(s.uuid), s.name) for s in found.slots]
+        self._watchers = Watchers(self.watcher)
+        self.places = _places(source, options, self._watchers)
+        self.budget.num_slots = self.places.num_slots
         self._source = source
         self._options = options
         self._progress = progress
         self._warnings: list[str] = []
         self._is_spent = False
-
-    def backend(self) -> WorkloadBackend:
-        """Where the search's jobs run, on all of its slots."""
-        if not self._slots:
-            return self._start(self.watcher)
-        return WorkloadSlots(self._slots, lambda slot, watcher: self._start(watcher, slot=slot), self._watchers)
-
-    def _start(
-        self,
-        watcher: Watcher,
-        isolation: Isolation | None = None,
-        environment: dict[str, str] | None = None,
-        slot: Slot | None = None,
-    ) -> WorkloadBackend:
-        """A backend of the source, on its ranks where there are several."""
-        if not self._ranks:
-            return self._source.backend(watcher, isolation, environment, slot)
-
-        def of_rank(rank: Slot, watcher: Watcher) -> WorkloadBackend:
-            return self._source.backend(watcher, isolation, environment, rank)
-
-        return RankedBackend(self._ranks, of_rank, watcher)
 
     def _like(self, fingerprint: Fingerprint) -> Setting | None:
         """What the storage has as the answer for the same code on a device of the same model, asked for otherwise."""
@@ -175,12 +146,12 @@ class _Search:
         A search that begins and `asks_others` tries early what they found for the same code.
         """
         opened = self._open(backend)
-        for line in self._slots_left_out:
+        for line in self.places.notes:
             self._warn(line)
         if self._options.slots is not None:
             self._warn("What is not confirmed was measured on a share of the CPU: with all of it, it may be faster.")
-        if isinstance(backend, WorkloadSlots):
-            self.watcher.phase(f"loading the workload on {len(self._slots)} slots")
+        if self.places.num_slots > 1:
+            self.watcher.phase(f"loading the workload on {self.places.num_slots} slots")
             backend.open_others(opened.hardware.device, self._source.num_threads(), self.budget.left())
         load_before = self._meter.stop()  # what others did while the workload was loaded and probed
         said = machine_load.doubts(machine_load.evidence([load_before]), "search on an idle machine")
@@ -266,7 +237,7 @@ class _Search:
         if conditions.shares_processes:
             self.budget.confirm_seconds = reserved_seconds(self.budget.seconds, conditions.start_seconds)
 
-        runner = Runner(backend, ledger, self.budget, self._watchers or [self.watcher])
+        runner = Runner(backend, ledger, self.budget, self._watchers)
 
         def go(*stages: Stage) -> None:
             share_building(backend, conditions, ledger, self.budget, self._progress)
@@ -301,30 +272,19 @@ class _Search:
             return
 
         self.watcher.phase("confirming in fresh processes")
-        with closing(self._confirming_processes(conditions)) as fresh:
-            watchers = self._watchers if isinstance(fresh, Slots) else [self.watcher]
-            runner = Runner(fresh, ledger, self.budget, watchers)
-            for _ in run([OneRank(conditions, 2 * MIN_ROUNDS)] if self._ranks else [], runner):
+        place, are_ranked = conditions.hardware.device, self._options.ranks > 1
+        with closing(self.places.confirming(place, are_shared=conditions.shares_processes)) as fresh:
+            runner = Runner(fresh, ledger, self.budget, self._watchers)
+            for _ in run([OneRank(conditions, 2 * MIN_ROUNDS)] if are_ranked else [], runner):
                 pass
             for stages in confirmation(conditions, chosen, fresh.slots, ledger, self.budget):
                 for _ in run_beside(stages, runner):
                     pass
-            left: list[Stage] = [OneRank(conditions, 0)] if self._ranks else []
+            left: list[Stage] = [OneRank(conditions, 0)] if are_ranked else []
             if self._options.batch_size is None and self._options.max_trials is None:  # its range is free
                 left.append(LargerBatches(conditions))
             for _ in run(left, runner):
                 pass
-
-    def _confirming_processes(self, conditions: Conditions) -> ConfirmingProcesses | Slots[ConfirmingProcesses]:
-        """On every card; on a CPU with all of it, since the run to come has no less."""
-
-        def make(slot: Slot, watcher: Watcher) -> ConfirmingProcesses:
-            start = partial(self._start, watcher, slot=slot)
-            return ConfirmingProcesses(start, slot, are_shared=conditions.shares_processes)
-
-        if not self._slots or conditions.hardware.device == "cpu":
-            return make(Slot(conditions.hardware.device), self.watcher)
-        return Slots(self._slots, make, self._watchers)
 
     def _open(self, backend: WorkloadBackend) -> Opened:
         if self._options.objective == "energy" and "energy" not in backend.abilities:
@@ -335,7 +295,7 @@ class _Search:
         opened = open_workload(
             backend,
             self._source,
-            self._slots[0].device if self._slots else self._options.device,
+            self.places.device,
             self.watcher,
             baseline_batch_size=self._options.baseline[1] if self._options.baseline else ASSUMED_BATCH_SIZE,
             cannot_be_built=self._cannot_be_built,
@@ -384,9 +344,16 @@ class _Search:
             return SearchInterruptedError(
                 "Interrupted before anything was measured.", "Run the same command again.", excluded, None
             )
-        seen = [watcher.last_step_seconds for watcher in (self.watcher, *self._watchers)]
-        step_seconds = next((seconds for seconds in seen if seconds is not None), None)
+        step_seconds = self._watchers.last_step_seconds
         return nothing_works(ledger, excluded, step_seconds is not None) or self.budget.too_small(step_seconds)
+
+
+def _places(source: Source, options: SearchOptions, watchers: Watchers) -> Places:
+    """Where the jobs of a search with these options run."""
+    found = slots.found(options.devices, options.slots)
+    if found.slots:
+        return OnSlots(found, options.first_device, source.backend, watchers.of)
+    return OneDevice(options.first_device, source.backend, watchers.of, options.ranks)
 
 
 def nothing_works(ledger: Ledger, excluded: tuple[Exclusion, ...], has_stepped: bool) -> NothingWorksError | None:

@@ -19,12 +19,13 @@ from autotune_amp.core.outcome import Record
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Slot
+from autotune_amp.isolation.places import ConfirmingProcesses
 from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher, Runner, run, run_beside
+from autotune_amp.search.run import ProgressWatcher, Runner, Watchers, run, run_beside
 from autotune_amp.search.stages.checks import Checks, LossScales
-from autotune_amp.search.stages.confirm import ConfirmingProcesses, confirmation, reserved_seconds
+from autotune_amp.search.stages.confirm import confirmation, reserved_seconds
 from autotune_amp.search.stages.explore import exploring
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.stages.trials import Conditions
@@ -103,9 +104,9 @@ def search_replay(
         description=described,
         ready_seconds=header.start_seconds - described.build_seconds - described.context_seconds,
     )
-    slots = [Slot("cuda", f"slot {number}") for number in range(num_slots)]  # each with its own memory
+    slots = [Slot("cuda", f"slot {number}", is_here=False) for number in range(num_slots)]  # each with its own memory
     backends = {slot: ReplayBackend(landscape, budget, seed + number) for number, slot in enumerate(slots)}
-    watchers = [ProgressWatcher(ends, budget, slot=slot.name) for slot in slots]
+    watchers = Watchers(ProgressWatcher(ends, budget))
     if conditions.shares_processes:
         budget.confirm_seconds = reserved_seconds(budget_seconds, header.start_seconds)
     study = _study(ledger, seed)

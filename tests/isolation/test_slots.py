@@ -153,7 +153,9 @@ class Opened:
         self.listeners = [Heard(), Heard()]
         payload = Payload(target="train:workload", path=(str(folder), *sys.path))
         self.backend = WorkloadSlots(
-            self.slots, lambda slot, watcher: LocalBackend(payload, None, watcher, slot=slot), self.listeners
+            self.slots,
+            lambda slot, watcher: LocalBackend(payload, None, watcher, slot=slot),
+            lambda slot: self.listeners[self.slots.index(slot)],
         )
         self.state: dict[str, Any] = {}
 

@@ -34,7 +34,7 @@ from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.loss_scales import AllScales
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import Budget, ProgressWatcher, Runner, Stage, run
+from autotune_amp.search.run import Budget, ProgressWatcher, Runner, Stage, Watchers, run
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Checks, LossScales
 from autotune_amp.search.stages.confirm import Confirm
@@ -287,7 +287,7 @@ class ScriptedSearch:
             pass
 
     def runner(self, backend: Any = None) -> Runner:
-        return Runner(backend or self.backend, self.ledger, self.budget, [self.watcher])
+        return Runner(backend or self.backend, self.ledger, self.budget, Watchers(self.watcher))
 
     def measure(self, *settings: Setting) -> None:
         """A trial of each, without limits."""

@@ -12,6 +12,7 @@ from scripted_backend import ScriptedBackend, ScriptedSearch, calibration, candi
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Isolation, Slot
+from autotune_amp.isolation.places import ConfirmingProcesses
 from autotune_amp.search.ledger import LOSS_SCALE, Shortlist
 from autotune_amp.search.loss_scales import Scales
 from autotune_amp.search.options import SearchOptions
@@ -24,7 +25,6 @@ from autotune_amp.search.stages.confirm import (
     MIN_ROUNDS,
     NUM_ROUNDS,
     Confirm,
-    ConfirmingProcesses,
     OneRank,
     plan_round,
     reserved_seconds,

@@ -19,7 +19,7 @@ from autotune_amp.search import ranking
 from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.ranking import PLATEAU
-from autotune_amp.search.run import Budget, ProgressWatcher, Runner, run
+from autotune_amp.search.run import Budget, Runner, Watchers, run
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.confirm import MIN_ROUNDS, NUM_ROUNDS_BESIDE
 from autotune_amp.search.stages.explore import exploring
@@ -170,14 +170,14 @@ def test_what_was_never_run_alone_says_nothing_and_does_not_count() -> None:
 
 # -- one slot after the other ------------------------------------------------------------------------------------------
 
-SLOTS = [Slot("cpu", f"cpu {number}", cpus=(number,)) for number in range(4)]
+SLOTS = [Slot("cpu", f"cpu {number}", cpus=(number,), is_here=False) for number in range(4)]
 SPACE = Space(candidates=tuple(candidate(p, b) for p in ("fp32", "bf16") for b in (8, 16, 32, 64)), baseline=BASELINE)
 
 
 def on_slots(searched: ScriptedSearch, num_slots: int, backend: Any = None) -> Runner:
     slots = SLOTS[:num_slots]
-    watchers = [ProgressWatcher(searched.watcher.progress, searched.budget, slot=slot.name) for slot in slots]
-    return Runner(backend or Beside(dict.fromkeys(slots, searched.backend)), searched.ledger, searched.budget, watchers)
+    beside = backend or Beside(dict.fromkeys(slots, searched.backend))
+    return Runner(beside, searched.ledger, searched.budget, Watchers(searched.watcher))
 
 
 def answer(trial: Trial) -> Outcome:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from autotune_amp.core.outcome import Measurement, Purpose, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.local import Backend, Handle, Isolation, Slot
+from autotune_amp.isolation.local import Slot
 from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.ranking import PLATEAU, beside, counted
 from autotune_amp.search.run import CONFIRM_SHARE, Budget
@@ -36,37 +36,6 @@ CACHED_SHARE = 0.3
 NUM_STEPS_FORESEEN = 14  # of an outlook's trial: a first step as long as three, the warm-up, the fewest measured
 
 
-class ConfirmingProcesses:
-    """Where the confirmation's trials run: each in a process of its own, or those of a round in one (`are_shared`).
-
-    `make` starts a backend with such isolation and variables.
-    """
-
-    def __init__(self, make: Callable[[Isolation, dict[str, str]], Backend], slot: Slot, *, are_shared: bool) -> None:
-        self._make = make
-        self.slots = (slot,)
-        self._isolation: Isolation = "kept" if are_shared else "fresh"
-        self._round: int | None = None
-        self._current: Backend | None = None
-
-    def submit(self, job: Trial, slot: Slot | None = None) -> Handle[Any]:  # noqa: ARG002 - there is one
-        """Start a trial."""
-        if self._current is None or self._isolation == "fresh" or job.round != self._round:
-            self.close()
-            self._current = self._make(self._isolation, job.environment)
-        self._round = job.round
-        return self._current.submit(job)
-
-    def wait(self, handles: Sequence[Handle[Any]]) -> Handle[Any]:
-        """The one that runs: its `result` waits."""
-        return handles[0]
-
-    def close(self) -> None:
-        """End the process that is open."""
-        if self._current is not None:
-            self._current.close()
-
-
 class Run(NamedTuple):
     """One measurement of a round; an empty environment is the user's own."""
 
@@ -82,6 +51,7 @@ class Confirm:
     What the search left over of its own goes to the winner and the baseline, until both are confirmed. A resumed search
     runs only the rounds that are missing; what failed is not run again, and costs no other run more than the start of
     another process. The workload's evaluation and checkpoint are run once for each setting in its environment.
+    All runs of a round are on one slot, of several on that named `slot`: what it ran of one elsewhere does not count.
     """
 
     is_exclusive: ClassVar[bool] = True
@@ -93,7 +63,9 @@ class Confirm:
         rounds: Iterable[int] = range(NUM_ROUNDS),
         until_seconds: float | None = None,
         num_beside: int = 1,
+        slot: str | None = None,
     ) -> None:
+        self._slot = slot
         self._conditions = conditions
         self._contenders = shortlist
         self._rounds = list(rounds)  # to come
@@ -112,13 +84,13 @@ class Confirm:
             self._until = confirmed_until(budget) if self._until is None else self._until
             self._contenders = _runnable(ledger, self._contenders)
         elif self._conditions.shares_processes:
-            of_round = [r for r in ledger.records if r.round == self._round]
-            self._is_started = isinstance(of_round[-1].outcome, Measurement)
+            of_round = [r for r in ledger.records if (r.round, r.slot) == (self._round, self._slot)]
+            self._is_started = bool(of_round) and isinstance(of_round[-1].outcome, Measurement)
         while not self._to_run:
             if not self._rounds or (self._is_borrowing and self._rounds[0] >= MIN_ROUNDS):
                 return None
             self._round, self._is_started = self._rounds.pop(0), False
-            counting = [r for r in counted(ledger.records) if r.round == self._round]
+            counting = [r for r in counted(ledger.records) if (r.round, r.slot) == (self._round, self._slot)]
             done = [(r.candidate, r.purpose, r.environment) for r in counting]
             planned = self._plan(ledger, budget)
             self._to_run = [run for run in planned if run not in done and run.setting not in ledger.failures]
@@ -143,6 +115,12 @@ class Confirm:
             deadline_seconds=left,
             ending_seconds=min(self._ending_left(ledger, budget), left - needed) if needs_ending else None,
         )
+
+    def move(self, slot: Slot) -> None:
+        """Go on on another slot, with the round that was not over."""
+        if self._is_begun:
+            self._rounds.insert(0, self._round)
+        self._to_run, self._slot = [], slot.name
 
     def _plan(self, ledger: Ledger, budget: Budget) -> list[Run]:
         ending_seconds = self._ending_left(ledger, budget) if self._round == 0 else 0.0
@@ -193,24 +171,24 @@ def confirmation(
     """
     until_seconds, alone = confirmed_until(budget), slots[0]
     if len(slots) == 1:
-        yield {alone: Confirm(conditions, shortlist, range(NUM_ROUNDS), until_seconds)}
+        yield {alone: Confirm(conditions, shortlist, range(NUM_ROUNDS), until_seconds, slot=alone.name)}
         return
     only_baseline = Shortlist(shortlist.baseline, None, shortlist.baseline)
     found = beside(ledger.records)
     if found is not None and found.is_different:  # known from before
-        yield {alone: Confirm(conditions, shortlist, range(NUM_ROUNDS), until_seconds)}
+        yield {alone: Confirm(conditions, shortlist, range(NUM_ROUNDS), until_seconds, slot=alone.name)}
         return
-    yield {alone: Confirm(replace(conditions, environment={}), only_baseline, [ALONE], until_seconds)}
+    yield {alone: Confirm(replace(conditions, environment={}), only_baseline, [ALONE], until_seconds, slot=alone.name)}
     num_rounds = len(slots) * math.ceil(NUM_ROUNDS_BESIDE / len(slots))
     yield {
-        slot: Confirm(conditions, shortlist, range(place, num_rounds, len(slots)), until_seconds, len(slots))
+        slot: Confirm(conditions, shortlist, range(place, num_rounds, len(slots)), until_seconds, len(slots), slot.name)
         for place, slot in enumerate(slots)
     }
     for number in range(NUM_ROUNDS):
         found = beside(ledger.records)
         if found is not None and not found.is_different:
             return
-        yield {alone: Confirm(conditions, shortlist, [number], until_seconds)}
+        yield {alone: Confirm(conditions, shortlist, [number], until_seconds, slot=alone.name)}
 
 
 def plan_round(

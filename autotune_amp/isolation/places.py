@@ -1,0 +1,154 @@
+"""Where the jobs of a search run: on one device, on slots of this host, or on the nodes of a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from autotune_amp.core.hardware import DeviceIdentity
+from autotune_amp.hardware import identify
+from autotune_amp.isolation.local import Backend, Handle, Isolation, Slot, WorkloadBackend
+from autotune_amp.isolation.process import Watcher
+from autotune_amp.isolation.ranks import RankedBackend
+from autotune_amp.isolation.slots import Found, Slots, WorkloadSlots, of_ranks
+from autotune_amp.trial.jobs import Trial
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# Starts a backend of the workload's: who hears it, how it isolates jobs, variables beyond the caller's, its slot.
+Start: TypeAlias = Callable[[Watcher, Isolation | None, dict[str, str] | None, Slot | None], WorkloadBackend]
+WatcherOf: TypeAlias = Callable[[Slot], Watcher]
+
+
+class ConfirmingProcesses:
+    """Where the confirmation's trials run: each in a process of its own, or those of a round in one (`are_shared`).
+
+    `make` starts a backend with such isolation and variables.
+    """
+
+    def __init__(self, make: Callable[[Isolation, dict[str, str]], Backend], slot: Slot, *, are_shared: bool) -> None:
+        self._make = make
+        self.slots = (slot,)
+        self._isolation: Isolation = "kept" if are_shared else "fresh"
+        self._round: int | None = None
+        self._current: Backend | None = None
+
+    def submit(self, job: Trial, slot: Slot | None = None) -> Handle[Any]:  # noqa: ARG002 - there is one
+        """Start a trial."""
+        if self._current is None or self._isolation == "fresh" or job.round != self._round:
+            self.close()
+            self._current = self._make(self._isolation, job.environment)
+        self._round = job.round
+        return self._current.submit(job)
+
+    def wait(self, handles: Sequence[Handle[Any]]) -> Handle[Any]:
+        """The one that runs: its `result` waits."""
+        return handles[0]
+
+    def close(self) -> None:
+        """End the process that is open."""
+        if self._current is not None:
+            self._current.close()
+
+
+class Places(Protocol):
+    """Where a search's jobs run; as a context manager it ends what it holds of it."""
+
+    device: str  # which a job is asked for before the probe has said which it is
+    num_slots: int
+    notes: Sequence[str]  # what is to be said of it
+    is_here: bool  # on this host
+
+    def identity(self) -> DeviceIdentity:
+        """The device that is probed."""
+
+    def backend(self) -> WorkloadBackend:
+        """Where the jobs of a search run."""
+
+    def confirming(self, device: str, *, are_shared: bool) -> ConfirmingProcesses | Slots[ConfirmingProcesses]:
+        """Where those of its confirmation run, on the device that the probe found."""
+
+    def close(self) -> None:
+        """End what it holds."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.close()
+
+
+class OneDevice(Places):
+    """One device of this host, or all `num_ranks` of a training together."""
+
+    num_slots, notes, is_here = 1, (), True
+
+    def __init__(self, device: str, start: Start, watcher_of: WatcherOf, num_ranks: int = 1) -> None:
+        self.device = device
+        self._start = start
+        self._watcher = watcher_of(Slot(device))
+        self._ranks = of_ranks(num_ranks, self.identity().type) if num_ranks > 1 else ()
+
+    def identity(self) -> DeviceIdentity:  # noqa: D102 - see Places
+        return identify(self.device)
+
+    def backend(self) -> WorkloadBackend:  # noqa: D102 - see Places
+        return self._begin(None, None)
+
+    def confirming(self, device: str, *, are_shared: bool) -> ConfirmingProcesses:  # noqa: D102 - see Places
+        return ConfirmingProcesses(self._begin, Slot(device), are_shared=are_shared)
+
+    def close(self) -> None:
+        """There is nothing."""
+
+    def _begin(self, isolation: Isolation | None, environment: dict[str, str] | None) -> WorkloadBackend:
+        return on_ranks(self._ranks, self._start, self._watcher, isolation, environment)
+
+
+def on_ranks(
+    ranks: Sequence[Slot],
+    start: Start,
+    watcher: Watcher,
+    isolation: Isolation | None,
+    environment: dict[str, str] | None,
+) -> WorkloadBackend:
+    """A backend on these ranks together; without any on the device as it is."""
+    if not ranks:
+        return start(watcher, isolation, environment, None)
+    return RankedBackend(ranks, lambda rank, heard: start(heard, isolation, environment, rank), watcher)
+
+
+class OnSlots(Places):
+    """Several slots of this host, of which `device` is the first or has it."""
+
+    is_here = True
+
+    def __init__(self, found: Found, device: str, start: Start, watcher_of: WatcherOf) -> None:
+        self._slots, self.notes = found
+        self._first = device
+        self.device = self._slots[0].device
+        self.num_slots = len(self._slots)
+        self._start = start
+        self._watcher_of = watcher_of
+
+    def identity(self) -> DeviceIdentity:  # noqa: D102 - see Places
+        return identify(self._first)
+
+    def backend(self) -> WorkloadBackend:  # noqa: D102 - see Places
+        return WorkloadSlots(self._slots, lambda slot, heard: self._start(heard, None, None, slot), self._watcher_of)
+
+    def confirming(self, device: str, *, are_shared: bool) -> ConfirmingProcesses | Slots[ConfirmingProcesses]:
+        """On every card; on a CPU with all of it, since the run to come has no less."""
+
+        def make(slot: Slot, heard: Watcher) -> ConfirmingProcesses:
+            start = partial(self._start, heard)
+            return ConfirmingProcesses(lambda how, where: start(how, where, slot), slot, are_shared=are_shared)
+
+        if device == "cpu":
+            return OneDevice(device, self._start, self._watcher_of).confirming(device, are_shared=are_shared)
+        return Slots(self._slots, make, self._watcher_of)
+
+    def close(self) -> None:
+        """There is nothing."""
