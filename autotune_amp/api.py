@@ -41,6 +41,7 @@ def recommend_config(
     device: str = "auto",
     devices: Sequence[int] | str | None = None,
     slots: int | None = None,
+    ray: str | None = None,
     ranks: int = 1,
     precision: Sequence[str] | str | None = None,
     batch_size: str | tuple[int, int] | None = None,
@@ -66,8 +67,9 @@ def recommend_config(
     LaunchLine: any training command. The embedded one if left out. `budget` is wall-clock seconds for everything.
     `devices` are NVIDIA cards to search on at the same time, "all" or their numbers as CUDA counts them; they must be
     of one model. `slots` is a number of shares of the CPU, for trials alone: what is promised is confirmed with all of
-    it. `ranks` processes of this host train each trial together under DistributedDataParallel, on a CPU on shares of
-    it, on cards one on each.
+    it. `ray` is the address of a Ray cluster ("auto" for the one of this host), whose nodes are searched on at the same
+    time; they get the working directory. `ranks` processes of one host train each trial together under
+    DistributedDataParallel, on a CPU on shares of it, on cards one on each.
     `batch_size` is "LOW:HIGH" or a pair, `baseline` "PRECISION:BATCH" or a pair: what you run today.
     `effective_batch_size` is kept exactly, by accumulation: samples per optimizer step over all ranks; left out, each
     rank has that of the DataLoader; "free" lets the search change it.

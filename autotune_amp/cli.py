@@ -117,6 +117,7 @@ def search(
     device: Device = "auto",
     devices: Annotated[str | None, _option("all|N,N", "NVIDIA cards to search on at the same time.")] = None,
     slots: Annotated[int | None, _option("N", "Shares of the CPU to search on at the same time.")] = None,
+    ray: Annotated[str | None, _option("ADDRESS", "Search on the nodes of a Ray cluster: auto or HOST:PORT.")] = None,
     ranks: Annotated[int, _option("N", "Train each trial on so many processes together, under DDP.")] = 1,
     precision: Precision = None,
     batch_size: Annotated[str | None, _option("LOW:HIGH", "Try only batch sizes in this range, such as 8:256.")] = None,

@@ -65,6 +65,10 @@ class RunnerError(AutotuneAmpError):
     """Our own trial processes cannot be started, or rank 0, which searches for all ranks, cannot be heard."""
 
 
+class ClusterLostError(AutotuneAmpError):
+    """The cluster that a search ran on, or the last node of it, is there no more."""
+
+
 class TrainingStoppedError(AutotuneAmpError):
     """The runtime controller ended the training run on purpose."""
 

@@ -36,6 +36,9 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     held_by_caller: int = 0
 
 
+LEAST_MEMORY_SHARE = 0.95  # of another's, for a device to be of its kind: no two hosts have the same to the byte
+
+
 class DeviceIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """What makes two machines the same for a measurement: enters the fingerprint. Read without touching the device.
 

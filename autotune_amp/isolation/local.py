@@ -145,9 +145,9 @@ class WorkloadBackend(Backend, Protocol):
     def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:
         """Call it once on the device, with `num_threads`, None for the number that the user's code asks for."""
 
-    def open_others(self, device: str, num_threads: int | None, deadline_seconds: float) -> None:
+    def open_others(self, deadline_seconds: float) -> None:
         """Have it loaded and called where there are other slots, too."""
-        return
+        del deadline_seconds
 
 
 class Payload(msgspec.Struct, frozen=True, kw_only=True):
@@ -280,7 +280,7 @@ class LocalBackend(WorkloadBackend):
         except ProcessEndedError as ended:
             if self.isolation != "forked":  # a template outlives its children; if it has not, the next job sees it
                 self.close()
-            return ended.failure, None if ended.so_far is None else _converted(job, ended.so_far)
+            return ended.failure, None if ended.so_far is None else converted(job, ended.so_far)
         if isinstance(value, dict) and value.get("outcome") == "failure":
             value = msgspec.convert(value, Failure)
         if self.isolation == "fresh" or (self.isolation == "kept" and isinstance(value, Failure)):
@@ -288,7 +288,7 @@ class LocalBackend(WorkloadBackend):
         if isinstance(value, Failure):
             return value, None
         try:
-            return _converted(job, value), None
+            return converted(job, value), None
         except msgspec.ValidationError as error:  # a number that is none, where there must be one
             return Failure(kind="crash", message=f"it gave a result that cannot be read: {error}"), None
 
@@ -373,6 +373,7 @@ class Submitted(Generic[Found]):
             self._start(follows)  # in another process: what a failed allocation leaves must not count against it
 
 
-def _converted(job: Job[Found], value: Any) -> Found:
+def converted(job: Job[Found], value: Any) -> Found:
+    """What a job found, from what came as plain data."""
     found: Found = msgspec.convert(value, type=job.answer, str_keys=True)  # JSON has no whole numbers as keys
     return found

@@ -68,7 +68,7 @@ class RankedBackend(WorkloadBackend):
         """See `WorkloadBackend`; on every rank."""
         until = time.monotonic() + deadline_seconds
         opened = self.ranks.open(device, num_threads, deadline_seconds)
-        self.ranks.open_others(device, num_threads, until - time.monotonic())
+        self.ranks.open_others(until - time.monotonic())
         return opened
 
     def submit(self, job: Job[Any], slot: Slot | None = None) -> Any:  # noqa: ARG002 - there is one

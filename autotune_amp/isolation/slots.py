@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.errors import ClusterLostError, InvalidRequestError
 from autotune_amp.hardware import nvml
 from autotune_amp.interruption import heed
 from autotune_amp.isolation.local import Ability, Handle, Opened, Slot, SlotLostError, WorkloadBackend
@@ -238,7 +239,7 @@ class Slots(Generic[S]):
     @property
     def first(self) -> S:
         """The backend of the first slot."""
-        return self._places[0].backend
+        return self._at(self.slots[0]).backend
 
     def over(self, slot: Slot) -> threading.Event:
         """What to set while nobody waits for the slot's job, which then is ended."""
@@ -246,7 +247,7 @@ class Slots(Generic[S]):
 
     def submit(self, job: Any, slot: Slot | None = None) -> _Job:
         """Start a job; without a slot on the first, and with all that this is a share of."""
-        place = self._places[0] if slot is None else self._at(slot)
+        place = self._at(self.slots[0] if slot is None else slot)
         return _Job(self, self._begin(place, partial(_run, place.backend, job, slot)))
 
     def _at(self, slot: Slot) -> _Place[S]:
@@ -267,13 +268,23 @@ class Slots(Generic[S]):
         try:
             return future.result()
         except SlotLostError as lost:
-            self._drop(lost.slot)
+            self._drop(lost.slot, f"it is lost: {lost.reason}")
             raise
 
-    def _drop(self, slot: Slot) -> None:
+    def _drop(self, slot: Slot, problem: str) -> None:
+        """Go on without it."""
         for place in [place for place in self._places if place.slot == slot]:
             self._places.remove(place)
             place.thread.shutdown()
+        self._require_one(problem)
+
+    def _require_one(self, problem: str) -> None:
+        """Raises `ClusterLostError` where none is left, and the last one had this problem."""
+        if not self.slots:
+            raise ClusterLostError(
+                f"No node of the cluster is left; of the last one: {problem}",
+                "Start one, then the same command: it goes on with what was measured.",
+            )
 
     def wait_seconds(self, future: Future[Any], seconds: float) -> None:
         """Wait so long at the most."""
@@ -282,10 +293,14 @@ class Slots(Generic[S]):
             self._hear()
 
     def on_each(self, ask: Callable[[S], T], slots: Sequence[Slot] | None = None) -> list[T]:
-        """What the backends answer, each asked in its thread, all at the same time."""
-        asked = [place for place in self._places if slots is None or place.slot in slots]
+        """What the backends answer, each asked in its thread, all at the same time; without those that are lost."""
+        asked = [self._at(slot) for slot in (self.slots if slots is None else slots)]
         futures = [self._begin(place, partial(ask, place.backend)) for place in asked]
-        return [self.wait_for(future) for future in futures]
+        answers = []
+        for future in futures:
+            with suppress(SlotLostError):
+                answers.append(self.wait_for(future))
+        return answers
 
     def close(self) -> None:
         """End whatever runs; no job can be started after it."""
@@ -339,16 +354,17 @@ class WorkloadSlots(Slots[WorkloadBackend], WorkloadBackend):
         return self.on_each(lambda backend: backend.load(deadline_seconds), self.slots[:1])[0]
 
     def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:  # noqa: D102 - see WorkloadBackend
+        self._asked = device, num_threads
         opened = self.on_each(lambda backend: backend.open(device, num_threads, deadline_seconds), self.slots[:1])[0]
         self._can_fork = opened.why_not_forked is None
         return opened
 
-    def open_others(self, device: str, num_threads: int | None, deadline_seconds: float) -> None:
+    def open_others(self, deadline_seconds: float) -> None:
         """See `WorkloadBackend`."""
 
         def open_one(backend: WorkloadBackend) -> Opened:
             backend.load(deadline_seconds)
-            return backend.open(device, num_threads, deadline_seconds)
+            return backend.open(*self._asked, deadline_seconds)
 
         others = self.on_each(open_one, self.slots[1:])
         if not self._can_fork or any(opened.why_not_forked for opened in others):

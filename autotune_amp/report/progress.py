@@ -208,10 +208,10 @@ class TerminalProgress(Progress):
         if text:
             self._screen.output(text)
 
-    def trial_lost(self, number: int, slot: str | None, reason: str) -> None:
+    def trial_lost(self, number: int, slot: str | None) -> None:
         """One line."""
         self._trials.pop(slot or "now", None)
-        self.note(f"{slot} is lost, and trial {number} with it, which runs again elsewhere: {reason}")
+        self.note(f"Trial {number} was lost with {slot}, and runs again elsewhere.")
 
     def note(self, text: str) -> None:
         """One line."""

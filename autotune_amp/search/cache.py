@@ -14,7 +14,7 @@ from autotune_amp.search.storage.folder import StudyFolder
 
 # Neither where a search writes, nor on how many slots it runs, nor what is chosen for changes anything of what it
 # measures.
-_OPTIONS_OUTSIDE_FINGERPRINT = ("study", "out", "storage", "devices", "slots", *RANKING)
+_OPTIONS_OUTSIDE_FINGERPRINT = ("study", "out", "storage", "devices", "slots", "ray", *RANKING)
 
 
 def search(
@@ -25,7 +25,8 @@ def search(
     fields = msgspec.to_builtins(options)
     settings = {name: fields[name] for name in fields if name not in _OPTIONS_OUTSIDE_FINGERPRINT}
     cached = folder.cached()
-    fingerprint = source.fingerprint(settings, identify(options.first_device))
+    # What a node has is known once it is reached.
+    fingerprint = None if options.ray else source.fingerprint(settings, identify(options.first_device))
     if fingerprint is not None and (is_rerun or not is_fresh):
         answer = cached_answer(cached, options, folder, progress, fingerprint)
         if answer is not None:

@@ -29,7 +29,8 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     share of the available memory that a trial may take. `effective_batch_size` is that of all `num_ranks` together;
     None is what the data comes with, "free" none at all.
     `variants` are the further dimensions to try, None for what is safe. `devices` are the numbers of the NVIDIA cards
-    to use at the same time, `slots` is a number of shares of the CPU; both None: one device, as `device` says. `ranks`
+    to use at the same time, `slots` is a number of shares of the CPU, `ray` the address of a cluster, whose nodes are
+    used; all None: one device, as `device` says. `ranks`
     processes train a trial together. The training to come has `num_steps` optimizer steps or `num_samples` samples: a
     loss scale is judged over them, `DEFAULT_NUM_STEPS` where neither is given.
     """
@@ -39,6 +40,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"
     devices: tuple[int, ...] | Literal["all"] | None = None
     slots: int | None = None
+    ray: str | None = None
     ranks: int = 1
     precisions: tuple[Precision, ...] | None = None
     variants: tuple[str, ...] | None = None
@@ -102,6 +104,12 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise _wrong("device", found.device, "auto or cuda where --devices is given")
         if found.slots is not None and (found.devices is not None or found.device not in ("auto", "cpu")):
             raise _wrong("slots", found.slots, "given for a CPU alone, whose shares they are; --devices is for cards")
+        if found.ray is not None and (found.slots is not None or found.devices is not None or num_ranks > found.ranks):
+            raise _wrong("ray", found.ray, "left out under a launcher, and where --devices or --slots is given")
+        if found.ray is not None and found.device not in ("auto", "cpu", "cuda"):
+            raise _wrong("device", found.device, "auto, cpu or cuda where --ray is given")
+        if found.ray is not None and found.objective == "energy":
+            raise _wrong("objective", found.objective, "another where --ray is given: what nodes draw is not metered")
         if found.price_per_hour is not None and found.num_steps is None and found.num_samples is None:
             raise _wrong("price_per_hour", found.price_per_hour, "given together with --steps or --samples")
         return found
@@ -241,6 +249,7 @@ _OPTIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "device": (_that(_matching(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")), "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N"),
     "devices": (_devices, "all, or numbers of cards such as 0,1"),
     "slots": (_that(is_count), "a whole number from 1 up"),
+    "ray": (_that(lambda given: given is None or (isinstance(given, str) and given != "")), "auto, or HOST:PORT"),
     "ranks": (_that(lambda given: _is_whole(given) and given >= 1), "a whole number from 1 up"),
     "precision": (_precisions, f"one of {', '.join(PRECISIONS)}, or several in a list"),
     "try_": (_variants, f"auto, none or some of {', '.join(_VARIANTS)}"),

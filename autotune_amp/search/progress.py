@@ -31,7 +31,7 @@ class Progress:
     def trial_ended(self, record: Record, best: Record | None) -> None:
         """A trial or a check ended; `best` is the fastest measured so far."""
 
-    def trial_lost(self, number: int, slot: str | None, reason: str) -> None:
+    def trial_lost(self, number: int, slot: str | None) -> None:
         """The slot on which it ran is there no more; it runs again elsewhere."""
 
     def tick(self, elapsed_seconds: float) -> None:

@@ -237,7 +237,7 @@ class Runner:
         try:
             outcome = handle.result()
         except SlotLostError as lost:
-            watcher.progress.trial_lost(ended.number, ended.slot.name, lost.reason)
+            watcher.progress.trial_lost(ended.number, ended.slot.name)
             if not any(job is other for other in self._were_lost):
                 self._were_lost.append(job)
                 self.lost.append(job)

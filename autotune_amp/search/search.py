@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
 
-from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, StudyError
+from autotune_amp.core.errors import AutotuneAmpError, ClusterLostError, InvalidRequestError, StudyError
+from autotune_amp.core.hardware import MachineLoad
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import (
     Exclusion,
@@ -27,7 +29,9 @@ from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import host, identify, machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation import slots
-from autotune_amp.isolation.local import Backend, WorkloadBackend
+from autotune_amp.isolation.local import Backend, Payload, WorkloadBackend
+from autotune_amp.isolation.on_ray.cluster import Cluster
+from autotune_amp.isolation.on_ray.slots import OnRay
 from autotune_amp.isolation.places import OneDevice, OnSlots, Places
 from autotune_amp.search.answer import explain
 from autotune_amp.search.answer.decide import recommend
@@ -81,7 +85,7 @@ def search_anew(
             if answer is not None:
                 return answer
             progress.started(folder.path.name, str(folder.path), options.budget_seconds)
-            with search.places.backend() as backend:
+            with search.backend() as backend:
                 source.keep_in(folder.path)
                 search.watcher.phase("loading the workload")
                 state = source.torch_state(backend.load(search.budget.left()))
@@ -115,13 +119,18 @@ class _Search:
         self._load_notes = host.load_notes()  # before our own work is part of it
         self.watcher = ProgressWatcher(progress, self.budget, self._meter)
         self._watchers = Watchers(self.watcher)
-        self.places = _places(source, options, self._watchers)
-        self.budget.num_slots = self.places.num_slots
         self._source = source
         self._options = options
         self._progress = progress
         self._warnings: list[str] = []
+        self.places = _places(source, options, self._watchers, self._warn)
         self._is_spent = False
+
+    def backend(self) -> WorkloadBackend:
+        """Where its jobs run before the confirmation."""
+        found = self.places.backend()
+        self.budget.num_slots = self.places.num_slots
+        return found
 
     def _like(self, fingerprint: Fingerprint) -> Setting | None:
         """What the storage has as the answer for the same code on a device of the same model, asked for otherwise."""
@@ -152,10 +161,9 @@ class _Search:
             self._warn("What is not confirmed was measured on a share of the CPU: with all of it, it may be faster.")
         if self.places.num_slots > 1:
             self.watcher.phase(f"loading the workload on {self.places.num_slots} slots")
-            backend.open_others(opened.hardware.device, self._source.num_threads(), self.budget.left())
+            backend.open_others(self.budget.left())
         load_before = self._meter.stop()  # what others did while the workload was loaded and probed
-        said = machine_load.doubts(machine_load.evidence([load_before]), "search on an idle machine")
-        for line in said if load_before.others_num_cores is not None else (*said, *self._load_notes):
+        for line in self._doubts(load_before):
             self._warn(line)
         ledger = self._ledger(build_space(opened.hardware, opened.description, self._options), search_id)
         conditions = Conditions(
@@ -175,17 +183,18 @@ class _Search:
             min_trial_seconds=MIN_TRIAL_SECONDS
             + (0.0 if "share_build" in backend.abilities else opened.description.build_seconds),
         )
-        was_interrupted = False
+        was_interrupted, reason = False, ""
         try:
             self._search(backend, ledger, conditions)
             backend.close()  # its memory and threads are not there in the user's own run either
             self._confirm(ledger, conditions)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, ClusterLostError) as error:
             was_interrupted = True
+            reason = "Interrupted" if isinstance(error, KeyboardInterrupt) else error.message.rstrip(".")
         finally:
             backend.close()
         if ledger.finalists is None:
-            raise self._nothing_to_choose(ledger, was_interrupted)
+            raise self._nothing_to_choose(ledger, reason)
         recommendation = recommend(
             ledger,
             options=self._options,
@@ -204,7 +213,7 @@ class _Search:
                     *self._source.warnings(),
                     *(f"This answer cannot be cached: {part}." for part in fingerprint.unknown),
                 ),
-                load=load_before,
+                load=load_before if self.places.is_here else None,
             ),
             hardware=opened.hardware,
             fingerprint=fingerprint,
@@ -215,8 +224,7 @@ class _Search:
         recommendation = self.folder.save(recommendation)
         if was_interrupted:
             raise SearchInterruptedError(
-                f"Interrupted after {len(ledger.trials)} trials; the best so far is in "
-                f"{self.folder.recommendation_path}.",
+                f"{reason} after {len(ledger.trials)} trials; the best so far is in {self.folder.recommendation_path}.",
                 "Run the same command again to go on.",
                 recommendation.excluded,
                 recommendation,
@@ -227,6 +235,13 @@ class _Search:
             except StudyError as error:
                 self._progress.note(f"Others will not find this answer: {error.message}")
         return recommendation
+
+    def _doubts(self, load: MachineLoad) -> Sequence[str]:
+        """What others do here, where the search runs here."""
+        if not self.places.is_here:
+            return ()
+        said = machine_load.doubts(machine_load.evidence([load]), "search on an idle machine")
+        return said if load.others_num_cores is not None else (*said, *self._load_notes)
 
     def _warn(self, line: str) -> None:
         self._progress.note(line)
@@ -303,7 +318,7 @@ class _Search:
         if opened.why_not_forked is not None:
             self._warnings.append(f"Trials shared one process until it failed: {opened.why_not_forked}.")
         hardware = opened.hardware
-        held = max(hardware.memory.held_by_caller, held_bytes(hardware.device))
+        held = max(hardware.memory.held_by_caller, held_bytes(hardware.device) if self.places.is_here else 0)
         hardware = replace(hardware, memory=replace(hardware.memory, held_by_caller=held))
         self._progress.found_hardware(hardware)
         self._warnings += [*hardware.notes, *alone(self._options.num_ranks, hardware.device)]
@@ -338,22 +353,49 @@ class _Search:
             self._progress.note(f"Going on with {len(ledger.trials)} trials that were measured before.")
         return ledger
 
-    def _nothing_to_choose(self, ledger: Ledger, was_interrupted: bool) -> AutotuneAmpError:
+    def _nothing_to_choose(self, ledger: Ledger, interrupted_by: str) -> AutotuneAmpError:
         excluded = explain.excluded(ledger, is_budget_spent=True)
-        if was_interrupted:
+        if interrupted_by:
             return SearchInterruptedError(
-                "Interrupted before anything was measured.", "Run the same command again.", excluded, None
+                f"{interrupted_by} before anything was measured.", "Run the same command again.", excluded, None
             )
         step_seconds = self._watchers.last_step_seconds
         return nothing_works(ledger, excluded, step_seconds is not None) or self.budget.too_small(step_seconds)
 
 
-def _places(source: Source, options: SearchOptions, watchers: Watchers) -> Places:
-    """Where the jobs of a search with these options run."""
+def _places(source: Source, options: SearchOptions, watchers: Watchers, warn: Callable[[str], None]) -> Places:
+    """Where the jobs of a search with these options run; `warn` hears what becomes of the nodes of a cluster."""
+    if options.ray is not None:
+        source.is_elsewhere = True
+        payload = _for_nodes(source)
+        cluster = Cluster(
+            options.ray,
+            sends_directory=not (payload.target or "").startswith("autotune_amp."),
+            excludes=[f"/{os.path.relpath(options.out)}/"],
+        )
+        return OnRay(cluster, options.device, options.ranks, payload, watchers.of, warn)
     found = slots.found(options.devices, options.slots)
     if found.slots:
         return OnSlots(found, options.first_device, source.backend, watchers.of)
     return OneDevice(options.first_device, source.backend, watchers.of, options.ranks)
+
+
+def _for_nodes(source: Source) -> Payload:
+    """The workload for other hosts, which have the working directory: a file in it is named from there."""
+    if source.launch_line is not None:
+        raise InvalidRequestError(
+            "--ray runs the trials of a Workload; those of a command run one after the other on this host.",
+            "Leave --ray out, or give a function that returns a Workload.",
+        )
+    place, colon, function = (source.payload.target or "").rpartition(":")
+    if place.endswith(".py"):
+        place = os.path.relpath(place)
+        if place.startswith(os.pardir):
+            raise InvalidRequestError(
+                f"--ray sends the working directory to the nodes, and {place} lies outside of it.",
+                "Run the command in the folder that holds your code.",
+            )
+    return replace(source.payload, target=f"{place}{colon}{function}" or None)
 
 
 def nothing_works(ledger: Ledger, excluded: tuple[Exclusion, ...], has_stepped: bool) -> NothingWorksError | None:

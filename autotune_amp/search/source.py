@@ -39,6 +39,8 @@ class Source:
     called unless told otherwise.
     """
 
+    is_elsewhere = False  # its jobs run on other hosts
+
     def __init__(self, target: str) -> None:
         self.name = "embedded" if target.startswith("autotune_amp.workloads:") else study_name(target)
         self.target: str | None = target  # None where the command line has no name for it
@@ -124,12 +126,14 @@ class _Live(Source):
 
     def num_threads(self) -> int | None:
         threads: int = self.torch_state({})["num_threads"]
-        return threads
+        return None if self.is_elsewhere else threads
 
-    def torch_state(self, found_by_child: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002 - the caller's is what counts
+    def torch_state(self, found_by_child: dict[str, Any]) -> dict[str, Any]:
+        """The caller's is what counts, but for the threads on another host."""
         from autotune_amp.precision import torch_state
 
-        return torch_state.capture()
+        threads = {"num_threads": found_by_child["num_threads"]} if self.is_elsewhere and found_by_child else {}
+        return {**torch_state.capture(), **threads}
 
     def fingerprint(self, options: dict[str, Any], identity: DeviceIdentity) -> Fingerprint | None:
         from autotune_amp.fingerprint import compute

@@ -162,7 +162,7 @@ class Opened:
     def open(self) -> None:
         self.backend.load(60)
         self.state = self.backend.open("cpu", None, 60).torch_state
-        self.backend.open_others("cpu", None, 60)
+        self.backend.open_others(60)
 
     def trial(self, batch_size: int = 4, **fields: Any) -> Trial:
         candidate = Setting(precision="fp32", batch_size=batch_size)

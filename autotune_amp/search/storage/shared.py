@@ -14,12 +14,12 @@ from typing import NamedTuple
 import msgspec
 
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.hardware import LEAST_MEMORY_SHARE
 from autotune_amp.core.recommendation import FORMAT, Fingerprint, Recommendation
 from autotune_amp.search.storage.study import attributes, set_attribute
 
 # In which devices of one model differ. Memory is compared on its own: two hosts never have the same to the byte.
 _OF_ONE_DEVICE = ("device uuid", "device index", "device total_memory_bytes")
-_LEAST_MEMORY = 0.95  # of what the answer was measured with
 
 
 class Answer(NamedTuple):
@@ -58,7 +58,7 @@ def answer_for(answers: list[Answer], fingerprint: Fingerprint) -> Answer | None
     kind = _digest(_kind(fingerprint))
     for answer in answers:
         measured_with = answer.recommendation.hardware.identity.total_memory_bytes
-        if answer.kind == kind and memory_bytes >= _LEAST_MEMORY * measured_with:
+        if answer.kind == kind and memory_bytes >= LEAST_MEMORY_SHARE * measured_with:
             return answer
     return None
 

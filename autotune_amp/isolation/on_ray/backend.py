@@ -1,0 +1,132 @@
+"""The backend of a process on a node: what it is asked for is done there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import msgspec
+
+from autotune_amp.core.errors import ClusterLostError, RunnerError
+from autotune_amp.core.job import Job
+from autotune_amp.core.outcome import Failure
+from autotune_amp.isolation.local import Ability, Isolation, Opened, Slot, SlotLostError, WorkloadBackend, converted
+from autotune_amp.isolation.on_ray.cluster import SILENT_SECONDS, Cluster, PlaceLostError
+from autotune_amp.isolation.on_ray.messages import Told, pack
+from autotune_amp.isolation.process import Watcher
+
+_NO_SPACE = "No space left on device"
+
+
+class OnNode(WorkloadBackend):
+    """The backend of a process on a node, asked for what it does there."""
+
+    def __init__(
+        self, cluster: Cluster, slot: Slot, isolation: Isolation | None, environment: dict[str, str], watcher: Watcher
+    ) -> None:
+        self._cluster = cluster
+        self._slot = slot
+        self._how = isolation, environment
+        self._watcher = watcher
+        self._is_made = False
+        self._is_build_shared = False
+        self._abilities: frozenset[Ability] = frozenset()
+
+    @property
+    def abilities(self) -> frozenset[Ability]:  # noqa: D102 - see Backend
+        return self._abilities
+
+    @property
+    def slots(self) -> Sequence[Slot]:  # noqa: D102 - see Backend
+        return (self._slot,)
+
+    @property
+    def is_build_shared(self) -> bool:  # noqa: D102 - see Backend
+        return self._is_build_shared
+
+    def load(self, deadline_seconds: float) -> dict[str, Any]:  # noqa: D102 - see WorkloadBackend
+        state: dict[str, Any] = self.call("load", deadline_seconds).answer
+        return state
+
+    def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:  # noqa: D102 - see WorkloadBackend
+        return Opened(*self.call("open", device, num_threads, deadline_seconds).answer)
+
+    def submit(self, job: Job[Any], slot: Slot | None = None) -> _OnNode:  # noqa: ARG002 - there is one
+        """Start a job."""
+        return _OnNode(self, job)
+
+    def share_build(self, job: Job[Any], deadline_seconds: float) -> str | None:  # noqa: D102 - see Backend
+        reason: str | None = self.call("share_build", job.kind(), msgspec.to_builtins(job), deadline_seconds).answer
+        return reason
+
+    def keep(self) -> None:  # noqa: D102 - see Backend
+        self.call("keep")
+
+    def close(self) -> None:  # noqa: D102 - see Backend
+        if not self._is_made:
+            return
+        self._watcher = Watcher()  # nobody is waited for any more
+        try:
+            self._ask("stop")
+            self.call("close")
+        except (SlotLostError, ClusterLostError):
+            pass  # with all that it ran
+        self._is_made = False
+
+    def call(self, method: str, *arguments: Any) -> Told:
+        """Have the process do it, and pass on what it tells. Raises `SlotLostError` where it is there no more, or can
+        do nothing any more."""
+        if not self._is_made:
+            self._is_made = True
+            self.call("make", *self._how, self._slot.device)
+        self._ask("begin", pack((method, arguments)))
+        while True:
+            told = msgspec.msgpack.decode(self._ask("hear"), type=Told)
+            for number, seconds in told.steps:
+                self._watcher.step(number, seconds)
+            if told.output:
+                self._watcher.output(told.output)
+            if told.is_over:
+                break
+        self._abilities, self._is_build_shared = (
+            cast(frozenset[Ability], frozenset(told.abilities)),
+            told.is_build_shared,
+        )
+        if told.error is None:
+            return told
+        error = told.error.opened()
+        if isinstance(error, RunnerError):  # it cannot start processes
+            raise self.lost(error.message)
+        raise error
+
+    def lost(self, reason: str) -> SlotLostError:
+        """The error of a place that is given up."""
+        self._cluster.end(str(self._slot.name))
+        return SlotLostError(self._slot, reason)
+
+    def _ask(self, method: str, *arguments: bytes) -> bytes:
+        asked = self._cluster.call(str(self._slot.name), method, *arguments)
+        try:
+            return self._cluster.answer(asked, self._watcher.tick, SILENT_SECONDS)
+        except PlaceLostError as error:
+            raise self.lost(str(error)) from error
+
+
+class _OnNode:
+    """A job on a node."""
+
+    def __init__(self, backend: OnNode, job: Job[Any]) -> None:
+        self._backend, self._job = backend, job
+        self.start_seconds: float | None = None
+
+    def result(self) -> Any:
+        """See `Handle`; a node whose disk is full is given up."""
+        told = self._backend.call("run", self._job.kind(), msgspec.to_builtins(self._job))
+        self.start_seconds = told.start_seconds
+        found = told.answer
+        if not (isinstance(found, dict) and found.get("outcome") == "failure"):
+            return converted(self._job, found)
+        failure = msgspec.convert(found, Failure)
+        if _NO_SPACE in f"{failure.message}{failure.details}":
+            raise self._backend.lost(failure.message)
+        return failure

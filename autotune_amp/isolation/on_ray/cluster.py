@@ -1,0 +1,188 @@
+"""A Ray cluster as the search sees it: what it asks for, by the process that is connected to it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYetError
+from contextlib import suppress
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+
+from autotune_amp.core.errors import ClusterLostError, InvalidRequestError
+from autotune_amp.interruption import heed
+from autotune_amp.isolation.on_ray.messages import Opening, Place, Reply, Request, pack
+from autotune_amp.isolation.process import TICK_SECONDS
+
+SILENT_SECONDS = 30.0  # a node that says nothing for so long is lost: calls are answered within half a second
+CONNECT_SECONDS = 120.0  # the source is sent meanwhile
+_END_SECONDS = 10.0
+_DRIVER = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from autotune_amp.isolation.on_ray.driver import main; main(int(sys.argv[2]))"
+)
+# Ray sets it for each of its processes, by the number of CPUs that it was given.
+_SET_BY_RAY = ("OMP_NUM_THREADS",)
+
+
+class PlaceLostError(Exception):
+    """A process on a node is there no more."""
+
+
+class Cluster:
+    """A connection to the cluster at `address`, and the processes on its nodes, which end with it.
+
+    `opening` is asked for what they need of the workload. They get the working directory, without `excludes`.
+    """
+
+    def __init__(self, address: str, *, sends_directory: bool, excludes: Sequence[str]) -> None:
+        if find_spec("ray") is None:
+            raise InvalidRequestError("--ray needs Ray, which is not installed.", "pip install 'autotune_amp[ray]'")
+        self.address = address
+        self._directory = str(Path.cwd()) if sends_directory else None
+        self._excludes = list(excludes)
+        self._waiting: dict[int, Future[bytes]] = {}
+        self._lock = threading.Lock()
+        self._number = 0
+        self._popen: subprocess.Popen[bytes] | None = None
+
+    def connect(self, target: str | None, packed: bytes, num_ranks: int, tick: Callable[[], None]) -> None:
+        """Start the process and connect it. Raises `InvalidRequestError` where there is no cluster, or where the
+        working directory cannot be sent."""
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
+        self._socket, theirs = socket.socketpair()
+        self._connection = Connection(os.dup(self._socket.fileno()))
+        self._popen = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            [sys.executable, "-c", _DRIVER, json.dumps(sys.path), str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=self._said,
+            stderr=self._said,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # Ctrl-C at the terminal is ours to handle
+        )
+        theirs.close()
+        self._thread = threading.Thread(target=self._hear, daemon=True)
+        self._thread.start()
+        opening = Opening(
+            target=target,
+            packed=packed,
+            num_ranks=num_ranks,
+            environment={name: os.environ.get(name) for name in _SET_BY_RAY},
+        )
+        try:
+            connecting = self.ask("connect", pack((self.address, self._directory, self._excludes)))
+            self.answer(connecting, tick, CONNECT_SECONDS)
+            self.answer(self.ask("open", pack(opening)), tick, CONNECT_SECONDS)
+        except (PlaceLostError, ClusterLostError) as error:
+            self._said.seek(0)
+            said = self._said.read().decode(errors="replace").strip().splitlines()
+            raise InvalidRequestError(
+                f"--ray: the cluster at {self.address!r} cannot be used: {said[-1] if said else error}",
+                "Look at it with `ray status`.",
+            ) from error
+
+    def nodes(self) -> Future[bytes]:
+        """Asks for those that are alive."""
+        return self.ask("nodes")
+
+    def start(self, place: Place, device: str) -> Future[bytes]:
+        """Asks for a process on a node; what it says of itself arrives once the node has the devices for it."""
+        return self.ask("start", pack((place, device)))
+
+    def call(self, place: str, method: str, *arguments: bytes) -> Future[bytes]:
+        """Asks for a method of the process there."""
+        return self.ask("call", pack((method, arguments)), place)
+
+    def end(self, place: str) -> None:
+        """Ends the process there."""
+        self.ask("end", place=place)
+
+    def ask(self, do: str, body: bytes = b"", place: str | None = None) -> Future[bytes]:
+        """Sends a request; its answer arrives in a thread."""
+        future: Future[bytes] = Future()
+        with self._lock:
+            self._number += 1
+            self._waiting[self._number] = future
+            try:
+                self._connection.send_bytes(pack(Request(number=self._number, do=do, place=place, body=body)))
+            except OSError:
+                self._fail_all()
+        return future
+
+    def answer(self, future: Future[bytes], tick: Callable[[], None], limit_seconds: float = math.inf) -> bytes:
+        """Waits for it. Raises our own errors, and `PlaceLostError` where there is none in time."""
+        until = time.monotonic() + limit_seconds
+        while True:
+            heed()
+            tick()
+            try:
+                return future.result(TICK_SECONDS)
+            except NotYetError:
+                if future.done():
+                    raise
+            if time.monotonic() > until:
+                raise PlaceLostError(f"it did not answer within {limit_seconds:.0f} s")
+
+    def pause(self, tick: Callable[[], None]) -> None:
+        """Let a moment pass."""
+        heed()
+        tick()
+        time.sleep(TICK_SECONDS)
+
+    def close(self) -> None:
+        """End the connection, and every process of ours on the nodes with it."""
+        if self._popen is None:
+            return
+        popen, self._popen = self._popen, None
+        with suppress(OSError):  # it ended before
+            self._socket.shutdown(socket.SHUT_WR)
+        try:
+            popen.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            popen.kill()
+            popen.wait()
+        self._thread.join()
+        for opened in (self._said, self._connection, self._socket):
+            opened.close()
+
+    def _hear(self) -> None:
+        while True:
+            try:
+                reply = msgspec.msgpack.decode(self._connection.recv_bytes(), type=Reply)
+            except (EOFError, OSError):
+                break
+            with self._lock:
+                future = self._waiting.pop(reply.number, None)
+            if future is None:
+                continue
+            if reply.error is not None:
+                future.set_exception(reply.error.opened())
+            elif reply.lost is not None:
+                future.set_exception(PlaceLostError(reply.lost))
+            else:
+                future.set_result(reply.body)
+        with self._lock:
+            self._fail_all()
+
+    def _fail_all(self) -> None:
+        for future in self._waiting.values():
+            future.set_exception(self._lost("the connection to it ended"))
+        self._waiting.clear()
+
+    def _lost(self, reason: str) -> ClusterLostError:
+        return ClusterLostError(
+            f"The Ray cluster at {self.address} is lost: {reason}.",
+            "Start it again, then the same command: it goes on with what was measured.",
+        )

@@ -1,0 +1,124 @@
+"""The process that is connected to a Ray cluster, started by cluster.py: Ray ends it where the head is lost, and the
+search has to outlive that. The only one that knows Ray."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.isolation.on_ray.messages import Error, Node, Place, Reply, Request, pack
+from autotune_amp.isolation.on_ray.node import Worker
+
+
+class Driver:
+    """Answers requests as what they ask for of Ray arrives."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._actors: dict[str, Any] = {}
+        self._opening: Any = None
+
+    def serve(self) -> None:
+        """Until the search closes its end."""
+        while True:
+            try:
+                request = msgspec.msgpack.decode(self._connection.recv_bytes(), type=Request)
+            except EOFError:
+                return
+            try:
+                getattr(self, f"_{request.do}")(request)
+            except Exception as error:
+                self._reply(_failed(request.number, error))
+
+    def _connect(self, request: Request) -> None:
+        address, working_directory, excludes = msgspec.msgpack.decode(request.body)
+        environment: dict[str, Any] = {}
+        if working_directory is not None:
+            environment = {"working_dir": working_directory, "excludes": excludes}
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR", runtime_env=environment)
+        except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as error:
+            raise InvalidRequestError(
+                f"--ray: the cluster at {address!r} cannot be used: {_line(error)}",
+                "Start one with `ray start --head`, look at it with `ray status`, and give its HOST:PORT; what of the "
+                "working directory is not needed, name it in .rayignore.",
+            ) from error
+        self._reply(Reply(number=request.number))
+
+    def _nodes(self, request: Request) -> None:
+        found = [
+            Node(
+                node_id=node["NodeID"],
+                host=node["NodeManagerHostname"],
+                num_gpus=int(node["Resources"].get("GPU", 0)),
+                num_cpus=int(node["Resources"].get("CPU", 0)),
+            )
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+        self._reply(Reply(number=request.number, body=pack(found)))
+
+    def _open(self, request: Request) -> None:
+        """Keep, for all places, what a node needs."""
+        self._opening = ray.put(request.body)
+        self._reply(Reply(number=request.number))
+
+    def _start(self, request: Request) -> None:
+        """An actor on a node; it waits while others have the devices."""
+        place, device = msgspec.msgpack.decode(request.body, type=tuple[Place, str])
+        there = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
+        options = {"num_gpus": place.num_gpus, "num_cpus": place.num_cpus, "scheduling_strategy": there}
+        actor = ray.remote(Worker).options(**options, max_restarts=0, max_concurrency=2).remote(self._opening)
+        self._actors[place.name] = actor
+        self._when_done(request.number, actor.about.remote(device))
+
+    def _call(self, request: Request) -> None:
+        """A method of the actor, with its arguments where it has some."""
+        method, arguments = msgspec.msgpack.decode(request.body, type=tuple[str, list[bytes]])
+        actor = self._actors[str(request.place)]
+        self._when_done(request.number, getattr(actor, method).remote(*arguments))
+
+    def _end(self, request: Request) -> None:
+        """End an actor, and what it runs with it."""
+        actor = self._actors.pop(str(request.place), None)
+        if actor is not None:
+            ray.kill(actor)
+        self._reply(Reply(number=request.number))
+
+    def _when_done(self, number: int, reference: Any) -> None:
+        reference.future().add_done_callback(partial(self._done, number))
+
+    def _done(self, number: int, future: Any) -> None:
+        error = future.exception()
+        self._reply(Reply(number=number, body=future.result() or b"") if error is None else _failed(number, error))
+
+    def _reply(self, reply: Reply) -> None:
+        with self._sending:
+            self._connection.send_bytes(pack(reply))
+
+
+def _failed(number: int, error: BaseException) -> Reply:
+    if isinstance(error, ray.exceptions.RayTaskError):  # raised by what runs there, and not by Ray
+        return Reply(number=number, error=Error.of(error.cause or error))
+    if isinstance(error, ray.exceptions.RayError):
+        return Reply(number=number, lost=_line(error))
+    return Reply(number=number, error=Error.of(error))
+
+
+def _line(error: BaseException) -> str:
+    """What it says, without what Ray advises its own developers."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def main(file_number: int) -> None:
+    """Serve on this socket until the search is gone."""
+    Driver(Connection(file_number)).serve()
+    ray.shutdown()

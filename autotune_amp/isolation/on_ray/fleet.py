@@ -1,0 +1,120 @@
+"""The places of a cluster: looked for, started, and held against the first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import msgspec
+
+from autotune_amp.core.errors import AutotuneAmpError
+from autotune_amp.core.hardware import LEAST_MEMORY_SHARE, DeviceIdentity
+from autotune_amp.isolation.local import Slot
+from autotune_amp.isolation.on_ray.cluster import Cluster, PlaceLostError
+from autotune_amp.isolation.on_ray.messages import About, Node, Place
+
+LOOK_SECONDS = 2.0  # between looks for new nodes
+
+
+class Fleet:
+    """The places of a cluster: looked for, started, and held against the first. `note` hears which are left out.
+
+    A place has as many devices of one node as a trial has ranks; on CPUs all of the node.
+    """
+
+    def __init__(self, cluster: Cluster, device: str, num_ranks: int, note: Callable[[str], None]) -> None:
+        self._cluster = cluster
+        self._device = device
+        self._num_ranks = num_ranks
+        self.note = note
+        self.first: About | None = None
+        self._known: set[str] = set()  # nodes
+        self._names: set[str] = set()
+        self._starting: dict[str, Future[bytes]] = {}
+        self._looking: Future[bytes] | None = None
+        self._looked = -LOOK_SECONDS
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every place that was found has answered."""
+        return self._looking is None and not self._starting
+
+    def arrived(self) -> list[Slot]:
+        """The places that have come up since the last time and are like the first. Waits for nothing."""
+        self._look()
+        found = []
+        for name in [name for name, about in self._starting.items() if about.done()]:
+            try:
+                about = msgspec.msgpack.decode(self._starting.pop(name).result(), type=About)
+            except (PlaceLostError, AutotuneAmpError) as error:
+                self.leave_out(name, str(error))
+                continue
+            self.first = self.first or about
+            problem = unlike(self.first, about)
+            if problem is None:
+                found.append(Slot(_device(about.identity), name, is_here=False))
+            else:
+                self.leave_out(name, problem)
+        return found
+
+    def leave_out(self, name: str, problem: str) -> None:
+        """Say so, and end what is there."""
+        self._cluster.end(name)
+        self.note(f"{name} is left out: {problem.rstrip('.')}.")
+
+    def _look(self) -> None:
+        if self._looking is None:
+            if time.monotonic() > self._looked + LOOK_SECONDS:
+                self._looked = time.monotonic()
+                self._looking = self._cluster.nodes()
+        elif self._looking.done():
+            nodes = msgspec.msgpack.decode(self._looking.result(), type=list[Node])
+            self._looking = None
+            new = [node for node in sorted(nodes, key=lambda n: (n.host, n.node_id)) if node.node_id not in self._known]
+            if self._device == "auto" and any(node.num_gpus for node in new):
+                self._device = "cuda"
+            for node in new:
+                self._known.add(node.node_id)
+                self._start_on(node)
+
+    def _start_on(self, node: Node) -> None:
+        if self._device == "cuda":
+            for _ in range(node.num_gpus // self._num_ranks):
+                place = Place(
+                    name=self._name(node), node_id=node.node_id, num_gpus=self._num_ranks, num_cpus=self._num_ranks
+                )
+                self._starting[place.name] = self._cluster.start(place, "cuda")
+        elif node.num_cpus >= self._num_ranks:
+            place = Place(name=self._name(node), node_id=node.node_id, num_gpus=0, num_cpus=node.num_cpus)
+            self._starting[place.name] = self._cluster.start(place, "cpu")
+
+    def _name(self, node: Node) -> str:
+        """The host's, and a number where it has several places."""
+        name, number = node.host, 1
+        while name in self._names:
+            number += 1
+            name = f"{node.host}:{number}"
+        self._names.add(name)
+        return name
+
+
+def unlike(first: About, other: About) -> str | None:
+    """Why results of the other place cannot be held against those of the first, None where they can. Pure."""
+    ours, theirs = first.identity, other.identity
+    pairs = [
+        ("is a", ours.name, theirs.name),
+        ("has autotune_amp", first.version, other.version),
+        ("has Python", first.python, other.python),
+    ]
+    if ours.type == "cpu":
+        pairs.append(("has CPUs:", str(ours.num_cpus), str(theirs.num_cpus)))
+    for what, mine, its in pairs:
+        if mine != its:
+            return f"it {what} {its}, and the first {mine}: their results cannot be compared"
+    least, most = sorted((ours.total_memory_bytes, theirs.total_memory_bytes))
+    return None if least >= LEAST_MEMORY_SHARE * most else "its memory is not that of the first"
+
+
+def _device(identity: DeviceIdentity) -> str:
+    return "cpu" if identity.type == "cpu" else f"{identity.type}:0"

@@ -1,0 +1,150 @@
+"""A node's part: an actor that holds a backend of the workload and runs its jobs, one at a time, in processes there."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from autotune_amp import __version__
+from autotune_amp.core.job import find_job
+from autotune_amp.hardware import identify
+from autotune_amp.isolation.local import Isolation, LocalBackend, Payload, Slot, WorkloadBackend
+from autotune_amp.isolation.on_ray.messages import About, Error, Opening, Told, pack
+from autotune_amp.isolation.places import on_ranks
+from autotune_amp.isolation.process import Watcher
+from autotune_amp.isolation.slots import of_ranks
+
+HEAR_SECONDS = 0.5  # a call that nothing is told of is answered after so long
+_LOOK_SECONDS = 0.001
+
+
+class _StoppedError(Exception):
+    """Ends what the backend waits for."""
+
+
+class _Ear(Watcher):
+    """Keeps what is told until it is asked for."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, float]] = []
+        self.printed: list[str] = []
+        self.is_stopped = threading.Event()
+
+    def tick(self) -> None:
+        if self.is_stopped.is_set():
+            raise _StoppedError
+
+    def step(self, num_steps: int, step_seconds: float) -> None:
+        self.steps.append((num_steps, step_seconds))
+
+    def output(self, text: str) -> None:
+        self.printed.append(text)
+
+
+class Worker:
+    """The actor. Every method takes and returns bytes of msgpack, and none of them waits for a job's end."""
+
+    def __init__(self, opening: bytes) -> None:
+        self._opening = msgspec.msgpack.decode(opening, type=Opening)
+        for name, value in self._opening.environment.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        # As `python -m` has it: what the search sent is the working directory.
+        path = tuple(dict.fromkeys((str(Path.cwd()), *sys.path)))
+        self._payload = Payload(target=self._opening.target, packed=self._opening.packed, path=path)
+        self._ear = _Ear()
+        # One thread for all: on Linux a process ends with the thread that started it.
+        self._thread = ThreadPoolExecutor(1, "jobs")
+        self._work: Future[Any] | None = None
+        self._backend: WorkloadBackend | None = None
+        self._start_seconds: float | None = None
+
+    def about(self, device: str) -> bytes:
+        """What it runs on."""
+        return pack(About(identity=identify(device), version=__version__, python=platform.python_version()))
+
+    def begin(self, call: bytes) -> None:
+        """Start one of the methods below, by its name and arguments."""
+        method, arguments = msgspec.msgpack.decode(call)
+        self._start_seconds = None
+        self._work = self._thread.submit(getattr(self, f"_{method}"), *arguments)
+
+    def hear(self) -> bytes:
+        """What was told since the last time; waits a moment for something."""
+        assert self._work is not None
+        until = time.monotonic() + HEAR_SECONDS
+        while not (self._work.done() or self._ear.steps or self._ear.printed) and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
+        is_over = self._work.done()  # before what it told is taken
+        steps, self._ear.steps = self._ear.steps, []
+        printed, self._ear.printed = self._ear.printed, []
+        told = Told(steps=steps, output="".join(printed), is_over=is_over)
+        if not is_over:
+            return pack(told)
+        backend, error = self._backend, self._work.exception()
+        return pack(
+            msgspec.structs.replace(
+                told,
+                answer=None if error is not None else self._work.result(),
+                error=None if error is None else Error.of(error),
+                abilities=[] if backend is None else sorted(backend.abilities),
+                is_build_shared=backend is not None and backend.is_build_shared,
+                start_seconds=self._start_seconds,
+            )
+        )
+
+    def stop(self) -> None:
+        """End what runs: nobody waits for it any more."""
+        self._ear.is_stopped.set()
+        if self._work is not None:
+            self._work.exception()
+        self._ear.is_stopped.clear()
+
+    def _make(self, isolation: Isolation | None, environment: dict[str, str] | None, device: str) -> None:
+        self._close()
+        num_ranks = self._opening.num_ranks
+        ranks = of_ranks(num_ranks, identify(device).type) if num_ranks > 1 else ()
+
+        def start(
+            heard: Watcher, isolation: Isolation | None, environment: dict[str, str] | None, slot: Slot | None
+        ) -> WorkloadBackend:
+            return LocalBackend(self._payload, isolation, heard, environment, slot)
+
+        self._backend = on_ranks(ranks, start, self._ear, isolation, environment)
+
+    def _load(self, deadline_seconds: float) -> Any:
+        return self._there.load(deadline_seconds)
+
+    def _open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Any:
+        return msgspec.to_builtins(self._there.open(device, num_threads, deadline_seconds))
+
+    def _share_build(self, kind: str, job: dict[str, Any], deadline_seconds: float) -> str | None:
+        return self._there.share_build(find_job(kind, job), deadline_seconds)
+
+    def _keep(self) -> None:
+        self._there.keep()
+
+    def _run(self, kind: str, job: dict[str, Any]) -> Any:
+        handle = self._there.submit(find_job(kind, job))
+        found = handle.result()
+        self._start_seconds = handle.start_seconds
+        return msgspec.to_builtins(found, str_keys=True)
+
+    def _close(self) -> None:
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.close()
+
+    @property
+    def _there(self) -> WorkloadBackend:
+        assert self._backend is not None
+        return self._backend

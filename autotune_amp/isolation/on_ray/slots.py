@@ -1,0 +1,236 @@
+"""The nodes of a Ray cluster as slots of a search: they come and go while it runs, and are compared with the first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from msgspec.structs import replace
+
+from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, WorkloadError
+from autotune_amp.core.hardware import DeviceIdentity
+from autotune_amp.core.outcome import Failure
+from autotune_amp.core.recommendation import Fingerprint
+from autotune_amp.isolation.local import Isolation, Payload, Slot, SlotLostError, WorkloadBackend
+from autotune_amp.isolation.on_ray.backend import OnNode
+from autotune_amp.isolation.on_ray.cluster import Cluster
+from autotune_amp.isolation.on_ray.fleet import Fleet
+from autotune_amp.isolation.places import ConfirmingProcesses, Places, WatcherOf
+from autotune_amp.isolation.process import Watcher
+from autotune_amp.isolation.slots import Slots, WorkloadSlots
+from autotune_amp.trial.jobs import FingerprintJob
+
+START_SECONDS = 60.0  # until the first process on a node is there, and until one is after the last was lost
+GATHER_SECONDS = 10.0  # from the first to those that are waited for before the search begins
+NUM_TRIED = 2  # nodes that cannot load the workload, before that is taken to be its own fault
+_FINGERPRINT_SECONDS = 60.0
+
+
+class RaySlots(WorkloadSlots):
+    """A `WorkloadBackend` on the places of a cluster: what comes up later joins, once it has loaded the workload and
+    that has the same fingerprint as on the first; what is lost is no slot any more."""
+
+    def __init__(
+        self, fleet: Fleet, slots: Sequence[Slot], make: Callable[[Slot, Watcher], OnNode], watcher_of: WatcherOf
+    ) -> None:
+        super().__init__(slots, make, watcher_of)
+        self._fleet = fleet
+        self._opening_seconds: float | None = None  # None until the first is open
+        self._fingerprint: Fingerprint | None = None
+        self._preparing: dict[Slot, Future[Any]] = {}
+        self._ready = {slots[0]}
+        self._shared: Any = None
+        self._is_kept = False
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Those that are ready."""
+        return tuple(slot for slot in super().slots if slot in self._ready)
+
+    def load(self, deadline_seconds: float) -> dict[str, Any]:
+        """See `WorkloadBackend`; on the first place that can."""
+        problems: list[WorkloadError] = []
+        while True:
+            slot = super().slots[0]
+            self._ready = {slot}
+            try:
+                for state in self.on_each(lambda backend: backend.load(deadline_seconds), [slot]):
+                    backend = self._at(slot).backend
+                    self._fingerprint = self.wait_for(
+                        self._begin(self._at(slot), partial(self._fingerprint_on, backend, slot, state))
+                    )
+                    return state
+            except WorkloadError as error:
+                problems.append(error)
+                if len(problems) == NUM_TRIED or len(self._places) == 1:
+                    raise problems[0] from None
+                self._drop(slot, error.message.splitlines()[0])
+
+    def open_others(self, deadline_seconds: float) -> None:
+        """See `WorkloadBackend`; those that cannot, or where something else is loaded, are left out."""
+        self._opening_seconds = deadline_seconds
+        if not self._can_fork:
+            self.keep()
+        self._prepare()
+        until = time.monotonic() + deadline_seconds
+        while self._preparing and time.monotonic() < until:
+            self._hear()
+
+    def share_build(self, job: Any, deadline_seconds: float) -> str | None:  # noqa: D102 - see Backend
+        reason = super().share_build(job, deadline_seconds)
+        self._shared = (job, deadline_seconds) if reason is None else None
+        return reason
+
+    def keep(self) -> None:  # noqa: D102 - see Backend
+        self._is_kept, self._shared = True, None
+        self.on_each(lambda backend: backend.keep(), self.slots)
+
+    def _hear(self) -> None:
+        super()._hear()
+        if self._opening_seconds is not None:
+            self._places += [self._place(slot) for slot in self._fleet.arrived()]
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Begin on those that are new, and see what came of the others."""
+        for place in self._places:
+            if place.slot not in self._ready and place.slot not in self._preparing:
+                backend, slot = place.backend, place.slot
+                self._preparing[slot] = self._begin(place, partial(self._join, backend, slot))
+        for slot in [slot for slot, future in self._preparing.items() if future.done()]:
+            try:
+                problem = self._preparing.pop(slot).result()
+            except SlotLostError as lost:
+                problem = f"it is lost: {lost.reason}"
+            except AutotuneAmpError as error:
+                problem = error.message.splitlines()[0]
+            if problem is None:
+                self._ready.add(slot)
+            else:
+                self._drop(slot, problem)
+
+    def _join(self, backend: WorkloadBackend, slot: Slot) -> str | None:
+        """In the place's thread: load, compare, open; returns why it cannot be used."""
+        assert self._opening_seconds is not None
+        assert self._fingerprint is not None
+        state = backend.load(self._opening_seconds)
+        found = self._fingerprint_on(backend, slot, state)
+        if differences := self._fingerprint.differences(found):
+            return f"what is loaded there is not what the first has: {differences[0]}"
+        opened = backend.open(*self._asked, self._opening_seconds)
+        if self._is_kept and opened.why_not_forked is None:
+            backend.keep()
+        elif opened.why_not_forked is not None and not self._is_kept:
+            return f"trials cannot be forked there, and are on the first: {opened.why_not_forked}"
+        if self._shared is not None and not self._is_kept:
+            return backend.share_build(*self._shared)
+        return None
+
+    def _fingerprint_on(self, backend: WorkloadBackend, slot: Slot, state: dict[str, Any]) -> Fingerprint:
+        """Of the workload and what it runs on there, without what differs between devices of one model."""
+        assert self._fleet.first is not None
+        job = FingerprintJob(
+            device=slot.device,
+            options={},
+            identity=self._fleet.first.identity,
+            torch_state=state,
+            deadline_seconds=_FINGERPRINT_SECONDS,
+        )
+        found = backend.submit(job).result()
+        if isinstance(found, Failure):
+            raise WorkloadError(f"The workload cannot be fingerprinted: {found.message}", "Mend what is said.")
+        return replace(found, unknown=())  # what cannot be compared cannot be told apart either
+
+    def _drop(self, slot: Slot, problem: str) -> None:
+        self._fleet.leave_out(str(slot.name), problem)
+        self._ready.discard(slot)
+        super()._drop(slot, problem)
+
+    def _require_one(self, problem: str) -> None:
+        """While the workload is loaded any other will do; later, wait for one that has loaded it."""
+        until = time.monotonic() + START_SECONDS
+        while self._opening_seconds is not None and not self._ready and time.monotonic() < until:
+            self._hear()
+        if self._opening_seconds is not None or not self._places:
+            super()._require_one(problem)
+
+
+class OnRay(Places):
+    """The nodes of a Ray cluster."""
+
+    is_here = False
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        device: str,
+        num_ranks: int,
+        payload: Payload,
+        watcher_of: WatcherOf,
+        note: Callable[[str], None],
+    ) -> None:
+        self.device = "cpu" if device == "cpu" else "auto"
+        self.num_slots = 1
+        self.notes: tuple[str, ...] = ()
+        self._cluster = cluster
+        self._num_ranks = num_ranks
+        self._fleet = Fleet(cluster, device, num_ranks, note)
+        self._payload = payload
+        self._watcher_of = watcher_of
+        self._slots: tuple[Slot, ...] = ()
+        self._backend: RaySlots | None = None
+
+    def identity(self) -> DeviceIdentity:  # noqa: D102 - see Places
+        assert self._fleet.first is not None
+        return self._fleet.first.identity
+
+    def backend(self) -> WorkloadBackend:
+        """Connect, and begin with the places that are up soon. Raises `InvalidRequestError` where there is none."""
+        tick = self._watcher_of(Slot(self.device)).tick
+        self._cluster.connect(self._payload.target, self._payload.packed, self._num_ranks, tick)
+        slots: list[Slot] = []
+        began = time.monotonic()
+        until = began + START_SECONDS
+        while time.monotonic() < until:
+            slots += self._fleet.arrived()
+            if slots and self._fleet.is_settled:
+                break
+            if slots:
+                until = min(until, time.monotonic() + GATHER_SECONDS)
+            self._cluster.pause(tick)
+        if not slots:
+            what = "CPU" if self.device == "cpu" else "GPU"
+            raise InvalidRequestError(
+                f"--ray: no node of the cluster at {self._cluster.address!r} gave {self._num_ranks} {what}s within "
+                f"{START_SECONDS:.0f} s.",
+                "See what it has, and what others use of it, with `ray status`.",
+            )
+        self.num_slots = len(slots)
+        self.device = slots[0].device
+        self._backend = RaySlots(
+            self._fleet, slots, lambda slot, heard: self._on_node(slot, heard, None, {}), self._watcher_of
+        )
+        return self._backend
+
+    def confirming(self, device: str, *, are_shared: bool) -> Slots[ConfirmingProcesses]:  # noqa: ARG002 - each has its own
+        """On every place that the search was on last."""
+        assert self._backend is not None
+
+        def make(slot: Slot, heard: Watcher) -> ConfirmingProcesses:
+            return ConfirmingProcesses(
+                lambda isolation, variables: self._on_node(slot, heard, isolation, variables),
+                slot,
+                are_shared=are_shared,
+            )
+
+        return Slots(self._backend.slots, make, self._watcher_of)
+
+    def close(self) -> None:
+        """End the processes on the nodes, and the connection."""
+        self._cluster.close()
+
+    def _on_node(self, slot: Slot, heard: Watcher, isolation: Isolation | None, environment: dict[str, str]) -> OnNode:
+        return OnNode(self._cluster, slot, isolation, environment, heard)
