@@ -414,19 +414,19 @@ def dashboard(
 def _slurm_jobs(recommendation: Recommendation, study: Path, origin: str) -> Export:
     import msgspec
 
+    from autotune_amp.core.launch_line import to_command_line
     from autotune_amp.integrations.slurm import slurm
     from autotune_amp.search.options import SearchOptions
 
     target, line = recommendation.target, recommendation.launch_line
-    asked = msgspec.convert(recommendation.options, SearchOptions).arguments()
+    options = msgspec.convert(recommendation.options, SearchOptions)
+    asked = msgspec.structs.replace(options, ray=None).arguments()  # which is no cluster of the job's
     asked += ["--out", str(study.parent), "--study", study.name]
-    searching = None if target is None else [*asked, target]
-    if line is not None:
-        said = [word for name, value in line.values.items() for word in ("--value", f"{name}={value}")]
-        said += [word for file in line.files for word in ("--file", file)]
-        searching = [*asked, *said, "--", *line.arguments]
+    what = to_command_line(line) if line is not None else target and [target]
+    searching = what and [*asked, *what]
     training = None if line is None else line.arguments
-    return slurm(searching, training, name=study.name, study=study.as_posix(), origin=origin)
+    on_ray = line is None and options.can_use_ray
+    return slurm(searching, training, name=study.name, study=study.as_posix(), origin=origin, can_use_ray=on_ray)
 
 
 def _training(context: typer.Context, command: str) -> list[str]:

@@ -94,7 +94,21 @@ def test_the_commands_work_on_the_first_example(cli: CommandLine) -> None:
 
 def test_everything_shown_in_python_is_run() -> None:
     assert sorted(map(block_of, QUICK + SLOW)) == sorted(blocks("python"))
-    assert set(re.findall(r"^```(\S+)$", README, re.MULTILINE)) == {"python", "sh"}
+    assert set(re.findall(r"^```(\S+)$", README, re.MULTILINE)) == {"python", "sh", "yaml"}
+
+
+def test_the_job_for_kubernetes_is_a_ray_job_whose_command_is_one_of_ours(cli: CommandLine) -> None:
+    yaml = pytest.importorskip("yaml")
+    (job,) = map(yaml.safe_load, blocks("yaml"))
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    words = shlex.split(job["spec"]["entrypoint"])
+    assert words[:2] == ["autotune-amp", "search"]
+    shown = cli(*words[1:2], "--help").out
+    assert all(word in shown for word in words if word.startswith("--"))
+    cluster = job["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert "rayStartParams" in group
+        assert group["template"]["spec"]["containers"][0]["image"]
 
 
 SHOWN = [

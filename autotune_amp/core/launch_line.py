@@ -222,6 +222,12 @@ def _check(placeholder: Placeholder, words: Mapping[str, str]) -> None:
             )
 
 
+def to_command_line(line: LaunchLine) -> list[str]:
+    """What `from_command_line` reads as this line: options, and the command after ``--``."""
+    said = [word for name, value in line.values.items() for word in ("--value", f"{name}={value}")]
+    return [*said, *(word for file in line.files for word in ("--file", file)), "--", *line.arguments]
+
+
 def from_command_line(
     command: Sequence[str] | None, target: str | None, values: Iterable[str], files: Iterable[str], *, is_dry: bool
 ) -> LaunchLine | None:

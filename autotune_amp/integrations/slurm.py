@@ -23,14 +23,34 @@ trap again TERM"""
 _TAIL = """\
 running=$!
 wait "$running\""""
+# A cluster on all nodes of the job, which ends with it; its head is on the node where this script runs.
+_CLUSTER = """\
+ray=()
+if [ "${SLURM_JOB_NUM_NODES:-1}" -gt 1 ]; then
+    address="$(hostname):6379"
+    on_each=(ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" -- sleep infinity)
+    srun --ntasks-per-node=1 "${on_each[@]}" &
+    for _ in {1..120}; do
+        ray health-check --address "$address" 2>/dev/null && break
+        sleep 1
+    done
+    ray=(--ray "$address")
+fi"""
 
 
 def slurm(
-    searching: Sequence[str] | None, training: Sequence[str] | None, *, name: str, study: str, origin: str
+    searching: Sequence[str] | None,
+    training: Sequence[str] | None,
+    *,
+    name: str,
+    study: str,
+    origin: str,
+    can_use_ray: bool = False,
 ) -> Export:
     """The script for a study in the folder `study`, whose jobs are called `name`.
 
-    searching: the arguments of the search, None for that of a script which searches itself.
+    searching: the arguments of the search, None for that of a script which searches itself. It runs on all nodes of its
+        job where it `can_use_ray`.
     training: the training's command as the search was given it, None where nobody has said it.
     """
     started = shlex.join(training or _TRAINING)
@@ -38,7 +58,7 @@ def slurm(
     lines = [
         *origin_comment(origin),
         f"# Submits {what}:",
-        "#   bash THIS_FILE, with any options of sbatch, such as --partition=gpu --gpus-per-task=1",
+        "#   bash THIS_FILE, with any options of sbatch, such as --partition=gpu --gpus-per-node=1",
         "# A job that is out of time is queued again: the training has to go on from what it saved.",
     ]
     if training is None:
@@ -48,10 +68,12 @@ def slurm(
     lines += ["set -euo pipefail", ""]
     depends = ""
     if searching is not None:
-        options = f"{shlex.quote(f'--job-name={name}-search')} --nodes=1 --ntasks=1"
-        search = shlex.join(["autotune-amp", "search", *searching])
+        options = shlex.quote(f"--job-name={name}-search") + ("" if can_use_ray else " --nodes=1 --ntasks=1")
+        on_nodes = '"${ray[@]}" ' if can_use_ray else ""
+        search = f"autotune-amp search {on_nodes}{shlex.join(searching)}"
         kept = "what was measured is kept, and the same command goes on"
-        lines += [*_job("searched=$(", options, search, 'kill -TERM "$running"', kept), ")"]
+        before = [_CLUSTER] if can_use_ray else []
+        lines += [*_job("searched=$(", options, search, 'kill -TERM "$running"', kept, before), ")"]
         started = f"autotune-amp run {shlex.quote(study)} -- {started}"
         # The name of a cluster may follow the job's number.
         depends = ' --dependency="afterok:${searched%%;*}" --kill-on-invalid-dep=yes'
@@ -61,7 +83,7 @@ def slurm(
     return Export(to="slurm", text=SHEBANG + "\n".join([*lines, ""]))
 
 
-def _job(before: str, options: str, command: str, passed_on: str, what: str) -> list[str]:
+def _job(opening: str, options: str, command: str, passed_on: str, what: str, before: Sequence[str] = ()) -> list[str]:
     always = "--requeue --open-mode=append --signal=B:TERM@60"
-    submit = f"{before}sbatch --parsable \"$@\" {options} {always} <<'JOB'"
-    return [submit, _HEAD.format(passed_on=passed_on, what=what), f"{command} &", _TAIL, "JOB"]
+    submit = f"{opening}sbatch --parsable \"$@\" {options} {always} <<'JOB'"
+    return [submit, _HEAD.format(passed_on=passed_on, what=what), *before, f"{command} &", _TAIL, "JOB"]

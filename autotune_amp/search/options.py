@@ -65,6 +65,12 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
             return "cuda" if self.devices == "all" else f"cuda:{self.devices[0]}"
         return self.device if self.slots is None else "cpu"
 
+    @property
+    def can_use_ray(self) -> bool:
+        """Whether the nodes of a cluster would do in the place of what was asked for."""
+        is_general = self.device in ("auto", "cpu", "cuda") and self.objective != "energy"
+        return is_general and self.slots is None and self.devices is None
+
     def horizon_steps(self, effective_batch_size: int) -> int:
         """Optimizer steps that a loss scale is judged over, given the samples of one step over all ranks."""
         steps = self.num_steps
@@ -104,12 +110,9 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise _wrong("device", found.device, "auto or cuda where --devices is given")
         if found.slots is not None and (found.devices is not None or found.device not in ("auto", "cpu")):
             raise _wrong("slots", found.slots, "given for a CPU alone, whose shares they are; --devices is for cards")
-        if found.ray is not None and (found.slots is not None or found.devices is not None or num_ranks > found.ranks):
-            raise _wrong("ray", found.ray, "left out under a launcher, and where --devices or --slots is given")
-        if found.ray is not None and found.device not in ("auto", "cpu", "cuda"):
-            raise _wrong("device", found.device, "auto, cpu or cuda where --ray is given")
-        if found.ray is not None and found.objective == "energy":
-            raise _wrong("objective", found.objective, "another where --ray is given: what nodes draw is not metered")
+        if found.ray is not None and (num_ranks > found.ranks or not found.can_use_ray):
+            wanted = "left out under a launcher, for energy, and beside --devices, --slots or the number of a card"
+            raise _wrong("ray", found.ray, wanted)
         if found.price_per_hour is not None and found.num_steps is None and found.num_samples is None:
             raise _wrong("price_per_hour", found.price_per_hour, "given together with --steps or --samples")
         return found

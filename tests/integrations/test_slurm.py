@@ -29,8 +29,9 @@ print(f"{number};cluster")
 """
 # srun kills its tasks where it is terminated itself; scancel --signal reaches the tasks, and not the job's script.
 SRUN = """
-import os, pathlib, signal, subprocess, sys
-step = subprocess.Popen(sys.argv[1:], env={**os.environ, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"})
+import itertools, os, pathlib, signal, subprocess, sys
+command = list(itertools.dropwhile(lambda word: word.startswith("--"), sys.argv[1:]))
+step = subprocess.Popen(command, env={**os.environ, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"})
 signal.signal(signal.SIGTERM, lambda *_: step.kill())
 pathlib.Path("step").write_text(str(step.pid))
 sys.exit(step.wait())
@@ -52,6 +53,15 @@ with open("ran", "a") as file:
 if os.path.exists("lasts"):
     time.sleep(100)
 """
+# There at the second look.
+RAY = """
+import pathlib, sys, time
+with open("ray", "a") as file:
+    file.write(" ".join(sys.argv[1:]) + "\\n")
+if sys.argv[1] == "health-check":
+    time.sleep(0.3)
+    sys.exit(pathlib.Path("ray").read_text().count("health-check") < 2)
+"""
 NOTES = 'import sys; open("requeued", "a").write(" ".join(sys.argv[1:]))'
 
 
@@ -67,6 +77,7 @@ class Cluster:
             "scontrol": NOTES,
             "autotune-amp": PROGRAM,
             "my train": PROGRAM,
+            "ray": RAY,
         }
         for name, text in programs.items():
             path = folder / "bin" / name
@@ -74,12 +85,12 @@ class Cluster:
             path.write_text(f"#!{sys.executable}\n{text}")
             path.chmod(0o755)
         (folder / "jobs").mkdir()
-        self._environment = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+        self.environment = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
 
     def submit(self, text: str, *options: str) -> list[list[str]]:
         """The options of each job that the script submits, in order."""
         (self.folder / "jobs.sh").write_text(text)
-        subprocess.run(["bash", "jobs.sh", *options], cwd=self.folder, env=self._environment, check=True)
+        subprocess.run(["bash", "jobs.sh", *options], cwd=self.folder, env=self.environment, check=True)
         return [json.loads(path.read_text())["options"] for path in sorted((self.folder / "jobs").iterdir())]
 
     def run(self, number: int) -> subprocess.Popen[bytes]:
@@ -87,7 +98,7 @@ class Cluster:
         script = self.folder / f"slurm_script_{number}"
         script.write_text(json.loads((self.folder / "jobs" / str(number)).read_text())["script"])
         script.chmod(0o755)
-        environment = {**self._environment, "SLURM_JOB_ID": str(number)}
+        environment = {**self.environment, "SLURM_JOB_ID": str(number)}
         return subprocess.Popen([script], cwd=self.folder, env=environment)
 
     def ran(self) -> list[list[str]]:
@@ -104,8 +115,13 @@ TRAINING = ("my train", "--bs", "{batch_size=4}", "it's")
 SEARCHING = ("--budget", "60.0", "--study", "my train", "--", *TRAINING)
 
 
-def text(searching: Sequence[str] | None = SEARCHING, training: Sequence[str] | None = TRAINING) -> str:
-    made = slurm(searching, training, name="my study", study="studies/my train", origin=ORIGIN)
+def text(
+    searching: Sequence[str] | None = SEARCHING,
+    training: Sequence[str] | None = TRAINING,
+    *,
+    can_use_ray: bool = False,
+) -> str:
+    made = slurm(searching, training, name="my study", study="studies/my train", origin=ORIGIN, can_use_ray=can_use_ray)
     assert made.to == "slurm"
     assert is_exported(made.text)
     return made.text
@@ -113,11 +129,12 @@ def text(searching: Sequence[str] | None = SEARCHING, training: Sequence[str] | 
 
 @pytest.mark.parametrize("searching", [SEARCHING, None])
 @pytest.mark.parametrize("training", [TRAINING, None])
+@pytest.mark.parametrize("can_use_ray", [True, False])
 def test_it_is_sound_for_the_shell(
-    searching: Sequence[str] | None, training: Sequence[str] | None, tmp_path: Path
+    searching: Sequence[str] | None, training: Sequence[str] | None, can_use_ray: bool, tmp_path: Path
 ) -> None:
     script = tmp_path / "jobs.sh"
-    script.write_text(text(searching, training))
+    script.write_text(text(searching, training, can_use_ray=can_use_ray))
     assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
     inner = script.read_text().split("<<'JOB'\n")[1:]
     for number, job in enumerate(inner):
@@ -162,6 +179,25 @@ def test_a_script_that_searches_itself_is_one_job(cluster: Cluster) -> None:
     assert not any(option.startswith("--dependency") for option in options)
     assert cluster.run(1).wait(60) == 0
     assert cluster.ran() == [[*TRAINING[1:]]]
+
+
+@pytest.mark.parametrize("num_nodes", [1, 3])
+def test_a_search_runs_on_all_nodes_of_its_job(cluster: Cluster, num_nodes: int) -> None:
+    searching = ("--budget", "60.0", "train.py:workload")
+    search, _ = cluster.submit(text(searching, can_use_ray=True), f"--nodes={num_nodes}")
+    assert [option for option in search if option.startswith("--nodes")] == [f"--nodes={num_nodes}"]
+    cluster.environment["SLURM_JOB_NUM_NODES"] = str(num_nodes)
+    assert cluster.run(1).wait(60) == 0
+    (searched,) = [words for words in cluster.ran() if words[0] == "search"]
+    if num_nodes == 1:
+        assert searched == ["search", *searching]
+        return
+    assert searched[0] == "search"
+    assert searched[1] == "--ray"
+    assert searched[3:] == [*searching]
+    started, address = (cluster.folder / "ray").read_text().splitlines(), searched[2]
+    assert started.count(f"symmetric-run --address {address} --min-nodes 3 -- sleep infinity") == 1
+    assert started.count(f"health-check --address {address}") == 2, "until it is there"
 
 
 def test_a_job_that_fails_fails(cluster: Cluster) -> None:

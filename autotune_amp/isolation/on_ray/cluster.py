@@ -27,6 +27,7 @@ from autotune_amp.isolation.on_ray.messages import Opening, Place, Reply, Reques
 from autotune_amp.isolation.process import TICK_SECONDS
 
 SILENT_SECONDS = 30.0  # a node that says nothing for so long is lost: calls are answered within half a second
+REACH_SECONDS = 10.0
 CONNECT_SECONDS = 120.0  # the source is sent meanwhile
 _END_SECONDS = 10.0
 _DRIVER = (
@@ -61,6 +62,7 @@ class Cluster:
     def connect(self, target: str | None, packed: bytes, num_ranks: int, tick: Callable[[], None]) -> None:
         """Start the process and connect it. Raises `InvalidRequestError` where there is no cluster, or where the
         working directory cannot be sent."""
+        self._reach()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
         self._socket, theirs = socket.socketpair()
         self._connection = Connection(os.dup(self._socket.fileno()))
@@ -91,6 +93,19 @@ class Cluster:
             raise InvalidRequestError(
                 f"--ray: the cluster at {self.address!r} cannot be used: {said[-1] if said else error}",
                 "Look at it with `ray status`.",
+            ) from error
+
+    def _reach(self) -> None:
+        """Raises `InvalidRequestError` where nobody listens at HOST:PORT: Ray would wait for two minutes."""
+        host, _, port = self.address.rpartition(":")
+        if not port.isdecimal():
+            return
+        try:
+            socket.create_connection((host, int(port)), REACH_SECONDS).close()
+        except OSError as error:
+            raise InvalidRequestError(
+                f"--ray: nobody listens at {self.address!r}: {error.strerror or error}.",
+                "Start a cluster with `ray start --head`, and give the HOST:PORT that it prints.",
             ) from error
 
     def nodes(self) -> Future[bytes]:

@@ -1,0 +1,100 @@
+"""Whole searches on a real Ray cluster of processes, by command line; nodes, head, coordinator are killed meanwhile."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from conftest import CommandLine
+from ray_nodes import RayNodes
+from real_searches import FP32, WORKLOADS, lines, wait_for_lines
+
+pytestmark = [pytest.mark.slow, pytest.mark.real_time]
+
+SEARCH = ("train.py:plain", *FP32, "--baseline", "fp32:4", "--batch-size", "1:64", "--try", "none")
+
+
+@pytest.fixture
+def nodes(cli: CommandLine) -> Iterator[RayNodes]:
+    cli.write("train.py", WORKLOADS)
+    cli.environment["RAY_gcs_rpc_server_reconnect_timeout_s"] = "5"
+    with RayNodes() as made:
+        yield made
+
+
+def start(cli: CommandLine, nodes: RayNodes, budget: int) -> subprocess.Popen[str]:
+    return cli.start("search", *SEARCH, "--ray", nodes.address, "--budget", str(budget), "--json")
+
+
+def ended(process: subprocess.Popen[str], code: int) -> tuple[dict[str, Any], str]:
+    out, err = process.communicate(timeout=180)
+    assert process.returncode == code, err
+    return json.loads(out) if out else {}, err
+
+
+def test_a_node_is_killed_and_another_one_comes(cli: CommandLine, nodes: RayNodes) -> None:
+    second = nodes.add()
+    process = start(cli, nodes, 70)
+    wait_for_lines(cli, process, 4)
+    assert len({line["slot"] for line in lines(cli)}) == 2
+    nodes.kill(second)
+    nodes.add()
+    document, err = ended(process, 0)
+    found = lines(cli)
+    assert len({line["number"] for line in found}) == len(found)
+    assert [line["outcome"] for line in found if line["outcome"]["outcome"] == "failure"] == []
+    assert document["config"]["batch_size"] == 64
+    assert len({line["slot"] for line in found}) == 3
+    assert set(document["evidence"]["slots"]["names"]) == {line["slot"] for line in found}
+    lost = [warning for warning in document["warnings"] if "is left out" in warning]
+    assert len(lost) == 1, document["warnings"]
+    assert lost[0] in err
+    assert all(f"on {line['slot']}" in err for line in found)
+    again, _ = ended(start(cli, nodes, 70), 0)
+    assert again == document, "answered from the cache"
+    assert lines(cli) == found
+    assert nodes.trials() == []
+
+
+def test_the_head_is_killed_and_what_was_measured_is_kept(cli: CommandLine, nodes: RayNodes) -> None:
+    process = start(cli, nodes, 100)
+    wait_for_lines(cli, process, 4)
+    nodes.kill(nodes.head)
+    document, err = ended(process, 130)
+    assert document["best"] is not None, "the best so far"
+    assert "lost" in document["error"]["message"], err
+    known = lines(cli)
+    assert len(known) >= 4
+    document, err = ended(start(cli, nodes, 40), 2)
+    assert "ray start" in document["error"]["next_step"], err
+    with RayNodes() as others:
+        process = start(cli, others, 40)
+        ended(process, 0)
+        found = lines(cli)
+        assert found[: len(known)] == known
+        assert len({line["number"] for line in found}) == len(found)
+        assert len(found) > len(known)
+
+
+@pytest.mark.parametrize("way", [signal.SIGINT, signal.SIGKILL])
+def test_the_coordinator_ends_and_the_same_command_goes_on(
+    cli: CommandLine, nodes: RayNodes, way: signal.Signals
+) -> None:
+    process = start(cli, nodes, 100)
+    wait_for_lines(cli, process, 4)
+    process.send_signal(way)
+    ended(process, {signal.SIGINT: 130, signal.SIGKILL: -9}[way])
+    until = time.monotonic() + 30
+    while nodes.trials():
+        assert time.monotonic() < until, "they outlive the search"
+        time.sleep(0.1)
+    known = lines(cli)
+    ended(start(cli, nodes, 40), 0)
+    found = lines(cli)
+    assert found[: len(known)] == known
+    assert len({line["number"] for line in found}) == len(found)
