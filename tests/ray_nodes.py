@@ -31,8 +31,9 @@ for line in sys.stdin:
         environment, affinity = dict(os.environ), os.sched_getaffinity(0)
         os.environ.update(what["environment"])
         os.sched_setaffinity(0, what["cpus"] or affinity)
-        first = {} if nodes else {"temp_dir": f"{temporary}/ray", "include_dashboard": False}
-        node = cluster.add_node(num_cpus=what["num_cpus"], num_gpus=0, **first)
+        # As each on its host: nodes that share one remove what another needs.
+        folder = {"temp_dir": f"{temporary}/{what['number']}", **({} if nodes else {"include_dashboard": False})}
+        node = cluster.add_node(num_cpus=what["num_cpus"], num_gpus=0, **folder)
         os.sched_setaffinity(0, affinity)
         os.environ.clear()
         os.environ.update(environment)
@@ -60,6 +61,7 @@ class RayNodes:
             text=True,
         )
         self.address = ""
+        self._num_added = 0
         try:
             self.head = self.add(**first)
         except BaseException:
@@ -70,7 +72,9 @@ class RayNodes:
         self, environment: Mapping[str, str] | None = None, num_cpus: int = 1, cpus: Sequence[int] | None = None
     ) -> str:
         """Starts a node with these variables, on these CPUs; returns its number."""
-        said = self._say({"environment": environment or {}, "num_cpus": num_cpus, "cpus": cpus})
+        self._num_added += 1
+        asked = {"environment": environment or {}, "num_cpus": num_cpus, "cpus": cpus, "number": self._num_added}
+        said = self._say(asked)
         self.address = said["address"]
         return str(said["node"])
 

@@ -16,19 +16,39 @@ from real_searches import FP32, WORKLOADS, lines, wait_for_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.real_time]
 
-SEARCH = ("train.py:plain", *FP32, "--baseline", "fp32:4", "--batch-size", "1:64", "--try", "none")
+# Its trials outlast the coming of a node.
+SLOWLY = """
+def slowly():
+    def loss(model, batch):
+        time.sleep(0.2)
+        return squares(model, batch)
+    return Workload(lambda: nn.Linear(8, 1), loss, make_batch, sgd)
+"""
+OPTIONS = (
+    *FP32,
+    "--baseline",
+    "fp32:4",
+    "--batch-size",
+    "1:64",
+    "--try",
+    "none",
+    "--budget",
+    "90",
+    "--study",
+    "train-plain",
+)
 
 
 @pytest.fixture
 def nodes(cli: CommandLine) -> Iterator[RayNodes]:
-    cli.write("train.py", WORKLOADS)
+    cli.write("train.py", WORKLOADS + SLOWLY)
     cli.environment["RAY_gcs_rpc_server_reconnect_timeout_s"] = "5"
     with RayNodes() as made:
         yield made
 
 
-def start(cli: CommandLine, nodes: RayNodes, budget: int) -> subprocess.Popen[str]:
-    return cli.start("search", *SEARCH, "--ray", nodes.address, "--budget", str(budget), "--json")
+def start(cli: CommandLine, nodes: RayNodes, target: str = "plain") -> subprocess.Popen[str]:
+    return cli.start("search", f"train.py:{target}", *OPTIONS, "--ray", nodes.address, "--json")
 
 
 def ended(process: subprocess.Popen[str], code: int) -> tuple[dict[str, Any], str]:
@@ -39,15 +59,16 @@ def ended(process: subprocess.Popen[str], code: int) -> tuple[dict[str, Any], st
 
 def test_a_node_is_killed_and_another_one_comes(cli: CommandLine, nodes: RayNodes) -> None:
     second = nodes.add()
-    process = start(cli, nodes, 70)
-    wait_for_lines(cli, process, 4)
+    process = start(cli, nodes, "slowly")
+    wait_for_lines(cli, process, 2)
     assert len({line["slot"] for line in lines(cli)}) == 2
     nodes.kill(second)
     nodes.add()
     document, err = ended(process, 0)
     found = lines(cli)
     assert len({line["number"] for line in found}) == len(found)
-    assert [line["outcome"] for line in found if line["outcome"]["outcome"] == "failure"] == []
+    failed = [(r["slot"], r["outcome"]) for r in found if r["outcome"]["outcome"] == "failure"]
+    assert failed == [], err
     assert document["config"]["batch_size"] == 64
     assert len({line["slot"] for line in found}) == 3
     assert set(document["evidence"]["slots"]["names"]) == {line["slot"] for line in found}
@@ -55,14 +76,14 @@ def test_a_node_is_killed_and_another_one_comes(cli: CommandLine, nodes: RayNode
     assert len(lost) == 1, document["warnings"]
     assert lost[0] in err
     assert all(f"on {line['slot']}" in err for line in found)
-    again, _ = ended(start(cli, nodes, 70), 0)
+    again, _ = ended(start(cli, nodes, "slowly"), 0)
     assert again == document, "answered from the cache"
     assert lines(cli) == found
     assert nodes.trials() == []
 
 
 def test_the_head_is_killed_and_what_was_measured_is_kept(cli: CommandLine, nodes: RayNodes) -> None:
-    process = start(cli, nodes, 100)
+    process = start(cli, nodes)
     wait_for_lines(cli, process, 4)
     nodes.kill(nodes.head)
     document, err = ended(process, 130)
@@ -70,10 +91,10 @@ def test_the_head_is_killed_and_what_was_measured_is_kept(cli: CommandLine, node
     assert "lost" in document["error"]["message"], err
     known = lines(cli)
     assert len(known) >= 4
-    document, err = ended(start(cli, nodes, 40), 2)
+    document, err = ended(start(cli, nodes), 2)
     assert "ray start" in document["error"]["next_step"], err
     with RayNodes() as others:
-        process = start(cli, others, 40)
+        process = start(cli, others)
         ended(process, 0)
         found = lines(cli)
         assert found[: len(known)] == known
@@ -85,7 +106,7 @@ def test_the_head_is_killed_and_what_was_measured_is_kept(cli: CommandLine, node
 def test_the_coordinator_ends_and_the_same_command_goes_on(
     cli: CommandLine, nodes: RayNodes, way: signal.Signals
 ) -> None:
-    process = start(cli, nodes, 100)
+    process = start(cli, nodes)
     wait_for_lines(cli, process, 4)
     process.send_signal(way)
     ended(process, {signal.SIGINT: 130, signal.SIGKILL: -9}[way])
@@ -94,7 +115,7 @@ def test_the_coordinator_ends_and_the_same_command_goes_on(
         assert time.monotonic() < until, "they outlive the search"
         time.sleep(0.1)
     known = lines(cli)
-    ended(start(cli, nodes, 40), 0)
+    ended(start(cli, nodes), 0)
     found = lines(cli)
     assert found[: len(known)] == known
     assert len({line["number"] for line in found}) == len(found)

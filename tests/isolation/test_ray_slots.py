@@ -224,6 +224,7 @@ def test_what_ended_on_a_killed_node_and_was_not_heard_is_lost_too(two: Opened, 
     place.thread.submit(node._ask, "begin", pack(("run", (job.kind(), msgspec.to_builtins(job))))).result()
     time.sleep(3.0)
     nodes.kill(nodes.other)
+    time.sleep(5.0)  # its processes see that they are alone
     with pytest.raises(SlotLostError):
         place.thread.submit(node._ask, "hear").result()
 
@@ -302,10 +303,10 @@ def test_a_node_whose_disk_is_full_is_given_up(
     tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = with_module(tmp_path / "full", "flavour", "FLAVOUR = 'full'\n")
-    monkeypatch.setattr(ray_slots, "START_SECONDS", 1.0)
     with RayNodes(environment={**environment, **full}) as nodes:
         opened = Opened(tmp_path / "work", nodes)
         opened.open()
+        monkeypatch.setattr(ray_slots, "START_SECONDS", 1.0)
         with pytest.raises(ClusterLostError, match="No space left"):
             opened.submit(7).result()
         opened.close()

@@ -83,7 +83,10 @@ class Driver:
     def _call(self, request: Request) -> None:
         """A method of the actor, with its arguments where it has some."""
         method, arguments = msgspec.msgpack.decode(request.body, type=tuple[str, list[bytes]])
-        actor = self._actors[str(request.place)]
+        actor = self._actors.get(str(request.place))
+        if actor is None:
+            self._reply(Reply(number=request.number, lost="it was given up before"))
+            return
         self._when_done(request.number, getattr(actor, method).remote(*arguments))
 
     def _end(self, request: Request) -> None:
