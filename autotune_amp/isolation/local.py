@@ -27,6 +27,7 @@ Isolation: TypeAlias = Literal["forked", "kept", "fresh"]
 Ability: TypeAlias = Literal["fidelity", "later", "calibration", "accumulation", "profile", "share_build", "energy"]
 
 _LOCAL: frozenset[Ability] = frozenset({"fidelity", "later", "calibration", "accumulation", "profile", "energy"})
+CANNOT_BE_LOADED = "cannot be loaded"
 TRIAL_ENVIRONMENT = {
     "AUTOTUNE_AMP_TRIAL": "1",
     # User code asks torch.cuda.is_available() on import; answered by the CUDA runtime, no forked child could use it.
@@ -330,7 +331,7 @@ class LocalBackend(WorkloadBackend):
             )
         details = f"\n{value.details.rstrip()}" if value.details else ""
         raise WorkloadError(
-            f"{self._payload.target or 'The workload'} cannot be loaded: {value.message}.{details}",
+            f"{self._payload.target or 'The workload'} {CANNOT_BE_LOADED}: {value.message}.{details}",
             "Mend it until it can be imported and called on its own.",
         )
 

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
@@ -292,15 +291,15 @@ class Slots(Generic[S]):
         while not future.done() and time.monotonic() < until:
             self._hear()
 
-    def on_each(self, ask: Callable[[S], T], slots: Sequence[Slot] | None = None) -> list[T]:
-        """What the backends answer, each asked in its thread, all at the same time; without those that are lost."""
-        asked = [self._at(slot) for slot in (self.slots if slots is None else slots)]
-        futures = [self._begin(place, partial(ask, place.backend)) for place in asked]
-        answers = []
-        for future in futures:
-            with suppress(SlotLostError):
-                answers.append(self.wait_for(future))
-        return answers
+    def on_each(self, ask: Callable[[S], T]) -> list[T]:
+        """What the backends answer, each asked in its thread, all at the same time."""
+        futures = [self._begin(self._at(slot), partial(ask, self._at(slot).backend)) for slot in self.slots]
+        return [self.wait_for(future) for future in futures]
+
+    def on_first(self, ask: Callable[[S], T]) -> T:
+        """What that of the first slot answers, asked in its thread."""
+        place = self._at(self.slots[0])
+        return self.wait_for(self._begin(place, partial(ask, place.backend)))
 
     def close(self) -> None:
         """End whatever runs; no job can be started after it."""
@@ -351,11 +350,11 @@ class WorkloadSlots(Slots[WorkloadBackend], WorkloadBackend):
         return self.first.is_build_shared
 
     def load(self, deadline_seconds: float) -> dict[str, Any]:  # noqa: D102 - see WorkloadBackend
-        return self.on_each(lambda backend: backend.load(deadline_seconds), self.slots[:1])[0]
+        return self.on_first(lambda backend: backend.load(deadline_seconds))
 
     def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:  # noqa: D102 - see WorkloadBackend
         self._asked = device, num_threads
-        opened = self.on_each(lambda backend: backend.open(device, num_threads, deadline_seconds), self.slots[:1])[0]
+        opened = self.on_first(lambda backend: backend.open(device, num_threads, deadline_seconds))
         self._can_fork = opened.why_not_forked is None
         return opened
 
@@ -366,7 +365,8 @@ class WorkloadSlots(Slots[WorkloadBackend], WorkloadBackend):
             backend.load(deadline_seconds)
             return backend.open(*self._asked, deadline_seconds)
 
-        others = self.on_each(open_one, self.slots[1:])
+        places = [self._at(slot) for slot in self.slots[1:]]
+        others = [self.wait_for(each) for each in [self._begin(p, partial(open_one, p.backend)) for p in places]]
         if not self._can_fork or any(opened.why_not_forked for opened in others):
             self.keep()
 

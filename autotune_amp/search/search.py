@@ -29,7 +29,7 @@ from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import host, identify, machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation import slots
-from autotune_amp.isolation.local import Backend, Payload, WorkloadBackend
+from autotune_amp.isolation.local import Backend, Payload, SlotLostError, WorkloadBackend
 from autotune_amp.isolation.on_ray.cluster import Cluster
 from autotune_amp.isolation.on_ray.slots import OnRay
 from autotune_amp.isolation.places import OneDevice, OnSlots, Places
@@ -99,6 +99,11 @@ def search_anew(
                         progress.note(f"Searching again: {line}.")
                 search_id = folder.search_id(fingerprint.digest, is_fresh=is_fresh, num_shares=options.slots)
                 return search.run(backend, fingerprint, search_id, asks_others=not is_fresh)
+    except SlotLostError as lost:
+        raise ClusterLostError(
+            f"{lost.slot.name} was lost while the workload was loaded there: {lost.reason}",
+            "Run the same command again.",
+        ) from None
     except KeyboardInterrupt:
         best = cached if cached is not None and cached.search.was_interrupted else None
         raise SearchInterruptedError(
@@ -371,7 +376,7 @@ def _places(source: Source, options: SearchOptions, watchers: Watchers, warn: Ca
         cluster = Cluster(
             options.ray,
             sends_directory=not (payload.target or "").startswith("autotune_amp."),
-            excludes=[f"/{os.path.relpath(options.out)}/"],
+            excludes=[] if (out := os.path.relpath(options.out)).startswith(os.pardir) else [f"/{out}/"],
         )
         return OnRay(cluster, options.device, options.ranks, payload, watchers.of, warn)
     found = slots.found(options.devices, options.slots)

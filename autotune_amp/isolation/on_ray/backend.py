@@ -10,12 +10,22 @@ import msgspec
 from autotune_amp.core.errors import ClusterLostError, RunnerError
 from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Failure
-from autotune_amp.isolation.local import Ability, Isolation, Opened, Slot, SlotLostError, WorkloadBackend, converted
+from autotune_amp.isolation.local import (
+    CANNOT_BE_LOADED,
+    Ability,
+    Isolation,
+    Opened,
+    Slot,
+    SlotLostError,
+    WorkloadBackend,
+    converted,
+)
 from autotune_amp.isolation.on_ray.cluster import SILENT_SECONDS, Cluster, PlaceLostError
 from autotune_amp.isolation.on_ray.messages import Told, pack
 from autotune_amp.isolation.process import Watcher
 
-_NO_SPACE = "No space left on device"
+# Of a failure: it had loaded the workload before, and other nodes have room.
+_OF_THE_NODE = (CANNOT_BE_LOADED, "No space left on device")
 
 
 class OnNode(WorkloadBackend):
@@ -120,13 +130,14 @@ class _OnNode:
         self.start_seconds: float | None = None
 
     def result(self) -> Any:
-        """See `Handle`; a node whose disk is full is given up."""
+        """See `Handle`; a node whose disk is full, or that cannot load the workload again, is given up."""
         told = self._backend.call("run", self._job.kind(), msgspec.to_builtins(self._job))
         self.start_seconds = told.start_seconds
         found = told.answer
         if not (isinstance(found, dict) and found.get("outcome") == "failure"):
             return converted(self._job, found)
         failure = msgspec.convert(found, Failure)
-        if _NO_SPACE in f"{failure.message}{failure.details}":
-            raise self._backend.lost(failure.message)
+        said = f"{failure.message}{failure.details}"
+        if any(text in said for text in _OF_THE_NODE):
+            raise self._backend.lost(failure.message.splitlines()[0])
         return failure

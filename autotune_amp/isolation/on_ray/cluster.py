@@ -97,7 +97,7 @@ class Cluster:
 
     def _reach(self) -> None:
         """Raises `InvalidRequestError` where nobody listens at HOST:PORT: Ray would wait for two minutes."""
-        host, _, port = self.address.rpartition(":")
+        host, _, port = self.address.removeprefix("ray://").rpartition(":")
         if not port.isdecimal():
             return
         try:

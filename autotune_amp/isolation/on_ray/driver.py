@@ -16,6 +16,8 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.isolation.on_ray.messages import Error, Node, Place, Reply, Request, pack
 from autotune_amp.isolation.on_ray.node import Worker
 
+_MAX_CHARACTERS = 300
+
 
 class Driver:
     """Answers requests as what they ask for of Ray arrives."""
@@ -117,8 +119,8 @@ def _failed(number: int, error: BaseException) -> Reply:
 
 
 def _line(error: BaseException) -> str:
-    """What it says, without what Ray advises its own developers."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    """What it says, on one line and not all of Ray's advice."""
+    return " ".join(str(error).split())[:_MAX_CHARACTERS] or type(error).__name__
 
 
 def main(file_number: int) -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import msgspec
 
-from autotune_amp.core.errors import AutotuneAmpError
+from autotune_amp.core.errors import AutotuneAmpError, RunnerError
 from autotune_amp.core.hardware import LEAST_MEMORY_SHARE, DeviceIdentity
 from autotune_amp.isolation.local import Slot
 from autotune_amp.isolation.on_ray.cluster import Cluster, PlaceLostError
@@ -69,8 +69,11 @@ class Fleet:
                 self._looked = time.monotonic()
                 self._looking = self._cluster.nodes()
         elif self._looking.done():
-            nodes = msgspec.msgpack.decode(self._looking.result(), type=list[Node])
-            self._looking = None
+            looked, self._looking = self._looking, None
+            try:
+                nodes = msgspec.msgpack.decode(looked.result(), type=list[Node])
+            except RunnerError:  # Ray cannot say now
+                return
             new = [node for node in sorted(nodes, key=lambda n: (n.host, n.node_id)) if node.node_id not in self._known]
             if self._device == "auto" and any(node.num_gpus for node in new):
                 self._device = "cuda"
@@ -108,7 +111,9 @@ def unlike(first: About, other: About) -> str | None:
         ("has Python", first.python, other.python),
     ]
     if ours.type == "cpu":
-        pairs.append(("has CPUs:", str(ours.num_cpus), str(theirs.num_cpus)))
+        pairs.append(
+            ("has CPUs:", str(ours.allowed_cpus or ours.num_cpus), str(theirs.allowed_cpus or theirs.num_cpus))
+        )
     for what, mine, its in pairs:
         if mine != its:
             return f"it {what} {its}, and the first {mine}: their results cannot be compared"

@@ -6,8 +6,7 @@ import os
 import platform
 import sys
 import threading
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,7 @@ from autotune_amp.isolation.places import on_ranks
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.isolation.slots import of_ranks
 
-HEAR_SECONDS = 0.5  # a call that nothing is told of is answered after so long
-_LOOK_SECONDS = 0.001
+HEAR_SECONDS = 0.5  # a job that runs is asked for what it told so often: a call for every step would slow it
 
 
 class _StoppedError(Exception):
@@ -79,11 +77,9 @@ class Worker:
         self._work = self._thread.submit(getattr(self, f"_{method}"), *arguments)
 
     def hear(self) -> bytes:
-        """What was told since the last time; waits a moment for something."""
+        """What was told since the last time; waits a moment for the end."""
         assert self._work is not None
-        until = time.monotonic() + HEAR_SECONDS
-        while not (self._work.done() or self._ear.steps or self._ear.printed) and time.monotonic() < until:
-            time.sleep(_LOOK_SECONDS)
+        wait([self._work], HEAR_SECONDS)
         is_over = self._work.done()  # before what it told is taken
         steps, self._ear.steps = self._ear.steps, []
         printed, self._ear.printed = self._ear.printed, []

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -23,6 +24,7 @@ from autotune_amp.isolation.process import Watcher
 from autotune_amp.isolation.slots import Slots, WorkloadSlots
 from autotune_amp.trial.jobs import FingerprintJob
 
+T = TypeVar("T")
 START_SECONDS = 60.0  # until the first process on a node is there, and until one is after the last was lost
 GATHER_SECONDS = 10.0  # from the first to those that are waited for before the search begins
 NUM_TRIED = 2  # nodes that cannot load the workload, before that is taken to be its own fault
@@ -56,18 +58,20 @@ class RaySlots(WorkloadSlots):
         while True:
             slot = super().slots[0]
             self._ready = {slot}
+            place = self._at(slot)
             try:
-                for state in self.on_each(lambda backend: backend.load(deadline_seconds), [slot]):
-                    backend = self._at(slot).backend
-                    self._fingerprint = self.wait_for(
-                        self._begin(self._at(slot), partial(self._fingerprint_on, backend, slot, state))
-                    )
-                    return state
+                state = self.wait_for(self._begin(place, partial(place.backend.load, deadline_seconds)))
+                looked = partial(self._fingerprint_on, place.backend, slot, state)
+                self._fingerprint = self.wait_for(self._begin(place, looked))
+            except SlotLostError:
+                continue  # with the next one
             except WorkloadError as error:
                 problems.append(error)
                 if len(problems) == NUM_TRIED or len(self._places) == 1:
                     raise problems[0] from None
                 self._drop(slot, error.message.splitlines()[0])
+            else:
+                return state
 
     def open_others(self, deadline_seconds: float) -> None:
         """See `WorkloadBackend`; those that cannot, or where something else is loaded, are left out."""
@@ -86,7 +90,15 @@ class RaySlots(WorkloadSlots):
 
     def keep(self) -> None:  # noqa: D102 - see Backend
         self._is_kept, self._shared = True, None
-        self.on_each(lambda backend: backend.keep(), self.slots)
+        super().keep()
+
+    def on_each(self, ask: Callable[[WorkloadBackend], T]) -> list[T]:
+        """See `Slots`; without those that are lost."""
+        answers = []
+        for future in [self._begin(self._at(slot), partial(ask, self._at(slot).backend)) for slot in self.slots]:
+            with suppress(SlotLostError):
+                answers.append(self.wait_for(future))
+        return answers
 
     def _hear(self) -> None:
         super()._hear()
@@ -102,7 +114,10 @@ class RaySlots(WorkloadSlots):
                 self._preparing[slot] = self._begin(place, partial(self._join, backend, slot))
         for slot in [slot for slot, future in self._preparing.items() if future.done()]:
             try:
-                problem = self._preparing.pop(slot).result()
+                future = self._preparing.pop(slot, None)
+                if future is None:  # seen while another one was waited for
+                    continue
+                problem = future.result()
             except SlotLostError as lost:
                 problem = f"it is lost: {lost.reason}"
             except AutotuneAmpError as error:
@@ -180,12 +195,12 @@ class OnRay(Places):
         self._fleet = Fleet(cluster, device, num_ranks, note)
         self._payload = payload
         self._watcher_of = watcher_of
-        self._slots: tuple[Slot, ...] = ()
         self._backend: RaySlots | None = None
 
-    def identity(self) -> DeviceIdentity:  # noqa: D102 - see Places
+    def identity(self) -> DeviceIdentity:
+        """The first's, without what tells it from others of its model: an answer holds whichever comes first."""
         assert self._fleet.first is not None
-        return self._fleet.first.identity
+        return replace(self._fleet.first.identity, index=None, uuid=None)
 
     def backend(self) -> WorkloadBackend:
         """Connect, and begin with the places that are up soon. Raises `InvalidRequestError` where there is none."""
