@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -85,18 +86,19 @@ class Opened:
         payload = Payload(target="train.py:workload", path=())
         self.places = OnRay(self.cluster, "cpu", num_ranks, payload, self.listener, self.notes.append)
         self.state: dict[str, Any] = {}
+        self.backend: Any = None
 
     def listener(self, slot: Slot) -> Watcher:
         return self.listeners.setdefault(slot.name, Listener())
 
-    def open(self) -> RaySlots:
+    def open(self) -> Opened:
         found = self.places.backend()
         assert isinstance(found, RaySlots)
         self.backend = found
-        self.backend.load(60)
-        self.state = self.backend.open("cpu", None, 60).torch_state
-        self.backend.open_others(60)
-        return self.backend
+        found.load(60)
+        self.state = found.open("cpu", None, 60).torch_state
+        found.open_others(60)
+        return self
 
     def trial(self, batch_size: int = 4, **fields: Any) -> Trial:
         candidate = Setting(precision="fp32", batch_size=batch_size)
@@ -118,8 +120,22 @@ class Opened:
             self.backend._hear()  # as while a job is waited for
 
     def close(self) -> None:
-        self.backend.close()
+        if self.backend is not None:
+            self.backend.close()
         self.places.close()
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Closes what a test opens: the last first."""
+    with ExitStack() as made:
+        yield made
 
 
 @pytest.fixture
@@ -129,19 +145,15 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def nodes(environment: dict[str, str]) -> Iterator[RayNodes]:
-    with RayNodes(environment={**environment, "NODE": "head"}) as made:
-        yield made
+def nodes(stack: ExitStack, environment: dict[str, str]) -> RayNodes:
+    return stack.enter_context(RayNodes(environment={**environment, "NODE": "head"}))
 
 
 @pytest.fixture
-def two(tmp_path: Path, nodes: RayNodes, environment: dict[str, str]) -> Iterator[Opened]:
+def two(tmp_path: Path, stack: ExitStack, nodes: Any, environment: dict[str, str]) -> Opened:
     """Opened on two nodes, of which `other` may be killed."""
-    nodes.other = nodes.add({**environment, "NODE": "other"})  # type: ignore[attr-defined]
-    made = Opened(tmp_path / "work", nodes)
-    made.open()
-    yield made
-    made.close()
+    nodes.other = nodes.add({**environment, "NODE": "other"})
+    return stack.enter_context(Opened(tmp_path / "work", nodes)).open()
 
 
 @pytest.fixture(scope="module")
@@ -150,10 +162,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     environment = {"HERE": str(folder), **with_module(folder / "plain", "flavour", PLAIN)}
     with RayNodes(environment={**environment, "NODE": "head"}) as nodes:
         nodes.add({**environment, "NODE": "other"})
-        made = Opened(folder / "work", nodes)
-        made.open()
-        yield made
-        made.close()
+        with Opened(folder / "work", nodes) as made:
+            yield made.open()
 
 
 def made_of(opened: Opened) -> Made:
@@ -238,27 +248,24 @@ def test_a_node_that_is_added_later_becomes_a_slot(two: Opened, nodes: RayNodes,
 
 
 def test_when_the_last_node_is_lost_another_one_is_waited_for(
-    tmp_path: Path, nodes: RayNodes, environment: dict[str, str]
+    tmp_path: Path, stack: ExitStack, environment: dict[str, str]
 ) -> None:
-    """The head has no CPUs for jobs."""
-    with RayNodes(num_cpus=0) as own:
-        first = own.add({**environment, "NODE": "first"})
-        opened = Opened(tmp_path / "work", own)
-        opened.open()
-        job = opened.submit(6)
-        opened.wait_until(lambda: hanging(tmp_path))
-        own.kill(first)
-        own.add({**environment, "NODE": "second"})
-        with pytest.raises(SlotLostError):
-            job.result()
-        (slot,) = opened.backend.slots
-        assert opened.where(slot) == "second"
-        opened.close()
+    nodes = stack.enter_context(RayNodes(num_cpus=0))  # a head that has none to give
+    first = nodes.add({**environment, "NODE": "first"})
+    opened = stack.enter_context(Opened(tmp_path / "work", nodes)).open()
+    job = opened.submit(6)
+    opened.wait_until(lambda: hanging(tmp_path))
+    nodes.kill(first)
+    nodes.add({**environment, "NODE": "second"})
+    with pytest.raises(SlotLostError):
+        job.result()
+    (slot,) = opened.backend.slots
+    assert opened.where(slot) == "second"
 
 
 @needs_two_cpus
 def test_nodes_that_are_unlike_the_first_are_left_out_and_it_is_said_why(
-    tmp_path: Path, nodes: RayNodes, environment: dict[str, str]
+    tmp_path: Path, stack: ExitStack, nodes: RayNodes, environment: dict[str, str]
 ) -> None:
     here = {"HERE": str(tmp_path)}
     library = with_module(tmp_path / "library", "flavour", PLAIN)
@@ -272,44 +279,46 @@ def test_nodes_that_are_unlike_the_first_are_left_out_and_it_is_said_why(
     nodes.add({**here, **with_module(tmp_path / "broken", "flavour", "FLAVOUR = 'broken'\n")})
     nodes.add({**environment, "MKL_DEBUG_CPU_TYPE": "5"})
     nodes.add(environment, cpus=[min(os.sched_getaffinity(0))])
-    opened = Opened(tmp_path / "work", nodes)
-    opened.open()
+    opened = stack.enter_context(Opened(tmp_path / "work", nodes)).open()
     assert len(opened.backend.slots) == 1
     said = "\n".join(opened.notes)
     for reason in ("version of torchao", "flavour", "no data here", "MKL_DEBUG_CPU_TYPE", "CPUs"):
         assert reason in said, (reason, said)
     assert isinstance(opened.submit(4).result(), Measurement)
-    opened.close()
 
 
 def test_where_the_first_node_cannot_load_the_next_one_does_and_where_none_can_it_is_the_user_s_error(
-    tmp_path: Path, environment: dict[str, str]
+    tmp_path: Path, stack: ExitStack, environment: dict[str, str]
 ) -> None:
     broken = {**environment, **with_module(tmp_path / "broken", "flavour", "FLAVOUR = 'broken'\n")}
-    with RayNodes(environment=broken) as nodes:
-        opened = Opened(tmp_path / "work", nodes)
-        with pytest.raises(WorkloadError, match="no data here"):
-            opened.open()
-        opened.close()
-        nodes.add({**environment, "NODE": "whole"})
-        opened = Opened(tmp_path / "work", nodes)
+    nodes = stack.enter_context(RayNodes(environment=broken))
+    with Opened(tmp_path / "work", nodes) as opened, pytest.raises(WorkloadError, match="no data here"):
         opened.open()
-        (slot,) = opened.backend.slots
-        assert opened.where(slot) == "whole"
-        opened.close()
+    nodes.add({**environment, "NODE": "whole"})
+    opened = stack.enter_context(Opened(tmp_path / "work", nodes)).open()
+    (slot,) = opened.backend.slots
+    assert opened.where(slot) == "whole"
 
 
 def test_a_node_whose_disk_is_full_is_given_up(
-    tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stack: ExitStack, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = with_module(tmp_path / "full", "flavour", "FLAVOUR = 'full'\n")
-    with RayNodes(environment={**environment, **full}) as nodes:
-        opened = Opened(tmp_path / "work", nodes)
-        opened.open()
-        monkeypatch.setattr(ray_slots, "START_SECONDS", 1.0)
-        with pytest.raises(ClusterLostError, match="No space left"):
-            opened.submit(7).result()
-        opened.close()
+    nodes = stack.enter_context(RayNodes(environment={**environment, **full}))
+    opened = stack.enter_context(Opened(tmp_path / "work", nodes)).open()
+    monkeypatch.setattr(ray_slots, "START_SECONDS", 1.0)
+    with pytest.raises(ClusterLostError, match="No space left"):
+        opened.submit(7).result()
+
+
+def test_a_node_that_cannot_load_the_workload_again_is_given_up(
+    two: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = slot_on(two, "other")
+    two.backend.keep()
+    (tmp_path / "plain/flavour.py").write_text("FLAVOUR = 'broken'\n")
+    with pytest.raises(SlotLostError, match="no data here"):
+        two.submit(4, slot).result()
 
 
 def test_a_node_that_stands_still_is_lost(two: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,49 +338,52 @@ def test_a_node_that_stands_still_is_lost(two: Opened, tmp_path: Path, monkeypat
     assert isinstance(two.submit(4).result(), Measurement)
 
 
+def until_gone(folder: Path) -> None:
+    """Nothing that hangs is left."""
+    until = time.monotonic() + 30
+    while any(psutil.pid_exists(pid) for pid in hanging(folder)):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
 def test_when_the_head_is_killed_that_is_said_and_nothing_of_ours_is_left(
-    tmp_path: Path, nodes: RayNodes, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stack: ExitStack, nodes: RayNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
-    opened = Opened(tmp_path / "work", nodes)
-    opened.open()
+    opened = stack.enter_context(Opened(tmp_path / "work", nodes)).open()
     job = opened.submit(6)
     opened.wait_until(lambda: hanging(tmp_path))
     nodes.kill(nodes.head)
     with pytest.raises(ClusterLostError, match="Next step: Start"):
         job.result()
     opened.close()
-    until = time.monotonic() + 30
-    while any(psutil.pid_exists(pid) for pid in hanging(tmp_path)):
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    until_gone(tmp_path)
 
 
 def test_closing_in_a_job_ends_it_on_the_node(two: Opened, tmp_path: Path) -> None:
     two.submit(6, two.backend.slots[1])
     two.wait_until(lambda: hanging(tmp_path))
     two.backend.close()
-    assert not any(psutil.pid_exists(pid) for pid in hanging(tmp_path))
+    until_gone(tmp_path)
 
 
 @needs_two_cpus
-def test_the_ranks_of_a_trial_train_together_on_one_node(tmp_path: Path, environment: dict[str, str]) -> None:
-    with RayNodes(environment=environment, num_cpus=2) as nodes:
-        opened = Opened(tmp_path / "work", nodes, num_ranks=2)
-        opened.open()
-        described = opened.backend.submit(Describe(device="cpu", torch_state=opened.state)).result()
-        assert not isinstance(described, Failure)
-        assert described.num_ranks == 2
-        found = opened.submit(4, num_ranks=2).result()
-        assert isinstance(found, Measurement), found
-        assert found.samples_per_second * found.step_seconds == pytest.approx(8), "of both together"
-        opened.close()
+def test_the_ranks_of_a_trial_train_together_on_one_node(
+    tmp_path: Path, stack: ExitStack, environment: dict[str, str]
+) -> None:
+    nodes = stack.enter_context(RayNodes(environment=environment, num_cpus=2))
+    opened = stack.enter_context(Opened(tmp_path / "work", nodes, num_ranks=2)).open()
+    described = opened.backend.submit(Describe(device="cpu", torch_state=opened.state)).result()
+    assert not isinstance(described, Failure)
+    assert described.num_ranks == 2
+    found = opened.submit(4, num_ranks=2).result()
+    assert isinstance(found, Measurement), found
+    assert found.samples_per_second * found.step_seconds == pytest.approx(8), "of both together"
 
 
-def test_where_there_is_no_cluster_the_request_is_refused(tmp_path: Path) -> None:
+def test_where_there_is_no_cluster_the_request_is_refused(tmp_path: Path, stack: ExitStack) -> None:
     nobody = RayNodes()
     nobody.close()
-    opened = Opened(tmp_path / "work", nobody)
-    with pytest.raises(InvalidRequestError, match="ray"):
+    opened = stack.enter_context(Opened(tmp_path / "work", nobody))
+    with pytest.raises(InvalidRequestError, match="ray start"):
         opened.places.backend()
-    opened.places.close()

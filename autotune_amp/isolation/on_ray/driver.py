@@ -17,6 +17,7 @@ from autotune_amp.isolation.on_ray.messages import Error, Node, Place, Reply, Re
 from autotune_amp.isolation.on_ray.node import Worker
 
 _MAX_CHARACTERS = 300
+_HEAD = "node:__internal_head__"  # a resource that Ray gives the head alone
 
 
 class Driver:
@@ -60,6 +61,7 @@ class Driver:
             Node(
                 node_id=node["NodeID"],
                 host=node["NodeManagerHostname"],
+                is_head=_HEAD in node["Resources"],
                 num_gpus=int(node["Resources"].get("GPU", 0)),
                 num_cpus=int(node["Resources"].get("CPU", 0)),
             )

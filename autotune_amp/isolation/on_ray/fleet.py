@@ -30,10 +30,16 @@ class Fleet:
         self.note = note
         self.first: About | None = None
         self._known: set[str] = set()  # nodes
-        self._names: set[str] = set()
+        self._up: dict[str, About] = {}  # places that were not compared yet
+        self._names: dict[str, None] = {}  # in the order in which they were found, the head first
         self._starting: dict[str, Future[bytes]] = {}
         self._looking: Future[bytes] | None = None
         self._looked = -LOOK_SECONDS
+
+    @property
+    def is_up(self) -> bool:
+        """Whether there is a place to begin with."""
+        return bool(self._up)
 
     @property
     def is_settled(self) -> bool:
@@ -41,22 +47,31 @@ class Fleet:
         return self._looking is None and not self._starting
 
     def arrived(self) -> list[Slot]:
-        """The places that have come up since the last time and are like the first. Waits for nothing."""
+        """The places that have come up since the last time and are like the first, once there is one. Waits for
+        nothing."""
         self._look()
-        found = []
         for name in [name for name, about in self._starting.items() if about.done()]:
             try:
-                about = msgspec.msgpack.decode(self._starting.pop(name).result(), type=About)
+                self._up[name] = msgspec.msgpack.decode(self._starting.pop(name).result(), type=About)
             except (PlaceLostError, AutotuneAmpError) as error:
                 self.leave_out(name, str(error))
-                continue
-            self.first = self.first or about
+        if self.first is None:
+            return []
+        found = []
+        for name in [name for name in self._names if name in self._up]:
+            about = self._up.pop(name)
             problem = unlike(self.first, about)
             if problem is None:
                 found.append(Slot(_device(about.identity), name, is_here=False))
             else:
                 self.leave_out(name, problem)
         return found
+
+    def begin(self) -> list[Slot]:
+        """Those that are up, of the kind that most of them are."""
+        kinds = [self._up[name] for name in self._names if name in self._up]
+        self.first = max(kinds, key=lambda kind: sum(unlike(kind, other) is None for other in kinds))
+        return self.arrived()
 
     def leave_out(self, name: str, problem: str) -> None:
         """Say so, and end what is there."""
@@ -74,7 +89,8 @@ class Fleet:
                 nodes = msgspec.msgpack.decode(looked.result(), type=list[Node])
             except RunnerError:  # Ray cannot say now
                 return
-            new = [node for node in sorted(nodes, key=lambda n: (n.host, n.node_id)) if node.node_id not in self._known]
+            in_order = sorted(nodes, key=lambda node: (not node.is_head, node.host, node.node_id))
+            new = [node for node in in_order if node.node_id not in self._known]
             if self._device == "auto" and any(node.num_gpus for node in new):
                 self._device = "cuda"
             for node in new:
@@ -98,7 +114,7 @@ class Fleet:
         while name in self._names:
             number += 1
             name = f"{node.host}:{number}"
-        self._names.add(name)
+        self._names[name] = None
         return name
 
 

@@ -16,6 +16,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
     node_id: str
     host: str
+    is_head: bool
     num_gpus: int
     num_cpus: int
 

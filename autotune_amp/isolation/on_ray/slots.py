@@ -206,23 +206,20 @@ class OnRay(Places):
         """Connect, and begin with the places that are up soon. Raises `InvalidRequestError` where there is none."""
         tick = self._watcher_of(Slot(self.device)).tick
         self._cluster.connect(self._payload.target, self._payload.packed, self._num_ranks, tick)
-        slots: list[Slot] = []
-        began = time.monotonic()
-        until = began + START_SECONDS
-        while time.monotonic() < until:
-            slots += self._fleet.arrived()
-            if slots and self._fleet.is_settled:
-                break
-            if slots:
+        until = time.monotonic() + START_SECONDS
+        while time.monotonic() < until and not (self._fleet.is_up and self._fleet.is_settled):
+            self._fleet.arrived()
+            if self._fleet.is_up:
                 until = min(until, time.monotonic() + GATHER_SECONDS)
             self._cluster.pause(tick)
-        if not slots:
+        if not self._fleet.is_up:
             what = "CPU" if self.device == "cpu" else "GPU"
             raise InvalidRequestError(
                 f"--ray: no node of the cluster at {self._cluster.address!r} gave {self._num_ranks} {what}s within "
                 f"{START_SECONDS:.0f} s.",
                 "See what it has, and what others use of it, with `ray status`.",
             )
+        slots = self._fleet.begin()
         self.num_slots = len(slots)
         self.device = slots[0].device
         self._backend = RaySlots(
