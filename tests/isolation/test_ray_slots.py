@@ -86,7 +86,7 @@ class Opened:
         payload = Payload(target="train.py:workload", path=())
         self.places = OnRay(self.cluster, "cpu", num_ranks, payload, self.listener, self.notes.append)
         self.state: dict[str, Any] = {}
-        self.backend: Any = None
+        self.backend: Any = None  # `RaySlots`, once it is open
 
     def listener(self, slot: Slot) -> Watcher:
         return self.listeners.setdefault(slot.name, Listener())
@@ -208,7 +208,8 @@ def hanging(folder: Path) -> list[int]:
 
 
 def slot_on(opened: Opened, node: str) -> Slot:
-    return next(slot for slot in opened.backend.slots if opened.where(slot) == node)
+    slots: tuple[Slot, ...] = opened.backend.slots
+    return next(slot for slot in slots if opened.where(slot) == node)
 
 
 def test_a_node_that_is_killed_in_a_job_is_no_slot_any_more(two: Opened, nodes: Any, tmp_path: Path) -> None:
