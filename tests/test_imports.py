@@ -47,6 +47,7 @@ WITH_OPTUNA = ("search.storage.study",)
 AGENT = "launch.agent"
 FRAMEWORKS = ("accelerate", "deepspeed", "lightning", "transformers")
 WITH_FRAMEWORKS = ("integrations", "core.config")  # AmpConfig.to_training_arguments makes theirs
+WITH_RAY = ("isolation.on_ray.driver",)
 
 
 @cache
@@ -119,7 +120,7 @@ def test_no_modules_import_one_another() -> None:
 
 
 def test_torch_optuna_and_the_frameworks_are_imported_where_they_belong() -> None:
-    places = (*WITHOUT_TORCH, *WITH_OPTUNA, *WITH_FRAMEWORKS)
+    places = (*WITHOUT_TORCH, *WITH_OPTUNA, *WITH_FRAMEWORKS, *WITH_RAY)
     gone = [place for place in places if not any(is_under(module, (place,)) for module in trees())]
     assert not gone, f"There is no {', '.join(gone)} any more: name what took its place."
     breaches = [
@@ -129,6 +130,7 @@ def test_torch_optuna_and_the_frameworks_are_imported_where_they_belong() -> Non
         if (is_under(name, ("torch",)) and is_under(module, WITHOUT_TORCH))
         or (is_under(name, ("optuna",)) and not is_under(module, WITH_OPTUNA))
         or (is_under(name, FRAMEWORKS) and not is_under(module, WITH_FRAMEWORKS))
+        or (is_under(name, ("ray",)) and not is_under(module, WITH_RAY))
     ]
     assert not breaches, "\n".join(breaches)
 

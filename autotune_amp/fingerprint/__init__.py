@@ -68,6 +68,8 @@ def compute(
     Runs nothing of the user's.
     """
     parts, unknown = workload_parts(workload)
+    set_by_programs = tuple(f"environment variable {name}" for name in _SET_BY_PROGRAMS)
+    parts = {name: part for name, part in parts.items() if not name.startswith(set_by_programs)}
     groups = {"option": options, "device": msgspec.structs.asdict(identity), "torch flag": torch_state}
     for group, named in groups.items():
         parts |= {f"{group} {name}": _setting(value) for name, value in named.items()}

@@ -28,12 +28,16 @@ _CLUSTER = """\
 ray=()
 if [ "${SLURM_JOB_NUM_NODES:-1}" -gt 1 ]; then
     address="$(hostname):6379"
-    on_each=(ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" -- sleep infinity)
-    srun --ntasks-per-node=1 "${on_each[@]}" &
-    for _ in {1..120}; do
-        ray health-check --address "$address" 2>/dev/null && break
+    all_there="$(mktemp -u)"
+    export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300
+    on_head=(bash -c "touch $all_there; sleep infinity") # once all nodes have come
+    srun --ntasks-per-node=1 ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" -- \\
+        "${on_head[@]}" &
+    for _ in {1..300}; do
+        [ -e "$all_there" ] && break
         sleep 1
     done
+    rm -f "$all_there"
     ray=(--ray "$address")
 fi"""
 

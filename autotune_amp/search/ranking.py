@@ -10,6 +10,7 @@ sample, and within 3 % what has the least to go wrong.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median, variance
 from typing import Any, NamedTuple
@@ -142,11 +143,16 @@ def beside(records: Sequence[Record]) -> Beside | None:
 
 def counted(records: Sequence[Record]) -> list[Record]:
     """The records without the runs of the confirmation that do not count: those beside others where that made a
-    difference, and those of a round that was begun anew on another slot."""
+    difference, and of a round that was begun anew on another slot those on the slot where it came less far."""
     found = beside(records)
     are_alike = found is not None and not found.is_different
-    last = {r.round: r.slot for r in records}
-    return [r for r in records if r.round is None or (r.slot == last[r.round] and (not r.num_beside or are_alike))]
+    found_alike = [r for r in records if r.round is None or not r.num_beside or are_alike]
+    num_runs = Counter((r.round, r.slot) for r in found_alike)
+    slots: dict[int | None, str | None] = {}
+    for r in found_alike:  # of as many the last
+        if r.round not in slots or num_runs[r.round, r.slot] >= num_runs[r.round, slots[r.round]]:
+            slots[r.round] = r.slot
+    return [r for r in found_alike if r.round is None or r.slot == slots[r.round]]
 
 
 def confirm_runs(records: Sequence[Record], candidate: Setting, environment: Mapping[str, str]) -> Runs:

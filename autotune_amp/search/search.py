@@ -166,7 +166,7 @@ class _Search:
             self._warn("What is not confirmed was measured on a share of the CPU: with all of it, it may be faster.")
         if self.places.num_slots > 1:
             self.watcher.phase(f"loading the workload on {self.places.num_slots} slots")
-            backend.open_others(self.budget.left())
+        backend.open_others(self.budget.left())
         load_before = self._meter.stop()  # what others did while the workload was loaded and probed
         for line in self._doubts(load_before):
             self._warn(line)

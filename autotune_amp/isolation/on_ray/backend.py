@@ -26,6 +26,7 @@ from autotune_amp.isolation.process import Watcher
 
 # Of a failure: it had loaded the workload before, and other nodes have room.
 _OF_THE_NODE = (CANNOT_BE_LOADED, "No space left on device")
+_OF_SHARED_MEMORY = "</torch_"  # which a loader's workers filled: no disk
 
 
 class OnNode(WorkloadBackend):
@@ -118,7 +119,7 @@ class OnNode(WorkloadBackend):
         asked = self._cluster.call(str(self._slot.name), method, *arguments)
         try:
             return self._cluster.answer(asked, self._watcher.tick, SILENT_SECONDS)
-        except PlaceLostError as error:
+        except (PlaceLostError, RunnerError) as error:
             raise self.lost(str(error)) from error
 
 
@@ -135,9 +136,12 @@ class _OnNode:
         self.start_seconds = told.start_seconds
         found = told.answer
         if not (isinstance(found, dict) and found.get("outcome") == "failure"):
-            return converted(self._job, found)
+            try:
+                return converted(self._job, found)
+            except msgspec.ValidationError as error:
+                return Failure(kind="crash", message=f"it gave a result that cannot be read: {error}")
         failure = msgspec.convert(found, Failure)
         said = f"{failure.message}{failure.details}"
-        if any(text in said for text in _OF_THE_NODE):
+        if any(text in said for text in _OF_THE_NODE) and _OF_SHARED_MEMORY not in said:
             raise self._backend.lost(failure.message.splitlines()[0])
         return failure

@@ -3,6 +3,8 @@ search has to outlive that. The only one that knows Ray."""
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 from functools import partial
 from multiprocessing.connection import Connection
@@ -16,7 +18,8 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.isolation.on_ray.messages import Error, Node, Place, Reply, Request, pack
 from autotune_amp.isolation.on_ray.node import Worker
 
-_MAX_CHARACTERS = 300
+_MAX_CHARACTERS = 600
+_COLOURS = re.compile("\x1b\\[[0-9;]*m")
 _HEAD = "node:__internal_head__"  # a resource that Ray gives the head alone
 
 
@@ -44,7 +47,8 @@ class Driver:
     def _connect(self, request: Request) -> None:
         address, working_directory, excludes = msgspec.msgpack.decode(request.body)
         environment: dict[str, Any] = {}
-        if working_directory is not None:
+        is_sent = "working_dir" in os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "")  # by `ray job submit`
+        if working_directory is not None and not is_sent:
             environment = {"working_dir": working_directory, "excludes": excludes}
         try:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR", runtime_env=environment)
@@ -57,6 +61,15 @@ class Driver:
         self._reply(Reply(number=request.number))
 
     def _nodes(self, request: Request) -> None:
+        """In a thread: it may wait for the head for a minute, and calls to the nodes must not."""
+        threading.Thread(target=self._list_nodes, args=(request,), daemon=True).start()
+
+    def _list_nodes(self, request: Request) -> None:
+        try:
+            alive = [node for node in ray.nodes() if node["Alive"]]
+        except Exception as error:
+            self._reply(_failed(request.number, error))
+            return
         found = [
             Node(
                 node_id=node["NodeID"],
@@ -65,8 +78,7 @@ class Driver:
                 num_gpus=int(node["Resources"].get("GPU", 0)),
                 num_cpus=int(node["Resources"].get("CPU", 0)),
             )
-            for node in ray.nodes()
-            if node["Alive"]
+            for node in alive
         ]
         self._reply(Reply(number=request.number, body=pack(found)))
 
@@ -121,8 +133,10 @@ def _failed(number: int, error: BaseException) -> Reply:
 
 
 def _line(error: BaseException) -> str:
-    """What it says, on one line and not all of Ray's advice."""
-    return " ".join(str(error).split())[:_MAX_CHARACTERS] or type(error).__name__
+    """What it says, on one line: of a traceback the end."""
+    lines = _COLOURS.sub("", str(error)).strip().splitlines() or [type(error).__name__]
+    said = lines[-1:] if any("Traceback" in line for line in lines) else lines
+    return " ".join(" ".join(said).split())[:_MAX_CHARACTERS]
 
 
 def main(file_number: int) -> None:

@@ -15,6 +15,7 @@ from autotune_amp.isolation.on_ray.cluster import Cluster, PlaceLostError
 from autotune_amp.isolation.on_ray.messages import About, Node, Place
 
 LOOK_SECONDS = 2.0  # between looks for new nodes
+CARDS_SECONDS = 10.0  # for which nodes with cards are waited for, before those without any do
 
 
 class Fleet:
@@ -35,6 +36,7 @@ class Fleet:
         self._starting: dict[str, Future[bytes]] = {}
         self._looking: Future[bytes] | None = None
         self._looked = -LOOK_SECONDS
+        self._began = time.monotonic()
 
     @property
     def is_up(self) -> bool:
@@ -53,7 +55,7 @@ class Fleet:
         for name in [name for name, about in self._starting.items() if about.done()]:
             try:
                 self._up[name] = msgspec.msgpack.decode(self._starting.pop(name).result(), type=About)
-            except (PlaceLostError, AutotuneAmpError) as error:
+            except (PlaceLostError, AutotuneAmpError, msgspec.MsgspecError) as error:  # another version's
                 self.leave_out(name, str(error))
         if self.first is None:
             return []
@@ -87,12 +89,14 @@ class Fleet:
             looked, self._looking = self._looking, None
             try:
                 nodes = msgspec.msgpack.decode(looked.result(), type=list[Node])
-            except RunnerError:  # Ray cannot say now
+            except (RunnerError, PlaceLostError):  # Ray cannot say now
                 return
             in_order = sorted(nodes, key=lambda node: (not node.is_head, node.host, node.node_id))
             new = [node for node in in_order if node.node_id not in self._known]
             if self._device == "auto" and any(node.num_gpus for node in new):
                 self._device = "cuda"
+            elif self._device == "auto" and time.monotonic() < self._began + CARDS_SECONDS:
+                return
             for node in new:
                 self._known.add(node.node_id)
                 self._start_on(node)
@@ -125,6 +129,7 @@ def unlike(first: About, other: About) -> str | None:
         ("is a", ours.name, theirs.name),
         ("has autotune_amp", first.version, other.version),
         ("has Python", first.python, other.python),
+        ("has driver", str(ours.driver), str(theirs.driver)),
     ]
     if ours.type == "cpu":
         pairs.append(

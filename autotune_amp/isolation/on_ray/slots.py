@@ -15,7 +15,7 @@ from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, Work
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import Fingerprint
-from autotune_amp.isolation.local import Isolation, Payload, Slot, SlotLostError, WorkloadBackend
+from autotune_amp.isolation.local import Isolation, Opened, Payload, Slot, SlotLostError, WorkloadBackend
 from autotune_amp.isolation.on_ray.backend import OnNode
 from autotune_amp.isolation.on_ray.cluster import Cluster
 from autotune_amp.isolation.on_ray.fleet import Fleet
@@ -29,6 +29,7 @@ START_SECONDS = 60.0  # until the first process on a node is there, and until on
 GATHER_SECONDS = 10.0  # from the first to those that are waited for before the search begins
 NUM_TRIED = 2  # nodes that cannot load the workload, before that is taken to be its own fault
 _FINGERPRINT_SECONDS = 60.0
+GIB = 2**30
 
 
 class RaySlots(WorkloadSlots):
@@ -55,6 +56,7 @@ class RaySlots(WorkloadSlots):
     def load(self, deadline_seconds: float) -> dict[str, Any]:
         """See `WorkloadBackend`; on the first place that can."""
         problems: list[WorkloadError] = []
+        self._began = time.monotonic()
         while True:
             slot = super().slots[0]
             self._ready = {slot}
@@ -73,13 +75,19 @@ class RaySlots(WorkloadSlots):
             else:
                 return state
 
+    def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:  # noqa: D102 - see WorkloadBackend
+        opened = super().open(device, num_threads, deadline_seconds)
+        self._first_seconds = time.monotonic() - self._began
+        return opened
+
     def open_others(self, deadline_seconds: float) -> None:
-        """See `WorkloadBackend`; those that cannot, or where something else is loaded, are left out."""
+        """See `WorkloadBackend`; those that cannot, or where something else is loaded, are left out, and those that
+        take much longer than the first join later."""
         self._opening_seconds = deadline_seconds
         if not self._can_fork:
             self.keep()
         self._prepare()
-        until = time.monotonic() + deadline_seconds
+        until = time.monotonic() + min(deadline_seconds, GATHER_SECONDS + 2 * self._first_seconds)
         while self._preparing and time.monotonic() < until:
             self._hear()
 
@@ -108,27 +116,33 @@ class RaySlots(WorkloadSlots):
 
     def _prepare(self) -> None:
         """Begin on those that are new, and see what came of the others."""
+        how = self._is_kept, self._shared
         for place in self._places:
             if place.slot not in self._ready and place.slot not in self._preparing:
-                backend, slot = place.backend, place.slot
-                self._preparing[slot] = self._begin(place, partial(self._join, backend, slot))
+                joining = self._begin(place, partial(self._join, place.backend, place.slot, how))
+                self._preparing[place.slot] = joining
         for slot in [slot for slot, future in self._preparing.items() if future.done()]:
             try:
                 future = self._preparing.pop(slot, None)
                 if future is None:  # seen while another one was waited for
                     continue
-                problem = future.result()
+                problem, how = future.result()
             except SlotLostError as lost:
                 problem = f"it is lost: {lost.reason}"
             except AutotuneAmpError as error:
                 problem = error.message.splitlines()[0]
-            if problem is None:
-                self._ready.add(slot)
-            else:
+            if problem is not None:
                 self._drop(slot, problem)
+            elif how == (self._is_kept, self._shared):  # else again, as the others are now
+                self._ready.add(slot)
 
-    def _join(self, backend: WorkloadBackend, slot: Slot) -> str | None:
-        """In the place's thread: load, compare, open; returns why it cannot be used."""
+    def _join(self, backend: WorkloadBackend, slot: Slot, how: tuple[bool, Any]) -> tuple[str | None, tuple[bool, Any]]:
+        """In the place's thread: load, compare, open, and do as was done on the others; returns why it cannot be used,
+        and `how` again."""
+        backend.close()
+        return self._why_not(backend, slot, *how), how
+
+    def _why_not(self, backend: WorkloadBackend, slot: Slot, is_kept: bool, shared: Any) -> str | None:
         assert self._opening_seconds is not None
         assert self._fingerprint is not None
         state = backend.load(self._opening_seconds)
@@ -136,13 +150,11 @@ class RaySlots(WorkloadSlots):
         if differences := self._fingerprint.differences(found):
             return f"what is loaded there is not what the first has: {differences[0]}"
         opened = backend.open(*self._asked, self._opening_seconds)
-        if self._is_kept and opened.why_not_forked is None:
+        if is_kept and opened.why_not_forked is None:
             backend.keep()
-        elif opened.why_not_forked is not None and not self._is_kept:
+        if opened.why_not_forked is not None and not is_kept:
             return f"trials cannot be forked there, and are on the first: {opened.why_not_forked}"
-        if self._shared is not None and not self._is_kept:
-            return backend.share_build(*self._shared)
-        return None
+        return None if shared is None else backend.share_build(*shared)
 
     def _fingerprint_on(self, backend: WorkloadBackend, slot: Slot, state: dict[str, Any]) -> Fingerprint:
         """Of the workload and what it runs on there, without what differs between devices of one model."""
@@ -200,7 +212,9 @@ class OnRay(Places):
     def identity(self) -> DeviceIdentity:
         """The first's, without what tells it from others of its model: an answer holds whichever comes first."""
         assert self._fleet.first is not None
-        return replace(self._fleet.first.identity, index=None, uuid=None)
+        found = self._fleet.first.identity
+        memory_bytes = round(found.total_memory_bytes / GIB) * GIB
+        return replace(found, index=None, uuid=None, total_memory_bytes=memory_bytes)
 
     def backend(self) -> WorkloadBackend:
         """Connect, and begin with the places that are up soon. Raises `InvalidRequestError` where there is none."""

@@ -90,10 +90,12 @@ class Confirm:
             if not self._rounds or (self._is_borrowing and self._rounds[0] >= MIN_ROUNDS):
                 return None
             self._round, self._is_started = self._rounds.pop(0), False
-            counting = [r for r in counted(ledger.records) if (r.round, r.slot) == (self._round, self._slot)]
+            counting = [r for r in counted(ledger.records) if r.round == self._round]
             done = [(r.candidate, r.purpose, r.environment) for r in counting]
-            planned = self._plan(ledger, budget)
-            self._to_run = [run for run in planned if run not in done and run.setting not in ledger.failures]
+            planned = [run for run in self._plan(ledger, budget) if run.setting not in ledger.failures]
+            if any(run not in done for run in planned):  # else it is whole, wherever it ran
+                here = [run for run, r in zip(done, counting, strict=True) if r.slot == self._slot]
+                self._to_run = [run for run in planned if run not in here]
         run = self._to_run.pop(0)
         needed = self._cost(ledger, [run], 0 if self._is_started else 1)
         if self._left(budget) < needed and run.setting in self._essential:  # those before it took longer than foreseen
