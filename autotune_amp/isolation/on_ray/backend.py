@@ -76,13 +76,13 @@ class OnNode(WorkloadBackend):
     def close(self) -> None:  # noqa: D102 - see Backend
         if not self._is_made:
             return
-        self._watcher = Watcher()  # nobody is waited for any more
+        heard, self._watcher = self._watcher, Watcher()  # nobody is waited for any more
         try:
             self._ask("stop")
             self.call("close")
         except (SlotLostError, ClusterLostError):
             pass  # with all that it ran
-        self._is_made = False
+        self._watcher, self._is_made = heard, False
 
     def call(self, method: str, *arguments: Any) -> Told:
         """Have the process do it, and pass on what it tells. Raises `SlotLostError` where it is there no more, or can

@@ -45,7 +45,7 @@ class PlaceLostError(Exception):
 class Cluster:
     """A connection to the cluster at `address`, and the processes on its nodes, which end with it.
 
-    `opening` is asked for what they need of the workload. They get the working directory, without `excludes`.
+    They get the working directory where it `sends_directory`, without what `excludes` names as .gitignore would.
     """
 
     def __init__(self, address: str, *, sends_directory: bool, excludes: Sequence[str]) -> None:
