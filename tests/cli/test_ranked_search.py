@@ -38,7 +38,6 @@ def test_what_is_measured_and_promised_is_that_of_both_together(found: Searched)
     assert config["batch_size"] == 32
     (alone,) = (record for record in found.records if record["purpose"] == "one_rank")
     together = [r for r in found.records if r["purpose"] == "confirm" and r["candidate"] == alone["candidate"]]
-    assert evidence["is_confirmed"]
     for record in (alone, *together):  # whatever the machine, a step sleeps
         num_ranks = 1 if record is alone else 2
         assert record["outcome"]["samples_per_second"] < num_ranks * 32 / 0.02
