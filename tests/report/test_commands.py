@@ -13,9 +13,8 @@ from unittest.mock import Mock
 import pytest
 from report_samples import recommendation
 
-from autotune_amp import cli
 from autotune_amp.api import recommend_config
-from autotune_amp.cli import run
+from autotune_amp.cli import run, training
 from autotune_amp.core import errors
 from autotune_amp.core.config import DemotedError
 from autotune_amp.core.recommendation import Exclusion, NothingWorksError, SearchInterruptedError
@@ -47,9 +46,9 @@ def test_an_option_is_the_same_on_the_command_line_in_the_api_and_in_what_checks
     """Its name and its default."""
     said, called = (
         {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
-        for function in (cli.search, recommend_config)
+        for function in (training.search, recommend_config)
     )
-    for name in cli._OF_THE_COMMAND_LINE:
+    for name in training._OF_THE_COMMAND_LINE:
         said.pop(name)
     assert called.pop("progress") is None
     assert said == called

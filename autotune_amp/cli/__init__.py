@@ -1,0 +1,78 @@
+"""The command line: typer reads the request, the work is done, the result is printed, the exit code is set.
+
+Standard output carries the result and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from autotune_amp.cli.judging import probe, profile
+from autotune_amp.cli.options import app, register, result
+from autotune_amp.cli.results import dashboard, export, report, show
+from autotune_amp.cli.training import apply, run_, search
+from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError
+from autotune_amp.interruption import interruptible
+from autotune_amp.report.output import emit, reader_may_leave
+
+_TAKE_COMMANDS = ("search", "run", "apply")  # a training command, after ``--``
+
+# typer brought its own copy of click with 0.2x; the base of every usage error is found wherever it lives.
+_UsageError: type[Any] = typer.BadParameter.__bases__[0]
+
+for work in (search, probe, show, report, profile, export, run_, apply, dashboard):
+    register(work)
+
+
+def main() -> None:
+    """The entry point: the only place that prints or exits."""
+    # Closed by the caller (``>&-``): without this the next file that is opened would become standard output.
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
+    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
+    with interruptible():
+        code = run(sys.argv[1:])
+        for stream in (sys.stdout, sys.stderr):
+            with reader_may_leave(stream):
+                stream.flush()
+    sys.exit(code)
+
+
+def run(arguments: list[str]) -> int:
+    """Do what the command line asks for; returns the exit code."""
+    own, training = arguments, None
+    if "--" in arguments and arguments[0] in _TAKE_COMMANDS:
+        own, training = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
+    as_json = "--json" in own
+    command = typer.main.get_command(app)
+    try:
+        work = command.main(own, prog_name="autotune-amp", standalone_mode=False, obj=training)
+        if callable(work):
+            emit(work())
+    except AutotuneAmpError as error:
+        return _fail(error, as_json)
+    except KeyboardInterrupt:
+        from autotune_amp.core.recommendation import SearchInterruptedError
+
+        interrupted = SearchInterruptedError("Interrupted.", "Run the same command again.", (), None)
+        return _fail(interrupted, as_json)
+    except _UsageError as error:
+        path = error.ctx.command_path if error.ctx else "autotune-amp"
+        return _fail(InvalidRequestError(error.format_message(), f"See `{path} --help`."), as_json)
+    return 0
+
+
+def _fail(error: AutotuneAmpError, as_json: bool) -> int:
+    from autotune_amp.core.recommendation import SearchInterruptedError
+    from autotune_amp.report.errors import error_document, error_text
+
+    sys.stderr.write(error_text(error))
+    if as_json:
+        emit(error_document(error).encode())
+    elif isinstance(error, SearchInterruptedError) and error.best is not None:
+        emit(result(error.best, as_json))
+    return error.exit_code

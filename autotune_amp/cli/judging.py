@@ -1,0 +1,53 @@
+"""Commands that judge a machine or a model without a search: probe, profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from autotune_amp.cli.options import Device, Json, Precision, Quiet, Target, option
+from autotune_amp.report.output import json_document, rendered
+
+
+def probe(device: Device = "auto", as_json: Json = False) -> bytes:
+    """Say what this machine can do, and why not more.
+
+    Device, driver, memory, and each precision as native, emulated or unsupported with a measured rate.
+    """
+    from rich.console import Console
+
+    from autotune_amp.hardware import probe as probe_hardware
+
+    with Console(stderr=True).status("Probing the device"):
+        hardware = probe_hardware(device)
+    if as_json:
+        return json_document({"format": 1, "hardware": hardware})
+    from autotune_amp.report.terminal import hardware_table
+
+    return rendered(lambda console: hardware_table(hardware, console))
+
+
+def profile(
+    target: Target = None,
+    batches: Annotated[int, option("N", "Training steps to time in each precision.")] = 10,
+    device: Device = "auto",
+    precision: Precision = None,
+    batch_size: Annotated[int | None, option("N", "Samples in a batch. Without it, the workload's own.")] = None,
+    trace: Annotated[Path | None, option("FILE", "Write the profiled steps here, for ui.perfetto.dev.")] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> bytes:
+    """Say whether mixed precision pays here, and why.
+
+    fp32 against bf16 and fp16 on the same batches: speed-up, memory, where a step's time goes, what to try next.
+    """
+    from autotune_amp.api import profile_amp
+
+    found = profile_amp(
+        target, batches, device=device, precision=precision, batch_size=batch_size, trace=trace, quiet=quiet
+    )
+    if as_json:
+        return f"{found.to_json()}\n".encode()
+    from autotune_amp.report.terminal import print_profile
+
+    return rendered(lambda console: print_profile(found, console))
