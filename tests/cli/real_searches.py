@@ -12,7 +12,7 @@ from typing import Any
 
 from conftest import CommandLine, Finished, command_line
 
-# A step takes as long for any batch, so that the largest is the fastest on any machine; 8 samples fail.
+# A step takes as long for any batch, so that the largest is the fastest on any machine; 32 samples fail.
 WORKLOADS = """
 import os, signal, subprocess, sys, time
 import torch
@@ -31,7 +31,7 @@ def squares(model, batch):
 def workload():
     def loss(model, batch):
         time.sleep(0.02)
-        assert len(batch[0]) != 8, "not eight"
+        assert len(batch[0]) != 32, "not thirty-two"
         return squares(model, batch)
     return Workload(lambda: nn.Linear(8, 1), loss, make_batch, sgd)
 
@@ -55,7 +55,7 @@ def failing():
     return Workload(lambda: nn.Linear(8, 1), loss, make_batch, sgd)
 """
 FP32 = ("--precision", "fp32", "--device", "cpu", "--effective-batch-size", "free")
-FOUND = ("train.py:workload", *FP32, "--budget", "60", "--baseline", "fp32:4", "--batch-size", "4:16")
+FOUND = ("train.py:workload", *FP32, "--budget", "60", "--baseline", "fp32:4", "--batch-size", "4:32")
 CHECKS = {"fidelity", "calibration", "accumulation", "profile"}  # purposes of records that are no trials
 TRAINING_TO_COME = ("--steps", "1000", "--price-per-hour", "3")
 

@@ -14,7 +14,7 @@ from real_searches import CHECKS, FOUND, FP32, TRAINING_TO_COME, WORKLOADS, Sear
 
 @pytest.fixture(scope="session")
 def found(shared_once: SharedOnce) -> Searched:
-    """A search that recommends: fp32 batch 16 over fp32 batch 4, with a failure at 8."""
+    """A search that recommends: fp32 batch 16 over fp32 batch 4, with a failure at 32."""
     return shared_once("found", lambda folder: searched(folder, WORKLOADS, *FOUND, *TRAINING_TO_COME))
 
 
@@ -56,10 +56,10 @@ def test_the_document(found: Searched) -> None:
 
 
 def test_a_failing_candidate_is_tried_once_and_told_with_the_users_traceback(found: Searched) -> None:
-    (excluded,) = [entry for entry in found.document["excluded"] if entry["batch_size"] == 8]
+    (excluded,) = [entry for entry in found.document["excluded"] if entry["batch_size"] == 32]
     assert excluded["reason"].startswith("workload_error")
-    assert "not eight" in excluded["reason"]
-    outcomes = [line["outcome"]["outcome"] for line in found.records if line["candidate"]["batch_size"] == 8]
+    assert "not thirty-two" in excluded["reason"]
+    outcomes = [line["outcome"]["outcome"] for line in found.records if line["candidate"]["batch_size"] == 32]
     assert outcomes == ["failure"]
     assert 'train.py", line' in found.done.err
     assert "autotune_amp/trial" not in found.done.err
@@ -74,7 +74,7 @@ def test_what_a_search_leaves_in_its_folder_and_what_optuna_reads_there(found: S
     parameters = database.execute("select distinct param_name from trial_params").fetchall()
     database.close()
     assert ("failure", '"workload_error"') in attributes
-    assert any(key == "reason" and "not eight" in value for key, value in attributes)
+    assert any(key == "reason" and "not thirty-two" in value for key, value in attributes)
     further = {"optimizer_impl", "compile"}  # of trials on what leads, where they were worth one
     assert {name for (name,) in parameters} - further == {"precision", "batch_size"}
 
