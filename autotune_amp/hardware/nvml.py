@@ -129,6 +129,15 @@ def slowdown_names(uuid: str) -> tuple[str, ...] | None:
     return None if reasons is None else tuple(name for bit, name in _SLOWDOWNS.items() if reasons & bit)
 
 
+def temperature_and_clock(uuid: str) -> tuple[int | None, int | None]:
+    """The card's degrees Celsius and the MHz that its multiprocessors run at; None where the driver does not say."""
+    handle = _handle(uuid)
+    if handle is None:
+        return None, None
+    # NVML_TEMPERATURE_GPU is 0, NVML_CLOCK_SM is 1 (nvml.h).
+    return _ask("nvmlDeviceGetTemperature", handle, 0), _ask("nvmlDeviceGetClockInfo", handle, 1)
+
+
 def energy_joules(uuid: str) -> float | None:
     """What the card has drawn since its driver was loaded; None for a card without that counter, a MIG instance too."""
     handle = _handle(uuid)

@@ -1,4 +1,4 @@
-"""What every adapter to a framework needs: its config, contradictions to it, other windows, and readings."""
+"""What every adapter to a framework needs: its config, contradictions to it, other windows, and metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autotune_amp.core.config import AmpConfig, DemotedError
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.runtime.controller import PrecisionController
-from autotune_amp.runtime.status import Status
+from autotune_amp.runtime.readings import metrics
 
 
 def config_of(given: AmpConfig | Recommendation) -> AmpConfig:
@@ -44,16 +44,9 @@ def refuse_other_window(controller: PrecisionController, own: AmpConfig, why: st
     )
 
 
-def readings(own: AmpConfig, status: Status) -> dict[str, float]:
-    """Where a run stands, for loggers; rung 0 is the config's precision, one past the last fallback is disabled."""
-    rungs = [own.precision, *(plan.precision for plan in own.plans)]
-    return {
-        "rung": rungs.index(status.precision) if status.is_enabled else len(rungs),
-        "scale": status.scale,
-        "num_skips": status.num_skips,
-        "num_steps": status.num_steps,
-        "num_moves": len(status.history),
-    }
+def numbers(controller: PrecisionController) -> dict[str, float]:
+    """The metrics that are numbers, by their names, for a framework's loggers; waits for the device."""
+    return {name: value for name, value in metrics(controller.status()).items() if not isinstance(value, str)}
 
 
 def lasting(scheduler: Any) -> Any:

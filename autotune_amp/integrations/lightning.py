@@ -27,7 +27,7 @@ from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.variants import MEMORY_FORMAT, WEIGHTS
-from autotune_amp.integrations.bridge import Window, config_of, readings, refuse_other, refuse_other_window, replaced
+from autotune_amp.integrations.bridge import Window, config_of, numbers, refuse_other, refuse_other_window, replaced
 from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.variants.prepare import prepare
@@ -312,9 +312,7 @@ class AutotuneCallback(Callback):
         self.demotion = self.stopped
 
     def _write(self, trainer: Trainer) -> None:
-        plugin = _plugin(trainer)
-        found = readings(plugin.config, plugin.controller.status())
-        values = {f"autotune_amp/{name.removeprefix('num_')}": value for name, value in found.items()}
+        values = numbers(_plugin(trainer).controller)
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.global_step)
 

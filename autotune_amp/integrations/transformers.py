@@ -22,9 +22,10 @@ from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.variants import COMPILE
 from autotune_amp.integrations.accelerate import plain_optimizers
-from autotune_amp.integrations.bridge import config_of, readings, refuse_other_window
+from autotune_amp.integrations.bridge import config_of, refuse_other_window
 from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.runtime.controller import PrecisionController
+from autotune_amp.runtime.readings import metrics
 from autotune_amp.variants.prepare import prepare
 
 __all__ = ["AutotuneCallback", "AutotuneTrainer"]
@@ -195,9 +196,8 @@ class _KeepingController(PrecisionController):
 class AutotuneCallback(TrainerCallback):
     """Reports where the trainer's controller stands, and ends the training once that asks for it.
 
-    Logs, and what is reported of them, get ``amp/rung`` (0 is the config's own precision, one past the last fallback
-    means disabled), ``amp/scale``, ``amp/num_skips``, ``amp/num_steps`` and ``amp/num_moves``; ``state.log_history``
-    also ``amp/precision``. An `AutotuneTrainer` brings its own.
+    Logs, and what is reported of them, get the metrics that are numbers (`autotune_amp.runtime.readings.METRICS`),
+    ``state.log_history`` also ``autotune_amp/precision``. An `AutotuneTrainer` brings its own.
     """
 
     def __init__(self, trainer: AutotuneTrainer) -> None:
@@ -205,10 +205,9 @@ class AutotuneCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Add the controller's state to the logs and to the last entry of the history."""
-        status = self._trainer.controller.status()
-        found = {f"amp/{name}": value for name, value in readings(self._trainer._amp_config, status).items()}
-        kwargs["logs"].update(found)
-        state.log_history[-1].update(found, **{"amp/precision": status.precision})
+        found = metrics(self._trainer.controller.status())
+        kwargs["logs"].update({name: value for name, value in found.items() if not isinstance(value, str)})
+        state.log_history[-1].update(found)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Have a checkpoint saved and the training ended."""

@@ -12,12 +12,13 @@ import msgspec
 from autotune_amp.core.errors import FormatError
 from autotune_amp.precision.forward_wrapper import named
 from autotune_amp.runtime.executor import Executor, Wish
+from autotune_amp.runtime.metrics import Totals
 from autotune_amp.runtime.policy_state import check_scale, converted
 from autotune_amp.runtime.scaler import Window
 from autotune_amp.runtime.status import from_plain, to_plain
 
 KEY = "autotune_amp"
-FORMAT = 1
+FORMAT = 2
 _RULE = ("growth_factor", "backoff_factor", "growth_interval")
 _Factor = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 
@@ -35,8 +36,10 @@ class _Versioned(msgspec.Struct):
 
 
 class _Counters(msgspec.Struct):
-    num_steps: int
-    num_amp_steps: int
+    totals: Totals
+    totals_at_reset: Totals
+    epoch: int | None
+    flushed_share: float | None
     num_passes: int
     loss_was_finite: bool
     loss: float
@@ -67,8 +70,10 @@ def save(executor: Executor, window: Window) -> dict[str, Any]:
             "history": [to_plain(record) for record in executor.history],
             "counters": {
                 "run_id": metrics.run_id,
-                "num_steps": metrics.num_steps,
-                "num_amp_steps": metrics.num_amp_steps,
+                "totals": msgspec.to_builtins(metrics.totals),
+                "totals_at_reset": msgspec.to_builtins(metrics.totals_at_reset),
+                "epoch": metrics.epoch,
+                "flushed_share": metrics.flushed_share,
                 "num_passes": window.num_passes,
                 "loss_was_finite": math.isfinite(float(window.loss_probe)),
                 "loss": float(window.loss),
@@ -126,7 +131,8 @@ def load(executor: Executor, window: Window, state: object) -> None:
         executor.model.statistics.save()
     executor.is_off = counters.is_off
     metrics.resume(counters.run_id)
-    metrics.num_steps, metrics.num_amp_steps = counters.num_steps, counters.num_amp_steps
+    metrics.totals, metrics.totals_at_reset = counters.totals, counters.totals_at_reset
+    metrics.epoch, metrics.flushed_share = counters.epoch, counters.flushed_share
     window.num_passes = counters.num_passes
     window.loss_probe = 0.0 if counters.loss_was_finite else math.nan
     window.loss = counters.loss

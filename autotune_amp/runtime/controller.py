@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_leaves
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.errors import DeviceError, InvalidRequestError
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.hardware.device import device_of, parse
 from autotune_amp.runtime import checkpoint, windows
 from autotune_amp.runtime.end_signal import EndSignal
 from autotune_amp.runtime.executor import Executor, OnDemotion, Wish
+from autotune_amp.runtime.metrics import Metrics
 from autotune_amp.runtime.model import Attachment
 from autotune_amp.runtime.policy import Policy
 from autotune_amp.runtime.policy_state import check_scale
@@ -34,10 +34,13 @@ from autotune_amp.runtime.scaler import (
     Ranks,
     Stepped,
     Window,
+    checked_device,
     makes_buffers_unread,
     takes_a_scaler,
 )
-from autotune_amp.runtime.status import Metrics, MoveRecord, Status, write_status
+from autotune_amp.runtime.sinks import Sink
+from autotune_amp.runtime.status import MoveRecord, Status, write_status
+from autotune_amp.runtime.train_step import TrainStep
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # torch can be built without
@@ -54,30 +57,23 @@ def _held(part: str, name: str) -> Any:
     return property(operator.attrgetter(f"{part}.{name}"), set_it)
 
 
-def _checked(device: str | torch.device) -> torch.device:
-    kind, index = parse(str(device))
-    if kind == "auto":
-        raise DeviceError("device='auto' does not say where the model is.", 'Pass its device: device="cuda", for one.')
-    return torch.device(device_of(kind).resolve(index))
-
-
 class PrecisionController(torch.amp.GradScaler):
     """A drop-in for ``torch.amp.GradScaler`` that steps the precision down when precision is what fails.
 
-    Use `autocast()` around the forward pass, then `backward` (or ``scale(loss).backward()``), `unscale_` to clip,
-    `step` and `update`, as with GradScaler. `config` names the precision and its fallbacks; a fallback is taken only
-    where its measured plan fits. Sets the process's TF32 flags to what the precision means, as the search's trials do.
+    Use `train_step`; or `autocast()` around the forward pass, then `backward`, `unscale_` to clip, `step` and `update`,
+    as with GradScaler. `config` names the precision and its fallbacks; a fallback is taken only where its measured plan
+    fits. Sets the process's TF32 flags to what the precision means, as the search's trials do.
 
     guard: check bf16 and fp32 steps too and skip those that are not finite. False leaves them alone, and undiagnosed.
     halt: raise `NotPrecisionError` or `NoRungFitsError` when the run must not go on; False skips such steps for ever.
     on_demotion: "checkpoint_and_stop" raises `DemotedError` from `update()` after stepping down.
     max_slowdown: refuse fallbacks measured to take more than this many times as long.
     promote: go back up, after 2000 clean steps, where a rerun (see `attach`) at 16 times the loss scale is finite.
-    on_signal: called in `update()` at the end of the window in which SIGTERM came, as Slurm ends a job. Give it on
-        every rank or on none: all call at the same window, on accelerators the next. What handled SIGTERM before does
-        so again after that, and after `detach`.
+    on_signal: called in `update()` at the end of the window in which SIGTERM came, as Slurm ends a job; on accelerators
+        the next. Give it on every rank or on none. What handled SIGTERM before does so again then, and after `detach`.
     process_group: the ranks that decide alike; all of them where None.
-    writer: an object with TensorBoard's ``add_scalar(tag, value, step)``.
+    sinks: called in threads of their own, on rank 0, with the metrics (`autotune_amp.runtime.readings`) of every 64th
+        update, change of the loss scale and move. `autotune_amp.integrations.sinks` has ready-made ones.
     run_log: a file to append to, for ``autotune-amp report``: a line of JSON for every move, every change of the loss
         scale, and every 64th update with the loss. Rank 0 writes it; a resumed run goes on in it.
 
@@ -104,17 +100,17 @@ class PrecisionController(torch.amp.GradScaler):
         promote: bool = False,
         on_signal: Callable[[], object] | None = None,
         process_group: ProcessGroup | None = None,
-        writer: Any = None,
+        sinks: Sequence[Sink] = (),
         run_log: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._ranks = ranks = Ranks(_checked(device), process_group)
+        self._ranks = ranks = Ranks(checked_device(device), process_group)
         self._end_signal = None if on_signal is None else EndSignal(on_signal, ranks)
         self._check = GradientCheck(ranks)
         precisions = [config.precision, *(plan.precision for plan in config.plans)]
         self._policy = policy = Policy(precisions, config.loss_scale, promotes=promote)
         self._rule = policy.scale
         self._scaler = scaler = LossScaler(self._rule)
-        self._metrics = Metrics(config, policy, scaler, ranks, writer=writer, run_log=run_log)
+        self._metrics = Metrics(config, policy, scaler, ranks, sinks=sinks, run_log=run_log)
         self._executor = Executor(
             config,
             policy,
@@ -131,8 +127,8 @@ class PrecisionController(torch.amp.GradScaler):
         self._rule.backoff_factor = backoff_factor  # the constructor refuses 1.0, which never backs off
         self._is_in_window = False  # from the first autocast() or scale() until update()
         self._is_moving = False  # a diagnosis may call the user's closure, in precisions of its own
-        self._shares: list[float] = []  # of the passes of the window that a loop over `windows` is in
-        self._pass = 0
+        self._windows = windows.Windows()
+        self._train_step = TrainStep(self._executor)
         self._executor.apply()
 
     @classmethod
@@ -156,8 +152,7 @@ class PrecisionController(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         """The outputs times the loss scale, and a look at whether they are finite."""
         self._begin_window()
-        window = self._check.window
-        window.num_passes += 1
+        (window := self._check.window).num_passes += 1
         if not self._enabled:
             return outputs
         if not isinstance(outputs, (Tensor, list, tuple)) and isinstance(outputs, Iterable):  # it may be read but once
@@ -168,6 +163,25 @@ class PrecisionController(torch.amp.GradScaler):
             if not window.scale_was_read:  # as a gradient penalty does: its loss holds gradients, which overflow too
                 self._check.see_loss(loss.detach())
         return super().scale(outputs) if self._scaler.is_scaling else outputs
+
+    def train_step(
+        self,
+        closure: Callable[[], Tensor],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        clip_norm: float | None = None,
+    ) -> Stepped:
+        """Train on one batch: zero_grad, `closure` under autocast, backward, unscale_, clip, step and update.
+
+        `closure` computes the loss of the batch, one number, and does nothing else: where steps fail it is called again
+        to find out why. The model for that is the one that its code names, where `attach` gave none. `clip_norm` is for
+        the norm of all gradients together. Inside `windows` a call is one pass: its part of the loss is taken here, DDP
+        exchanges gradients in the last pass, and what is returned is true where that stepped. It also has the ``loss``
+        and the ``grad_norm`` before clipping, on the device. Optimizers step each by itself. Raises
+        `InvalidRequestError` where the closure returns no loss, and where the config accumulates outside of `windows`;
+        whatever is raised leaves no gradients behind.
+        """
+        return self._train_step.take(self, self._windows.current, closure, optimizer, clip_norm)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """``scale(loss).backward(**kwargs)``."""
@@ -346,9 +360,9 @@ class PrecisionController(torch.amp.GradScaler):
         return super().__getstate__()
 
     @contextmanager
-    def validation(self) -> Iterator[None]:
-        """The forward pass of validation: the current precision without gradients; the scaler is left alone."""
-        with torch.no_grad(), self._executor.autocast():
+    def validation(self, precision: Precision | None = None) -> Iterator[None]:
+        """The forward pass of validation, without gradients, in the current precision or in this one."""
+        with torch.no_grad(), self._executor.running_in(precision):
             yield
 
     def windows(
@@ -356,11 +370,10 @@ class PrecisionController(torch.amp.GradScaler):
     ) -> Iterator[tuple[Batch, bool]]:
         """(batch, is_last) for every pass; where `is_last`, step and update: the accumulation window is over.
 
-        A window has the config's accumulation steps, the last one what is left of the loader; divide the loss by
-        `window_size`. Where it is a mean over something of which batches hold unequal parts, `weigh` counts that in a
-        batch (the labels other than -100, say): multiply the loss by `window_share` then; of a batch in which nothing
-        counts it must be 0, not the NaN of a mean over nothing. After a demotion to a smaller batch size the loader's
-        batches are split. Raises `InvalidRequestError` where they cannot be.
+        A window has the config's accumulation steps, the last one what is left of the loader. Without `train_step`
+        divide the loss by `window_size`, or multiply it by `window_share` where it is a mean over something of which
+        batches hold unequal parts, which `weigh` counts (the labels other than -100, say); where nothing counts the
+        loss must be 0, not NaN. A smaller batch size splits the loader's batches, `InvalidRequestError` if it cannot.
         """
 
         def next_shape() -> tuple[int, int]:
@@ -368,25 +381,19 @@ class PrecisionController(torch.amp.GradScaler):
             plan = self.config
             return windows.shape(self._executor.own_config.batch_size, plan.batch_size, plan.accumulation_steps)
 
-        shares: list[float] = []
-        try:
-            for batch, shares, index in windows.passes(iter(loader), next_shape, weigh):
-                self._shares, self._pass = shares, index
-                yield batch, index == len(shares) - 1
-        finally:
-            if self._shares is shares:  # another loop may have begun since
-                self._shares = []
+        yield from self._windows.over(iter(loader), next_shape, weigh)
         self.synchronize()
 
     @property
     def window_size(self) -> int:
         """Backward passes in the current window of `windows`; outside of it, the config's accumulation steps."""
-        return len(self._shares) or self.config.accumulation_steps
+        return len(self._windows.current.shares) or self.config.accumulation_steps
 
     @property
     def window_share(self) -> float:
         """The current pass's part of what `weigh` counts in its window of `windows`; without it, of the passes."""
-        return self._shares[self._pass] if self._shares else 1 / self.window_size
+        current = self._windows.current
+        return current.shares[current.index] if current.shares else 1 / self.window_size
 
     def discard_window(self) -> None:
         """End the accumulation window without a step and without a trace, for a loop that drops its gradients."""
@@ -425,6 +432,7 @@ class PrecisionController(torch.amp.GradScaler):
         TF32 flags that it keeps as found (`AmpConfig.as_found`) are as they were, too.
         """
         self._executor.detach()
+        self._metrics.close()
         if self._end_signal is not None:
             self._end_signal.close()
 
@@ -459,6 +467,15 @@ class PrecisionController(torch.amp.GradScaler):
         if not self._ranks.are_many:
             self.synchronize()
         return self._executor.status()
+
+    def epoch(self, number: int) -> None:
+        """Say which epoch begins: `status`, the run log and the sinks tell it from then on."""
+        self._metrics.epoch = number
+
+    def reset_stats(self) -> None:
+        """Have `status` count from here on; the run log and the sinks go on counting. Waits for the device."""
+        self.synchronize()
+        self._metrics.reset()
 
     def save_stats(self, path: str | os.PathLike[str]) -> None:
         """Write `status()` as a JSON document, atomically."""

@@ -45,6 +45,16 @@ class Pass:
     recorder: Recorder
 
 
+def checked_loss(loss: object, whose: str) -> Tensor:
+    """The loss that a closure returned; raises `InvalidRequestError` unless it is one number with a gradient."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.grad_fn is None:
+        raise InvalidRequestError(
+            f"{whose} must return the loss, one number with a gradient; it returned {loss!r:.80}.",
+            "Return it as the training loop computes it, before backward() and without item() or detach().",
+        )
+    return loss
+
+
 def diagnose(
     rerunner: Rerunner,
     lower: Sequence[Precision],
@@ -177,12 +187,7 @@ class Rerunner:
         with torch.enable_grad():
             with self._no_autocast(), autocast(precision, self._device_type), recorder.watching_forward():
                 loss = self._rerun()
-            if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.grad_fn is None:
-                raise InvalidRequestError(
-                    f"The rerun closure must return the loss, one number with a gradient; it returned {loss!r:.80}.",
-                    "Return it as the training loop computes it, before backward() and without item() or detach().",
-                )
-            scaled_loss = scaled(loss, loss_scale)
+            scaled_loss = scaled(checked_loss(loss, "The rerun closure"), loss_scale)
         with self._no_autocast(), ExitStack() as gradients:
             # Also those of a nested backward pass, which the graph of the loss does not show.
             parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from statistics import median
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, cast
 
 import msgspec
@@ -20,14 +19,16 @@ from autotune_amp.hardware import cuda
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.modes import MODES
 from autotune_amp.runtime import diagnosis
+from autotune_amp.runtime.metrics import Metrics
 from autotune_amp.runtime.model import Attachment
 from autotune_amp.runtime.policy import Policy
 from autotune_amp.runtime.policy_state import Action, Finding, Signal
 from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, OVERFLOW, Found, LossScaler, Ranks, refuse_half_parameters
-from autotune_amp.runtime.status import Metrics, MoveRecord, Status, available_memory_bytes, peak_memory_bytes
+from autotune_amp.runtime.status import MoveRecord, Status, available_memory_bytes, peak_memory_bytes
 
 log = logging.getLogger("autotune_amp.runtime")
 
+_WELCOME = ("by_hand", "promotion", "rescale")  # moves: nothing is wrong
 OnDemotion = Literal["continue", "checkpoint_and_stop"]
 Wish = Literal["act", "give_up", "set_precision", "disable", "enable"]
 
@@ -114,7 +115,7 @@ class Executor:
     def apply(self) -> None:
         """Bring everything in line with the policy's rung."""
         self.precision = "fp32" if self.is_off else self.policy.precision
-        self.metrics.begin_rung(self.precision)
+        self.metrics.begin_rung(self.precision, len(self.plans) + 1 if self.is_off else self.policy.rung)
         if self._found is not None and self.precision == self.own_config.precision and not self.is_off:
             torch_state.apply_fp32_flags(self._found)
         else:
@@ -161,20 +162,23 @@ class Executor:
 
     def status(self) -> Status:
         """Where the run stands, as far as the host knows."""
-        policy, metrics, model = self.policy, self.metrics, self.model
+        model, metrics = self.model, self.metrics
+        totals = metrics.totals.since(metrics.totals_at_reset)
+        num_amp_steps = sum(num for name, num in totals.num_steps.items() if MODES[name].uses_autocast)
+        peak_bytes = peak_memory_bytes(self.ranks.device)
+        in_fp32 = next((plan.peak_memory_bytes for plan in self.plans if plan.precision == "fp32"), None)
         return Status(
-            precision=self.precision,
+            **metrics.standing(totals),
             is_enabled=not self.is_off,
             is_advisory=self.is_advisory,
             pinned_modules=model.pinned if model else (),
-            scale=self.scaler.target,
-            num_updates=policy.num_updates,
-            num_steps=metrics.num_steps,
-            num_skips=policy.num_skips,
-            skip_share=policy.num_skips / max(1, policy.num_updates),
-            amp_share=metrics.num_amp_steps / max(1, metrics.num_steps),
-            step_seconds=median(metrics.seconds) if metrics.seconds else None,
-            peak_memory_bytes=peak_memory_bytes(self.ranks.device),
+            num_updates=totals.num_updates,
+            skip_share=totals.num_skips / max(1, totals.num_updates),
+            amp_share=num_amp_steps / max(1, totals.num_all_steps),
+            steps_by_precision=totals.num_steps,
+            seconds_by_precision=totals.seconds,
+            peak_memory_bytes=peak_bytes,
+            saved_memory_bytes=None if in_fp32 is None else in_fp32 - peak_bytes,
             forward_max=model.forward_max() if model else None,
             history=tuple(self.history),
         )
@@ -214,6 +218,21 @@ class Executor:
         """The context for a forward pass in the current precision, fresh each time."""
         return nullcontext() if self.is_off else torch_state.autocast(self.precision, self.ranks.device.type)
 
+    @contextmanager
+    def running_in(self, precision: Precision | None) -> Iterator[None]:
+        """A forward pass in this precision, whatever the loop runs in; None: in that."""
+        if precision is None:
+            with self.autocast():
+                yield
+            return
+        flags = torch_state.capture()
+        torch_state.set_flags(precision)
+        try:
+            with torch_state.autocast(precision, self.ranks.device.type):
+                yield
+        finally:
+            torch_state.apply(flags)
+
     def end_window(self, skipped: bool | Tensor) -> None:
         """The window ends without a step, or with one: the model's running statistics follow."""
         model = self.model
@@ -231,7 +250,7 @@ class Executor:
         if not found.verdicts:
             return
         worst, is_checking = found.worst, self.is_checking
-        self.metrics.begin_update(was_taken=worst == CLEAN)
+        self.metrics.begin_update(found)
         if self.is_off:
             self.policy.num_updates += 1  # nothing is checked, but the run goes on
         else:
@@ -243,7 +262,7 @@ class Executor:
         for callback, number in self.on_step:  # last: they may save a checkpoint
             if CLEAN in found.verdicts.values() if number is None else found.verdicts.get(number) == CLEAN:
                 callback()
-        self.metrics.end_update(found.loss if is_checking else None)
+        self.metrics.end_update(found, knows_loss=is_checking)
 
     def carry_out_next(self) -> None:
         """Carry out the first of `wishes`. Raises the errors of `TrainingStoppedError`."""
@@ -324,7 +343,7 @@ class Executor:
             can_run_fp32=not model.has_frozen_half_weights,
         )
         self._culprit = finding.culprit
-        log.warning("%s; diagnosis: %s", asked.reason, finding)
+        log.debug("%s; diagnosis: %s", asked.reason, finding)
         return policy.answer_diagnosis(asked.reason, finding)
 
     def _probe(self, probe: Action) -> Action | None:
@@ -362,6 +381,7 @@ class Executor:
             return
         refuse_half_parameters(optimizer, self.precision)
         if not self._known_optimizers:
+            log.info("%s", self._introduction())
             if self.pins_to_come and self.model is None:
                 log.warning("Modules are to be pinned in fp32; without controller.attach(model) nothing is pinned.")
             if self.is_advisory and MODES[self.precision].uses_autocast:
@@ -370,6 +390,18 @@ class Executor:
                     "controller.attach(model), so it scales and guards, but cannot step the precision down."
                 )
         self._known_optimizers.add(id(optimizer))
+
+    def _introduction(self) -> str:
+        """The precision, why it is this one, and what is watched and done about it."""
+        last = self.history[-1] if self.history else None
+        why = "as its config says" if last is None else f"since update {last.update}: {last.reason}"
+        scale = f", loss scale {self.scaler.target:g}" if self.scaler.is_scaling else ""
+        guarded = "steps that are not finite are skipped" if self.is_checking else "nothing is guarded"
+        below = [name for name in self.policy.rungs[self.policy.rung + 1 :] if name not in self.policy.withdrawn]
+        then = f"; where they repeat, down to {' or '.join(below)}" if below and self.is_checking else ""
+        how = "rerunning the batch says why" if self.policy.can_rerun else "without a rerun, on trial"
+        diagnosis = f" ({how})" if then else ""
+        return f"Training in {self.precision} on {self.ranks.device}, {why}{scale}; {guarded}{then}{diagnosis}."
 
     def refuse_by_hand(self, name: Precision) -> None:
         """Raise `InvalidRequestError` for a precision that the loop or the model cannot be brought into."""
@@ -413,7 +445,8 @@ class Executor:
         policy = self.policy
         record = MoveRecord(policy.num_updates, kind, before or policy.precision, after, reason, self.config)
         self.history.append(record)
-        log.warning("%s at update %d, %s -> %s: %s", kind, record.update, record.before, after, reason)
+        level = logging.INFO if kind in _WELCOME else logging.WARNING
+        log.log(level, "%s at update %d, %s -> %s: %s", kind, record.update, record.before, after, reason)
         self.metrics.log_move(record)
         for listener in self.listeners:
             listener(record)

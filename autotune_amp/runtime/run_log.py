@@ -18,25 +18,16 @@ import msgspec
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import FormatError, InvalidRequestError
+from autotune_amp.runtime.readings import Readings
 
 log = logging.getLogger("autotune_amp.runtime")
 
-FORMAT = 1
+FORMAT = 2
 _SIGNATURE = b'{"event":"begin",'
 _HOW_TO_MAKE_ONE = 'Give a file that PrecisionController(config, run_log="run.jsonl") wrote.'
 
 
-class _Stand(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
-    """Where the run stands after `update` optimizer steps tried; `scale` is None where the loss is not scaled."""
-
-    update: int
-    num_steps: int
-    num_skips: int
-    precision: Precision
-    scale: float | None
-
-
-class BeginLine(_Stand, frozen=True, kw_only=True, tag="begin"):
+class BeginLine(Readings, frozen=True, kw_only=True, tag_field="event", tag="begin"):
     """A controller begins, or goes on from a checkpoint; `config` is what it was made with, `time` in ISO 8601, UTC.
 
     `run_id` is kept in the checkpoint; one without it begins a run of its own.
@@ -52,18 +43,14 @@ class BeginLine(_Stand, frozen=True, kw_only=True, tag="begin"):
     config: AmpConfig
 
 
-class SampleLine(_Stand, frozen=True, kw_only=True, tag="sample"):
-    """Every 64 updates and where the loss scale changed. `loss` is that of the last backward pass, the largest of all
-    ranks; None where it was not finite or not seen.
-    """
-
-    loss: float | None
+class SampleLine(Readings, frozen=True, kw_only=True, tag_field="event", tag="sample"):
+    """Every 64 updates and where the loss scale changed; `loss` is None where it was not finite or not seen."""
 
 
-class MoveLine(_Stand, frozen=True, kw_only=True, tag="move"):
+class MoveLine(Readings, frozen=True, kw_only=True, tag_field="event", tag="move"):
     """A move, or what the controller would have done; see `autotune_amp.runtime.status.MoveRecord`."""
 
-    kind: str
+    kind: str = msgspec.field(name="move")
     before: Precision
     after: Precision
     reason: str
@@ -82,8 +69,6 @@ class RunLog:
 
     def __init__(self, path: str | os.PathLike[str], *, checks: bool = False) -> None:
         self.path = Path(path).absolute()  # the training may change its folder
-        self.has_begun = False
-        self.scale: float | None = None  # as last written
         self._is_writing = True
         if not checks:
             return
@@ -101,8 +86,6 @@ class RunLog:
 
     def write(self, line: Line) -> None:
         """Append one line, out of this process when this returns."""
-        self.scale = line.scale
-        self.has_begun = True
         if not self._is_writing:
             return
         try:

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.errors import DeviceError, InvalidRequestError
 from autotune_amp.distributed import place_variables
+from autotune_amp.hardware.device import device_of, parse
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.torch_state import HALF_DTYPES
 from autotune_amp.runtime.policy_state import ScaleRule
@@ -36,6 +37,14 @@ _BARELY_THERE = 2.0**-22
 _BARELY_THERE_PER_LOST = 6.0
 # Of the model's largest gradient. Less, as before a batch norm or behind a saturated softmax, is rounding noise.
 NEGLIGIBLE = 2.0**-20
+
+
+def checked_device(device: str | torch.device) -> torch.device:
+    """The device, with its number. Raises `DeviceError` where it is not there, or "auto"."""
+    kind, index = parse(str(device))
+    if kind == "auto":
+        raise DeviceError("device='auto' does not say where the model is.", 'Pass its device: device="cuda", for one.')
+    return torch.device(device_of(kind).resolve(index))
 
 
 class Ranks:
@@ -85,12 +94,26 @@ class Ranks:
 class Stepped:
     """What `step` gives back: true if the optimizer stepped. Known at once, or one wait where it is fused.
 
-    `value` is what ``optimizer.step`` returned.
+    `value` is what ``optimizer.step`` returned. `loss` and `grad_norm` are `PrecisionController.train_step`'s.
     """
 
-    def __init__(self, verdict: int | Tensor, value: Any = None) -> None:
+    def __init__(
+        self, verdict: int | Tensor, value: Any = None, loss: Tensor | None = None, grad_norm: Tensor | None = None
+    ) -> None:
         self._verdict = verdict
         self.value = value
+        self.loss = loss
+        self.grad_norm = grad_norm
+
+    @classmethod
+    def all_of(cls, steps: Sequence[Stepped], loss: Tensor, grad_norm: Tensor | None) -> Stepped:
+        """True if each that had gradients stepped; without a wait."""
+        verdicts = [step._verdict for step in steps]
+        late = [verdict for verdict in verdicts if isinstance(verdict, Tensor)]
+        worst: int | Tensor = max((verdict for verdict in verdicts if isinstance(verdict, int)), default=NO_GRADIENTS)
+        if late:
+            worst = torch.stack([verdict.to(late[0].device) for verdict in late]).amax().clamp(min=worst)
+        return cls(worst, [step.value for step in steps], loss, grad_norm)
 
     def __bool__(self) -> bool:
         return int(self._verdict) == CLEAN

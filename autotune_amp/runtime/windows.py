@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -12,6 +12,54 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.numerics.accumulation import cut, first_dimensions
 
 Batch = TypeVar("Batch")
+
+
+class Pass:
+    """Which pass of its accumulation window the loop is in; `shares` are none where it does not loop over `windows`."""
+
+    def __init__(self, shares: Sequence[float] = (), index: int = 0, *, is_weighed: bool = False) -> None:
+        self.shares = shares
+        self.index = index
+        self._is_weighed = is_weighed
+
+    @property
+    def is_first(self) -> bool:
+        """Whether gradients are zero before it."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the window is over after it."""
+        return self.index >= len(self.shares) - 1
+
+    def share_of(self, loss: Tensor) -> Tensor:
+        """The loss's part in that of the window: exactly ``loss / num_passes`` where nothing is weighed."""
+        if len(self.shares) < 2:
+            return loss
+        return loss * self.shares[self.index] if self._is_weighed else loss / len(self.shares)
+
+
+class Windows:
+    """Where a loop over accumulation windows stands."""
+
+    def __init__(self) -> None:
+        self.current = Pass()
+
+    def over(
+        self,
+        batches: Iterator[Batch],
+        next_shape: Callable[[], tuple[int, int]],
+        weigh: Callable[[Batch], float | Tensor] | None,
+    ) -> Iterator[tuple[Batch, bool]]:
+        """(batch, is_last) for every pass of `passes`; `current` follows."""
+        shares: Sequence[float] = ()
+        try:
+            for batch, shares, index in passes(batches, next_shape, weigh):
+                self.current = Pass(shares, index, is_weighed=weigh is not None)
+                yield batch, self.current.is_last
+        finally:
+            if self.current.shares is shares:  # another loop may have begun since
+                self.current = Pass()
 
 
 def passes(

@@ -43,9 +43,9 @@ def test_an_overflow_in_the_middle_demotes_and_the_checkpoint_goes_on_at_the_run
     assert model.dtypes(7, 10) == {HALF["bf16"]}
     assert are_finite(model)
     log = run.state.log_history
-    assert [entry["amp/rung"] for entry in log[:10]] == [0] * 6 + [1] * 4
-    assert [entry["amp/precision"] for entry in log[:10]] == ["fp16"] * 6 + ["bf16"] * 4
-    assert (log[9]["amp/num_moves"], log[9]["amp/num_skips"]) == (1, 2)
+    assert [entry["autotune_amp/rung"] for entry in log[:10]] == [0] * 6 + [1] * 4
+    assert [entry["autotune_amp/precision"] for entry in log[:10]] == ["fp16"] * 6 + ["bf16"] * 4
+    assert (log[9]["autotune_amp/moves"], log[9]["autotune_amp/skips"]) == (1, 2)
     rates = [entry["learning_rate"] for entry in log[:10]]
     assert rates[6] == rates[5] != rates[4], "the schedule counts steps that were taken"
     resumed = trainer(fp16(), tmp_path, data, max_steps=14)

@@ -1,0 +1,237 @@
+"""What a run has counted and measured, and the updates at which the run log and the sinks hear of it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+import uuid
+from collections import deque
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from statistics import median
+from typing import Any
+
+import msgspec
+import torch
+
+from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.dimensions import Precision
+from autotune_amp.hardware import nvml
+from autotune_amp.runtime.policy import Policy
+from autotune_amp.runtime.readings import PREFIX, metrics
+from autotune_amp.runtime.run_log import BeginLine, Line, MoveLine, RunLog, SampleLine
+from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, Found, LossScaler, Ranks
+from autotune_amp.runtime.sinks import Outlet, Sink
+from autotune_amp.runtime.status import MoveRecord
+
+log = logging.getLogger("autotune_amp.runtime")
+
+SAMPLE_EVERY = 64  # updates between looks at the gradients' and activations' magnitudes, and between lines
+_SAMPLE_AT = 8  # early in the run, but after the loss scale has settled
+
+
+class Totals(msgspec.Struct, kw_only=True):
+    """What was counted. Steps taken, and seconds between updates, are by precision."""
+
+    num_updates: int = 0
+    num_steps: dict[Precision, int] = {}
+    seconds: dict[Precision, float] = {}
+    num_overflows: int = 0
+    num_bad_batches: int = 0
+    num_moves: int = 0
+
+    @property
+    def num_all_steps(self) -> int:
+        """Steps taken, in any precision."""
+        return sum(self.num_steps.values())
+
+    @property
+    def num_skips(self) -> int:
+        """Updates that were no step."""
+        return self.num_overflows + self.num_bad_batches
+
+    def since(self, before: Totals) -> Totals:
+        """What came after `before`; a precision in which nothing did is left out."""
+        steps = {name: num - before.num_steps.get(name, 0) for name, num in self.num_steps.items()}
+        seconds = {name: its - before.seconds.get(name, 0.0) for name, its in self.seconds.items()}
+        return Totals(
+            num_updates=self.num_updates - before.num_updates,
+            num_steps={name: num for name, num in steps.items() if num},
+            seconds={name: its for name, its in seconds.items() if its},
+            num_overflows=self.num_overflows - before.num_overflows,
+            num_bad_batches=self.num_bad_batches - before.num_bad_batches,
+            num_moves=self.num_moves - before.num_moves,
+        )
+
+    def copy(self) -> Totals:
+        """One that goes on by itself."""
+        return self.since(Totals())
+
+
+class Metrics:
+    """Counts updates for the status, and tells the run log and the sinks: rank 0's, on the first rank alone."""
+
+    def __init__(
+        self,
+        config: AmpConfig,
+        policy: Policy,
+        scaler: LossScaler,
+        ranks: Ranks,
+        *,
+        sinks: Sequence[Sink],
+        run_log: str | os.PathLike[str] | None,
+    ) -> None:
+        self.totals = Totals()  # of the run, with what came before a checkpoint
+        self.totals_at_reset = Totals()
+        self.epoch: int | None = None
+        self.flushed_share: float | None = None
+        self.run_id: str | None = None  # as in the log, and in every checkpoint from then on
+        self.run_log = None if run_log is None else RunLog(run_log, checks=ranks.rank == 0)
+        self.outlets = [Outlet(sink) for sink in sinks]
+        self._config = config
+        self._policy = policy
+        self._scaler = scaler
+        self._ranks = ranks
+        self._loss: float | None = None
+        self._precision: Precision = config.precision
+        self._rung = 0
+        self._has_begun = False
+        self._told_scale: float | None = None
+        self._last_update: float | None = None
+        self._seconds: deque[float] = deque(maxlen=101)  # between updates since the last move
+
+    def begin_rung(self, precision: Precision, rung: int) -> None:
+        """From now on updates are in `precision`."""
+        self._precision, self._rung = precision, rung
+        self._seconds.clear()
+        self._last_update = None
+
+    def resume(self, run_id: str | None) -> None:
+        """The run goes on from a checkpoint, which knows its id in the log."""
+        self.run_id = run_id
+        self._has_begun = False
+
+    def reset(self) -> None:
+        """What the status counts begins anew; the run log and the sinks go on counting."""
+        self.totals_at_reset = self.totals.copy()
+
+    @property
+    def wants_sample(self) -> bool:
+        """Whether the magnitudes of the next update are looked at."""
+        return self._policy.num_updates % SAMPLE_EVERY == _SAMPLE_AT
+
+    def begin_update(self, found: Found) -> None:
+        """An update was judged, before the policy hears of it."""
+        self._begin()
+        totals, precision, judged_at = self.totals, self._precision, time.perf_counter()
+        if self._last_update is not None:
+            self._seconds.append(judged_at - self._last_update)
+            totals.seconds[precision] = totals.seconds.get(precision, 0.0) + self._seconds[-1]
+        self._last_update = judged_at
+        totals.num_updates += 1
+        if found.worst == CLEAN:
+            totals.num_steps[precision] = totals.num_steps.get(precision, 0) + 1
+        elif found.worst == BAD_LOSS:
+            totals.num_bad_batches += 1
+        else:
+            totals.num_overflows += 1
+        if found.lost_share is not None:
+            self.flushed_share = found.lost_share
+
+    def end_update(self, found: Found, *, knows_loss: bool) -> None:
+        """The policy has counted the update: tell what is due."""
+        self._loss = found.loss if knows_loss and math.isfinite(found.loss) else None
+        is_sampled = self._policy.num_updates % SAMPLE_EVERY == 0
+        if self._told_scale != self._scale_in_use:
+            grew = f"{self._scaler.rule.growth_interval} steps without overflow"
+            self._say_scale(grew if found.worst == CLEAN else "an overflow")
+        elif not is_sampled:
+            return
+        if is_sampled and log.isEnabledFor(logging.DEBUG) and self._ranks.device.type == "cuda":
+            uuid_ = str(torch.cuda.get_device_properties(self._ranks.device).uuid)
+            said = self._policy.num_updates, *nvml.temperature_and_clock(uuid_)
+            log.debug("update %d: the card is at %s degrees Celsius, its clock at %s MHz", *said)
+        self._tell(SampleLine(**self.standing()))
+
+    def log_move(self, record: MoveRecord) -> None:
+        """Tell of a move."""
+        self._begin()
+        self.totals.num_moves += 1
+        if self._told_scale != self._scale_in_use:
+            self._say_scale(record.kind)
+        told = {name: getattr(record, name) for name in ("before", "after", "reason")}
+        pinned = record.config.pinned_modules
+        self._tell(MoveLine(**self.standing(), kind=record.kind, **told, pinned_modules=pinned))
+
+    def standing(self, totals: Totals | None = None) -> dict[str, Any]:
+        """The fields of `Readings`, as of now; counts are those of `totals`, None: of the run."""
+        totals, scale = totals or self.totals, self._scale_in_use
+        return {
+            "update": self._policy.num_updates,
+            "epoch": self.epoch,
+            "precision": self._precision,
+            "rung": self._rung,
+            "scale": scale,
+            "growth_tracker": None if scale is None else self._scaler.rule.growth_tracker,
+            "num_steps": totals.num_all_steps,
+            "num_skips": totals.num_skips,
+            "num_overflows": totals.num_overflows,
+            "num_bad_batches": totals.num_bad_batches,
+            "num_moves": totals.num_moves,
+            "flushed_share": None if scale is None else self.flushed_share,
+            "step_seconds": median(self._seconds) if self._seconds else None,
+            "loss": self._loss,
+        }
+
+    def close(self) -> None:
+        """The run is over: wait a little for the sinks."""
+        for outlet in self.outlets:
+            outlet.close()
+
+    @property
+    def _scale_in_use(self) -> float | None:
+        return self._scaler.rule.scale if self._scaler.is_scaling else None
+
+    def _say_scale(self, cause: str) -> None:
+        said = self._policy.num_updates, self._told_scale, self._scale_in_use, cause
+        log.debug("update %d: loss scale %s -> %s: %s", *said)
+
+    def _tell(self, line: Line) -> None:
+        self._told_scale = line.scale
+        if self.run_log is not None:
+            self.run_log.write(line)
+        if not self.outlets or isinstance(line, BeginLine):
+            return
+        told = metrics(line)
+        if isinstance(line, MoveLine):
+            pinned = ", ".join(line.pinned_modules)
+            of_move = {"move": line.kind, "before": line.before, "reason": line.reason, "pinned_modules": pinned}
+            told |= {PREFIX + name: text for name, text in of_move.items()}
+        for outlet in self.outlets:
+            outlet.send(told)
+
+    def _begin(self) -> None:
+        """Only now: by its first update a run knows its ranks and has loaded its checkpoint."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        ranks = self._ranks
+        if ranks.rank != 0:
+            self.run_log, self.outlets = None, []  # another rank tells
+        self._told_scale = self._scale_in_use
+        if self.run_log is None:
+            return
+        self.run_id = self.run_id or uuid.uuid4().hex
+        begin = BeginLine(
+            **self.standing(),
+            run_id=self.run_id,
+            is_resumed=self._policy.num_updates > 0,
+            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            device=str(ranks.device),
+            rank=ranks.rank,
+            num_ranks=ranks.num_ranks,
+            config=self._config,
+        )
+        self._tell(begin)

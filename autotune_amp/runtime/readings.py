@@ -1,0 +1,73 @@
+"""Where a run stands, in numbers that have one name everywhere: run log, page, sinks, frameworks' logs. No torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple, get_type_hints
+
+import msgspec
+
+from autotune_amp.core.dimensions import Precision
+
+PREFIX = "autotune_amp/"
+
+
+def _is(description: str, unit: str = "1") -> msgspec.Meta:
+    """A metric; its unit as UCUM writes it, which OpenTelemetry asks for."""
+    return msgspec.Meta(description=description, extra={"unit": unit})
+
+
+def _metric_name(field: str) -> str:
+    return field.removeprefix("num_")
+
+
+class Readings(msgspec.Struct, frozen=True, kw_only=True, rename=_metric_name):
+    """Where a run stands after `update` optimizer steps tried, as far as the host knows. Each field is a metric.
+
+    Its metric's name is the field's without ``num_``; what is None has no value now.
+    """
+
+    update: Annotated[int, _is("Optimizer steps tried.", "{update}")]
+    epoch: Annotated[int | None, _is("What controller.epoch() was told.", "{epoch}")] = None
+    precision: Annotated[Precision, _is("The precision that the run computes in.")]
+    rung: Annotated[int, _is("0 is the config's own precision, one past the last fallback: disabled.")]
+    scale: Annotated[float | None, _is("The loss scale; none where the loss is not scaled.")]
+    growth_tracker: Annotated[int | None, _is("Steps without overflow since the loss scale changed.", "{step}")] = None
+    num_steps: Annotated[int, _is("Updates in which every optimizer with gradients stepped.", "{step}")]
+    num_skips: Annotated[int, _is("Updates in which one did not: overflows and bad batches.", "{step}")]
+    num_overflows: Annotated[int, _is("Skips with a finite loss: a gradient was not.", "{step}")]
+    num_bad_batches: Annotated[int, _is("Skips in which the loss itself was not finite.", "{step}")]
+    num_moves: Annotated[int, _is("Moves of the controller.", "{move}")]
+    flushed_share: Annotated[
+        float | None, _is("Share of the gradient's entries that fp16 flushed to zero, an estimate from samples.")
+    ] = None
+    step_seconds: Annotated[float | None, _is("Median time between updates in this precision.", "s")] = None
+    loss: Annotated[float | None, _is("Loss of the last backward pass, the largest of all ranks, if finite.")] = None
+
+
+class Metric(NamedTuple):
+    """What is known of a metric without a run; counts only grow."""
+
+    name: str
+    description: str
+    unit: str
+    is_count: bool
+
+
+def _declared() -> dict[str, Metric]:
+    hints = get_type_hints(Readings, include_extras=True)
+    return {
+        field: Metric(
+            PREFIX + _metric_name(field), meta.description, meta.extra["unit"], is_count=field.startswith("num_")
+        )
+        for field in Readings.__struct_fields__
+        for meta in hints[field].__metadata__
+    }
+
+
+METRICS = _declared()  # by the field of `Readings`
+
+
+def metrics(readings: Readings) -> dict[str, float | str]:
+    """The metrics that have a value, by their names. Only the precision is text."""
+    values = {metric.name: getattr(readings, field) for field, metric in METRICS.items()}
+    return {name: value for name, value in values.items() if value is not None}

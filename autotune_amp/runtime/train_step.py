@@ -1,0 +1,185 @@
+"""One call a training step: a closure that gives the loss, the model that it trains, and the loop around both."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import CodeType, FunctionType, MethodType
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.runtime.diagnosis import checked_loss
+from autotune_amp.runtime.executor import Executor
+from autotune_amp.runtime.model import Attachment
+from autotune_amp.runtime.scaler import NO_GRADIENTS, Stepped
+from autotune_amp.runtime.windows import Pass
+
+log = logging.getLogger("autotune_amp.runtime")
+
+_MAX_DEPTH = 4  # of functions and objects that name one another
+_MAX_ITEMS = 64  # of a container that is looked into
+
+
+class Steering(Protocol):
+    """What a step needs of the controller."""
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """See `PrecisionController.autocast`, as of the others."""
+
+    def backward(self, loss: Tensor) -> None: ...  # noqa: D102
+
+    def unscale_(self, optimizer: Optimizer) -> None: ...  # noqa: D102
+
+    def step(self, optimizer: Optimizer) -> Stepped: ...  # noqa: D102
+
+    def update(self) -> None: ...  # noqa: D102
+
+    def discard_window(self) -> None: ...  # noqa: D102
+
+
+class TrainStep:
+    """Trains on closures. The latest is the executor's rerun; once the model that it trains is looked for."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._has_looked = False
+        self._is_of_model: dict[tuple[int, ...], bool] = {}  # by the optimizers' ids
+
+    def take(
+        self,
+        controller: Steering,
+        current: Pass,
+        closure: Callable[[], Tensor],
+        optimizer: Optimizer | Sequence[Optimizer],
+        clip_norm: float | None,
+    ) -> Stepped:
+        """One pass, and the step if it is the window's last; see `PrecisionController.train_step`."""
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        num_passes = self._executor.own_config.accumulation_steps
+        if not current.shares and num_passes > 1:
+            raise InvalidRequestError(
+                f"The config accumulates {num_passes} passes, and the loop takes one.",
+                "Call train_step in `for batch, is_last in controller.windows(loader):`.",
+            )
+        self._rerun_by(closure, optimizers)
+        try:
+            if current.is_first:
+                _zero_gradients(optimizers)
+            with self._exchanging(current.is_last):
+                with controller.autocast():
+                    loss = checked_loss(closure(), "The closure")
+                controller.backward(current.share_of(loss))
+            if not current.is_last:
+                return Stepped(NO_GRADIENTS, loss=loss.detach())
+            norm = None
+            if clip_norm is not None:
+                for one in optimizers:
+                    controller.unscale_(one)
+                norm = nn.utils.clip_grad_norm_([p for one in optimizers for p in _parameters(one)], clip_norm)
+            steps = [controller.step(one) for one in optimizers]
+            controller.update()
+        except BaseException:
+            controller.discard_window()
+            _zero_gradients(optimizers)
+            raise
+        return Stepped.all_of(steps, loss.detach(), norm)
+
+    def _exchanging(self, is_last: bool) -> AbstractContextManager[object]:
+        """DDP exchanges the gradients of a window once, in its last pass."""
+        given = None if self._executor.model is None else self._executor.model.given
+        return given.no_sync() if isinstance(given, DistributedDataParallel) and not is_last else nullcontext()
+
+    def _rerun_by(self, closure: Callable[[], Tensor], optimizers: Sequence[Optimizer]) -> None:
+        executor = self._executor
+        if executor.model is None and not self._has_looked:
+            self._has_looked = True
+            found = trained_model(closure, optimizers)
+            if found is None:
+                log.warning(
+                    "The closure's code names no one model that holds the optimizer's parameters, so steps that fail "
+                    "are not diagnosed: call controller.attach(model) once."
+                )
+            else:
+                executor.attach(Attachment(found, closure, executor.ranks.device))
+        if executor.model is None:
+            return
+        key = tuple(map(id, optimizers))
+        if key not in self._is_of_model:
+            self._is_of_model[key] = holds_any(executor.model.given, optimizers)
+        # Of another model the closure would be run again without putting back what that one keeps.
+        executor.model.rerun = closure if self._is_of_model[key] else None
+        executor.policy.can_rerun = self._is_of_model[key]
+
+
+def _zero_gradients(optimizers: Sequence[Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+
+
+def trained_model(closure: Callable[[], Tensor], optimizers: Sequence[Optimizer]) -> nn.Module | None:
+    """The module that the closure's code names and that holds parameters of the optimizers, the outermost of those
+    inside one another; None without one, and where several stand side by side."""
+    named = list(dict.fromkeys(_named_by(closure, 0, set())))
+    trained = [module for module in named if holds_any(module, optimizers)]
+    inner = {id(child) for module in trained for child in module.modules() if child is not module}
+    outer = [module for module in trained if id(module) not in inner]
+    return outer[0] if len(outer) == 1 else None
+
+
+def holds_any(module: nn.Module, optimizers: Sequence[Optimizer]) -> bool:
+    """Whether any of their parameters is the module's."""
+    theirs = {id(parameter) for optimizer in optimizers for parameter in _parameters(optimizer)}
+    return any(id(parameter) in theirs for parameter in module.parameters())
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _named_by(found: Any, depth: int, seen: set[int]) -> Iterator[nn.Module]:
+    """The modules that code and objects lead to by their names; nothing is called."""
+    if id(found) in seen or depth > _MAX_DEPTH:
+        return
+    seen.add(id(found))
+    if isinstance(found, nn.Module):
+        yield found
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(found, partial):
+        parts = (found.func, *found.args, *found.keywords.values())
+    elif isinstance(found, MethodType):
+        parts = (found.__self__, found.__func__)
+    elif isinstance(found, FunctionType):
+        parts = _held_by(found)
+    elif isinstance(found, list | tuple | dict):
+        items = found.values() if isinstance(found, dict) else found
+        parts = items if len(found) <= _MAX_ITEMS else ()
+    elif not isinstance(found, type | Tensor) and hasattr(found, "__dict__"):
+        parts = vars(found).values()
+    for part in list(parts):
+        yield from _named_by(part, depth + 1, seen)
+
+
+def _held_by(function: FunctionType) -> Iterator[Any]:
+    """What its cells, defaults and the globals that its code names hold."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    names = set(_names(function.__code__))
+    yield from (value for name, value in function.__globals__.items() if name in names)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
