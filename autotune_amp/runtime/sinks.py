@@ -73,6 +73,11 @@ def _deliver(sink: Sink, waiting: queue.Queue[Values | None]) -> None:
 
 
 def _end(waiting: queue.Queue[Values | None], thread: threading.Thread) -> None:
-    with contextlib.suppress(queue.Full):
-        waiting.put_nowait(None)
-        thread.join(_END_SECONDS)
+    while True:
+        try:
+            waiting.put_nowait(None)
+            break
+        except queue.Full:  # it hangs: what waits is dropped, and it ends once it goes on
+            with contextlib.suppress(queue.Empty):
+                waiting.get_nowait()
+    thread.join(_END_SECONDS)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -144,26 +144,31 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 def _named_by(found: Any, depth: int, seen: set[int]) -> Iterator[nn.Module]:
     """The modules that code and objects lead to by their names; nothing is called."""
+    kind = type(found)  # and not isinstance, which asks objects that may answer with a warning or an import
     if id(found) in seen or depth > _MAX_DEPTH:
         return
     seen.add(id(found))
-    if isinstance(found, nn.Module):
+    if issubclass(kind, nn.Module):
         yield found
         return
     parts: Iterable[Any] = ()
-    if isinstance(found, partial):
+    if issubclass(kind, partial):
         parts = (found.func, *found.args, *found.keywords.values())
-    elif isinstance(found, MethodType):
+    elif issubclass(kind, MethodType):
         parts = (found.__self__, found.__func__)
-    elif isinstance(found, FunctionType):
-        parts = _held_by(found)
-    elif isinstance(found, list | tuple | dict):
-        items = found.values() if isinstance(found, dict) else found
+    elif issubclass(kind, FunctionType):
+        parts = () if _is_torchs(found.__module__) else _held_by(found)
+    elif issubclass(kind, list | tuple | dict):
+        items = found.values() if issubclass(kind, dict) else found
         parts = items if len(found) <= _MAX_ITEMS else ()
-    elif not isinstance(found, type | Tensor) and hasattr(found, "__dict__"):
-        parts = vars(found).values()
+    elif not (issubclass(kind, type | ModuleType) or _is_torchs(kind.__module__)):
+        parts = getattr(found, "__dict__", {}).values()
     for part in list(parts):
         yield from _named_by(part, depth + 1, seen)
+
+
+def _is_torchs(module: object) -> bool:
+    return str(module).partition(".")[0] == "torch"
 
 
 def _held_by(function: FunctionType) -> Iterator[Any]:

@@ -15,7 +15,9 @@ REASON = "8 of 200 steps skipped <b>& more</b>"
 
 def _line(update: int, precision: Precision, scale: float | None, num_skips: int) -> dict[str, Any]:
     num_steps = update - num_skips
-    return {"update": update, "num_steps": num_steps, "num_skips": num_skips, "precision": precision, "scale": scale}
+    counts = {"num_steps": num_steps, "num_skips": num_skips, "num_overflows": num_skips, "num_bad_batches": 0}
+    rung = ("fp16", "bf16", "fp32").index(precision)
+    return {"update": update, "precision": precision, "rung": rung, "scale": scale, "num_moves": 0, **counts}
 
 
 def begin(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from training import timeless
 
 from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.core.dimensions import Precision
@@ -237,7 +238,7 @@ def _train(scenario: Scenario, rank: int) -> Outcome:
     status = controller.status()
     outcome.counts = (status.num_updates, status.num_steps, status.num_skips)
     outcome.history = [to_plain(move) for move in status.history]
-    outcome.state = controller.state_dict()
+    outcome.state = timeless(controller.state_dict())
     outcome.state[checkpoint.KEY]["counters"]["run_id"] = None  # that of the log, which rank 0 alone writes
     outcome.weights = whole_weights(model)
     return outcome

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from training import Batch, batches, fp16
+from training import Batch, batches, fp16, timeless
 
 from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.runtime.controller import PrecisionController
@@ -74,7 +74,7 @@ class Run:
         status = self.controller.status()
         return {
             "weights": {name: value.tolist() for name, value in self.model.state_dict().items()},
-            "state": self.controller.state_dict(),
+            "state": timeless(self.controller.state_dict()),
             "scale": status.scale,
             "precision": status.precision,
             "is_enabled": status.is_enabled,

@@ -125,8 +125,8 @@ def test_a_newer_format_and_other_rungs_are_refused() -> None:
     controller = used()
     state = controller.state_dict()
     assert "saved in bf16" in refused(PrecisionController(fp16(fallback=["fp32"]), device="cpu"), state).message
-    error = refused(controller, state | {"autotune_amp": {"format": 2, "all else": "is new"}})
-    assert "format 2" in error.message
+    error = refused(controller, state | {"autotune_amp": {"format": 3, "all else": "is new"}})
+    assert "format 3" in error.message
     assert error.next_step == "Upgrade autotune_amp."
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from training import timeless
 
 from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.runtime.controller import PrecisionController
@@ -77,7 +78,7 @@ class Script:
             controller.backward(loss)
         else:
             controller.scale(loss)
-            gradient = {OVERFLOW: math.inf, NAN_LOSS: math.nan, TINY: 2.0**-23}.get(event, controller.status().scale)
+            gradient = {OVERFLOW: math.inf, NAN_LOSS: math.nan, TINY: 2.0**-23}.get(event, controller.get_scale())
             self.weight.grad = torch.full((1, 1), gradient)
         controller.step(self.optimizer)
         controller.update()
@@ -93,9 +94,7 @@ def played(name: str) -> PrecisionController:
 
 def plain(state: dict[str, Any]) -> dict[str, Any]:
     """As JSON gives it back; but configs as objects, whose document may gain keys, and reasons in any words."""
-    document: dict[str, Any] = json.loads(json.dumps(state))
-    document["autotune_amp"].pop("statistics", None)  # which states once had, as the next
-    document["autotune_amp"]["steering"]["policy"].pop("startup_was_cleared", None)
+    document: dict[str, Any] = json.loads(json.dumps(timeless(state)))
     for record in document["autotune_amp"]["history"]:
         record["config"] = AmpConfig.from_json(record["config"])
         assert record.pop("reason")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import logging
@@ -11,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,10 +23,10 @@ from autotune_amp import AmpConfig, LossScale, PrecisionController
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import FormatError, InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.runtime import run_log
-from autotune_amp.runtime import status as metrics
+from autotune_amp.runtime import metrics, run_log
+from autotune_amp.runtime.metrics import SAMPLE_EVERY
 from autotune_amp.runtime.run_log import BeginLine, SampleLine
-from autotune_amp.runtime.status import SAMPLE_EVERY, MoveRecord
+from autotune_amp.runtime.status import MoveRecord
 
 Kind: TypeAlias = Literal["clean", "overflow", "bad loss"]
 CLEAN: list[Kind] = ["clean"]
@@ -45,6 +45,7 @@ class Scripted:
         self.controller = controller
         self.weight = nn.Parameter(torch.tensor([1.0, -2.0]))
         self.optimizer = torch.optim.SGD([self.weight], lr=0.125)
+        self.has_stepped = False
 
     def loss(self, kind: Kind) -> Tensor:
         loss = self.weight.square().sum()
@@ -58,7 +59,7 @@ class Scripted:
             with self.controller.autocast():
                 loss = self.loss(kind)
             self.controller.backward(loss)
-            self.controller.step(self.optimizer)
+            self.has_stepped = bool(self.controller.step(self.optimizer))
             self.controller.update()
         return self
 
@@ -98,7 +99,7 @@ def test_the_median_time_of_the_current_precision(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_history_has_every_move_with_its_reason_and_listeners_hear_of_it(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, logger="autotune_amp.runtime")
+    caplog.set_level(logging.INFO, logger="autotune_amp.runtime")
     training = scripted(fp16(fallback=["bf16", "fp32"]), halt=False)
     heard: list[MoveRecord] = []
     training.controller.on_move(heard.append)
@@ -115,7 +116,7 @@ def test_the_history_has_every_move_with_its_reason_and_listeners_hear_of_it(cap
     assert [(record.update, record.kind, record.before, record.after) for record in history] == moves
     assert [record.config.precision for record in history] == ["bf16", "fp16", "fp16", "fp16", "fp32"]
     assert tuple(heard) == history
-    logged = [record.getMessage() for record in caplog.records]
+    logged = [record.getMessage() for record in caplog.records if " at update " in record.getMessage()]
     assert [history[index].reason in line for index, line in enumerate(logged)] == [True] * 5
     training.assert_trained_on(7)
 
@@ -157,20 +158,12 @@ def test_the_statistics_file_is_json_whatever_was_seen(tmp_path: Path, largest: 
 
     document = json.loads(path.read_text(), parse_constant=refuse)
     status = controller.status()
-    assert {field.name for field in dataclasses.fields(status)} == set(document)
-    assert document["num_updates"] == status.num_updates == 11
+    assert {field.encode_name for field in msgspec.structs.fields(status)} == set(document)
+    assert document["updates"] == status.num_updates == 11
     assert document["forward_max"] == (3.0 if largest == 3.0 else None)
     assert [entry["kind"] for entry in document["history"]] == ["by_hand"]
     assert AmpConfig.from_json(document["history"][0]["config"]) == status.history[0].config
     assert list(tmp_path.iterdir()) == [path]
-
-
-class Writer:
-    def __init__(self) -> None:
-        self.scalars: list[tuple[str, float, int]] = []
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        self.scalars.append((tag, value, step))
 
 
 def test_a_controller_from_a_recommendation_has_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +177,8 @@ BY_HAND: dict[str, Any] = {
     "enable": PrecisionController.enable,
     "to fp32": lambda controller: controller.set_precision("fp32"),
     "to fp16": lambda controller: controller.set_precision("fp16"),
+    "reset": PrecisionController.reset_stats,
+    "epoch": lambda controller: controller.epoch(3),
     "save and load": lambda controller: controller.load_state_dict(controller.state_dict()),
 }
 
@@ -200,26 +195,29 @@ def test_every_update_is_a_step_or_a_skip_whatever_is_called(guard: bool, has_tw
     second = torch.optim.SGD([nn.Parameter(torch.ones(()))], lr=0.125)
     moves: list[MoveRecord] = []
     controller.on_move(moves.append)
+    num_tried = num_taken = 0  # since the statistics were reset
     for event in events:
-        before = controller.status()
         if event in BY_HAND:
             BY_HAND[event](controller)
+            num_tried, num_taken = (0, 0) if event == "reset" else (num_tried, num_taken)
             continue
         if has_two:  # whose gradients are fine where the other's are not
             second.param_groups[0]["params"][0].grad = torch.ones(())
             controller.scale(torch.ones(()))
             controller.step(second)
         training.run(event)
+        num_tried += 1
+        num_taken += training.has_stepped
         status = controller.status()
-        assert status.num_updates == before.num_updates + 1
-        assert status.num_steps + status.num_skips == status.num_updates
+        assert (status.num_updates, status.num_steps, status.num_skips) == (num_tried, num_taken, num_tried - num_taken)
+        assert status.num_skips == status.num_overflows + status.num_bad_batches
+        assert sum(status.steps_by_precision.values()) == status.num_steps
     assert tuple(moves) == controller.status().history or "save and load" in events
 
 
-def test_disabling_and_enabling_are_moves_and_scalars_go_on(tmp_path: Path) -> None:
-    writer = Writer()
+def test_disabling_and_enabling_are_moves_and_metrics_go_on(tmp_path: Path) -> None:
     heard: list[MoveRecord] = []
-    training = scripted(writer=writer, run_log=tmp_path / "run.jsonl").run(*CLEAN * 3)
+    training = scripted(run_log=tmp_path / "run.jsonl").run(*CLEAN * 3)
     controller = training.controller
     controller.on_move(heard.append)
     controller.disable()
@@ -230,13 +228,8 @@ def test_disabling_and_enabling_are_moves_and_scalars_go_on(tmp_path: Path) -> N
     assert moves == [(3, "fp16", "fp32"), (3 + metrics.SAMPLE_EVERY, "fp32", "fp16")]
     assert tuple(heard) == controller.status().history
     assert [move.update for move in run_log.read(tmp_path / "run.jsonl").moves] == [update for update, *_ in moves]
-    every = metrics.SAMPLE_EVERY
-    assert writer.scalars == [
-        ("autotune_amp/scale", 1.0, every),
-        ("autotune_amp/skips", 0, every),
-        ("autotune_amp/rung", 0, every),
-        ("autotune_amp/steps", every, every),
-    ]
+    (sample,) = [line for line in run_log.read(tmp_path / "run.jsonl").lines if isinstance(line, SampleLine)]
+    assert (sample.update, sample.precision, sample.scale, sample.num_steps) == (64, "fp32", None, 64)
 
 
 # -- the run log -------------------------------------------------------------------------------------------------------
@@ -342,7 +335,7 @@ def test_damage_elsewhere_is_an_error_that_names_the_line(path: Path) -> None:
     path.write_text("".join([lines[0], '{"event":"sample"}\n', *lines[2:]]))
     with pytest.raises(FormatError, match="line 2 is damaged"):
         run_log.read(path)
-    path.write_text("".join([lines[0].replace('"format":1', '"format":9'), *lines[1:]]))
+    path.write_text("".join([lines[0].replace('"format":2', '"format":9'), *lines[1:]]))
     with pytest.raises(FormatError, match="format 9"):
         run_log.read(path)
     path.write_text(lines[0].replace('"batch_size":4', '"batch_size":0'))

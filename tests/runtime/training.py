@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +33,16 @@ def batches(num_batches: int, *, width: int = 8, seed: int = 1) -> list[Batch]:
         inputs = torch.randn(4, width, generator=generator)
         made.append((inputs, inputs @ weight))
     return made
+
+
+def timeless(state: dict[str, Any]) -> dict[str, Any]:
+    """A controller's state without the seconds that it took, which no two runs share, and without what was sampled,
+    which late verdicts bring at another update."""
+    its = copy.deepcopy(state)
+    its["autotune_amp"]["counters"].pop("flushed_share")
+    for totals in ("totals", "totals_at_reset"):
+        its["autotune_amp"]["counters"][totals].pop("seconds")
+    return its
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
