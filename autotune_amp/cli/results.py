@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autotune_amp.cli.options import OBJECTIVE, Folder, Json, Price, Samples, Steps, option, result
-from autotune_amp.report.output import json_document
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.report.output import emit, json_document
 
 if TYPE_CHECKING:
     from autotune_amp.core.recommendation import Recommendation
@@ -52,6 +54,9 @@ def report(
     out: Annotated[
         Path | None, option("FILE", "Write this file in place of the study's report.html or the log's .html.")
     ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Of a run log: draw it again as it grows, until Ctrl-C.")
+    ] = False,
     as_json: Json = False,
 ) -> bytes:
     """Draw a search, or a training's run log, as one HTML file, and print its path.
@@ -59,13 +64,30 @@ def report(
     A search that recommended nothing is drawn too, with what failed. A page is written over an earlier one of its kind
     and over no other file.
     """
-    from autotune_amp.report.files import OUTCOMES, latest, write_report, write_run_report
+    from autotune_amp.report.files import OUTCOMES, follow_run, latest, write_report, write_run_report
 
-    if path is not None and path.is_file() and path.suffix != ".json" and path.name != OUTCOMES:
-        written = write_run_report(path, out)  # the controller writes its log to whatever name it is given
-    else:
-        written = write_report(latest(path, "recommendation.json", OUTCOMES), out)
-    return json_document({"format": 1, "report": written.as_posix()}) if as_json else f"{written.as_posix()}\n".encode()
+    def said(written: Path) -> bytes:
+        document = {"format": 1, "report": written.as_posix()}
+        return json_document(document) if as_json else f"{written.as_posix()}\n".encode()
+
+    # The controller writes its log to whatever name it is given.
+    log = path if path is not None and path.is_file() and path.suffix != ".json" and path.name != OUTCOMES else None
+    if not follow:
+        if log is not None:
+            return said(write_run_report(log, out))
+        return said(write_report(latest(path, "recommendation.json", OUTCOMES), out))
+    if log is None:
+        raise InvalidRequestError(
+            f"--follow needs the run log of a training, and {path or 'the latest study'} is none.",
+            'Name the file that PrecisionController(config, run_log="run.jsonl") writes.',
+        )
+    drawn = follow_run(log, out)
+    emit(said(next(drawn)))
+    sys.stdout.flush()
+    with contextlib.suppress(KeyboardInterrupt):
+        for _ in drawn:
+            pass
+    return b""
 
 
 def export(

@@ -25,11 +25,15 @@ def marker(kind: str) -> str:
     return f'<meta name="generator" content="autotune_amp {kind}">'
 
 
-def page(title: str, sections: Mapping[str, str], *, kind: str, lead: str) -> str:
-    """The HTML document of a "search" or a "run": `sections` are HTML by their titles, below `lead`, which is HTML."""
+def page(title: str, sections: Mapping[str, str], *, kind: str, lead: str, reload_seconds: int | None = None) -> str:
+    """The HTML document of a "search" or a "run": `sections` are HTML by their titles, below `lead`, which is HTML.
+
+    A browser loads it again every `reload_seconds`, where they are given.
+    """
+    reloads = "" if reload_seconds is None else f'<meta http-equiv="refresh" content="{reload_seconds}">\n'
     parts = [f"<section><h2>{_text(name)}</h2>{body}</section>" for name, body in sections.items()]
     return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{marker(kind)}\n'
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{marker(kind)}\n{reloads}'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{_text(title)}</title>\n<style>\n{_ours('page.css')}</style>\n</head>\n<body>\n"
         '<header><span class="brand">autotune_amp</span><button id="theme" type="button">Dark</button></header>\n'

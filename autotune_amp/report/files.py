@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from autotune_amp.core.errors import AutotuneAmpError, FormatError, StudyError
@@ -10,6 +11,7 @@ from autotune_amp.core.recommendation import Recommendation, write_atomically
 from autotune_amp.search.storage.folder import StudyFolder
 
 NAME, OUTCOMES = "report.html", "outcomes.jsonl"
+RELOAD_SECONDS = 5  # of a page that follows a run
 _ELSEWHERE = "Give `autotune-amp report` a file in a folder that can be written, with --out FILE.html."
 
 
@@ -70,17 +72,32 @@ def write_report(study: Path, out: Path | None = None) -> Path:
     return _write_page(out or source.parent / NAME, _drawn(source), "search", "report of a search")
 
 
-def write_run_report(log: Path, out: Path | None = None) -> Path:
+def write_run_report(log: Path, out: Path | None = None, reload_seconds: int | None = None) -> Path:
     """Draw the last run in a controller's log as the file `out`, or beside it with a name that ends in .html.
 
-    Returns the page's path. Raises `FormatError` for what is no run log, damaged or of a newer format, `StudyError`
-    where the page cannot be written.
+    Returns the page's path; a browser loads it again every `reload_seconds`. Raises `FormatError` for what is no run
+    log, damaged or of a newer format, `StudyError` where the page cannot be written.
     """
     from autotune_amp.report.run_page import run_page
     from autotune_amp.runtime.run_log import read
 
-    page = run_page(read(log), log.name)
+    page = run_page(read(log), log.name, reload_seconds)
     return _write_page(out or log.with_suffix(".html"), page, "run", "report of a training run")
+
+
+def follow_run(log: Path, out: Path | None = None, pause: Callable[[float], object] = time.sleep) -> Iterator[Path]:
+    """`write_run_report` now and whenever the log has grown, each time with the page's path; once more at the end,
+    as a page that stays."""
+    drawn = None
+    try:
+        while True:
+            state = log.stat().st_mtime_ns, log.stat().st_size
+            if state != drawn:
+                drawn = state
+                yield write_run_report(log, out, RELOAD_SECONDS)
+            pause(RELOAD_SECONDS)
+    finally:
+        write_run_report(log, out)
 
 
 def keep_report(folder: Path, note: Callable[[str], None], warn: Callable[[str], None]) -> None:

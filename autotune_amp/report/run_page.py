@@ -22,8 +22,8 @@ _CAPTION = (
 )
 
 
-def run_page(run: Run, name: str) -> str:
-    """The HTML document; `name` is the log's."""
+def run_page(run: Run, name: str, reload_seconds: int | None = None) -> str:
+    """The HTML document; `name` is the log's. A browser loads it again every `reload_seconds`."""
     config = msgspec.json.format(run.begin.config.to_json(), indent=2)
     return document.page(
         f"{one_line(name)}: {_title(rungs(run))}",
@@ -35,6 +35,7 @@ def run_page(run: Run, name: str) -> str:
         },
         kind="run",
         lead=_lead(run),
+        reload_seconds=reload_seconds,
     )
 
 
@@ -138,12 +139,13 @@ def _lead(run: Run) -> str:
     last, moves = run.lines[-1], run.moves
     num_updates = last.num_steps + last.num_skips
     share = last.num_skips / max(1, num_updates)
+    causes = f"{count(last.num_overflows, 'overflow')}, {count(last.num_bad_batches, 'bad batch', 'bad batches')}"
     scale = "the loss is not scaled" if last.scale is None else f"loss scale {last.scale:,g}"
     latest = f"the last: {_kind(moves[-1])} at update {moves[-1].update:,}" if moves else "nothing made it move"
     tiles = document.tiles(
         [
             ("precision at the end", last.precision, scale),
-            ("steps skipped", f"{100 * share:.2g} %", f"{last.num_skips:,} of {num_updates:,} updates"),
+            ("steps skipped", f"{100 * share:.2g} %", f"{causes} in {num_updates:,} updates"),
             ("moves", f"{len(moves):,}", latest),
         ]
     )

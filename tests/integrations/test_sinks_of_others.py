@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -19,6 +20,11 @@ from autotune_amp.integrations import sinks
 from autotune_amp.runtime.sinks import Sink, Values
 
 SCALE, STEPS, SKIPS, MOVE = (f"autotune_amp/{name}" for name in ("scale", "steps", "skips", "move"))
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """Without importing it: that makes folders."""
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
 
 
 def train(sink: Sink) -> list[Values]:
@@ -88,8 +94,8 @@ else:
 """
 
 
+@needs("wandb")
 def test_wandb_offline_has_the_last_of_it_and_keeps_its_own_steps(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
     environment = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(tmp_path)}
     in_a_process(WANDB, tmp_path, environment)
     (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
@@ -118,8 +124,8 @@ else:
 """
 
 
+@needs("mlflow")
 def test_mlflow_in_a_folder_has_the_whole_history(tmp_path: Path) -> None:
-    pytest.importorskip("mlflow")
     in_a_process(MLFLOW, tmp_path, {"MLFLOW_ALLOW_FILE_STORE": "true", "HOME": str(tmp_path)})
     assert (tmp_path / "runs").is_dir()
 
@@ -145,7 +151,8 @@ def test_opentelemetry_has_counters_gauges_and_an_event_of_the_move() -> None:
     from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
     from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-    reader, exporter, logs = InMemoryMetricReader(), InMemoryLogRecordExporter(), LoggerProvider()
+    reader, logs = InMemoryMetricReader(), LoggerProvider()
+    exporter = InMemoryLogRecordExporter()  # type: ignore[no-untyped-call] # it has no types
     logs.add_log_record_processor(SimpleLogRecordProcessor(exporter))
     meters = metrics_sdk.MeterProvider([reader])
     told = train(sinks.opentelemetry(meters, logs))

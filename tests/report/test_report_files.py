@@ -6,19 +6,21 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from unittest.mock import Mock
 
 import made_study
 import msgspec
 import pytest
-from made_run_log import made_run
+from made_run_log import made_run, sample
 from report_samples import record
 
 from autotune_amp.api import recommend_config
 from autotune_amp.cli import run
 from autotune_amp.core.outcome import Failure, Record
-from autotune_amp.report.files import keep_report, write_report
+from autotune_amp.report.files import follow_run, keep_report, write_report
+from autotune_amp.runtime.run_log import RunLog
 
 MADE, RECORDS = made_study.made(), made_study.records()
 
@@ -136,3 +138,30 @@ def test_nothing_is_drawn_with_before_it_is_needed() -> None:
         "import sys, autotune_amp.api; assert not {'plotly', 'rich', 'autotune_amp.report.document'} & set(sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+# --- a page that follows a run -------------------------------------------------------------------------------------
+
+
+def test_a_run_is_followed_as_it_grows_until_ctrl_c(tmp_path: Path) -> None:
+    log, pages = made_run(tmp_path / "run.jsonl"), list[str]()
+    grown = iter([True, False, True, None])
+
+    def pause(seconds: float) -> None:
+        pages.append((tmp_path / "run.html").read_text())
+        grows = next(grown)
+        if grows is None:
+            raise KeyboardInterrupt
+        if grows:
+            RunLog(log).write(sample(700 + len(pages), 64.0, 9))
+
+    with pytest.raises(KeyboardInterrupt):
+        list(follow_run(log, pause=pause))
+    assert [page == before for before, page in pairwise(pages)] == [False, True, False], "drawn where it has grown"
+    assert all('http-equiv="refresh"' in page for page in pages)
+    assert 'http-equiv="refresh"' not in (tmp_path / "run.html").read_text(), "the last one stays"
+
+
+def test_only_a_run_log_can_be_followed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", str(tmp_path), "--follow"]) == 2
+    assert "run_log=" in capfd.readouterr().err

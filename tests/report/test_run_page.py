@@ -52,7 +52,7 @@ def test_the_page_says_what_happened_and_escapes_it(tmp_path: Path) -> None:
     text = page.read_text()
     for told in (
         "run.jsonl: fp16, then bf16 from update 400",
-        "9 of 640 updates",
+        "9 overflows, 0 bad batches in 640 updates",
         "8 of 200 steps skipped &lt;b&gt;&amp; more&lt;/b&gt;",
         "in fp32 now: encoder.wo",
         "at update 512 in bf16",
