@@ -20,10 +20,12 @@ from resumable import CLEAN as STEADY_BATCHES
 from torch import Tensor, nn
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController
+from autotune_amp.core.config import FallbackPlan
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import FormatError, InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.runtime import metrics, run_log
+from autotune_amp.hardware import nvml
+from autotune_amp.runtime import executor, metrics, run_log
 from autotune_amp.runtime.metrics import SAMPLE_EVERY
 from autotune_amp.runtime.run_log import BeginLine, SampleLine
 from autotune_amp.runtime.status import MoveRecord
@@ -230,6 +232,127 @@ def test_disabling_and_enabling_are_moves_and_metrics_go_on(tmp_path: Path) -> N
     assert [move.update for move in run_log.read(tmp_path / "run.jsonl").moves] == [update for update, *_ in moves]
     (sample,) = [line for line in run_log.read(tmp_path / "run.jsonl").lines if isinstance(line, SampleLine)]
     assert (sample.update, sample.precision, sample.scale, sample.num_steps) == (64, "fp32", None, 64)
+
+
+# -- what the status answers -------------------------------------------------------------------------------------------
+
+
+def test_overflows_and_bad_batches_are_told_apart_and_each_precision_has_its_steps_and_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = iter(range(1000))
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    training = scripted(fp16(fallback=["fp32"])).run(*SCRIPT)
+    status = training.controller.status()
+    assert (status.num_overflows, status.num_bad_batches) == (2, 1)
+    assert (status.growth_tracker, status.scale, status.rung) == (4, 256.0, 0)
+    training.controller.set_precision("fp32")
+    status = training.run(*CLEAN * 3).controller.status()
+    assert status.steps_by_precision == {"fp16": 7, "fp32": 3}
+    assert status.seconds_by_precision == {"fp16": 9.0, "fp32": 2.0}
+    assert (status.scale, status.growth_tracker, status.rung, status.num_moves) == (None, None, 1, 1)
+    assert status.amp_share == 0.7
+
+
+def test_statistics_begin_anew_and_epochs_are_told_past_a_checkpoint(tmp_path: Path) -> None:
+    training = scripted(run_log=tmp_path / "run.jsonl").run(*SCRIPT)
+    training.controller.epoch(4)
+    training.controller.reset_stats()
+    status = training.run("clean", "overflow").controller.status()
+    assert (status.num_updates, status.num_steps, status.num_skips, status.num_overflows) == (2, 1, 1, 1)
+    assert (status.update, status.epoch) == (12, 4)
+    assert run_log.read(tmp_path / "run.jsonl").lines[-1].num_skips == 4, "the log goes on"
+    resumed = scripted()
+    resumed.controller.load_state_dict(training.controller.state_dict())
+    again = resumed.run("clean").controller.status()
+    assert (again.num_updates, again.num_steps, again.num_skips, again.epoch) == (3, 2, 1, 4)
+
+
+def test_memory_saved_is_against_the_measured_plan_of_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "peak_memory_bytes", lambda device: 3 * 2**30)
+    assert scripted(fp16(fallback=["fp32"])).controller.status().saved_memory_bytes is None, "it was not measured"
+    plan = FallbackPlan(precision="fp32", batch_size=4, accumulation_steps=1, slowdown=1.5, peak_memory_bytes=5 * 2**30)
+    assert scripted(fp16(fallback=[plan])).controller.status().saved_memory_bytes == 2 * 2**30
+
+
+def test_the_share_of_flushed_gradients_is_sampled() -> None:
+    weight = nn.Parameter(torch.ones(64))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    controller = PrecisionController(fp16(loss_scale=LossScale(init_scale=1.0)), device="cpu")
+    for _ in range(12):  # one of which is looked at
+        with controller.autocast():
+            loss = weight.sum() * 0.0
+        controller.backward(loss)
+        assert weight.grad is not None
+        weight.grad = torch.where(torch.arange(64) < 32, 1.0, 2.0**-23)
+        controller.step(optimizer)
+        controller.update()
+    share = controller.status().flushed_share
+    assert share is not None
+    assert 0 <= share <= 1
+
+
+def test_validation_runs_in_the_precision_that_is_asked_for_and_leaves_all_as_it_was() -> None:
+    training = scripted(fp16())
+    layer, seen = nn.Linear(2, 2), []
+    flags = torch.backends.cuda.matmul.fp32_precision
+    asked: tuple[Precision | None, ...] = (None, "fp32", "bf16")
+    for precision in asked:
+        with training.controller.validation(precision):
+            seen.append(layer(torch.ones(2)).dtype)
+            assert not torch.is_grad_enabled()
+    assert seen == [torch.float16, torch.float32, torch.bfloat16]
+    assert torch.backends.cuda.matmul.fp32_precision == flags
+    assert training.run(*CLEAN).controller.status().precision == "fp16"
+
+
+# -- the log of the process --------------------------------------------------------------------------------------------
+
+
+def test_the_log_has_a_line_at_the_start_one_for_each_move_and_why_the_scale_changed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="autotune_amp.runtime")
+    loss_scale = LossScale(init_scale=1024.0, growth_interval=3)
+    training = scripted(fp16(loss_scale=loss_scale, fallback=["fp32"])).run(*CLEAN * 3, "overflow", *CLEAN)
+    training.controller.set_precision("fp32")
+    training.run("clean")
+    by_level: dict[str, list[str]] = {}
+    for record in caplog.records:
+        by_level.setdefault(record.levelname, []).append(record.getMessage())
+    first, move = by_level["INFO"]
+    assert all(word in first for word in ("fp16", "1024", "fp32", "not finite", "as its config says"))
+    assert "fp16 -> fp32" in move
+    grown, fallen, moved = by_level["DEBUG"]
+    assert "3 steps without overflow" in grown
+    assert "an overflow" in fallen
+    assert "by_hand" in moved
+    caplog.clear()
+    resumed = scripted(fp16(loss_scale=loss_scale, fallback=["fp32"]))
+    resumed.controller.load_state_dict(training.controller.state_dict())
+    resumed.run("clean")
+    assert "asked for" in caplog.records[0].getMessage(), "why it is in fp32"
+
+
+def test_the_cards_temperature_and_clock_are_logged_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="autotune_amp.runtime")
+    training = scripted()
+    properties = SimpleNamespace(uuid="0123")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(nvml, "temperature_and_clock", {"0123": (61, 1410)}.__getitem__)
+    training.run(*CLEAN * SAMPLE_EVERY)
+    assert "1410 MHz" not in caplog.text, "a CPU has none"
+    training.run(*CLEAN * (SAMPLE_EVERY - 1))
+    controller = training.controller
+    with controller.autocast():
+        loss = training.loss("clean")
+    controller.backward(loss)
+    controller.step(training.optimizer)
+    controller._ranks.device = torch.device("cuda:0")
+    controller.update()
+    assert caplog.text.count("61 degrees Celsius, its clock at 1410 MHz") == 1
 
 
 # -- the run log -------------------------------------------------------------------------------------------------------
