@@ -227,7 +227,7 @@ class CommandLine:
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
 
-    def wait_until_alone(self, seconds: float = 8.0) -> list[str]:
+    def wait_until_alone(self, seconds: float = 30.0) -> list[str]:
         """The leftovers once children had time to notice that their parent is gone."""
         deadline = time.monotonic() + seconds
         while (left := self.leftovers()) and time.monotonic() < deadline:

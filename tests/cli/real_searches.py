@@ -105,6 +105,6 @@ def end_by(cli: CommandLine, process: subprocess.Popen[str], way: signal.Signals
 
 
 def wait_for_lines(cli: CommandLine, process: subprocess.Popen[str], count: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while len(lines(cli)) < count and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -26,7 +26,7 @@ def halves():
 @pytest.fixture(scope="session")
 def found(shared_once: SharedOnce) -> Searched:
     def search(folder: Path) -> Searched:
-        return searched(folder, WORKLOADS, *SEARCH, "--batch-size", "1:32", "--budget", "120")
+        return searched(folder, WORKLOADS, *SEARCH, "--batch-size", "1:32", "--trials", "5", "--budget", "240")
 
     return shared_once("searched with ranks", search)
 
@@ -48,7 +48,7 @@ def test_what_is_measured_and_promised_is_that_of_both_together(found: Searched)
 
 def test_the_effective_batch_size_is_kept_over_both_and_fp16s_loss_scale_is_that_of_the_run(tmp_path: Path) -> None:
     arguments = ("train.py:halves", *ON_CPU, "--precision", "fp16", "--baseline", "fp32:16", "--steps", "1000")
-    search = searched(tmp_path, WORKLOADS + FP16, *arguments, "--effective-batch-size", "64", "--budget", "120")
+    search = searched(tmp_path, WORKLOADS + FP16, *arguments, "--effective-batch-size", "64", "--trials", "4", "--budget", "240")
     assert search.done.code == 0, search.done.err
     config = search.document["config"]
     assert 2 * config["batch_size"] * config["accumulation_steps"] == 64
@@ -62,13 +62,13 @@ def test_interrupted_terminated_or_killed_nothing_is_lost_and_nothing_left(cli: 
     cli.write("train.py", WORKLOADS)
     num_known = 0
     for way in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        process = cli.start("search", *SEARCH, "--budget", "60", "--json")
+        process = cli.start("search", *SEARCH, "--budget", "240", "--json")
         wait_for_lines(cli, process, num_known + 2)
         end_by(cli, process, way)
         found = lines(cli)
         assert len(found) >= num_known + 2
         assert [line["outcome"] for line in found if line["outcome"]["outcome"] == "failure"] == []
         num_known = len(found)
-    done = cli.search(*SEARCH, "--budget", "60")
+    done = cli.search(*SEARCH, "--budget", "240")
     assert done.code == 0, done.err
     assert done.document["search"]["num_trials"] == sum(line["purpose"] not in CHECKS for line in lines(cli))

@@ -144,7 +144,7 @@ def test_where_every_candidate_fails_every_reason_is_given_and_all_that_it_print
 def test_an_effective_batch_size_is_kept_exactly_in_a_storage_of_the_users_own(cli: CommandLine) -> None:
     cli.write("train.py", WORKLOADS)
     options = ("--precision", "fp32", "--baseline", "fp32:4", "--effective-batch-size", "24", "--device", "cpu")
-    done = cli.search("train.py:plain", "--budget", "30", *options, "--storage", f"sqlite:///{cli.folder}/own.db")
+    done = cli.search("train.py:plain", "--budget", "60", *options, "--storage", f"sqlite:///{cli.folder}/own.db")
     assert done.code == 0, done.err
     document = done.document
     assert document["evidence"]["accumulation"]["verdict"] == "mean"

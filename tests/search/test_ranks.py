@@ -36,7 +36,7 @@ def workload():
                     lambda n: torch.randn(n, 4), torch.optim.SGD)
 
 def find(**options):
-    options = {"budget": 16, "precision": "fp32", "batch_size": (4, 8), "trials": 2, "device": "cpu", **options}
+    options = {"budget": 30, "precision": "fp32", "batch_size": (4, 8), "trials": 2, "device": "cpu", **options}
     try:
         return recommend_config(workload, **options).to_json()
     except AutotuneAmpError as error:
