@@ -76,7 +76,7 @@ def snapshot(path: str) -> Iterator[None]:
     torch.cuda.memory._record_memory_history(max_entries=MAX_HISTORY_ENTRIES)
     try:
         yield
-        torch.cuda.memory._dump_snapshot(path)
+        torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]  # torch does not type it
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
 
@@ -149,6 +149,7 @@ class HeldMemory:
                 leave = module.register_forward_hook(self._leave, always_call=True)
                 stack.callback(enter.remove)
                 stack.callback(leave.remove)
+            parameter: Any  # torch does not type its hooks
             for parameter in self._trainable:
                 stack.callback(parameter.register_post_accumulate_grad_hook(self._note_gradient).remove)
             stack.enter_context(self._casts)

@@ -20,20 +20,25 @@ def next_batch_size(
     `measured` is what each took, in bytes, None where it ran out of memory. `first` is the size that was asked for,
     `most` the samples that the data has; a size that a model puts above `may_take_bytes` is not tried.
     """
-    if not measured:
-        return first
     known = {size: taken for size, taken in measured.items() if taken is not None}
     highest = min((size for size, taken in measured.items() if taken is None), default=(most or _NO_END) + 1) - 1
-    if len(known) >= NUM_MEASURED or (len(known) == NUM_MEASURED - 1 and len(measured) > len(known) + 1):
-        return None
+    if not measured:
+        return first
     if not known:
         return min(measured) // 2 or None
     smallest, largest = min(known), max(known)
+    if known[smallest] > limit_bytes:  # the model says nothing of what lies below all that was measured
+        return min(smallest // 2, smallest * limit_bytes // known[smallest]) or (None if smallest == 1 else 1)
     model = fit_memory(known.items())
     if model is None:
         larger_fits = 2 * largest <= highest and 2 * known[largest] <= may_take_bytes
         return 2 * largest if larger_fits else largest // 2 or None
-    end = largest_of(model, min(limit_bytes, may_take_bytes), min(highest, FARTHEST * largest))
+    if len(known) >= NUM_MEASURED:
+        return None
+    has_failed = len(known) < len(measured)  # then nothing larger is tried again
+    end = largest_of(
+        model, min(limit_bytes, may_take_bytes), largest if has_failed else min(highest, FARTHEST * largest)
+    )
     wanted = [end, 2 * largest if end >= 2 * largest else 0, smallest // 2, (smallest + largest) // 2]
     return next((size for size in wanted if size >= 1 and size not in measured), None)
 
@@ -48,31 +53,27 @@ def largest_of(model: Callable[[float], float], limit_bytes: float, most: int) -
 
 
 def largest_batch(measured: Mapping[int, int | None], limit_bytes: int, most: int | None) -> LargestBatch | None:
-    """The largest batch size that fits, by the model of all that was measured, in the order of the measurements; None
-    where fewer than two sizes ran."""
-    known = {size: taken for size, taken in measured.items() if taken is not None}
-    model = fit_memory(known.items())
+    """The largest batch size that fits, by the model of all that was measured; None where fewer than two sizes ran."""
+    known = sorted((size, taken) for size, taken in measured.items() if taken is not None)
+    model, smaller_model = fit_memory(known), fit_memory(known[:-1])
     if model is None:
         return None
-    *before, (checked, taken) = known.items()
-    first_model, error = fit_memory(before), None
-    if first_model is not None:
-        error = first_model(checked) / taken - 1
+    largest, taken = known[-1]
+    error = None if smaller_model is None else smaller_model(largest) / taken - 1
     end = most or _NO_END
-    fits = max((size for size, found in known.items() if found <= limit_bytes), default=0)
+    fits = max((size for size, found in known if found <= limit_bytes), default=0)
 
     def within(share: float) -> int:
         return max(fits, largest_of(lambda size: share * model(size), limit_bytes, end))
 
     by_model = within(1.0)
     is_endless = by_model == _NO_END
-    largest = max(known)
     return LargestBatch(
         batch_size=None if is_endless else by_model,
         cautious_batch_size=None if is_endless or error is None else within(1 + abs(error)),
         model_error=error,
-        checked_batch_size=None if error is None else checked,
+        checked_batch_size=None if error is None else largest,
         bytes_per_sample=model(2 * largest) / largest - model(largest) / largest,
-        measured=tuple(sorted(known.items())),
+        measured=tuple(known),
         is_all_data=by_model == most,
     )

@@ -51,7 +51,8 @@ def run_memory_profile(
     """Measure in children; see `autotune_amp.profile_memory`, whose arguments these are."""
     if not is_count(batch_size):
         raise InvalidRequestError(
-            f"--batch-size is {batch_size!r}; it must be a whole number from 1 up.", "Give --batch-size 32, for example."
+            f"--batch-size is {batch_size!r}; it must be a whole number from 1 up.",
+            "Give --batch-size 32, for example.",
         )
     limit_bytes = None if fit is None else _limit(fit)
     precisions = SearchOptions.from_user(device=device, precision=precision).precisions
@@ -67,9 +68,7 @@ def run_memory_profile(
             )
         watcher.phase("loading the workload")
         backend.load(clock.left())
-        opened = open_workload(
-            backend, source, device, watcher, baseline_batch_size=batch_size or ASSUMED_BATCH_SIZE
-        )
+        opened = open_workload(backend, source, device, watcher, baseline_batch_size=batch_size or ASSUMED_BATCH_SIZE)
         progress.found_hardware(opened.hardware)
         asked = precisions or ("fp32", *LOW)
         space = space_at(batch_size, opened, asked)
@@ -84,7 +83,7 @@ def run_memory_profile(
         runs: dict[Precision, Runs] = {}
         for name in (name for name in asked if name not in refused):
             is_recorded = any(isinstance(run.first, MemoryBreakdown) for run in runs.values())
-            runs[name] = _measured(
+            runs[name] = measure_precision(
                 replace(first, precision=name),
                 measure,
                 limit_bytes,
@@ -115,7 +114,7 @@ class Runs(NamedTuple):
     taken_bytes: dict[int, int | None]
 
 
-def _measured(
+def measure_precision(
     setting: Setting,
     measure: Callable[[Setting, Path | None], Taken],
     limit_bytes: int | None,

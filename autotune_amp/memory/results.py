@@ -31,9 +31,9 @@ class LargestBatch(msgspec.Struct, frozen=True, kw_only=True):
     that were `measured`: pairs of a batch size and the bytes it took.
 
     `batch_size` is 0 where not even one sample fits, None where what was measured does not grow with the batch.
-    `model_error` is how far the model of the others was off at `checked_batch_size`, as a share: below 0 it said too
-    little; None where only two sizes could be measured. `cautious_batch_size` allows for an error of that size.
-    `bytes_per_sample` is m2. `is_all_data`: the dataset has no more samples.
+    `model_error` is how far the model of the smaller sizes was off at `checked_batch_size`, the largest of them, as a
+    share: below 0 it said too little; None where only two sizes could be measured. `cautious_batch_size` allows for an
+    error of that size. `bytes_per_sample` is m2. `is_all_data`: the dataset has no more samples.
     """
 
     batch_size: int | None
@@ -153,7 +153,7 @@ def activations_by_group(breakdown: MemoryBreakdown) -> Counter[str]:
 
 def facts(profile: MemoryProfile) -> list[tuple[str, str]]:
     """Label and text of what failed, what fits and what would free memory."""
-    lines = []
+    lines: list[tuple[str, str]] = []
     for row in profile.rows:
         if row.reason is not None:
             failed = "" if row.failure is None else f"{outcome_name(row.failure)}: "

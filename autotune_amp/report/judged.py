@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from autotune_amp.core.outcome import Fidelity, GradientDamage
     from autotune_amp.memory.results import MemoryProfile
 
-_NUM_DAMAGED = 8
+_NUM_DAMAGED, _NAME_WIDTH = 8, 40
 _STYLES = {"faithful": "bold green", "doubtful": "yellow", "unfaithful": "bold red", "unchecked": "yellow"}
 
 
@@ -26,7 +26,7 @@ def print_fidelity(fidelity: Fidelity, console: Console) -> None:
     console.print(heading.append(fidelity.verdict, _STYLES[fidelity.verdict]))
     if fidelity.modules:
         damaged = sorted(fidelity.modules, key=lambda found: -found.noise_ratio)[:_NUM_DAMAGED]
-        table = new_table("module", "noise ratio", "cosine", "norm ratio", last="flushed to 0")
+        table = new_table("module", "noise ratio", "cosine", "norm ratio", last="flushed to 0", first_width=_NAME_WIDTH)
         for found in damaged:
             style = "bold red" if found.name in fidelity.culprits else ""
             table.add_row(Text(one_line(found.name) or results.OUTSIDE), *_damage(found), style=style)
@@ -41,16 +41,19 @@ def _damage(found: GradientDamage) -> list[str]:
 
 def fidelity_facts(fidelity: Fidelity) -> list[tuple[str, str]]:
     """Label and text of the verdict and of each number that could be had, with what it means."""
-    numbers = (
+    lines = [("verdict", one_line(fidelity.reason)), ("next step", one_line(fidelity.next_step))]
+    ratios = (
         ("noise", fidelity.noise_ratio, "of the noise between two batches is what rounding adds to the gradient"),
-        ("loss", fidelity.loss_error, "off, relative to the loss in fp32"),
         ("direction", fidelity.gradient_cosine, "is the cosine between the gradient and that of fp32"),
-        ("length", fidelity.gradient_norm_ratio, "times as long as fp32's is the gradient"),
-        ("flushed", fidelity.flushed_share, "of the gradient's entries that count are 0 in this precision alone"),
+        ("length", fidelity.gradient_norm_ratio, "times as long as that of fp32 is the gradient"),
         ("training", fidelity.training_gap, _paired(fidelity)),
     )
-    lines = [("verdict", one_line(fidelity.reason)), ("next step", one_line(fidelity.next_step))]
-    lines += [(label, f"{number(value)} {meaning}") for label, value, meaning in numbers if value is not None]
+    shares = (
+        ("loss", fidelity.loss_error, "is the loss off that of fp32"),
+        ("flushed", fidelity.flushed_share, "of the gradient's entries that count are 0 in this precision alone"),
+    )
+    lines += [(label, f"{number(value)} {meaning}") for label, value, meaning in ratios if value is not None]
+    lines += [(label, f"{100 * value:.3g} % {meaning}") for label, value, meaning in shares if value is not None]
     if fidelity.forward_max is not None and fidelity.format_max is not None:
         of_what = f"of the {number(fidelity.format_max)} that the format holds"
         lines.append(("largest", f"{number(fidelity.forward_max)} {of_what} is the largest output of a module"))
@@ -78,7 +81,7 @@ def print_memory(profile: MemoryProfile, console: Console) -> None:
     console.print(Text(results.heading(profile)))
     names = [row.precision for row, _ in results.measured_rows(profile)]
     for first, lines in (("held by", results.parts(profile)), ("activations of", results.modules(profile))):
-        table = new_table(first, *names[:-1], last=names[-1])
+        table = new_table(first, *names[:-1], last=names[-1], first_width=_NAME_WIDTH)
         for label, *cells in lines:
             table.add_row(Text(one_line(label)), *cells, style="bold" if label == "peak" else "")
         console.print(table)

@@ -110,10 +110,10 @@ def _precisions(profile: AmpProfile) -> Table:
     return table
 
 
-def new_table(first: str, *numbers: str, last: str) -> Table:
+def new_table(first: str, *numbers: str, last: str, first_width: int = 24) -> Table:
     """Columns as wide as what they hold, but for the last, which is folded, and a speed-up with its interval."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(first, max_width=24)
+    table.add_column(first, max_width=first_width, overflow="fold")
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=name not in ("speed-up", "gain"))
     table.add_column(last, overflow="fold")
@@ -121,6 +121,7 @@ def new_table(first: str, *numbers: str, last: str) -> Table:
 
 
 def print_panel(title: str, lines: list[tuple[str, str]], console: Console) -> None:
+    """Labels and their texts in a box."""
     console.print(Panel(_grid(lines), title=Text(title, "bold"), title_align="left", border_style="green"))
 
 

@@ -27,9 +27,9 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Checked options; `from_user` makes one from what a user typed or passed.
 
     `batch_size` is an inclusive range in samples, `baseline` a precision and a batch size. `memory_fraction` is the
-    share of the available memory that a trial may take, and `memory_limit` the bytes that it may take in any case, None
-    for no such limit. `effective_batch_size` is that of all `num_ranks` together;
-    None is what the data comes with, "free" none at all.
+    share of the available memory that a trial may take, `memory_limit` the bytes that each of its processes may take in
+    any case, None for any. `effective_batch_size` is that of all `num_ranks` together; None is what the data comes
+    with, "free" none at all.
     `variants` are the further dimensions to try, None for what is safe. `devices` are the numbers of the NVIDIA cards
     to use at the same time, `slots` is a number of shares of the CPU, `ray` the address of a cluster, whose nodes are
     used; all None: one device, as `device` says. `ranks`
@@ -75,7 +75,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
         return is_general and self.slots is None and self.devices is None
 
     def limit_bytes(self, available_bytes: int) -> int:
-        """What a trial may take of the memory that is available."""
+        """What a process of a trial may take of the memory that is available to it."""
         share = int(self.memory_fraction * available_bytes)
         return share if self.memory_limit is None else min(share, self.memory_limit)
 
