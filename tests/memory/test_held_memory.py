@@ -180,12 +180,12 @@ class Blocks(nn.Module):
     def __init__(self, *, is_checkpointed: bool, use_reentrant: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Block(), Block()])
-        self._options = {"use_reentrant": use_reentrant} if is_checkpointed else None
+        self._is_checkpointed, self._use_reentrant = is_checkpointed, use_reentrant
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.requires_grad_()
         for block in self.blocks:
-            x = block(x) if self._options is None else checkpoint(block, x, **self._options)
+            x = checkpoint(block, x, use_reentrant=self._use_reentrant) if self._is_checkpointed else block(x)
         return x
 
 
