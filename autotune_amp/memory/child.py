@@ -58,9 +58,10 @@ def _take_apart(context: Context, spec: MemoryJob, tell: Tell) -> MemoryBreakdow
 
 
 def _take_step(training: BaseTraining, held: HeldMemory | None = None) -> None:
-    """One optimizer step, on the batch that takes the most where it is known."""
-    for _ in range(min(training.spec.candidate.accumulation_steps, MAX_PASSES)):
-        batch = training.worst_batch()
+    """One optimizer step; its last pass is on the batch that takes the most, where that is known."""
+    num_passes = min(training.spec.candidate.accumulation_steps, MAX_PASSES)
+    for number in range(1, num_passes + 1):
+        batch = training.worst_batch() if number == num_passes else None
         if batch is None:
             batch = training.next_batch()
         if training.device.type != "cpu":

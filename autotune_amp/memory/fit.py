@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from autotune_amp.core.memory_model import fit_memory
 from autotune_amp.memory.results import LargestBatch
-from autotune_amp.search.stages.explore import fit_memory
 
 FARTHEST = 4  # times the largest batch size measured: where the model is held against one more
 NUM_MEASURED = 3  # two make the model, the third says how far it is off

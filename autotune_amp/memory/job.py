@@ -30,9 +30,9 @@ class MemoryBreakdown(msgspec.Struct, frozen=True, kw_only=True, tag_field="outc
     The backward pass frees activations while gradients appear: `not_held_together_bytes` is by how much the two are
     never there at once. `taken_bytes` is the peak of a step like it that was run without a look inside: what counts
     against a limit, on a CPU what the process took beyond what it held before, on an accelerator what the allocator
-    reserved; of this `allocated_bytes` were in tensors at the most, None on a CPU.
-    `optimizers` are their classes. With `checkpointable_modules` alone computed again in the backward pass, what is
-    inside of them would not be saved; empty where the model has no repeated blocks that can.
+    reserved; of this `allocated_bytes` were in tensors at the most, None on a CPU. What is compiled runs without
+    compiling while it is looked at. `optimizers` are the classes of the optimizers. `checkpointable_modules` are the
+    repeated blocks that could be computed again in the backward pass, so that nothing inside of them would be saved.
     """
 
     taken_bytes: int

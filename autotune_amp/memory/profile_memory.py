@@ -84,7 +84,7 @@ def run_memory_profile(
         for name in (name for name in asked if name not in refused):
             is_recorded = any(isinstance(run.first, MemoryBreakdown) for run in runs.values())
             runs[name] = measure_precision(
-                replace(first, precision=name),
+                Setting(precision=name, batch_size=first.batch_size, accumulation_steps=first.accumulation_steps),
                 measure,
                 limit_bytes,
                 may_take_bytes=_may_take(opened),

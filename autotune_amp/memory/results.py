@@ -15,7 +15,7 @@ from autotune_amp.memory.job import MemoryBreakdown
 
 SavingKind: TypeAlias = Literal["precision", "activation_checkpointing", "optimizer_state", "batch_size"]
 _NUM_GROUPS = 8
-OUTSIDE = "outside of modules, as the loss"
+_OUTSIDE = "outside of modules, as the loss"
 
 
 class Saving(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,7 +145,7 @@ def activations_by_group(breakdown: MemoryBreakdown) -> Counter[str]:
     found: Counter[str] = Counter()
     members: Counter[str] = Counter()
     for module in breakdown.modules:
-        name = re.sub(r"(?<![^.])\d+(?![^.])", "*", module.name) or OUTSIDE
+        name = re.sub(r"(?<![^.])\d+(?![^.])", "*", module.name) or _OUTSIDE
         found[name] += module.num_bytes
         members[name] += 1
     return Counter({f"{name} ({members[name]})" if "*" in name else name: num for name, num in found.items()})

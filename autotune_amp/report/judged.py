@@ -29,7 +29,7 @@ def print_fidelity(fidelity: Fidelity, console: Console) -> None:
         table = new_table("module", "noise ratio", "cosine", "norm ratio", last="flushed to 0", first_width=_NAME_WIDTH)
         for found in damaged:
             style = "bold red" if found.name in fidelity.culprits else ""
-            table.add_row(Text(one_line(found.name) or results.OUTSIDE), *_damage(found), style=style)
+            table.add_row(Text(one_line(found.name) or "outside of modules"), *_damage(found), style=style)
         console.print(table)
     print_panel("Does it learn what fp32 learns?", fidelity_facts(fidelity), console)
 

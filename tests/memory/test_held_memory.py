@@ -229,6 +229,16 @@ def test_a_batch_that_is_a_view_of_a_dataset_counts_with_its_own_rows() -> None:
     assert saved(found) == saved(taken_apart())
 
 
+@pytest.mark.parametrize("steps", [1, 4])
+def test_the_batch_that_takes_the_most_is_the_one_that_is_looked_at(steps: int) -> None:
+    def longest(size: int) -> tuple[Tensor, Tensor]:
+        return torch.ones(size, 5, WIDTH), torch.ones(size, 5, 1)
+
+    found = taken_apart(steps=steps, worst_batch=longest)
+    assert found.batch_bytes == 5 * FLOAT * BATCH * (WIDTH + 1)
+    assert saved(found) == {"": 5 * FLOAT * BATCH, "1": 5 * FLOAT * BATCH * HIDDEN}
+
+
 def step(state: Any, batch: Any, amp: Any) -> None:
     with amp.autocast():
         found = loss(state["model"], batch)
