@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from autotune_amp.core.memory_model import fit_memory
 from autotune_amp.memory.results import LargestBatch
 
-FARTHEST = 4  # times the largest batch size measured: where the model is held against one more
+FARTHEST = 16  # times the largest batch size measured: where the model is held against one more
 NUM_MEASURED = 3  # two make the model, the third says how far it is off
 _NO_END = 2**40  # samples: more than any memory is asked for
 

@@ -108,10 +108,11 @@ def run_memory_profile(
 
 class Runs(NamedTuple):
     """What one precision took at the batch size asked for, and in bytes at every size that was tried, in that order;
-    None where it ran out of memory."""
+    None where it ran out of memory. `problem` is why the last of them failed for another reason."""
 
     first: Taken
     taken_bytes: dict[int, int | None]
+    problem: str | None = None
 
 
 def measure_precision(
@@ -139,7 +140,8 @@ def measure_precision(
             break
         size = following
         found = measure(replace(setting, batch_size=size), None)
-    return Runs(first, taken)
+    problem = found.message if isinstance(found, Failure) and found.kind != "oom" else None
+    return Runs(first, taken, problem)
 
 
 def rows(
@@ -157,14 +159,14 @@ def rows(
         if name in refused:
             found.append(MemoryRow(precision=name, reason=refused[name]))
             continue
-        first, taken = runs[name]
+        first, taken, problem = runs[name]
         largest = None if limit_bytes is None else largest_batch(taken, limit_bytes, most)
         if isinstance(first, Failure):
             found.append(MemoryRow(precision=name, largest=largest, failure=first.kind, reason=first.message))
             continue
         reason = None
         if limit_bytes is not None and largest is None:
-            reason = "no second batch size could be measured, so that nothing is known of what fits"
+            reason = f"nothing is known of what fits: {problem or 'no second batch size could be measured'}"
         found.append(
             MemoryRow(
                 precision=name,

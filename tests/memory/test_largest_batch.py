@@ -57,27 +57,27 @@ class Measured:
 
 
 def test_the_given_size_its_double_and_a_third_to_hold_the_model_against() -> None:
-    measured = Measured(line(), 1000)
-    assert measured.sizes == [32, 64, 256]
+    measured = Measured(line(), 10_000)
+    assert measured.sizes == [32, 64, 16 * 64]
     assert measured.files == [Path("snapshot"), None, None], "the step that was asked for is the one recorded"
-    assert measured.found.batch_size == measured.found.cautious_batch_size == 450
+    assert measured.found.batch_size == measured.found.cautious_batch_size == 4950
     assert measured.found.model_error == pytest.approx(0)
-    assert measured.found.checked_batch_size == 256
+    assert measured.found.checked_batch_size == 16 * 64
     assert measured.found.bytes_per_sample == pytest.approx(2 * MIB)
 
 
 def test_an_answer_within_reach_is_measured_itself() -> None:
-    measured = Measured(line(), 300)
-    assert measured.sizes == [32, 64, 100]
-    assert measured.found.batch_size == 100
+    measured = Measured(line(), 1000)
+    assert measured.sizes == [32, 64, 450]
+    assert measured.found.batch_size == 450
 
 
 def test_a_curve_that_bends_is_off_and_the_cautious_size_allows_for_it() -> None:
     def bent(size: int) -> int:
         return line()(size) + (50 * MIB if size > 100 else 0)
 
-    measured = Measured(bent, 2000)
-    assert measured.found.model_error == pytest.approx(line()(256) / bent(256) - 1)
+    measured = Measured(bent, 10_000)
+    assert measured.found.model_error == pytest.approx(line()(1024) / bent(1024) - 1)
     assert measured.found.model_error is not None
     assert measured.found.model_error < 0, "it said too little"
     assert (measured.found.cautious_batch_size or 0) < (measured.found.batch_size or 0)

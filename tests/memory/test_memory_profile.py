@@ -32,7 +32,7 @@ ROWS = rows(
     {"tf32": "the [red]device[/red] has none"},
     {
         "fp32": Runs(FP32, TAKEN),
-        "bf16": Runs(BF16, {32: 70 * MIB}),
+        "bf16": Runs(BF16, {32: 70 * MIB}, "the loader has one size"),
         "fp16": Runs(Failure(kind="oom", message="it took all"), {32: None}),
     },
     32,
@@ -91,7 +91,7 @@ def test_a_row_for_each_precision_and_its_reason() -> None:
     assert fp32.largest.model_error == pytest.approx(250 / 260 - 1)
     assert (bf16.largest, bf16.reason) == (
         None,
-        "no second batch size could be measured, so that nothing is known of what fits",
+        "nothing is known of what fits: the loader has one size",
     )
     assert (fp16.breakdown, fp16.failure, fp16.reason) == (None, "oom", "it took all")
     assert (tf32.breakdown, tf32.failure, tf32.reason) == (None, None, "the [red]device[/red] has none")
