@@ -195,7 +195,7 @@ def profile_memory(
     `workload` is as `recommend_config` takes it. It runs in processes of its own, on copies, at the user's own batch
     size unless `batch_size` is given: a few steps for the peak, and one in which every tensor is looked at. `precision`
     names those to measure; left out, fp32, bf16 and fp16, without what the device emulates many times slower. `fit` is
-    a size, as "16GiB" or in bytes: up to three batch sizes of each precision are measured, within the memory of this
+    a size, as "16GiB" or in bytes: up to six batch sizes of each precision are measured, within the memory of this
     device, for the largest batch that would fit into it. `snapshot` is a file for torch's own memory snapshot of the
     first precision's step, on CUDA, which https://pytorch.org/memory_viz opens.
 

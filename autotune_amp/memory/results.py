@@ -27,11 +27,12 @@ class Saving(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LargestBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """The largest batch size that fits, by the memory model M(b) = max(m0, m1 + m2 * b) through the two largest sizes
-    that were `measured`: pairs of a batch size and the bytes it took.
+    """The largest batch size that fits, by the memory model M(b) = max(m0, m1 + m2 * b) through two sizes that
+    were `measured`: the largest two up to the first that did not fit. They are pairs of a batch size and the bytes it
+    took.
 
     `batch_size` is 0 where not even one sample fits, None where what was measured does not grow with the batch.
-    `model_error` is how far the model of the smaller sizes was off at `checked_batch_size`, the largest of them, as a
+    `model_error` is how far the model of the others was off at `checked_batch_size`, the one nearest to the limit, as a
     share: below 0 it said too little; None where only two sizes could be measured. `cautious_batch_size` allows for an
     error of that size. `bytes_per_sample` is m2. `is_all_data`: the dataset has no more samples.
     """
