@@ -85,6 +85,7 @@ def bent(size: int) -> int:
 def test_a_line_that_does_not_hold_farther_up_is_found_out(curve: Curve, limit: int, true: int) -> None:
     found = Measured(curve, limit, first=64).found
     assert found.batch_size == pytest.approx(true, rel=0.03)
+    assert found.batch_size is not None
     assert found.cautious_batch_size is not None
     assert 0.9 * found.batch_size <= found.cautious_batch_size <= found.batch_size
 
