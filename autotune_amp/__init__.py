@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autotune_amp.api import check_fidelity as check_fidelity
     from autotune_amp.api import profile_amp as profile_amp
+    from autotune_amp.api import profile_memory as profile_memory
     from autotune_amp.api import recommend_config as recommend_config
     from autotune_amp.core.config import AmpConfig as AmpConfig
     from autotune_amp.core.config import LossScale as LossScale
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from autotune_amp.core.recommendation import Recommendation as Recommendation
     from autotune_amp.core.workload import Workload as Workload
     from autotune_amp.hardware import probe as probe
+    from autotune_amp.memory.results import MemoryProfile as MemoryProfile
     from autotune_amp.profile.results import AmpProfile as AmpProfile
     from autotune_amp.runtime.controller import PrecisionController as PrecisionController
     from autotune_amp.variants.prepare import prepare as prepare
@@ -27,6 +29,7 @@ _HOMES = {
     "Fidelity": "core.outcome",
     "LaunchLine": "core.launch_line",
     "LossScale": "core.config",
+    "MemoryProfile": "memory.results",
     "PrecisionController": "runtime.controller",
     "Recommendation": "core.recommendation",
     "Workload": "core.workload",
@@ -34,6 +37,7 @@ _HOMES = {
     "prepare": "variants.prepare",
     "probe": "hardware",
     "profile_amp": "api",
+    "profile_memory": "api",
     "recommend_config": "api",
 }
 __all__ = list(_HOMES)

@@ -1,4 +1,6 @@
-"""recommend_config(): the whole flow on one screen; and what can be asked alone: check_fidelity(), profile_amp()."""
+"""recommend_config(): the whole flow on one screen; and what can be asked alone: check_fidelity(), profile_amp(),
+profile_memory().
+"""
 
 from __future__ import annotations
 
@@ -25,6 +27,7 @@ from autotune_amp.search.source import Source, live, target
 
 if TYPE_CHECKING:
     from autotune_amp.core.outcome import Fidelity
+    from autotune_amp.memory.results import MemoryProfile
     from autotune_amp.profile.results import AmpProfile
 
 WorkloadArgument: TypeAlias = Workload | Callable[[], Workload] | LaunchLine | str | None
@@ -49,6 +52,7 @@ def recommend_config(
     try_: str | Sequence[str] = "auto",
     baseline: str | tuple[str, int] | None = None,
     memory_fraction: float = 0.9,
+    memory_limit: str | int | None = None,
     objective: str = "speed",
     steps: int | None = None,
     samples: int | None = None,
@@ -76,6 +80,8 @@ def recommend_config(
     `try_` names what else to try: "auto" for what this model and device can have safely, "none", or names in a list:
     "compile", "memory_format" (or "channels_last"), "optimizer_impl" (or "fused", "foreach"), "fp8_recipe",
     "activation_checkpointing", "allocator" and "weights".
+    `memory_fraction` is the share of the available memory that a trial may take, `memory_limit` what each process of it
+    may take in any case, as "16GiB" or in bytes: for a training on a smaller device than this one.
     `objective` is "speed", "memory" (the least, no slower than the baseline) or "energy". `steps` or `samples` is how
     long the training will be: fp16's loss scale is chosen for it (10,000 steps if left out), and with `price_per_hour`
     the recommendation's `job` has its hours and its price. These change nothing of what is measured: a finished search
@@ -171,6 +177,37 @@ def profile_amp(
     origin = _origin(workload, "profile_amp", "profile")
     with _shown(quiet) as progress:
         return run_profile(origin, progress, num_batches, device, precision, batch_size, trace)
+
+
+@interruptible()
+def profile_memory(
+    workload: WorkloadArgument = None,
+    *,
+    batch_size: int | None = None,
+    precision: Sequence[str] | str | None = None,
+    device: str = "auto",
+    fit: str | int | None = None,
+    snapshot: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+) -> MemoryProfile:
+    """What fills the memory of a training step of `workload`, in each precision, and which batch fits into how much.
+
+    `workload` is as `recommend_config` takes it. It runs in processes of its own, on copies, at the user's own batch
+    size unless `batch_size` is given: a few steps for the peak, and one in which every tensor is looked at. `precision`
+    names those to measure; left out, fp32, bf16 and fp16, without what the device emulates many times slower. `fit` is
+    a size, as "16GiB" or in bytes: up to six batch sizes of each precision are measured, within the memory of this
+    device, for the largest batch that would fit into it. `snapshot` is a file for torch's own memory snapshot of the
+    first precision's step, on CUDA, which https://pytorch.org/memory_viz opens.
+
+    A precision that the device lacks, that runs out of memory or that fails has a row with the reason. Raises
+    `InvalidRequestError` (a wrong option or device), `WorkloadError` (the workload cannot be loaded or built, or does
+    not run in fp32 either) and `NothingWorksError` (the device cannot be probed, or no precision could be measured).
+    """
+    from autotune_amp.memory.profile_memory import run_memory_profile
+
+    origin = _origin(workload, "profile_memory", "memory profile")
+    with _shown(quiet) as progress:
+        return run_memory_profile(origin, progress, precision, batch_size, device, fit, snapshot)
 
 
 def _origin(workload: WorkloadArgument, caller: str, what: str) -> Source:

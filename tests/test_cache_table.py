@@ -99,6 +99,7 @@ ROWS_TO_ASK: list[tuple[str | None, dict[str, Any]]] = [
     ("function loss of train.py changed", {"edit": ("train.py", "pow(2)", "pow(4)")}),
     ("workload.data changed", {"edit": ("train.py", "length=32", "length=33")}),
     ("option seed changed from 0 to 1", {"call": options("seed=1")}),
+    ("option memory_limit changed", {"call": options("memory_limit='16GiB'")}),
     (
         "option num_ranks changed from 1 to 2",
         {

@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from autotune_amp.cli.judging import probe, profile
+from autotune_amp.cli.judging import fidelity, memory, probe, profile
 from autotune_amp.cli.options import app, register, result
 from autotune_amp.cli.results import dashboard, export, report, show
 from autotune_amp.cli.training import apply, run_, search
@@ -25,7 +25,7 @@ _TAKE_COMMANDS = ("search", "run", "apply")  # a training command, after ``--``
 # typer brought its own copy of click with 0.2x; the base of every usage error is found wherever it lives.
 _UsageError: type[Any] = typer.BadParameter.__bases__[0]
 
-for work in (search, probe, show, report, profile, export, run_, apply, dashboard):
+for work in (search, probe, show, report, profile, fidelity, memory, export, run_, apply, dashboard):
     register(work)
 
 

@@ -1,4 +1,4 @@
-"""Commands that judge a machine or a model without a search: probe, profile."""
+"""Commands that judge a machine or a model without a search: probe, profile, fidelity, memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Annotated
 
 from autotune_amp.cli.options import Device, Json, Precision, Quiet, Target, option
 from autotune_amp.report.output import json_document, rendered
+
+BatchSize = Annotated[int | None, option("N", "Samples in a batch. Without it, the workload's own.")]
 
 
 def probe(device: Device = "auto", as_json: Json = False) -> bytes:
@@ -32,7 +34,7 @@ def profile(
     batches: Annotated[int, option("N", "Training steps to time in each precision.")] = 10,
     device: Device = "auto",
     precision: Precision = None,
-    batch_size: Annotated[int | None, option("N", "Samples in a batch. Without it, the workload's own.")] = None,
+    batch_size: BatchSize = None,
     trace: Annotated[Path | None, option("FILE", "Write the profiled steps here, for ui.perfetto.dev.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -51,3 +53,71 @@ def profile(
     from autotune_amp.report.terminal import print_profile
 
     return rendered(lambda console: print_profile(found, console))
+
+
+def fidelity(
+    target: Target = None,
+    precision: Annotated[str, option("PRECISION", "What to hold against fp32: tf32, bf16, fp16 or fp8.")] = "bf16",
+    batch_size: Annotated[
+        int | None, option("N", "Samples in a batch. Without it, the workload's own, 16 at most.")
+    ] = None,
+    device: Device = "auto",
+    pin: Annotated[list[str] | None, option("MODULE", "Keep this module in fp32 meanwhile. Repeatable.")] = None,
+    seed: Annotated[int, option("N", "Seed of the first weights, batches and draws.")] = 0,
+    budget: Annotated[float, option("SECONDS", "Seconds that everything may take.")] = 110.0,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> bytes:
+    """Say whether training in a precision learns what fp32 learns.
+
+    One step and a short training in both, from the same weights on the same batches: a verdict, the numbers behind it,
+    which modules are at fault, and which ones heal it in fp32. Whatever the verdict, the exit code is 0.
+    """
+    from autotune_amp.api import check_fidelity
+
+    found = check_fidelity(
+        target,
+        precision,
+        batch_size=batch_size,
+        device=device,
+        pinned_modules=pin or [],
+        seed=seed,
+        budget=budget,
+        quiet=quiet,
+    )
+    if as_json:
+        return json_document({"format": 1, "fidelity": found})
+    from autotune_amp.report.judged import print_fidelity
+
+    return rendered(lambda console: print_fidelity(found, console))
+
+
+def memory(
+    target: Target = None,
+    batch_size: BatchSize = None,
+    precision: Annotated[
+        list[str] | None, option("PRECISION", "Measure only this precision: fp32, tf32, bf16 or fp16. Repeatable.")
+    ] = None,
+    device: Device = "auto",
+    fit: Annotated[str | None, option("SIZE", "Say which batch fits into this much memory, such as 16GiB.")] = None,
+    snapshot: Annotated[
+        Path | None, option("FILE", "On CUDA, write PyTorch's own memory snapshot here, of the first precision.")
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> bytes:
+    """Say what fills the memory of a training step, and what would free most.
+
+    Parameters, gradients, optimizer state and the activations of each module, in each precision; with --fit the
+    largest batch that fits into a memory.
+    """
+    from autotune_amp.api import profile_memory
+
+    found = profile_memory(
+        target, batch_size=batch_size, precision=precision, device=device, fit=fit, snapshot=snapshot, quiet=quiet
+    )
+    if as_json:
+        return f"{found.to_json()}\n".encode()
+    from autotune_amp.report.judged import print_memory
+
+    return rendered(lambda console: print_memory(found, console))

@@ -55,6 +55,9 @@ def search(
     ] = None,
     try_: Annotated[str, TRY] = "auto",
     memory_fraction: Annotated[float, option("SHARE", "Share of the available memory that a trial may take.")] = 0.9,
+    memory_limit: Annotated[
+        str | None, option("SIZE", "What a trial may take in any case, as 16GiB: for a smaller device than this one.")
+    ] = None,
     objective: Annotated[str, OBJECTIVE] = "speed",
     steps: Steps = None,
     samples: Samples = None,

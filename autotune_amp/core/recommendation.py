@@ -21,7 +21,7 @@ from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Description, Fidelity
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.text import duration, one_line
+from autotune_amp.core.text import duration, one_line, size
 
 FORMAT = 1
 
@@ -230,6 +230,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         """Label and text of everything to know about the recommended config."""
         config, evidence, workload = self.config, self.evidence, self.workload
         joules, scale = evidence.joules_per_sample, config.loss_scale
+        limit_bytes = self.options.get("memory_limit")
         accumulation = evidence.accumulation if config.accumulation_steps > 1 else None
         pauses = {"an evaluation": evidence.evaluation_seconds, "a checkpoint": evidence.checkpoint_seconds}
         taken = [f"{name} takes {duration(seconds)}" for name, seconds in pauses.items() if seconds is not None]
@@ -239,6 +240,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
             ("speed-up", explain.speedup_line(evidence)),
             ("plain", explain.plain_environment_line(evidence)),
             ("memory", explain.memory_line(evidence, self.hardware.identity.type)),
+            ("limit", None if limit_bytes is None else f"{size(limit_bytes)} of memory for any trial, as asked"),
             ("objective", None if self.objective == "speed" else self.objective),
             ("energy", None if joules is None else f"{joules:.3g} J a sample"),
             ("job", None if self.job is None else explain.job_line(self.job)),

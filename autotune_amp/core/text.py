@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from fractions import Fraction
 
 _OUTCOMES = {
     "oom": "out of memory",
@@ -43,6 +45,28 @@ def size(num_bytes: float) -> str:
             break
         num_bytes, unit = num_bytes / 1024, larger
     return f"{number(num_bytes)} {unit}"
+
+
+A_SIZE = "a size such as 16GiB, 16GB, 16384MiB or a number of bytes"  # what `parse_size` takes
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt]?)(i?)b)?", re.IGNORECASE | re.ASCII)
+
+
+def parse_size(given: str | int) -> int:
+    """Bytes of a size from 1 byte up: ``16GiB`` (1024^3), ``16GB`` (1000^3), ``16384MiB``, ``1.5 GiB``, or plain bytes.
+
+    Raises `ValueError` for what is no size.
+    """
+    match = None if isinstance(given, bool) else _SIZE.fullmatch(str(given))
+    if match is None:
+        raise ValueError(given)
+    figure, letter, is_binary = match.groups()
+    if not letter and ("." in figure or is_binary):
+        raise ValueError(given)
+    power = "kmgt".index(letter.lower()) + 1 if letter else 0
+    num_bytes = int(Fraction(figure) * (1024 if is_binary else 1000) ** power)
+    if num_bytes < 1:
+        raise ValueError(given)
+    return num_bytes
 
 
 def duration(seconds: float) -> str:

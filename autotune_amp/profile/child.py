@@ -47,7 +47,7 @@ def _profile(context: Context, spec: Profile, tell: Tell) -> Profiled:
     model = context.model(torch.device(spec.device))
     with closing(make_training(context.workload, model, spec.trial)) as training:
         training.start_loading()
-        _warm_up(training)
+        warm_up(training)
         tell({"event": "phase", "name": "profiling"})
         with TemporaryDirectory(prefix="autotune_amp-") as folder:
             found, problem = _traced(training, spec.trace_file or str(Path(folder, "trace.json")))
@@ -76,7 +76,7 @@ def _step(training: BaseTraining, window: Window) -> None:
         training.update()
 
 
-def _warm_up(training: BaseTraining) -> None:
+def warm_up(training: BaseTraining) -> None:
     """As a trial does: more steps while fp16's scale comes down, and until a loop takes its first update."""
     for number in range(NUM_WARMUP_STEPS + MAX_SCALE_SEARCH_STEPS):
         scale = training.loss_scale()

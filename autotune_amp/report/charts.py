@@ -11,6 +11,7 @@ from html import escape
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 from plotly.graph_objects import Bar, Figure, Scatter
 from plotly.subplots import make_subplots
 
@@ -21,6 +22,7 @@ from autotune_amp.core.recommendation import CandidateRow, Recommendation
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, duration, number, one_line, outcome_name, rate, size
 from autotune_amp.report.rows import baseline_row, outcome_line, recommended_row
+from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.ranking import BEFORE_CONFIRMATION, is_trial
 
 # A figure, or the sentence that says why there is none.
@@ -228,9 +230,9 @@ def memory(recommendation: Recommendation | None, records: Sequence[Record]) -> 
     figure = Figure(list(_measured(records, lambda found: found.reserved_memory_bytes / MIB)))
     out_of_memory = [(record, failure) for record, failure in failures(records) if failure.kind == "oom"]
     highest = max(found.reserved_memory_bytes for _, found in measured)
-    share = None if recommendation is None else recommendation.options.get("memory_fraction")
-    if recommendation is not None and share is not None:
-        limit = int(share * recommendation.available_bytes)
+    if recommendation is not None and recommendation.options:
+        options = msgspec.convert(recommendation.options, SearchOptions)
+        limit = options.limit_bytes(recommendation.available_bytes)
         sizes = [r.candidate.batch_size for r in records if is_trial(r)]
         ends, height = [min(sizes), max(sizes)], limit / MIB
         figure.add_trace(rule(f"limit: {size(limit)}", ends, [height] * 2, dash="dashdot"))

@@ -37,12 +37,12 @@ def print_recommendation(recommendation: Recommendation, console: Console, path:
     console.print(_candidates(recommendation))
     if recommendation.variants:
         first, *numbers, last = rows.VARIANT_COLUMNS
-        table = _table(first, *numbers, last=last)
+        table = new_table(first, *numbers, last=last)
         for cells in rows.variants(recommendation):
             table.add_row(*map(Text, cells), style="" if cells[1] != "-" else "dim")
         console.print(table)
     title = "Best so far: the search was interrupted" if search.was_interrupted else "Recommended"
-    _print_panel(title, recommendation.facts(), console)
+    print_panel(title, recommendation.facts(), console)
     # Below the panel and never wrapped by us: these lines are there to be copied.
     for title, lines in rows.uses(recommendation, path):
         _print_lines(f"{title}:", lines, console)
@@ -51,7 +51,7 @@ def print_recommendation(recommendation: Recommendation, console: Console, path:
 def hardware_table(hardware: Hardware, console: Console) -> None:
     """The device, its memory, and each precision with its level, measured rate and reason."""
     console.print(_grid(rows.machine(hardware)))
-    table = _table("precision", "level", "matmul rate", last="reason")
+    table = new_table("precision", "level", "matmul rate", last="reason")
     styles = {"native": "green", "emulated": "yellow", "unsupported": "dim"}
     for precision, rate, level, reason in rows.precisions(hardware):
         table.add_row(precision, Text(level, styles[level]), rate, Text(reason))
@@ -62,7 +62,7 @@ def print_profile(profile: AmpProfile, console: Console) -> None:
     """The precisions, where a step's time goes in fp32 and in the best of the others, and what to try."""
     console.print(Text(results.heading(profile)))
     console.print(_precisions(profile))
-    _print_panel("Does mixed precision pay here?", results.facts(profile), console)
+    print_panel("Does mixed precision pay here?", results.facts(profile), console)
 
 
 def _candidates(recommendation: Recommendation) -> Table:
@@ -87,7 +87,7 @@ def _candidates(recommendation: Recommendation) -> Table:
     for precision, sizes, reason in rows.exclusions(unlisted):
         blanks = ["-"] * (len(columns) - 2)
         shown.append(([precision, sizes, *blanks], Text(f"excluded: {reason}"), "dim"))
-    table = _table(*columns, last="outcome")
+    table = new_table(*columns, last="outcome")
     for texts, outcome_text, style in shown:
         table.add_row(*texts, outcome_text, style=style)
     return table
@@ -101,7 +101,7 @@ def _fate(row: CandidateRow) -> object:
 
 
 def _precisions(profile: AmpProfile) -> Table:
-    table = _table("precision", "step", "speed-up", "memory", last="verdict")
+    table = new_table("precision", "step", "speed-up", "memory", last="verdict")
     styles = {"excellent": "bold green", "significant": "green", "slower": "yellow"}
     for row in profile.rows:
         step, speedup, memory, verdict = results.row_cells(row)
@@ -110,17 +110,18 @@ def _precisions(profile: AmpProfile) -> Table:
     return table
 
 
-def _table(first: str, *numbers: str, last: str) -> Table:
+def new_table(first: str, *numbers: str, last: str, first_width: int = 24) -> Table:
     """Columns as wide as what they hold, but for the last, which is folded, and a speed-up with its interval."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(first, max_width=24)
+    table.add_column(first, max_width=first_width, overflow="fold")
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=name not in ("speed-up", "gain"))
     table.add_column(last, overflow="fold")
     return table
 
 
-def _print_panel(title: str, lines: list[tuple[str, str]], console: Console) -> None:
+def print_panel(title: str, lines: list[tuple[str, str]], console: Console) -> None:
+    """Labels and their texts in a box."""
     console.print(Panel(_grid(lines), title=Text(title, "bold"), title_align="left", border_style="green"))
 
 

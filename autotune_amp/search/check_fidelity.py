@@ -79,6 +79,6 @@ def check_job(
         device=hardware.device,
         seed=options.seed,
         deadline_seconds=seconds,
-        memory_limit_bytes=int(options.memory_fraction * hardware.memory.available),
+        memory_limit_bytes=options.limit_bytes(hardware.memory.available),
         torch_state=opened.torch_state,
     )

@@ -12,6 +12,7 @@ import msgspec
 from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import Objective
+from autotune_amp.core.text import A_SIZE, parse_size
 from autotune_amp.core.variants import VARIANTS
 
 SEED_LIMIT = 2**32 - 10_000  # numpy's, with room for resumed trials, which add their number to the seed
@@ -26,8 +27,9 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Checked options; `from_user` makes one from what a user typed or passed.
 
     `batch_size` is an inclusive range in samples, `baseline` a precision and a batch size. `memory_fraction` is the
-    share of the available memory that a trial may take. `effective_batch_size` is that of all `num_ranks` together;
-    None is what the data comes with, "free" none at all.
+    share of the available memory that a trial may take, `memory_limit` the bytes that each of its processes may take in
+    any case, None for any. `effective_batch_size` is that of all `num_ranks` together; None is what the data comes
+    with, "free" none at all.
     `variants` are the further dimensions to try, None for what is safe. `devices` are the numbers of the NVIDIA cards
     to use at the same time, `slots` is a number of shares of the CPU, `ray` the address of a cluster, whose nodes are
     used; all None: one device, as `device` says. `ranks`
@@ -49,6 +51,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int = 1
     baseline: tuple[Precision, int] | None = None
     memory_fraction: float = 0.9
+    memory_limit: int | None = None
     objective: Objective = "speed"
     num_steps: int | None = None
     num_samples: int | None = None
@@ -70,6 +73,11 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the nodes of a cluster would do in the place of what was asked for."""
         is_general = self.device in ("auto", "cpu", "cuda") and self.objective != "energy"
         return is_general and self.slots is None and self.devices is None
+
+    def limit_bytes(self, available_bytes: int) -> int:
+        """What a process of a trial may take of the memory that is available to it."""
+        share = int(self.memory_fraction * available_bytes)
+        return share if self.memory_limit is None else min(share, self.memory_limit)
 
     def horizon_steps(self, effective_batch_size: int) -> int:
         """Optimizer steps that a loss scale is judged over, given the samples of one step over all ranks."""
@@ -263,6 +271,7 @@ _OPTIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
         _that(lambda given: _is_number(given) and 0 < given <= 1, float),
         "a share above 0 and at most 1",
     ),
+    "memory_limit": (lambda given: None if given is None else parse_size(given), A_SIZE),
     "objective": (_that(lambda given: given in get_args(Objective)), f"one of {', '.join(get_args(Objective))}"),
     "steps": (
         _that(lambda given: is_count(given) and (given or 1) <= MAX_STEPS),

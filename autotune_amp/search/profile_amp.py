@@ -85,7 +85,7 @@ def run_profile(
         opened = open_workload(backend, origin, device, watcher)
         progress.found_hardware(opened.hardware)
         asked = _asked(precisions, opened.hardware)
-        space = _space(batch_size, opened, asked)
+        space = space_at(batch_size, opened, asked)
         refused = refused_in(space)
         trials = {p: _trial(p, space, opened) for p in asked if p not in refused}
         meter.start()
@@ -207,7 +207,7 @@ def _asked(precisions: tuple[Precision, ...] | None, hardware: Hardware) -> tupl
     return tuple(dict.fromkeys(("fp32", *(precisions or usual))))
 
 
-def _space(size: int | None, opened: Opened, asked: tuple[Precision, ...]) -> Space:
+def space_at(size: int | None, opened: Opened, asked: tuple[Precision, ...]) -> Space:
     """What is legal, at the user's own batch size and accumulation unless another batch size was given."""
     if size is None and opened.description.batch_size is None:
         size = ASSUMED_BATCH_SIZE
@@ -233,7 +233,7 @@ def _trial(precision: Precision, space: Space, opened: Opened) -> Trial:
         device=opened.hardware.device,
         loss_scale=LossScale() if MODES[precision].takes_scaler else None,
         deadline_seconds=DEADLINE_SECONDS,
-        memory_limit_bytes=int(SearchOptions().memory_fraction * opened.hardware.memory.available),
+        memory_limit_bytes=SearchOptions().limit_bytes(opened.hardware.memory.available),
         torch_state=opened.torch_state,
     )
 

@@ -174,9 +174,8 @@ class _Search:
         conditions = Conditions(
             hardware=opened.hardware,
             description=opened.description,
-            memory_limit_bytes=int(
-                self._options.memory_fraction
-                * opened.description.available_bytes(opened.hardware.memory.available, opened.hardware.device)
+            memory_limit_bytes=self._options.limit_bytes(
+                opened.description.available_bytes(opened.hardware.memory.available, opened.hardware.device)
             ),
             torch_state=opened.torch_state,
             environment=recommended_environment(opened.hardware.device),

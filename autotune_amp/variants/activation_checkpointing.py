@@ -28,7 +28,7 @@ def has(value: str, trained: Trained) -> bool:  # noqa: ARG001 - the signature o
 
 def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the signature of all
     """Why no block can be checkpointed, None where some can."""
-    blocks = _switched(trained) or [block for _, _, block in _blocks(trained)]
+    blocks = _switched(trained) or [block for _, _, block in repeated_blocks(trained)]
     if not blocks:
         return "the model has no repeated blocks: two or more modules of one class in a ModuleList or Sequential"
     if any(_has_running_statistics(module) for block in blocks for module in block.modules()):
@@ -47,7 +47,7 @@ def apply(value: str, trained: Trained) -> None:  # noqa: ARG001 - there is but 
     if switched:
         return
     wrapped: dict[nn.Module, nn.Module] = {}  # a block may stand in several places
-    for container, name, block in list(_blocks(trained)):
+    for container, name, block in list(repeated_blocks(trained)):
         if block not in wrapped:
             wrapped[block] = checkpoint_wrapper(block)
         container._modules[name] = wrapped[block]
@@ -59,7 +59,7 @@ def _switched(trained: Trained) -> list[Any]:
     return [model for model in models if getattr(model, "supports_gradient_checkpointing", False)]
 
 
-def _blocks(trained: Trained) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+def repeated_blocks(trained: Trained) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """Of the outermost containers the elements that share their class with another and hold modules themselves: the
     container, the element's name in it, and the element.
     """

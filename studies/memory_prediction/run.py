@@ -23,8 +23,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from autotune_amp.core.memory_model import fit_memory
 from autotune_amp.core.outcome import Failure, Measurement
-from autotune_amp.search.stages.explore import fit_memory
 
 HERE = Path(__file__).parent
 LANDSCAPES = HERE.parent / "landscapes"

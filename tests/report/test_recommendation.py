@@ -203,3 +203,8 @@ def test_a_damaged_file_is_a_format_error_that_names_it(tmp_path: Path, content:
         Recommendation.load(tmp_path / "r.json")
     assert raised.value.message.startswith(str(tmp_path / "r.json"))
     assert re.search(said, raised.value.message)
+
+
+def test_a_limit_that_was_asked_for_is_said() -> None:
+    assert fact("limit") is None
+    assert "16.0 GiB" in (fact("limit", options={"memory_limit": 2**34}) or "")

@@ -70,6 +70,8 @@ def test_memory_is_drawn_with_the_limit() -> None:
     figure: Any = memory(MADE, RECORDS)
     assert trace(figure, "limit: 5.40 GiB").y[0] == pytest.approx(5529.6)
     assert figure.layout.yaxis.range[1] > 5530, "something ran out of it"
+    smaller = msgspec.structs.replace(MADE, options={"memory_fraction": 0.9, "memory_limit": 2**31})
+    assert trace(memory(smaller, RECORDS), "limit: 2.00 GiB").y[0] == 2048
     fits: Any = memory(MADE, [r for r in RECORDS if not isinstance(r.outcome, Failure)])
     assert fits.layout.yaxis.range[1] < 2200, "what is far above everything would press that flat"
 

@@ -20,6 +20,7 @@ from autotune_amp.search.options import _OPTIONS, DEFAULT_NUM_STEPS, MAX_STEPS, 
         *[("devices", value) for value in ("", "cuda:0", "0,-1", (), (True,), 3)],
         *[("slots", value) for value in ("2", 0, 1.0, True)],
         *[("memory_fraction", value) for value in ("x", None, True, 0.0, 1.1)],
+        *[("memory_limit", value) for value in ("16 gigs", "", True, 0, -1, 1.5, "-1GiB")],
         *[("study", value) for value in (3, "", "..", "a/b")],
         *[("effective_batch_size", value) for value in ("64x", "", "0", 64.0, True, 0, "none")],
         *[("seed", value) for value in (None, "0", 1.0, False, -1, SEED_LIMIT, 2**32)],
@@ -43,7 +44,16 @@ def test_what_makes_sense_is_taken() -> None:
     assert isinstance(SearchOptions.from_user(precision=(), **taken), SearchOptions)  # type: ignore[arg-type]
     for given, meant in (("free", "free"), ("64", 64)):
         assert SearchOptions.from_user(effective_batch_size=given).effective_batch_size == meant
+    limits: list[tuple[Any, int | None]] = [("16GiB", 2**34), (1000, 1000), ("1 kB", 1000), (None, None)]
+    for limit, num_bytes in limits:
+        assert SearchOptions.from_user(memory_limit=limit).memory_limit == num_bytes
     assert isinstance(SearchOptions.from_user(budget=60).budget_seconds, float), "the cache knows 60 and 60.0 as one"
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, 500), (700, 500), (400, 400)])
+def test_a_trial_may_take_its_share_and_no_more_than_the_limit(limit: int | None, expected: int) -> None:
+    options = SearchOptions.from_user(memory_fraction=0.5, memory_limit=limit)
+    assert options.limit_bytes(1000) == expected
 
 
 @pytest.mark.parametrize(
@@ -102,6 +112,7 @@ def test_the_training_to_come_in_optimizer_steps(given: dict[str, Any], expected
         {},
         {"budget": 30, "trials": 4, "device": "cuda:1", "seed": 7, "memory_fraction": 0.5},
         {"precision": ["fp32", "bf16"], "batch_size": "8:256", "effective_batch_size": 64, "baseline": "fp32:32"},
+        {"memory_limit": "16GiB"},
         {"effective_batch_size": "free", "try_": "none", "objective": "memory"},
         {"devices": "all"},
         {"devices": "2,0", "device": "cuda"},

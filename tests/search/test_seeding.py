@@ -16,10 +16,11 @@ from test_explore import record
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import Hardware, Level
+from autotune_amp.core.memory_model import fit_memory
 from autotune_amp.core.outcome import Failure, FailureKind, Outcome
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.space import Space, excluded_by_outcomes, without
-from autotune_amp.search.stages.explore import fit_memory, next_seed, untried_settings
+from autotune_amp.search.stages.explore import next_seed, untried_settings
 
 SIZES = (4, 8, 16, 32, 64, 128, 256, 512)
 RATES: dict[Precision, float | None] = {"fp32": 1.0, "tf32": 3.0, "bf16": 5.0, "fp16": 4.0}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import ClassVar
@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import Hardware
+from autotune_amp.core.memory_model import fit_memory
 from autotune_amp.core.outcome import Measurement, Outcome
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
@@ -253,21 +254,6 @@ def share_building(
     if reason is not None:
         progress.note(f"It cannot be shared by forking, so one process is kept instead: {reason}.")
         backend.keep()
-
-
-def fit_memory(points: Iterable[tuple[int, int]]) -> Callable[[float], float] | None:
-    """Bytes that count against the limit at any batch size, M(b) = max(m0, m1 + m2·b), of (batch size, bytes) points.
-
-    The smallest batches sit on the optimizer's plateau m0 (studies/README.md), so the line is that through the two
-    largest; memory never falls with the batch size. None with fewer than two sizes.
-    """
-    at = sorted(dict(points).items())
-    if len(at) < 2:
-        return None
-    (b1, m1), (b2, m2) = at[-2:]
-    slope = max(0.0, (m2 - m1) / (b2 - b1))
-    m0 = min(m for _, m in at)
-    return lambda size: max(m0, m2 + slope * (size - b2))
 
 
 def next_seed(

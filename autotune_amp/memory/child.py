@@ -1,0 +1,285 @@
+"""Child side of a memory profile: one step for the peak, and one with a look at what holds it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autotune_amp.core.job import Tell
+from autotune_amp.core.outcome import Failure
+from autotune_amp.memory.job import MemoryBreakdown, MemoryJob, ModuleActivations
+from autotune_amp.numerics.accumulation import tensors
+from autotune_amp.precision.forward_wrapper import modules_by_name
+from autotune_amp.profile.child import warm_up
+from autotune_amp.trial import data, failures
+from autotune_amp.trial.context import Context
+from autotune_amp.trial.training import BaseTraining, make_training
+from autotune_amp.trial.worker import guarded, prepare
+from autotune_amp.variants import activation_checkpointing
+
+MAX_PASSES = 2  # of an accumulation window: from the second on gradients are there before the forward pass
+MAX_HISTORY_ENTRIES = 100_000  # of a snapshot, as PyTorch's own guide has it
+
+
+def take_apart(context: Context, spec: MemoryJob, tell: Tell) -> MemoryBreakdown | Failure:
+    """Take a training's memory apart; one that fails, or takes more than its limit, is a `Failure`."""
+    return guarded(context, spec.trial, lambda: _take_apart(context, spec, tell))
+
+
+def _take_apart(context: Context, spec: MemoryJob, tell: Tell) -> MemoryBreakdown | Failure:
+    memory, _ = prepare(context, spec.trial)
+    model = context.model(torch.device(spec.device))
+    with closing(make_training(context.workload, model, spec.trial)) as training:
+        training.start_loading()
+        retries = memory.num_allocator_retries()
+        warm_up(training)  # from then on the optimizer holds its state
+        tell({"event": "phase", "name": "measuring memory"})
+        with nullcontext() if spec.snapshot_file is None else snapshot(spec.snapshot_file):
+            _take_step(training)
+        memory.poll()
+        peak_bytes, taken_bytes = memory.peak_bytes()
+        has_flushed = memory.num_allocator_retries() > retries
+        failure = failures.of_memory(taken_bytes, spec.trial.memory_limit_bytes, has_flushed=has_flushed)
+        if failure is not None:
+            return failure
+        held = HeldMemory(training)
+        with torch.compiler.set_stance("force_eager"):  # compiled code hides its modules
+            _take_step(training, held)
+        return held.breakdown(taken_bytes, None if training.device.type == "cpu" else peak_bytes)
+
+
+def _take_step(training: BaseTraining, held: HeldMemory | None = None) -> None:
+    """One optimizer step; its last pass is on the batch that takes the most, where that is known."""
+    num_passes = min(training.spec.candidate.accumulation_steps, MAX_PASSES)
+    for number in range(1, num_passes + 1):
+        batch = training.worst_batch() if number == num_passes else None
+        if batch is None:
+            batch = training.next_batch()
+        if training.device.type != "cpu":
+            batch = data.move(batch, training.device)
+        with nullcontext() if held is None else held.watching(batch):
+            training.forward_backward(batch)
+    training.update()
+
+
+@contextmanager
+def snapshot(path: str) -> Iterator[None]:
+    """Record what CUDA's allocator does meanwhile, with its stacks, in a file for https://pytorch.org/memory_viz."""
+    torch.cuda.memory._record_memory_history(max_entries=MAX_HISTORY_ENTRIES)
+    try:
+        yield
+        torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]  # torch does not type it
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def storages(held: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of each storage behind these tensors, by its address; of a sparse tensor that of its parts."""
+    found: dict[int, int] = {}
+    for tensor in held:
+        if tensor.layout == torch.sparse_coo:
+            found |= storages((tensor._indices(), tensor._values()))
+        elif tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    found.pop(0, None)  # one without memory
+    return found
+
+
+def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
+    """Every tensor in their state, however deep."""
+    return [tensor for optimizer in optimizers for state in optimizer.state.values() for _, tensor in tensors(state)]
+
+
+class _Saved:
+    """A tensor that autograd saved; it tells when autograd lets it go."""
+
+    def __init__(self, tensor: Tensor, let_go: Callable[[], None]) -> None:
+        self.tensor = tensor
+        self._let_go = let_go
+
+    def __del__(self) -> None:
+        self._let_go()
+
+
+class HeldMemory:
+    """What one optimizer step of a training holds; its optimizers have their state."""
+
+    def __init__(self, training: BaseTraining) -> None:
+        self._trained = training.trained
+        self._device_type = training.device.type
+        self._modules = modules_by_name(training.model)
+        self._trainable = [p for p in training.model.parameters() if p.requires_grad]
+        self._parameters = self._storages(training.model.parameters())
+        self._buffers = _without(self._storages(training.model.buffers()), self._parameters)
+        state = self._storages(state_tensors(self._trained.optimizers))
+        self._optimizer_state = _without(state, {**self._parameters, **self._buffers})
+        self._batch: dict[int, int] = {}
+        self._batch_bytes = 0
+        self._gradients: dict[int, int] = {}  # of each parameter, by its id
+        self._casts = _CastWatch(self._parameters, self._storages(self._trainable).keys())
+        self._saved_by: Counter[str] = Counter()
+        self._inside: list[str] = []  # names of the modules that run, the innermost last
+        self._num_holders: Counter[int] = Counter()  # saved tensors that hold a storage, by its address
+        self._activations_bytes = 0  # that are held at the moment
+        self._present_gradients: dict[int, int] = {}
+        self._most_held_bytes = 0  # of activations and gradients together
+        self._is_backward_next = False
+
+    @contextmanager
+    def watching(self, batch: Any) -> Iterator[None]:
+        """Look at the forward and backward pass on this batch, which is on the device."""
+        given = [tensor for _, tensor in tensors(batch)]
+        self._batch = _without(self._storages(given), self._parameters)
+        # It may be a view of a whole dataset.
+        self._batch_bytes = min(sum(self._batch.values()), sum(map(_num_bytes, given)))
+        self._saved_by.clear()
+        with ExitStack() as stack:
+            for name, module in self._modules.items():
+                enter = module.register_forward_pre_hook(partial(self._enter, name), prepend=True)
+                # What a checkpoint computes again ends by an exception.
+                leave = module.register_forward_hook(self._leave, always_call=True)
+                stack.callback(enter.remove)
+                stack.callback(leave.remove)
+            parameter: Any  # torch does not type its hooks
+            for parameter in self._trainable:
+                stack.callback(parameter.register_post_accumulate_grad_hook(self._note_gradient).remove)
+            stack.enter_context(self._casts)
+            stack.enter_context(saved_tensors_hooks(self._pack, self._unpack))
+            yield
+
+    def breakdown(self, taken_bytes: int, allocated_bytes: int | None) -> MemoryBreakdown:
+        """What was held, beside the peak of a step that nobody looked into."""
+        gradients_bytes, activations_bytes = sum(self._gradients.values()), self._saved_by.total()
+        order = {name: number for number, name in enumerate(self._modules)}
+        saved_by = sorted(self._saved_by.items(), key=lambda item: order[item[0]])
+        return MemoryBreakdown(
+            taken_bytes=taken_bytes,
+            allocated_bytes=allocated_bytes,
+            parameters_bytes=sum(self._parameters.values()),
+            buffers_bytes=sum(self._buffers.values()),
+            gradients_bytes=gradients_bytes,
+            optimizer_state_bytes=sum(self._optimizer_state.values()),
+            batch_bytes=self._batch_bytes,
+            cast_weights_bytes=sum(self._casts.num_bytes.values()),
+            not_held_together_bytes=gradients_bytes + activations_bytes - self._most_held_bytes,
+            modules=tuple(ModuleActivations(name=name, num_bytes=num_bytes) for name, num_bytes in saved_by),
+            optimizers=tuple(type(optimizer).__name__ for optimizer in self._trained.optimizers),
+            checkpointable_modules=self._checkpointable_modules(),
+        )
+
+    def _checkpointable_modules(self) -> tuple[str, ...]:
+        if activation_checkpointing.has("on", self._trained) or activation_checkpointing.why_not("on", self._trained):
+            return ()
+        blocks = {block for _, _, block in activation_checkpointing.repeated_blocks(self._trained)}
+        return tuple(name for name, module in self._modules.items() if module in blocks)
+
+    def _storages(self, held: Iterable[Tensor]) -> dict[int, int]:
+        return storages(tensor for tensor in held if tensor.device.type == self._device_type)
+
+    def _enter(self, name: str, *_: object) -> None:
+        self._inside.append(name)
+
+    def _leave(self, *_: object) -> None:
+        self._inside.pop()
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        is_forward = not _is_in_backward()
+        self._is_backward_next |= is_forward
+        held = {k: n for k, n in self._storages((tensor,)).items() if not self._is_known(k) and k not in self._casts}
+        for key, num_bytes in held.items():
+            self._num_holders[key] += 1
+            if self._num_holders[key] == 1:
+                self._activations_bytes += num_bytes
+                if is_forward:  # else it is computed again
+                    self._saved_by[self._inside[-1] if self._inside else ""] += num_bytes
+        if not is_forward:
+            self._note_held()
+        return _Saved(tensor, partial(self._let_go, held))
+
+    def _unpack(self, saved: _Saved) -> Tensor:
+        if self._is_backward_next:  # its first: no more is saved, and what gradients there are, are from before
+            self._is_backward_next = False
+            self._present_gradients = {id(p): _num_bytes(p.grad) for p in self._trainable if p.grad is not None}
+            self._note_held()
+        return saved.tensor
+
+    def _let_go(self, held: Mapping[int, int]) -> None:
+        for key, num_bytes in held.items():
+            self._num_holders[key] -= 1
+            if not self._num_holders[key]:
+                self._activations_bytes -= num_bytes
+
+    def _note_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:  # else an optimizer inside of the backward pass has taken it
+            num_bytes = _num_bytes(parameter.grad)
+            self._gradients[id(parameter)] = self._present_gradients[id(parameter)] = num_bytes
+            self._note_held()
+
+    def _note_held(self) -> None:
+        held_bytes = self._activations_bytes + sum(self._present_gradients.values())
+        self._most_held_bytes = max(self._most_held_bytes, held_bytes)
+
+    def _is_known(self, key: int) -> bool:
+        return any(key in part for part in (self._parameters, self._buffers, self._optimizer_state, self._batch))
+
+
+class _CastWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
+    """Sees the copies of parameters in another type, as autocast makes them: `num_bytes` of each.
+
+    Autocast keeps those of parameters that are trained; of others a copy is made at each use, and counts if it is saved
+    for the backward pass (``in``).
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, parameters: Collection[int], trainable: Collection[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
+        self.num_bytes: dict[Hashable, int] = {}
+        self._parameters = parameters
+        self._trainable = trainable
+        self._copies: dict[int, tuple[Hashable, int]] = {}  # by their addresses
+
+    def __contains__(self, key: int) -> bool:
+        if key not in self._copies:
+            return False
+        name, num_bytes = self._copies[key]
+        self.num_bytes[name] = num_bytes
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        source = next(iter(storages(args[:1])), 0) if func is torch.ops.aten._to_copy.default else 0
+        if source in self._parameters:
+            ((key, num_bytes),) = storages((made,)).items()
+            name = (source, made.dtype) if source in self._trainable else key
+            self._copies[key] = name, num_bytes
+            if source in self._trainable:
+                self.num_bytes[name] = num_bytes
+        elif self._copies:  # an address is free for something else once a copy is gone
+            before = storages(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            for key in storages(leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)):
+                if key not in before:
+                    self._copies.pop(key, None)
+        return made
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return sum(storages((tensor,)).values()) if tensor.layout == torch.sparse_coo else tensor.nbytes
+
+
+def _without(found: Mapping[int, int], known: Mapping[int, int]) -> dict[int, int]:
+    return {key: num_bytes for key, num_bytes in found.items() if key not in known}
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

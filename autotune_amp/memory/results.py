@@ -1,0 +1,198 @@
+"""MemoryProfile: what fills the memory of a training and what would free it, as plain data and in words. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.outcome import FailureKind
+from autotune_amp.core.text import count, one_line, outcome_name, size
+from autotune_amp.memory.job import MemoryBreakdown
+
+SavingKind: TypeAlias = Literal["precision", "activation_checkpointing", "optimizer_state", "batch_size"]
+_NUM_GROUPS = 8
+_OUTSIDE = "outside of modules, as the loss"
+
+
+class Saving(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that would free up to `num_bytes`; `what` says it in words. Only `precision` was measured."""
+
+    kind: SavingKind
+    num_bytes: int
+    what: str
+
+
+class LargestBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """The largest batch size that fits, by the memory model M(b) = max(m0, m1 + m2 * b) through two sizes that
+    were `measured`: the largest two up to the first that did not fit. They are pairs of a batch size and the bytes it
+    took.
+
+    `batch_size` is 0 where not even one sample fits, None where what was measured does not grow with the batch.
+    `model_error` is how far the model of the others was off at `checked_batch_size`, the one nearest to the limit, as a
+    share: below 0 it said too little; None where only two sizes could be measured. `cautious_batch_size` allows for an
+    error of that size. `bytes_per_sample` is m2. `is_all_data`: the dataset has no more samples.
+    """
+
+    batch_size: int | None
+    cautious_batch_size: int | None
+    model_error: float | None
+    checked_batch_size: int | None
+    bytes_per_sample: float
+    measured: tuple[tuple[int, int], ...]
+    is_all_data: bool = False
+
+
+class MemoryRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One precision: its `breakdown`, or the `reason` why there is none; `failure` is how it failed if it ran.
+
+    `largest` is None where no limit was asked about, or too little could be measured, with the reason. `savings` are
+    what would free memory of this precision, the most first.
+    """
+
+    precision: Precision
+    breakdown: MemoryBreakdown | None = None
+    largest: LargestBatch | None = None
+    savings: tuple[Saving, ...] = ()
+    failure: FailureKind | None = None
+    reason: str | None = None
+
+
+class MemoryProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """What fills the memory of one training step of `batch_size` samples on one device, in each precision.
+
+    A step accumulates `accumulation_steps` such batches. `limit_bytes` is the memory that batches were to fit into,
+    None where nobody asked. `snapshot` is the file of torch's own memory snapshot, of the first precision that ran;
+    None without one.
+    """
+
+    format: int = 1
+    workload: str
+    device: str
+    device_name: str
+    batch_size: int
+    accumulation_steps: int
+    rows: tuple[MemoryRow, ...]
+    limit_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+    snapshot: str | None = None
+
+    def row(self, precision: str) -> MemoryRow:
+        """The row of a precision; raises `KeyError` where it has none."""
+        for row in self.rows:
+            if row.precision == precision:
+                return row
+        raise KeyError(precision)
+
+    def to_json(self) -> str:
+        """The document; a missing number is null, never NaN."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
+
+    def explain(self) -> str:
+        """The parts, the largest modules, what fits and what would free memory, as lines of plain text."""
+        lines = [heading(self)]
+        for table in (parts(self), modules(self)):
+            lines += [f"{label}: {', '.join(cells)}" for label, *cells in table]
+        return "\n".join([*lines, *(f"{label}: {text}" for label, text in facts(self))])
+
+
+def heading(profile: MemoryProfile) -> str:
+    """What was measured, and where."""
+    batches = "" if profile.accumulation_steps == 1 else f"{profile.accumulation_steps} batches of "
+    device = f"{profile.device} ({one_line(profile.device_name)})"
+    return f"{one_line(profile.workload)}: a step of {batches}{count(profile.batch_size, 'sample')} on {device}"
+
+
+def measured_rows(profile: MemoryProfile) -> list[tuple[MemoryRow, MemoryBreakdown]]:
+    """The rows that have a breakdown."""
+    return [(row, row.breakdown) for row in profile.rows if row.breakdown is not None]
+
+
+def parts(profile: MemoryProfile) -> list[list[str]]:
+    """Each part with its bytes in every precision that ran, and the peak last; a part that none has is left out."""
+    found = [breakdown for _, breakdown in measured_rows(profile)]
+    table = [
+        ("parameters", [b.parameters_bytes for b in found]),
+        ("buffers", [b.buffers_bytes for b in found]),
+        ("gradients", [b.gradients_bytes for b in found]),
+        ("optimizer state", [b.optimizer_state_bytes for b in found]),
+        ("batch", [b.batch_bytes for b in found]),
+        ("weights cast by autocast", [b.cast_weights_bytes for b in found]),
+        ("activations", [b.activations_bytes for b in found]),
+        ("not held at once", [-b.not_held_together_bytes for b in found]),
+        ("the rest", [b.rest_bytes for b in found]),
+        ("peak", [b.taken_bytes for b in found]),
+    ]
+    return [[name, *map(_signed, numbers)] for name, numbers in table if any(numbers)]
+
+
+def modules(profile: MemoryProfile) -> list[list[str]]:
+    """The modules whose activations take the most, in every precision that ran; those that differ in an index alone
+    are one: ``layers.*.norm (12)``."""
+    groups = [activations_by_group(breakdown) for _, breakdown in measured_rows(profile)]
+    order = sorted({name for group in groups for name in group}, key=lambda name: -max(g[name] for g in groups))
+    table = [[name, *(size(group[name]) for group in groups)] for name in order[:_NUM_GROUPS]]
+    if rest := order[_NUM_GROUPS:]:
+        others = [size(sum(group[name] for name in rest)) for group in groups]
+        table.append([f"{count(len(rest), 'other')}", *others])
+    return table
+
+
+def activations_by_group(breakdown: MemoryBreakdown) -> Counter[str]:
+    """Bytes of the activations of modules that differ in an index alone, by their name with a star for it."""
+    found: Counter[str] = Counter()
+    members: Counter[str] = Counter()
+    for module in breakdown.modules:
+        name = re.sub(r"(?<![^.])\d+(?![^.])", "*", module.name) or _OUTSIDE
+        found[name] += module.num_bytes
+        members[name] += 1
+    return Counter({f"{name} ({members[name]})" if "*" in name else name: num for name, num in found.items()})
+
+
+def facts(profile: MemoryProfile) -> list[tuple[str, str]]:
+    """Label and text of what failed, what fits and what would free memory."""
+    lines: list[tuple[str, str]] = []
+    for row in profile.rows:
+        if row.reason is not None:
+            failed = "" if row.failure is None else f"{outcome_name(row.failure)}: "
+            lines.append((row.precision, f"{failed}{one_line(row.reason)}"))
+    for row, breakdown in measured_rows(profile):
+        if breakdown.allocated_bytes is not None:
+            held = breakdown.taken_bytes - breakdown.allocated_bytes
+            lines.append(("rest", f"{row.precision}: {size(max(0, held))} of it the allocator holds without a tensor"))
+        if row.largest is not None and profile.limit_bytes is not None:
+            lines.append(("fits", f"{row.precision}: {largest_line(row.largest, profile.limit_bytes)}"))
+    for row, _ in measured_rows(profile)[:1]:
+        for saving in row.savings:
+            lines.append(("frees", f"{row.precision}: up to {size(saving.num_bytes)} by {saving.what}"))
+    if profile.snapshot is not None:
+        lines.append(("snapshot", f"{profile.snapshot} opens at https://pytorch.org/memory_viz"))
+    return [*lines, *(("note", one_line(note)) for note in profile.notes)]
+
+
+def largest_line(largest: LargestBatch, limit_bytes: int) -> str:
+    """``batch 412 in 16.0 GiB by the model, which was 3 % too low at batch 128; 398 with that allowed for``."""
+    of_what = f"in {size(limit_bytes)}"
+    if largest.batch_size is None:
+        return f"any batch {of_what}: what was measured does not grow with it"
+    if largest.batch_size == 0:
+        return f"not even one sample {of_what}"
+    text = f"batch {largest.batch_size} {of_what}"
+    if dict(largest.measured).get(largest.batch_size, limit_bytes + 1) <= limit_bytes:
+        text += ", which was measured"
+    if largest.is_all_data:
+        text += ", all that the dataset has"
+    if largest.model_error is None:
+        return f"{text}, by a model that could not be held against a third size"
+    off = f"{abs(100 * largest.model_error):.0f} % too {'low' if largest.model_error < 0 else 'high'}"
+    return (
+        f"{text}; the model was {off} at batch {largest.checked_batch_size}, and with that allowed for it is "
+        f"{largest.cautious_batch_size}"
+    )
+
+
+def _signed(num_bytes: int) -> str:
+    return f"-{size(-num_bytes)}" if num_bytes < 0 else size(num_bytes)
