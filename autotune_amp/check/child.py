@@ -19,6 +19,7 @@ from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.workload import Workload
 from autotune_amp.precision import torch_state
+from autotune_amp.precision.rules import AutocastDevice
 from autotune_amp.precision.step_amp import StepAmp
 from autotune_amp.trial import data, failures
 from autotune_amp.trial.context import Context, LoopState
@@ -44,15 +45,30 @@ def _look(context: Context, job: Look, tell: Tell) -> CheckReport:
     torch_state.apply(job.torch_state)
     torch_state.set_flags("fp32")
     torch_state.seed(job.seed)
-    workload, model = context.workload, context.model(torch.device("cpu"))
-    batch_size = job.batch_size or _batch_size(workload)
+    tell({"event": "phase", "name": f"recording one fp32 step for {job.autocast_device}"})
+    model = context.model(torch.device("cpu"))
+    return report_on(context.workload, model, job.autocast_device, job.batch_size, context.source)
+
+
+def report_on(
+    workload: Workload,
+    model: nn.Module,
+    device: AutocastDevice,
+    batch_size: int | None = None,
+    source: Any = None,
+) -> CheckReport:
+    """Read the source of `workload` and record one step of `model`, which is its own.
+
+    `source` is the function that made the workload. Weights that are kept in half precision are in fp32 afterwards.
+    What the step raises without the recording too comes through.
+    """
+    batch_size = batch_size or _batch_size(workload)
     with closing(data.stream(workload.data, batch_size)) as stream:
         batch = next(stream)
-    sources, unread = reading.sources_of(_written(context.source, workload, model))
+    sources, unread = reading.sources_of(_written(source, workload, model))
     findings = [finding for source in sources for finding in reading.read(source)]
-    findings += _of_weights(model, sources)
-    tell({"event": "phase", "name": f"recording one fp32 step for {job.autocast_device}"})
-    recording = Recording(model, job.autocast_device)
+    findings += _of_weights(model, sources, (workload.model, workload.build, source))
+    recording = Recording(model, device)
     problem = None
     try:
         with recording.running():
@@ -63,7 +79,7 @@ def _look(context: Context, job: Look, tell: Tell) -> CheckReport:
         problem = failures.of_error(error).message
     return CheckReport(
         workload=workload.name,
-        device=job.autocast_device,
+        device=device,
         batch_size=batch_size,
         findings=in_order([*findings, *recording.findings]),
         num_calls=recording.num_calls,
@@ -81,14 +97,14 @@ def _written(source: Any, workload: Workload, model: nn.Module) -> list[Any]:
     return [*given, *dict.fromkeys(type(module) for module in model.modules() if not isinstance(module, LoopState))]
 
 
-def _of_weights(model: nn.Module, sources: Sequence[reading.Source]) -> Iterator[Finding]:
+def _of_weights(model: nn.Module, sources: Sequence[reading.Source], makers: Sequence[Any]) -> Iterator[Finding]:
     """Trained weights that are not kept in fp32, one finding for each dtype."""
     kept: dict[torch.dtype, dict[str, None]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != torch.float32:
             kept.setdefault(parameter.dtype, {})[name.rpartition(".")[0]] = None
     for dtype, modules in kept.items():
-        yield reading.of_weights(str(dtype).removeprefix("torch."), tuple(modules), sources)
+        yield reading.of_weights(str(dtype).removeprefix("torch."), tuple(modules), sources, makers)
 
 
 def _batch_size(workload: Workload) -> int:

@@ -27,11 +27,16 @@ LEAST_SIZE: Final = 64
 CASTS: Final = {"to", "type", "half", "bfloat16", "type_as", "double", "float"}
 PRODUCTS: Final = {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
 # A number is made the tensor's own kind, which raises where that does not hold it ...
-_WRITES: Final = {"masked_fill", "masked_fill_", "fill_", "full", "full_like", "new_full", "index_fill", "index_fill_"}
+_WRITES: Final = {
+    *("masked_fill", "masked_fill_", "fill_", "fill_diagonal_", "index_fill", "index_fill_"),
+    *("full", "full_like", "new_full", "pad"),
+}
+_CLAMPS: Final = {"clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_"}  # ... on the CPU alone
 # ... or computed with, and the result rounded.
 _SUMS: Final = {"add", "add_", "__add__", "__radd__", "__iadd__"}
-_ADDS: Final = _SUMS | {"sub", "sub_", "__sub__", "__isub__", "where"}
-_GUARDS: Final = _SUMS | {"clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_", "maximum"}
+_ADDS: Final = _SUMS | {"sub", "sub_", "__sub__", "__isub__", "where", "__setitem__"}
+_PRODUCTS_BY_NUMBERS: Final = {"mul", "mul_", "__mul__", "__rmul__", "__imul__"}
+_GUARDS: Final = _SUMS | _CLAMPS | {"maximum"}
 _HALF_BY_NAME = re.compile(r"\b(float16|half|bfloat16)\b")
 _DECOMPOSITIONS: Final = re.compile(
     r"(linalg_)?(cholesky(_ex|_solve|_inverse)?|eigh?|eigvalsh?|svd(vals)?|qr|geqrf|lstsq|solve(_ex|_triangular)?"
@@ -43,13 +48,15 @@ _DECOMPOSITIONS: Final = re.compile(
 class Call(NamedTuple):
     """One call of a torch function.
 
-    `given` are the tensors among `arguments`, of `dtypes_given` on the device, and `dtypes_made` those of its results.
-    `made_at` is where the first of them was made. `kept_in` are the dtypes of half precision that weights have.
+    `given` are the tensors among `arguments`, of `dtypes_given` on the device, `made` its results, of `dtypes_made`
+    (of what it changes, where it gives none), and `error` is what it raises there. `made_at` is where the first that is
+    given was made, `kept_in` the dtypes of half precision that weights have.
     """
 
     name: str
     arguments: tuple[Any, dict[str, Any]]
     given: Sequence[Tensor]
+    made: Sequence[Tensor]
     dtypes_given: Sequence[torch.dtype]
     dtypes_made: Sequence[torch.dtype]
     error: str | None
@@ -65,18 +72,34 @@ class Call(NamedTuple):
 
 def judged(call: Call, device: AutocastDevice) -> Iterator[Finding]:
     """What is found of a call under the autocast of `device`."""
-    for finding in (*_errors(call), *_numbers(call), *_casts(call, device), *_decompositions(call), *_sizes(call)):
+    for finding in (
+        *_errors(call),
+        *_numbers(call, device),
+        *_casts(call, device),
+        *_decompositions(call),
+        *_sizes(call),
+    ):
         if device in next(rule for rule in rules.RULES if rule.name == finding.rule).devices:
             yield finding
 
 
 def _errors(call: Call) -> Iterator[Finding]:
     rule = None if call.error is None else rules.rule_of(call.error)
+    if call.name == "__setitem__" and _puts_another_dtype(call):
+        rule = rules.MIXED_OPERANDS
     if rule is rules.BINARY_CROSS_ENTROPY:
         sigmoid = call.made_at.line if "sigmoid" in call.made_at.code.lower() else None
         yield found(rule, call.place, mend=mending.of_binary_cross_entropy(call.place.code, sigmoid))
     elif rule is not None and rule is not rules.LINEAR_ALGEBRA:
         yield found(rule, call.place)
+
+
+def _puts_another_dtype(call: Call) -> bool:
+    """Whether it writes to places that a tensor names: what is written is cast for slices only."""
+    target, index, value = call.arguments[0]
+    by_tensor = any(isinstance(leaf, Tensor) for leaf in tree_leaves(index))
+    is_tensor = isinstance(value, Tensor) and value.dim() > 0 and target.is_floating_point()
+    return by_tensor and is_tensor and call.dtypes_given[0] != call.dtypes_given[-1]
 
 
 def _decompositions(call: Call) -> Iterator[Finding]:
@@ -86,20 +109,26 @@ def _decompositions(call: Call) -> Iterator[Finding]:
         yield found(rules.LINEAR_ALGEBRA, call.place, mend=mending.of_linear_algebra(call.place.code))
 
 
-def _numbers(call: Call) -> Iterator[Finding]:
+def _numbers(call: Call, device: AutocastDevice) -> Iterator[Finding]:
     if not call.makes_half:
         return
     arguments, named = call.arguments
-    if call.name in ("full", "new_full"):  # not their sizes
+    if call.name in ("full", "new_full", "__setitem__"):  # not their sizes or indices
         arguments = arguments[-1:]
+    writes = _WRITES | _CLAMPS if device == "cpu" else _WRITES
     for leaf in tree_leaves((arguments, named)):
-        number = _number(leaf)
-        size = abs(number)
-        if FP16_MAX < size < math.inf and call.name in _WRITES | _ADDS:
-            mend = mending.of_constant(call.place.code, number)
-            yield found(rules.LARGE_CONSTANT, call.place, "breaks" if call.name in _WRITES else "hurts", mend=mend)
-        elif 0 < size <= FLUSHED and call.name in _GUARDS:
-            yield found(rules.SMALL_EPSILON, call.place, mend=mending.of_epsilon(call.place.code, number))
+        number, code = _number(leaf), call.place.code
+        is_large = FP16_MAX < abs(number) < math.inf
+        if is_large and call.name in writes:
+            yield found(rules.LARGE_CONSTANT, call.place, mend=mending.of_constant(code, number))
+        elif is_large and (call.name in _ADDS or (call.name in _PRODUCTS_BY_NUMBERS and _overflows(call))):
+            yield found(rules.LARGE_CONSTANT, call.place, "hurts")
+        elif 0 < abs(number) <= FLUSHED and call.name in _GUARDS:
+            yield found(rules.SMALL_EPSILON, call.place, mend=mending.of_epsilon(code, number))
+
+
+def _overflows(call: Call) -> bool:
+    return any(_largest(tensor) > FP16_MAX for tensor in call.made)
 
 
 def _number(leaf: Any) -> float:

@@ -34,10 +34,11 @@ def of_epsilon(code: str, number: float) -> str | None:
             for one, other in ((node.left, node.right), (node.right, node.left)):
                 if _value(other) == number:
                     return one, _cast_up(one, text)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.startswith("cl"):
-            if any(_value(a) == number for a in (*node.args, *(keyword.value for keyword in node.keywords))):
-                return node.func.value, _cast_up(node.func.value, text)
-        return None
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr[:2] == "cl"):
+            return None
+        given = (*node.args, *(keyword.value for keyword in node.keywords))
+        is_clamp = any(_value(argument) == number for argument in given)
+        return (node.func.value, _cast_up(node.func.value, text)) if is_clamp else None
 
     return _mended(code, mend)
 

@@ -83,9 +83,11 @@ def read(source: Source) -> Iterator[Finding]:
     yield from _clipping(source, source.tree)
 
 
-def of_weights(dtype: str, modules: tuple[str, ...], sources: Iterable[Source]) -> Finding:
-    """That trained weights of `modules` are kept in `dtype`, where a file says so if one does."""
-    place = next(filter(None, (_made_in(source, dtype) for source in sources)), Place())
+def of_weights(dtype: str, modules: tuple[str, ...], sources: Iterable[Source], makers: Iterable[Any]) -> Finding:
+    """That trained weights of `modules` are kept in `dtype`, where one of `makers` says so, else where a file does."""
+    places = [place for source in sources for place in _mentions(source, dtype)]
+    made = (place for maker in map(_span, makers) for place in places if (place.file, place.line) in maker)
+    place = next(made, places[0] if places else Place())
     one = found(
         rules.WEIGHTS,
         place,
@@ -126,14 +128,23 @@ def _imports(tree: ast.Module) -> dict[str, str]:
     return names
 
 
-def _made_in(source: Source, dtype: str) -> Place | None:
-    """Where a file first asks for a dtype by its name, as ``.half()`` or ``torch.float16``; None where it does not."""
+def _mentions(source: Source, dtype: str) -> Iterator[Place]:
+    """Where a file asks for a dtype by its name, as ``.half()`` or ``torch.float16``."""
     method, *names = _WIDTHS[dtype]
     for node in ast.walk(source.tree):
         is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method
         if is_method or (isinstance(node, ast.Attribute) and source.called(node) in names):
-            return source.place(node.lineno)  # type: ignore[attr-defined]
-    return None
+            yield source.place(node.lineno)  # type: ignore[attr-defined]  # expressions have one
+
+
+def _span(maker: Any) -> set[tuple[str | None, int | None]]:
+    """The lines of a function."""
+    try:
+        lines, first = inspect.getsourcelines(maker)
+    except (OSError, TypeError):  # it has no source
+        return set()
+    file = inspect.getsourcefile(maker)
+    return {(file, first + number) for number in range(len(lines))}
 
 
 def _old_names(source: Source) -> Iterator[Finding]:

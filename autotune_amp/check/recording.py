@@ -8,6 +8,7 @@ its code is told the shadow's dtype, so that it goes the way that it would go on
 
 from __future__ import annotations
 
+import linecache
 import logging
 import sys
 import sysconfig
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
 from pathlib import Path
+from types import CodeType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -75,6 +77,7 @@ class Recording(TorchFunctionMode):
         self._names = {module: name for name, module in modules_by_name(model).items()}
         self._inside: list[str] = []
         self._levels: list[torch.dtype | None] = [None]  # of autocast, the innermost last; None where it is off
+        self._is_repeating = False
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._fake_mode:
             self._at = torch.empty(0, device=device).device
@@ -129,6 +132,8 @@ class Recording(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._is_repeating:
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name == "__get__" and func.__self__ is torch.Tensor.dtype:
             shadow = self._shadows.get(args[0])
@@ -164,6 +169,7 @@ class Recording(TorchFunctionMode):
             name=name,
             arguments=(args, kwargs),
             given=given,
+            made=made,
             dtypes_given=dtypes_given,
             dtypes_made=[self._dtype(tensor) for tensor in made or given[:1]],
             error=error,
@@ -187,8 +193,12 @@ class Recording(TorchFunctionMode):
 
     @contextmanager
     def _repeating(self, dtype: torch.dtype | None) -> Iterator[None]:
-        with self._fake_mode, torch.no_grad(), self._showing(dtype, only_device=True), _OneDtype(dtype):
-            yield
+        self._is_repeating = True
+        try:
+            with self._fake_mode, torch.no_grad(), self._showing(dtype, only_device=True), _OneDtype(dtype):
+                yield
+        finally:
+            self._is_repeating = False
 
     def _on_device(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -254,7 +264,7 @@ class Recording(TorchFunctionMode):
         return remembered
 
     def _enter_autocast(self, context: Any) -> Any:
-        if context.asked is not None:
+        if context.asked is not None and self._levels[-1] is not None:
             place = self._place()
             self.findings.append(found(rules.NESTED_AUTOCAST, place, mend=mending.of_autocast(place.code)))
         self._levels.append(context.asked)
@@ -268,18 +278,17 @@ class Recording(TorchFunctionMode):
     def _apply_function(self, kind: Any, *args: Any, **kwargs: Any) -> Any:
         """In the place of a Function's apply: runs it, and repeats it on shadows forward and backward."""
         result = _apply_of(kind)(*args, **kwargs)
-        if self._levels[-1] is None or kwargs or is_decorated(kind) or kind.__module__.startswith("torch."):
+        if self._levels[-1] is None or kwargs or _is_decorated(kind) or kind.__module__.startswith("torch."):
             return result
-        with torch._C.DisableTorchFunction():
-            try:
-                dtypes = self._function_dtypes(kind, args, self._levels[-1])
-                is_lowered = dtypes != self._function_dtypes(kind, args, None)
-                severity: Severity | None = "hurts" if is_lowered else None
-            except Exception as error:  # whatever the fakes cannot do, beside what the device could not
-                severity = "breaks" if rules.rule_of(str(error)) is not None else None
+        try:
+            dtypes = self._function_dtypes(kind, args, self._levels[-1])
+            is_lowered = dtypes != self._function_dtypes(kind, args, None)
+            severity: Severity | None = "hurts" if is_lowered else None
+        except Exception as error:  # whatever the fakes cannot do, beside what the device could not
+            severity = "breaks" if rules.rule_of(str(error)) is not None else None
         if severity is not None:
             code = kind.forward.__code__
-            place = Place(self._place().module, code.co_filename, code.co_firstlineno)
+            place = Place(self._place().module, code.co_filename, _line_of_def(code))
             mend = mending.of_function(self._device)
             self.findings.append(found(rules.AUTOGRAD_FUNCTION, place, severity, mend=mend))
         return result
@@ -364,7 +373,13 @@ def _apply_of(kind: Any) -> Any:
     return super(base, kind).apply
 
 
-def is_decorated(kind: Any) -> bool:
+def _line_of_def(code: CodeType) -> int:
+    """The line of a function's ``def``, below its decorators."""
+    lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
+    return code.co_firstlineno + next((i for i, line in enumerate(lines) if line.lstrip().startswith("def ")), 0)
+
+
+def _is_decorated(kind: Any) -> bool:
     """Whether a Function's forward is decorated with custom_fwd."""
     code = getattr(kind.forward, "__code__", None)
     return code is not None and code.co_filename == torch.amp.autocast_mode.__file__

@@ -82,8 +82,7 @@ MIXED_OPERANDS = Rule(
     "This operation wants tensors of one precision, and autocast does not cast for it.",
     "Cast the one to the other's precision: y.to(x.dtype).",
     f"{_AMP}#autocast-op-reference",
-    error=r"expected (scalar type|m1 and m2|all tensors).*(Half|BFloat16|float16|bfloat16)"
-    r"|(same|equal to src\.) ?dtype|dtypes? (must )?match|mat1 and mat2 must have the same dtype",
+    error=r"expected scalar type|expected dtype \w+ for|dtypes? match|same (scalar type|dtypes?)|equal to src\.dtype",
 )
 LINEAR_ALGEBRA = Rule(
     "linear_algebra",
@@ -93,8 +92,8 @@ LINEAR_ALGEBRA = Rule(
     "torch.linalg's decompositions and solvers have no half-precision kernels, and autocast does not cast for them.",
     "Give it fp32: cast what goes in with .float().",
     "https://github.com/pytorch/pytorch/issues/61772",
-    error=r"(?i)low precision dtypes not supported|(linalg|cholesky|lu_factor|triangular_solve|svd|eigh?|qr|geqrf|lstsq"
-    r"|inverse|det)\w*\W.* not implemented for '(Half|BFloat16)'|expected a tensor with 2 or more dimensions of float",
+    error=r"Low precision dtypes not supported|expected a tensor with 2 or more dimensions of float"
+    r"|\"(linalg_|cholesky|lu_|eig|svd|geqrf|orgqr|triangular|inverse|ldl_)\w*\" not implemented for '(Half|BFloat16)'",
 )
 MANUAL_CAST = Rule(
     "manual_cast",

@@ -1,0 +1,115 @@
+"""What a recorded step shows of small workloads: the rule, the line, the module; and nothing of the healthy ones."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import check_samples
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autotune_amp import Workload
+from autotune_amp.check.child import report_on
+from autotune_amp.check.findings import CheckReport
+from autotune_amp.precision import rules
+from autotune_amp.precision.rules import AutocastDevice
+from autotune_amp.trial.context import make_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:User provided device_type")
+
+
+def report(workload: Workload, device: AutocastDevice = "cuda") -> CheckReport:
+    found = report_on(workload, make_model(workload), device, 8)
+    assert found.problem is None
+    return found
+
+
+def marked_line(name: str) -> int:
+    """The line below the sample's own that is marked."""
+    lines, first = inspect.getsourcelines(getattr(check_samples, name))
+    return first + next(number for number, line in enumerate(lines) if "# sick: " in line)
+
+
+@pytest.mark.parametrize("name", check_samples.SAMPLES)
+def test_a_sick_sample_is_found_in_its_line(name: str) -> None:
+    rule, make = check_samples.SAMPLES[name]
+    (finding,) = report(make()).findings
+    assert (finding.rule, finding.line) == (rule, marked_line(name))
+    assert Path(finding.file or "").samefile(check_samples.__file__)
+    assert f"# sick: {rule}" in finding.code
+    assert finding.mend
+
+
+@pytest.mark.parametrize("name", check_samples.HEALTHY)
+@pytest.mark.parametrize("device", rules.AUTOCAST_DEVICES)
+def test_nothing_is_found_in_a_healthy_sample(name: str, device: AutocastDevice) -> None:
+    assert report(check_samples.HEALTHY[name](), device).findings == ()
+
+
+@pytest.mark.parametrize(("width", "precisions"), [(100, ("fp16", "bf16")), (72, ("fp8",)), (128, None), (10, None)])
+def test_sizes_of_large_products(width: int, precisions: tuple[str, ...] | None) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 64), nn.Linear(64, width))
+
+    findings = report(Workload(model, check_samples.squares, lambda n: torch.randn(n, 16))).findings
+    assert [(f.rule, f.precisions, f.modules) for f in findings] == (
+        [] if precisions is None else [("sizes", precisions, ("1",))]
+    )
+
+
+def test_modules_are_named_as_the_model_has_them_and_those_of_one_line_share_a_finding() -> None:
+    def model() -> nn.Module:
+        return nn.ModuleDict(
+            {
+                "first": check_samples.Block(check_samples.masks_far),
+                "rest": nn.Sequential(check_samples.Block(check_samples.masks_far)),
+            }
+        )
+
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        return check_samples.squares(model["rest"], model["first"](batch).clamp(min=-1))
+
+    (finding,) = report(Workload(model, loss, lambda n: torch.randn(n, 16))).findings
+    assert finding.modules == ("first", "rest.0")
+
+
+def test_devices_differ() -> None:
+    """The CPU's autocast computes binary_cross_entropy and decompositions in fp32; only MPS has no float64."""
+    for name in ("on_probabilities", "factorises"):
+        assert report(check_samples.SAMPLES[name][1](), "cpu").findings == ()
+    precise = check_samples.workload(lambda x: x.double().float())
+    assert report(precise).findings == ()
+    (finding,) = report(precise, "mps").findings
+    assert (finding.rule, finding.severity) == ("manual_cast", "breaks")
+
+
+def test_torch_and_the_model_are_left_as_they_were() -> None:
+    before = torch.autocast.__enter__, torch.autocast.__init__, torch.autograd.Function.apply
+    workload = check_samples.SAMPLES["Product"][1]()
+    model = make_model(workload)
+    report_on(workload, model, "cuda", 8)
+    assert before == (torch.autocast.__enter__, torch.autocast.__init__, torch.autograd.Function.apply)
+    assert not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
+    assert all(type(parameter.grad) is Tensor for parameter in model.parameters())
+
+
+def test_what_the_step_raises_comes_through() -> None:
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        raise KeyError("labels")
+
+    with pytest.raises(KeyError):
+        report(check_samples.workload(check_samples.identity, loss))
+
+
+def test_a_step_that_only_the_recording_ends_is_reported_so_far() -> None:
+    def sees_the_dtype(x: Tensor) -> Tensor:
+        assert x.dtype == torch.float32, "half precision is not for us"
+        return x
+
+    workload = check_samples.workload(lambda x: sees_the_dtype(check_samples.masks_far(x)))
+    found = report_on(workload, make_model(workload), "cuda", 8)
+    assert [finding.rule for finding in found.findings] == ["large_constant"]
+    assert "not for us" in (found.problem or "")
