@@ -31,21 +31,20 @@ SeeLoss: TypeAlias = Callable[[Tensor], object]
 MOST_SAMPLES = 16  # what breaks hardly moves with the batch size
 
 
-def look(context: Context, job: Look, tell: Tell) -> CheckReport | Failure:
+def look(context: Context, job: Look, tell: Tell) -> CheckReport | Failure:  # noqa: ARG001 - one step is all of it
     """Check the workload; what its own code raises comes back as a `Failure`."""
     try:
-        return _look(context, job, tell)
+        return _look(context, job)
     except Exception as error:
         failure = failures.of_error(error)
         traceback.clear_frames(error.__traceback__)
         return failure
 
 
-def _look(context: Context, job: Look, tell: Tell) -> CheckReport:
+def _look(context: Context, job: Look) -> CheckReport:
     torch_state.apply(job.torch_state)
     torch_state.set_flags("fp32")
     torch_state.seed(job.seed)
-    tell({"event": "phase", "name": f"recording one fp32 step for {job.autocast_device}"})
     model = context.model(torch.device("cpu"))
     return report_on(context.workload, model, job.autocast_device, job.batch_size, context.source)
 

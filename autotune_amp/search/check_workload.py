@@ -37,6 +37,7 @@ def run_look(source: Source, progress: Progress, device: str, batch_size: int | 
         watcher.phase("loading the workload")
         backend.load(DEADLINE_SECONDS)
         opened = backend.open("cpu", source.num_threads(), DEADLINE_SECONDS)
+        watcher.phase(f"recording one fp32 step for {autocast_device}")
         job = Look(
             device="cpu",
             autocast_device=autocast_device,

@@ -9,18 +9,26 @@ import pytest
 from autotune_amp.check import mending
 
 
+def of_mask(code: str) -> str | None:
+    return mending.of_constant(code, -1e9)
+
+
+def of_guard(code: str) -> str | None:
+    return mending.of_epsilon(code, 1e-8)
+
+
 @pytest.mark.parametrize(
     ("mend", "code", "expected"),
     [
-        (lambda c: mending.of_constant(c, -1e9), "s = s.masked_fill(m == 0, -1e9)", "s = s.masked_fill(m == 0, torch.finfo(s.dtype).min)"),
+        (of_mask, "s.masked_fill(m == 0, -1e9)", "s.masked_fill(m == 0, torch.finfo(s.dtype).min)"),
         (lambda c: mending.of_constant(c, 1e9), "d[0].fill_(1e9)", "d[0].fill_(torch.finfo(d[0].dtype).max)"),
-        (lambda c: mending.of_constant(c, -1e9), "s = s.masked_fill(m, -LARGE)", None),
-        (lambda c: mending.of_constant(c, -1e9), "s = s.masked_fill(m,", None),
-        (lambda c: mending.of_epsilon(c, 1e-8), "return x / (x.norm() + 1e-8)", "return x / (x.norm().float() + 1e-8)"),
-        (lambda c: mending.of_epsilon(c, 1e-8), "y = (1e-8 + a * b).log()", "y = (1e-8 + (a * b).float()).log()"),
-        (lambda c: mending.of_epsilon(c, 1e-9), "if x.clamp(min=1e-9).log() < 0:", "if x.float().clamp(min=1e-9).log() < 0:"),
-        (lambda c: mending.of_linear_algebra(c), "L = torch.linalg.cholesky(A @ B)", "L = torch.linalg.cholesky((A @ B).float())"),
-        (lambda c: mending.of_linear_algebra(c), "L = A.inverse()", None),
+        (of_mask, "s = s.masked_fill(m, -LARGE)", None),
+        (of_mask, "s = s.masked_fill(m,", None),
+        (of_guard, "return x / (x.norm() + 1e-8)", "return x / (x.norm().float() + 1e-8)"),
+        (of_guard, "y = (1e-8 + a * b).log()", "y = (1e-8 + (a * b).float()).log()"),
+        (of_guard, "if x.clamp(min=1e-8) < 0:", "if x.float().clamp(min=1e-8) < 0:"),
+        (mending.of_linear_algebra, "L = torch.linalg.cholesky(A @ B)", "L = torch.linalg.cholesky((A @ B).float())"),
+        (mending.of_linear_algebra, "L = A.inverse()", None),
         (mending.without_cast, "y = x.half() + 1  # ü", "y = x + 1  # ü"),
         (mending.without_cast, "y = x.to(torch.float16)", "y = x"),
         (mending.without_cast, "y = x.to(self.dtype)", None),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import check_samples
+import loop_samples
 import pytest
 import torch
 from torch import Tensor, nn
@@ -92,7 +93,8 @@ def test_torch_and_the_model_are_left_as_they_were() -> None:
     model = make_model(workload)
     report_on(workload, model, "cuda", 8)
     assert before == (torch.autocast.__enter__, torch.autocast.__init__, torch.autograd.Function.apply)
-    assert not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
+    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("cuda")
     assert all(type(parameter.grad) is Tensor for parameter in model.parameters())
 
 
@@ -113,3 +115,47 @@ def test_a_step_that_only_the_recording_ends_is_reported_so_far() -> None:
     found = report_on(workload, make_model(workload), "cuda", 8)
     assert [finding.rule for finding in found.findings] == ["large_constant"]
     assert "not for us" in (found.problem or "")
+
+
+@pytest.mark.parametrize("name", loop_samples.LOOPS)
+def test_nothing_is_found_in_a_healthy_loop(name: str) -> None:
+    assert report(loop_samples.LOOPS[name]()).findings == ()
+
+
+def build() -> dict[str, Any]:
+    net = nn.Linear(8, 8)
+    return {"net": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
+
+
+def sick_step(state: dict[str, Any], batch: Tensor, amp: Any) -> None:
+    with amp.autocast():
+        out = state["net"](batch)
+        loss = (out * out).mean()
+    amp.scale(loss).backward()
+    nn.utils.clip_grad_norm_(state["net"].parameters(), 1.0)
+    amp.step(state["optimizer"])
+    amp.update()
+
+
+def test_a_loop_of_its_own_that_is_sick() -> None:
+    loop = Workload(build=build, train_step=sick_step, data=lambda n: torch.randn(n, 8))
+    found = {finding.rule: finding for finding in report(loop).findings}
+    assert found.keys() == {"loss", "clipping"}
+    assert found["clipping"].mend.startswith("amp.unscale_(state['optimizer'])")
+    assert found["loss"].code == "loss = (out * out).mean()"
+
+
+def test_a_model_whose_source_is_not_there() -> None:
+    names: dict[str, Any] = {"nn": nn, "__name__": "made_up"}
+    exec("class Made(nn.Linear):\n    def forward(self, x): return super().forward(x).masked_fill(x > 1, -1e9)", names)
+    found = report(Workload(names["Made"](8, 8), check_samples.squares, lambda n: torch.randn(n, 8)))
+    assert [(finding.rule, finding.code) for finding in found.findings] == [("large_constant", "")]
+    assert found.unread == ("made_up.Made",)
+
+
+def test_a_compiled_model_runs_eagerly() -> None:
+    def model() -> Any:
+        return torch.compile(check_samples.Net(check_samples.Block(check_samples.masks_far)))
+
+    (finding,) = report(Workload(model, check_samples.squares, lambda n: torch.randn(n, 16))).findings
+    assert (finding.rule, finding.modules) == ("large_constant", ("body",))
