@@ -28,7 +28,7 @@ from autotune_amp.trial.training import checked_loss
 NewAutocast: TypeAlias = Callable[[], AbstractContextManager[object]]
 SeeLoss: TypeAlias = Callable[[Tensor], object]
 
-MOST_SAMPLES = 16  # what breaks hardly moves with the batch size
+MOST_SAMPLES = 8  # what breaks hardly moves with the batch size
 
 
 def look(context: Context, job: Look, tell: Tell) -> CheckReport | Failure:  # noqa: ARG001 - one step is all of it
@@ -66,7 +66,7 @@ def report_on(
         batch = next(stream)
     sources, unread = reading.sources_of(_written(source, workload, model))
     findings = [finding for source in sources for finding in reading.read(source)]
-    findings += _of_weights(model, sources, (workload.model, workload.build, source))
+    findings += _of_weights(model, device, sources, (workload.model, workload.build, source))
     recording = Recording(model, device)
     problem = None
     try:
@@ -96,14 +96,18 @@ def _written(source: Any, workload: Workload, model: nn.Module) -> list[Any]:
     return [*given, *dict.fromkeys(type(module) for module in model.modules() if not isinstance(module, LoopState))]
 
 
-def _of_weights(model: nn.Module, sources: Sequence[reading.Source], makers: Sequence[Any]) -> Iterator[Finding]:
+def _of_weights(
+    model: nn.Module, device: AutocastDevice, sources: Sequence[reading.Source], makers: Sequence[Any]
+) -> Iterator[Finding]:
     """Trained weights that are not kept in fp32, one finding for each dtype."""
     kept: dict[torch.dtype, dict[str, None]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != torch.float32:
             kept.setdefault(parameter.dtype, {})[name.rpartition(".")[0]] = None
     for dtype, modules in kept.items():
-        yield reading.of_weights(str(dtype).removeprefix("torch."), tuple(modules), sources, makers)
+        breaks = dtype == torch.float16 or (dtype == torch.float64 and device == "mps")  # MPS has no float64
+        name = str(dtype).removeprefix("torch.")
+        yield reading.of_weights(name, "breaks" if breaks else "hurts", tuple(modules), sources, makers)
 
 
 def _batch_size(workload: Workload) -> int:

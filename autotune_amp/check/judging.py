@@ -110,7 +110,7 @@ def _decompositions(call: Call) -> Iterator[Finding]:
 
 
 def _numbers(call: Call, device: AutocastDevice) -> Iterator[Finding]:
-    if not call.makes_half:
+    if LOW not in call.dtypes_made:
         return
     arguments, named = call.arguments
     if call.name in ("full", "new_full", "__setitem__"):  # not their sizes or indices

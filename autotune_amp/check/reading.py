@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from autotune_amp.check import mending
 from autotune_amp.check.findings import Finding, Place, found
 from autotune_amp.precision import rules
+from autotune_amp.precision.rules import Severity
 
 _OWN = Path(__file__).parents[1]
 _INSTALLED: Final = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -83,7 +84,9 @@ def read(source: Source) -> Iterator[Finding]:
     yield from _clipping(source, source.tree)
 
 
-def of_weights(dtype: str, modules: tuple[str, ...], sources: Iterable[Source], makers: Iterable[Any]) -> Finding:
+def of_weights(
+    dtype: str, severity: Severity, modules: tuple[str, ...], sources: Iterable[Source], makers: Iterable[Any]
+) -> Finding:
     """That trained weights of `modules` are kept in `dtype`, where one of `makers` says so, else where a file does."""
     places = [place for source in sources for place in _mentions(source, dtype)]
     made = (place for maker in map(_span, makers) for place in places if (place.file, place.line) in maker)
@@ -91,7 +94,7 @@ def of_weights(dtype: str, modules: tuple[str, ...], sources: Iterable[Source], 
     one = found(
         rules.WEIGHTS,
         place,
-        rules.WEIGHTS.severity if dtype == "float16" else "hurts",
+        severity,
         why=f"Weights are kept in {dtype}. {rules.WEIGHTS.why}",
         mend=mending.in_fp32(place.code),
     )

@@ -114,8 +114,8 @@ def test_the_function_that_makes_the_weights_is_named_before_the_rest_of_its_fil
         return nn.Linear(2, 2).double()
 
     sources, _ = sources_of([make])
-    finding = of_weights("float64", ("head",), sources, [None, make])
+    finding = of_weights("float64", "hurts", ("head",), sources, [None, make])
     assert finding.code == "return nn.Linear(2, 2).double()"
     assert finding.mend == "return nn.Linear(2, 2).float()"
     assert (finding.severity, finding.modules) == ("hurts", ("head",))
-    assert of_weights("float16", ("head",), [], []).file is None
+    assert of_weights("float16", "breaks", ("head",), [], []).file is None

@@ -9,6 +9,7 @@ from typing import Any
 import check_samples
 import loop_samples
 import pytest
+import sick_loop
 import torch
 from torch import Tensor, nn
 
@@ -59,6 +60,11 @@ def test_sizes_of_large_products(width: int, precisions: tuple[str, ...] | None)
     assert [(f.rule, f.precisions, f.modules) for f in findings] == (
         [] if precisions is None else [("sizes", precisions, ("1",))]
     )
+
+
+def test_every_rule_has_a_sick_sample() -> None:
+    elsewhere = {"sizes", *("clipping", "old_interface", "scaler")}  # the last three in test_reading.py
+    assert {rule for rule, _ in check_samples.SAMPLES.values()} | elsewhere == {rule.name for rule in rules.RULES}
 
 
 def test_modules_are_named_as_the_model_has_them_and_those_of_one_line_share_a_finding() -> None:
@@ -122,24 +128,8 @@ def test_nothing_is_found_in_a_healthy_loop(name: str) -> None:
     assert report(loop_samples.LOOPS[name]()).findings == ()
 
 
-def build() -> dict[str, Any]:
-    net = nn.Linear(8, 8)
-    return {"net": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
-
-
-def sick_step(state: dict[str, Any], batch: Tensor, amp: Any) -> None:
-    with amp.autocast():
-        out = state["net"](batch)
-        loss = (out * out).mean()
-    amp.scale(loss).backward()
-    nn.utils.clip_grad_norm_(state["net"].parameters(), 1.0)
-    amp.step(state["optimizer"])
-    amp.update()
-
-
 def test_a_loop_of_its_own_that_is_sick() -> None:
-    loop = Workload(build=build, train_step=sick_step, data=lambda n: torch.randn(n, 8))
-    found = {finding.rule: finding for finding in report(loop).findings}
+    found = {finding.rule: finding for finding in report(sick_loop.workload()).findings}
     assert found.keys() == {"loss", "clipping"}
     assert found["clipping"].mend.startswith("amp.unscale_(state['optimizer'])")
     assert found["loss"].code == "loss = (out * out).mean()"
@@ -155,7 +145,7 @@ def test_a_model_whose_source_is_not_there() -> None:
 
 def test_a_compiled_model_runs_eagerly() -> None:
     def model() -> Any:
-        return torch.compile(check_samples.Net(check_samples.Block(check_samples.masks_far)))
+        return torch.compile(check_samples.Net(check_samples.Block(check_samples.masks_far)), backend="eager")
 
     (finding,) = report(Workload(model, check_samples.squares, lambda n: torch.randn(n, 16))).findings
     assert (finding.rule, finding.modules) == ("large_constant", ("body",))
