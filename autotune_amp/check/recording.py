@@ -23,7 +23,6 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -77,6 +76,7 @@ class Recording(TorchFunctionMode):
         self._names = {module: name for name, module in modules_by_name(model).items()}
         self._inside: list[str] = []
         self._levels: list[torch.dtype | None] = [None]  # of autocast, the innermost last; None where it is off
+        self._asked: dict[int, torch.dtype | None] = {}  # by autocast, what it was made with
         self._is_repeating = False
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._fake_mode:
@@ -97,11 +97,10 @@ class Recording(TorchFunctionMode):
             log = logging.getLogger("torch._subclasses.fake_tensor")  # it tells of each call that raises
             stack.callback(log.setLevel, log.level)
             log.setLevel(logging.CRITICAL)
-            for hook in (
-                register_module_forward_pre_hook(self._enter_module),
-                register_module_forward_hook(self._leave_module, always_call=True),
-            ):
-                stack.callback(hook.remove)
+            for module in self._names:
+                if not isinstance(module, torch.jit.ScriptModule):
+                    stack.callback(module.register_forward_pre_hook(self._enter_module).remove)
+                    stack.callback(module.register_forward_hook(self._leave_module, always_call=True).remove)
             stack.enter_context(_replaced(torch.autocast, "__init__", self._new_autocast(torch.autocast.__init__)))
             stack.enter_context(_replaced(torch.autocast, "__enter__", lambda context: self._enter_autocast(context)))
             stack.enter_context(_replaced(torch.autocast, "__exit__", lambda *_: self._leave_autocast()))
@@ -244,13 +243,11 @@ class Recording(TorchFunctionMode):
     # -- modules, autocasts and autograd.Functions -------------------------------------------------------------------
 
     def _enter_module(self, module: nn.Module, _: Any) -> None:
-        name = self._names.get(module, self._inside[-1] if self._inside else "")
-        self._inside.append(name)
-        self.modules_run.add(name)
+        self._inside.append(self._names[module])
+        self.modules_run.add(self._names[module])
 
     def _leave_module(self, *_: Any) -> None:
-        if self._inside:
-            self._inside.pop()
+        self._inside.pop()
 
     def _new_autocast(self, initialise: Callable[..., None]) -> Callable[..., None]:
         def remembered(
@@ -259,15 +256,17 @@ class Recording(TorchFunctionMode):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that the device is not here
                 initialise(context, device_type, dtype, enabled, *rest, **more)
-            context.asked = (dtype or LOW) if enabled else None
+            self._asked[id(context)] = (dtype or LOW) if enabled else None
 
         return remembered
 
     def _enter_autocast(self, context: Any) -> Any:
-        if context.asked is not None and self._levels[-1] is not None:
+        made_before = context.fast_dtype if context._enabled else None
+        asked = self._asked.get(id(context), made_before)
+        if asked is not None and self._levels[-1] is not None:
             place = self._place()
             self.findings.append(found(rules.NESTED_AUTOCAST, place, mend=mending.of_autocast(place.code)))
-        self._levels.append(context.asked)
+        self._levels.append(asked)
         _show(self._levels[-1], ("cpu", self._device))
         return context
 

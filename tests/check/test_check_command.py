@@ -60,7 +60,7 @@ def test_what_breaks_is_named_with_its_line_and_exits_with_4(tmp_path: Path, cap
     assert "train.py:14" in said.out
     assert "will break" in said.out
     assert max(map(len, said.out.splitlines())) <= max(80, len(str(tmp_path)) + 20)
-    assert "recording" in said.err
+    assert "Recording one fp32 step for cuda" in said.err
 
 
 def test_what_only_hurts_and_what_is_healthy_exit_with_0(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -93,6 +93,16 @@ def test_devices_differ() -> None:
     assert (finding.rule, finding.severity) == ("manual_cast", "breaks")
 
 
+def test_an_autocast_that_was_made_before() -> None:
+    kept = torch.autocast("cpu", dtype=torch.bfloat16)
+
+    def nests(x: Tensor) -> Tensor:
+        with kept:
+            return x @ check_samples.WEIGHT
+
+    assert [finding.rule for finding in report(check_samples.workload(nests)).findings] == ["nested_autocast"]
+
+
 def test_torch_and_the_model_are_left_as_they_were() -> None:
     before = torch.autocast.__enter__, torch.autocast.__init__, torch.autograd.Function.apply
     workload = check_samples.SAMPLES["Product"][1]()
