@@ -1,5 +1,4 @@
-"""recommend_config(): the whole flow on one screen; and what can be asked alone: check_workload(), check_fidelity(),
-profile_amp()."""
+"""recommend_config(): the whole flow on one screen; and what can be asked without a search, as check_workload()."""
 
 from __future__ import annotations
 

@@ -43,16 +43,7 @@ _PACKAGES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"])
 # What cannot be repeated without the device itself, though autocast lowers all of it.
 _LOWERED: Final = {"lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward"}
 _MATRICES: Final = PRODUCTS | {
-    "matmul",
-    "__matmul__",
-    "mm",
-    "bmm",
-    "addmm",
-    "baddbmm",
-    "einsum",
-    "mv",
-    "dot",
-    "bilinear",
+    *("matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "mv", "dot", "bilinear"),
 }
 
 

@@ -15,6 +15,7 @@ _HALF: Final[tuple[Precision, ...]] = ("fp16", "bf16")
 
 _AMP = "https://docs.pytorch.org/docs/stable/amp.html"
 _EXAMPLES = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html"
+_FORMATS = "https://docs.pytorch.org/docs/stable/type_info.html"
 _TENSOR_CORES = "https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html"
 
 
@@ -53,7 +54,7 @@ LARGE_CONSTANT = Rule(
     AUTOCAST_DEVICES,
     "fp16 ends at 65504: writing a larger constant into an fp16 tensor raises, and adding one gives infinity.",
     "Take the constant from the tensor's own format: torch.finfo(x.dtype).min.",
-    f"{_AMP}#torch.amp.GradScaler",
+    _FORMATS,
     error=r"value cannot be converted to type (at::|c10::)?Half without overflow",
 )
 SMALL_EPSILON = Rule(
@@ -63,7 +64,7 @@ SMALL_EPSILON = Rule(
     AUTOCAST_DEVICES,
     "fp16 rounds numbers up to 2^-25, about 3e-8, to zero: this epsilon no longer keeps anything from zero.",
     "Compute this in fp32 with .float(), or take an epsilon of 1e-6 or more.",
-    "https://github.com/pytorch/pytorch/issues/26218",
+    _FORMATS,
 )
 AUTOGRAD_FUNCTION = Rule(
     "autograd_function",
@@ -91,7 +92,7 @@ LINEAR_ALGEBRA = Rule(
     ("cuda", "mps"),
     "torch.linalg's decompositions and solvers have no half-precision kernels, and autocast does not cast for them.",
     "Give it fp32: cast what goes in with .float().",
-    "https://github.com/pytorch/pytorch/issues/61772",
+    "https://docs.pytorch.org/docs/stable/generated/torch.linalg.cholesky.html",
     error=r"Low precision dtypes not supported|expected a tensor with 2 or more dimensions of float"
     r"|\"(linalg_|cholesky|lu_|eig|svd|geqrf|orgqr|triangular|inverse|ldl_)\w*\" not implemented for '(Half|BFloat16)'",
 )

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,13 +32,67 @@ for case in getattr(importlib.import_module(module), name):
 print(json.dumps(found))
 """
 
+# The dtypes of all calls as the shadows have them, and as they are in a step under the CPU's real autocast.
+COMPARISON = """
+import copy, importlib, json, logging, warnings
+warnings.simplefilter("ignore")
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from autotune_amp.check import recording
+from autotune_amp.trial import data
+from autotune_amp.trial.context import make_model
+logging.disable(logging.WARNING)
+torch.set_num_threads(1)
 
-def reports(module: str, name: str, device: str) -> dict[str, tuple[str | None, int, list[str]]]:
-    command = [sys.executable, "-c", PROGRAM, module, name, device]
+class Real(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        made = [str(leaf.dtype) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if made:
+            real.append([func.__name__, *made])
+        return result
+
+def note(call, device):
+    if call.made:
+        shadows.append([call.name, *map(str, call.dtypes_made)])
+    return []
+
+recording.judged = note
+found = {}
+for case in importlib.import_module("zoo_healthy").HEALTHY:
+    if "fp16" in case.is_unsupported_in:
+        continue
+    workload = case.make()
+    model, batch = make_model(workload), next(data.stream(workload.data, case.batch_size))
+    real, shadows = [], []
+    step = recording.Recording(model, "cpu")
+    with step.running(), step.autocast():
+        workload.loss(model, copy.deepcopy(batch))
+    with torch.autocast("cpu", dtype=torch.float16), Real():
+        workload.loss(model, copy.deepcopy(batch))
+    found[case.name] = [len(real), real == shadows]
+print(json.dumps(found))
+"""
+
+
+def output(program: str, *arguments: str) -> Any:
+    """The document that a program prints last."""
+    command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, cwd=STUDY, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    found: dict[str, tuple[str | None, int, list[str]]] = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def reports(module: str, name: str, device: str) -> dict[str, tuple[str | None, int, list[str]]]:
+    found: dict[str, tuple[str | None, int, list[str]]] = output(PROGRAM, module, name, device)
     return found
+
+
+def test_shadows_have_the_dtypes_of_the_cpus_real_autocast() -> None:
+    found = output(COMPARISON)
+    assert len(found) > 20
+    assert [case for case, (num_calls, are_alike) in found.items() if not num_calls or not are_alike] == []
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu", "mps"])
