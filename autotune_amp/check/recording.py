@@ -2,14 +2,15 @@
 
 A shadow stands for each tensor of the step: a fake one of the device's, with the dtype that the tensor would have
 there. torch's own autocast, of the version that is installed, says what becomes of the dtypes: which operations go down
-to half precision, which up to fp32, which raise. The step itself stays in fp32 whatever dtype its code asks for, and
-its code is told the shadow's dtype, so that it goes the way that it would go on the device.
+to half precision, which up to fp32, which raise. The step itself stays in fp32 and on the CPU whatever its code
+asks for, and its code is told the shadow's dtype, so that it goes the way that it would go on the device.
 """
 
 from __future__ import annotations
 
 import linecache
 import logging
+import re
 import sys
 import sysconfig
 import warnings
@@ -44,6 +45,14 @@ _PACKAGES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"])
 _LOWERED: Final = {"lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward"}
 _MATRICES: Final = PRODUCTS | {
     *("matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "mv", "dot", "bilinear"),
+}
+
+_DEVICE = re.compile(r"(cuda|mps|xpu)(:\d+)?")
+# What a step takes here instead.
+_HERE: Final[dict[str, Callable[..., Any]]] = {
+    "half": Tensor.float,
+    "bfloat16": Tensor.float,
+    "cuda": lambda tensor, *_, **__: tensor,
 }
 
 
@@ -129,9 +138,9 @@ class Recording(TorchFunctionMode):
             shadow = self._shadows.get(args[0])
             return func(*args) if shadow is None else shadow.fake.dtype
         self.num_calls += 1
-        in_fp32 = Tensor.float if name in ("half", "bfloat16") else func
+        here = _HERE.get(name, func)
         with self._showing(None):
-            result = in_fp32(*_in_fp32(args), **_in_fp32(kwargs))
+            result = here(*_here(args), **_here(kwargs))
         if name in CASTS and any(result is leaf for leaf in args):
             result = result.view_as(result)  # a cast that changes nothing here may change the shadow
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -404,11 +413,15 @@ def _is_inner(file: str) -> bool:
     return file.startswith(_STDLIB) and not file.startswith(_PACKAGES)
 
 
-def _in_fp32(arguments: Any) -> Any:
-    """The arguments with fp32 in the place of dtypes of half precision."""
-    is_half = [isinstance(leaf, torch.dtype) and leaf in HALF_DTYPES for leaf in tree_leaves(arguments)]
-    if not any(is_half):
-        return arguments
-    return tree_map(
-        lambda leaf: torch.float32 if isinstance(leaf, torch.dtype) and leaf in HALF_DTYPES else leaf, arguments
-    )
+def _here(arguments: Any) -> Any:
+    """The arguments with fp32 in the place of half precision, and the CPU in that of a device."""
+    changed = [leaf for leaf in tree_leaves(arguments) if _leaf_here(leaf) is not leaf]
+    return tree_map(_leaf_here, arguments) if changed else arguments
+
+
+def _leaf_here(leaf: Any) -> Any:
+    if isinstance(leaf, torch.dtype) and leaf in HALF_DTYPES:
+        return torch.float32
+    if isinstance(leaf, torch.device) and leaf.type != "cpu":
+        return torch.device("cpu")
+    return "cpu" if isinstance(leaf, str) and _DEVICE.fullmatch(leaf) else leaf

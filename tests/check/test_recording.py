@@ -93,6 +93,14 @@ def test_devices_differ() -> None:
     assert (finding.rule, finding.severity) == ("manual_cast", "breaks")
 
 
+def test_a_step_that_names_its_device_is_taken_on_the_cpu() -> None:
+    def names_it(x: Tensor) -> Tensor:
+        mask = torch.ones(16, device="cuda:0") > x.to(torch.device("cuda"))
+        return x.cuda(0, non_blocking=True).masked_fill(mask.to("cuda"), -1e9)
+
+    assert [finding.rule for finding in report(check_samples.workload(names_it)).findings] == ["large_constant"]
+
+
 def test_an_autocast_that_was_made_before() -> None:
     kept = torch.autocast("cpu", dtype=torch.bfloat16)
 
