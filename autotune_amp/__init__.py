@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from autotune_amp.api import check_fidelity as check_fidelity
+    from autotune_amp.api import check_workload as check_workload
     from autotune_amp.api import profile_amp as profile_amp
     from autotune_amp.api import profile_memory as profile_memory
     from autotune_amp.api import recommend_config as recommend_config
+    from autotune_amp.check.findings import CheckReport as CheckReport
     from autotune_amp.core.config import AmpConfig as AmpConfig
     from autotune_amp.core.config import LossScale as LossScale
     from autotune_amp.core.launch_line import LaunchLine as LaunchLine
@@ -26,6 +28,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AmpConfig": "core.config",
     "AmpProfile": "profile.results",
+    "CheckReport": "check.findings",
     "Fidelity": "core.outcome",
     "LaunchLine": "core.launch_line",
     "LossScale": "core.config",
@@ -34,6 +37,7 @@ _HOMES = {
     "Recommendation": "core.recommendation",
     "Workload": "core.workload",
     "check_fidelity": "api",
+    "check_workload": "api",
     "prepare": "variants.prepare",
     "probe": "hardware",
     "profile_amp": "api",

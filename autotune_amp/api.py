@@ -1,6 +1,4 @@
-"""recommend_config(): the whole flow on one screen; and what can be asked alone: check_fidelity(), profile_amp(),
-profile_memory().
-"""
+"""recommend_config(): the whole flow on one screen; and what can be asked without a search, as check_workload()."""
 
 from __future__ import annotations
 
@@ -26,6 +24,7 @@ from autotune_amp.search.progress import Progress
 from autotune_amp.search.source import Source, live, target
 
 if TYPE_CHECKING:
+    from autotune_amp.check.findings import CheckReport
     from autotune_amp.core.outcome import Fidelity
     from autotune_amp.memory.results import MemoryProfile
     from autotune_amp.profile.results import AmpProfile
@@ -147,6 +146,33 @@ def check_fidelity(
     origin = _origin(workload, "check_fidelity", "check")
     with _shown(quiet) as progress:
         return run_check(origin, progress, precision, batch_size, device, pinned_modules, seed, budget)
+
+
+@interruptible()
+def check_workload(
+    workload: WorkloadArgument = None,
+    *,
+    device: str = "cuda",
+    batch_size: int | None = None,
+    seed: int = 0,
+    quiet: bool = False,
+) -> CheckReport:
+    """What of `workload` breaks or hurts under the autocast of a device, found on the CPU: no such device is needed.
+
+    `workload` is as `recommend_config` takes it, but for a LaunchLine; it runs in a process of its own, on copies.
+    `device` is "cuda", "cpu" or "mps". One fp32 step of `batch_size` samples (the workload's own, 8 at most, unless
+    given) is recorded, and the dtype of each of its tensors is what torch's own autocast for that device makes of it;
+    then the user's source files are read. A branch that the step does not take is not seen, nor are numbers that only
+    training brings about: those `check_fidelity` finds.
+
+    Raises `InvalidRequestError` (a wrong option or device) and `WorkloadError` (the workload cannot be loaded or built,
+    or one fp32 step of it does not work on the CPU).
+    """
+    from autotune_amp.search.check_workload import run_look
+
+    origin = _origin(workload, "check_workload", "check")
+    with _shown(quiet) as progress:
+        return run_look(origin, progress, device, batch_size, seed)
 
 
 @interruptible()

@@ -47,7 +47,7 @@ def test_help_answers_and_imports_nothing_heavy(arguments: list[str], tmp_path: 
 
 
 def test_help_lists_the_commands_and_the_version_is_said(capfd: pytest.CaptureFixture[str]) -> None:
-    commands = ["search", "probe", "show", "report", "profile", "export", "apply", "dashboard"]
+    commands = ["search", "check", "probe", "show", "report", "profile", "export", "apply", "dashboard"]
     for arguments in ([], ["-h"]):
         assert run(arguments) == 0
         lines = [line.split() for line in capfd.readouterr().out.splitlines()]

@@ -26,7 +26,7 @@ LAYERS = (
     ("runtime", "trial"),
     ("isolation",),
     ("launch",),
-    ("integrations", "workloads", "profile"),
+    ("integrations", "workloads", "profile", "check"),
     ("search",),
     ("memory",),
     ("report",),

@@ -12,8 +12,8 @@ from typing import Any
 
 import typer
 
-from autotune_amp.cli.judging import fidelity, memory, probe, profile
-from autotune_amp.cli.options import app, register, result
+from autotune_amp.cli.judging import check, fidelity, memory, probe, profile
+from autotune_amp.cli.options import Answer, app, register, result
 from autotune_amp.cli.results import dashboard, export, report, show
 from autotune_amp.cli.training import apply, run_, search
 from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError
@@ -25,7 +25,7 @@ _TAKE_COMMANDS = ("search", "run", "apply")  # a training command, after ``--``
 # typer brought its own copy of click with 0.2x; the base of every usage error is found wherever it lives.
 _UsageError: type[Any] = typer.BadParameter.__bases__[0]
 
-for work in (search, probe, show, report, profile, fidelity, memory, export, run_, apply, dashboard):
+for work in (search, check, probe, show, report, profile, fidelity, memory, export, run_, apply, dashboard):
     register(work)
 
 
@@ -52,7 +52,10 @@ def run(arguments: list[str]) -> int:
     try:
         work = command.main(own, prog_name="autotune-amp", standalone_mode=False, obj=training)
         if callable(work):
-            emit(work())
+            answer = work()
+            output, exit_code = answer if isinstance(answer, Answer) else (answer, 0)
+            emit(output)
+            return exit_code
     except AutotuneAmpError as error:
         return _fail(error, as_json)
     except KeyboardInterrupt:

@@ -1,14 +1,41 @@
-"""Commands that judge a machine or a model without a search: probe, profile, fidelity, memory."""
+"""Commands that judge a machine or a model without a search: check, probe, profile, fidelity, memory."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
-from autotune_amp.cli.options import Device, Json, Precision, Quiet, Target, option
+import typer
+
+from autotune_amp.cli.options import Answer, Device, Json, Precision, Quiet, Target, option
+from autotune_amp.core.errors import WILL_BREAK_EXIT_CODE
 from autotune_amp.report.output import json_document, rendered
 
 BatchSize = Annotated[int | None, option("N", "Samples in a batch. Without it, the workload's own.")]
+
+
+def check(
+    target: Target = None,
+    device: Annotated[
+        str, typer.Option("--for", help="Whose autocast: cuda, cpu or mps. It need not be here.", metavar="DEVICE")
+    ] = "cuda",
+    batch_size: BatchSize = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> Answer:
+    """Name what will break or hurt under a device's autocast, and the line that mends it.
+
+    One fp32 step on the CPU and a look at the source; no such device is needed. Exit code 4 where something will break.
+    """
+    from autotune_amp.api import check_workload
+
+    found = check_workload(target, device=device, batch_size=batch_size, quiet=quiet)
+    exit_code = WILL_BREAK_EXIT_CODE if found.will_break else 0
+    if as_json:
+        return Answer(f"{found.to_json()}\n".encode(), exit_code)
+    from autotune_amp.report.terminal import print_check
+
+    return Answer(rendered(lambda console: print_check(found, console)), exit_code)
 
 
 def probe(device: Device = "auto", as_json: Json = False) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -27,7 +27,14 @@ app = typer.Typer(
 )
 
 
-def register(work: Callable[..., bytes]) -> None:
+class Answer(NamedTuple):
+    """What goes to standard output, and the exit code that goes with it."""
+
+    output: bytes
+    exit_code: int
+
+
+def register(work: Callable[..., bytes | Answer]) -> None:
     """Makes a command of a function that returns what goes to standard output.
 
     Typer only reads the options, and the work is done after it has returned: it would take any broken pipe or end of
@@ -35,7 +42,7 @@ def register(work: Callable[..., bytes]) -> None:
     """
 
     @wraps(work)
-    def deferred(**options: Any) -> Callable[[], bytes]:
+    def deferred(**options: Any) -> Callable[[], bytes | Answer]:
         return partial(work, **options)
 
     app.command(work.__name__.rstrip("_"))(deferred)

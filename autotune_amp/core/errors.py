@@ -6,7 +6,9 @@ An error that carries more is defined beside what it carries: `NothingWorksError
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
+
+WILL_BREAK_EXIT_CODE: Final = 4  # of `check`, which has worked, and found what will break
 
 
 class AutotuneAmpError(Exception):

@@ -1,4 +1,4 @@
-"""What a finished search, a probe and a profile look like on a terminal."""
+"""What a finished search, a check, a probe and a profile look like on a terminal."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich import box
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +18,7 @@ from autotune_amp.report import rows
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from autotune_amp.check.findings import CheckReport, Finding
     from autotune_amp.core.hardware import Hardware
     from autotune_amp.core.recommendation import CandidateRow, Recommendation
     from autotune_amp.profile.results import AmpProfile
@@ -46,6 +48,50 @@ def print_recommendation(recommendation: Recommendation, console: Console, path:
     # Below the panel and never wrapped by us: these lines are there to be copied.
     for title, lines in rows.uses(recommendation, path):
         _print_lines(f"{title}:", lines, console)
+
+
+def print_check(report: CheckReport, console: Console) -> None:
+    """What breaks, then what hurts, a block for each; then what was looked at and what cannot be seen so."""
+    num_breaking = sum(finding.severity == "breaks" for finding in report.findings)
+    found = (
+        f"{num_breaking} will break, {len(report.findings) - num_breaking} will hurt"
+        if report.findings
+        else "nothing found"
+    )
+    console.print(Text(f"{one_line(report.workload)} under {report.device}'s autocast: {found}", "bold"))
+    for finding in report.findings:
+        console.print()
+        _print_finding(finding, console)
+    console.print()
+    console.print(_grid(_looked_at(report)))
+
+
+def _print_finding(finding: Finding, console: Console) -> None:
+    verb, style = ("will break", "bold red") if finding.severity == "breaks" else ("will hurt", "yellow")
+    where = "the source is not known" if finding.file is None else f"{one_line(finding.file)}:{finding.line}"
+    console.print(Text.assemble((verb, style), f" in {', '.join(finding.precisions)}: {finding.rule}"))
+    console.print(Text(f"  {where}"), soft_wrap=True)
+    first, *others = finding.modules
+    lines = [
+        ("in", f"{first} and {count(len(others), 'other')}" if others else first),
+        ("code", one_line(finding.code)),
+        ("why", finding.why),
+        ("mend", finding.mend),
+    ]
+    console.print(Padding(_grid([line for line in lines if line[1]]), (0, 0, 0, 2)))
+
+
+def _looked_at(report: CheckReport) -> list[tuple[str, str]]:
+    files = count(len(report.files), "file")
+    step = f"one fp32 step of {count(report.batch_size, 'sample')} on the CPU: {count(report.num_calls, 'call')}"
+    lines = [("looked at", f"{step} in {count(report.num_modules, 'module')}; {files} of yours read")]
+    if report.unread:
+        names = ", ".join(map(one_line, report.unread[:3]))
+        lines.append(("note", f"The source of {names}{' and others' * (len(report.unread) > 3)} could not be read."))
+    if report.problem is not None:
+        lines.append(("warning", f"The recording ended early: {one_line(report.problem)}"))
+    unseen = "Branches that this step did not take, and numbers that only training brings about."
+    return [*lines, ("not seen", unseen)]
 
 
 def hardware_table(hardware: Hardware, console: Console) -> None:

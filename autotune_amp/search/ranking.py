@@ -35,6 +35,7 @@ from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import NUMERIC, Setting
 from autotune_amp.core.text import sentence
 from autotune_amp.search.space import SAME_MEMORY, Space
+from autotune_amp.trial.failures import mended
 
 PLATEAU = 0.03  # closer than this, other things decide: processes differ by as much (studies/README.md, Timing)
 MAX_CHANCE = 0.10  # processes that differ by more would hide what others do to a run
@@ -284,7 +285,7 @@ def exclusions(known: Mapping[Setting, Fidelity]) -> tuple[Exclusion, ...]:
 
 
 def _next_step(failure: Failure) -> str:
-    return "Give a larger --budget." if failure.kind == "timeout" else "Mend what the reason names."
+    return "Give a larger --budget." if failure.kind == "timeout" else mended(failure) or "Mend what the reason names."
 
 
 def _of_failure(record: Record) -> Fidelity:
@@ -292,7 +293,7 @@ def _of_failure(record: Record) -> Fidelity:
     assert isinstance(failure, Failure)
     what = f"{failure.kind}: {failure.message}"
     if failure.kind in OF_THE_PRECISION:
-        return _judged(record.candidate, "unfaithful", what, "Use another precision.")
+        return _judged(record.candidate, "unfaithful", what, mended(failure) or "Use another precision.")
     return _judged(record.candidate, "unchecked", f"the check did not come to an end: {what}", _next_step(failure))
 
 

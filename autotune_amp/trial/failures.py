@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 import signal
 import traceback
 from pathlib import Path
 
 from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.outcome import Failure, FailureKind
+from autotune_amp.precision.rules import rule_of
 
 _OOM_TEXTS = (
     "out of memory",  # CUDA, its driver, Triton, Metal, SYCL
@@ -91,6 +93,17 @@ def is_memory_short() -> bool:
         return False
     allowed = total * torch.cuda.memory.get_per_process_memory_fraction()
     return min(free, allowed - torch.cuda.max_memory_reserved()) < _SHORT_SHARE * allowed
+
+
+def mended(failure: Failure) -> str | None:
+    """How the user mends it and where, as the rule that its message breaks says; None where no rule is known."""
+    rule = rule_of(failure.message)
+    if rule is None:
+        return None
+    frames = re.findall(r'File "(.+)", line (\d+)', failure.details or "")
+    own = [f"{file}:{line}" for file, line in frames if "/torch/" not in Path(file).as_posix()]
+    where = f" It is raised in {own[-1]}." if own else ""
+    return f"{rule.mend}{where} `autotune-amp check` names all such lines (rule {rule.name})."
 
 
 def of_memory(taken_bytes: int, limit_bytes: int | None, *, has_flushed: bool) -> Failure | None:

@@ -29,6 +29,7 @@ from autotune_amp.core.outcome import (
 )
 from autotune_amp.core.recommendation import Fingerprint
 from autotune_amp.core.setting import Setting
+from autotune_amp.trial.failures import mended
 
 CheckKind: TypeAlias = Literal["fidelity", "calibration", "accumulation"]
 
@@ -167,7 +168,8 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
             if not self.num_steps_before:
                 return failure
             if failure.kind in OF_THE_PRECISION:
-                return self._judged("unfaithful", f"{failure.kind}: {failure.message}", "Use another precision.")
+                next_step = mended(failure) or "Use another precision."
+                return self._judged("unfaithful", f"{failure.kind}: {failure.message}", next_step)
             return self.unchecked(failure)
         smaller = self.candidate.batch_size // 2
         if smaller >= (MIN_CUT_SAMPLES if self.what == "accumulation" else 1):
@@ -178,8 +180,9 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
         self, why: Failure | str, next_step: str = "Mend what the reason names, give more time or memory, or use fp32."
     ) -> Fidelity:
         """What it says of its precision where it could not be made: nothing, with the reason."""
-        reason = f"{why.kind}: {why.message}" if isinstance(why, Failure) else why
-        return self._judged("unchecked", reason, next_step)
+        if isinstance(why, Failure):
+            return self._judged("unchecked", f"{why.kind}: {why.message}", mended(why) or next_step)
+        return self._judged("unchecked", why, next_step)
 
     def _judged(self, verdict: Verdict, reason: str, next_step: str) -> Fidelity:
         when = after_steps(self.num_steps_before)

@@ -48,7 +48,9 @@ def test_what_is_measured_and_promised_is_that_of_both_together(found: Searched)
 
 def test_the_effective_batch_size_is_kept_over_both_and_fp16s_loss_scale_is_that_of_the_run(tmp_path: Path) -> None:
     arguments = ("train.py:halves", *ON_CPU, "--precision", "fp16", "--baseline", "fp32:16", "--steps", "1000")
-    search = searched(tmp_path, WORKLOADS + FP16, *arguments, "--effective-batch-size", "64", "--trials", "4", "--budget", "240")
+    search = searched(
+        tmp_path, WORKLOADS + FP16, *arguments, "--effective-batch-size", "64", "--trials", "4", "--budget", "240"
+    )
     assert search.done.code == 0, search.done.err
     config = search.document["config"]
     assert 2 * config["batch_size"] * config["accumulation_steps"] == 64

@@ -1,0 +1,142 @@
+"""Child side of a check: one recorded step, and a look at the source."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from autotune_amp.check import reading
+from autotune_amp.check.findings import CheckReport, Finding, Look, in_order
+from autotune_amp.check.recording import Recording
+from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.job import Tell
+from autotune_amp.core.outcome import Failure
+from autotune_amp.core.workload import Workload
+from autotune_amp.precision import torch_state
+from autotune_amp.precision.rules import AutocastDevice
+from autotune_amp.precision.step_amp import StepAmp
+from autotune_amp.trial import data, failures
+from autotune_amp.trial.context import Context, LoopState
+from autotune_amp.trial.training import checked_loss
+
+NewAutocast: TypeAlias = Callable[[], AbstractContextManager[object]]
+SeeLoss: TypeAlias = Callable[[Tensor], object]
+
+MOST_SAMPLES = 8  # what breaks hardly moves with the batch size
+
+
+def look(context: Context, job: Look, tell: Tell) -> CheckReport | Failure:  # noqa: ARG001 - one step is all of it
+    """Check the workload; what its own code raises comes back as a `Failure`."""
+    try:
+        return _look(context, job)
+    except Exception as error:
+        failure = failures.of_error(error)
+        traceback.clear_frames(error.__traceback__)
+        return failure
+
+
+def _look(context: Context, job: Look) -> CheckReport:
+    torch_state.apply(job.torch_state)
+    torch_state.set_flags("fp32")
+    torch_state.seed(job.seed)
+    model = context.model(torch.device("cpu"))
+    return report_on(context.workload, model, job.autocast_device, job.batch_size, context.source)
+
+
+def report_on(
+    workload: Workload,
+    model: nn.Module,
+    device: AutocastDevice,
+    batch_size: int | None = None,
+    source: Any = None,
+) -> CheckReport:
+    """Read the source of `workload` and record one step of `model`, which is its own.
+
+    `source` is the function that made the workload. Weights that are kept in half precision are in fp32 afterwards.
+    What the step raises without the recording too comes through.
+    """
+    batch_size = batch_size or _batch_size(workload)
+    with closing(data.stream(workload.data, batch_size)) as stream:
+        batch = next(stream)
+    sources, unread = reading.sources_of(_written(source, workload, model))
+    findings = [finding for source in sources for finding in reading.read(source)]
+    findings += _of_weights(model, device, sources, (workload.model, workload.build, source))
+    recording = Recording(model, device)
+    problem = None
+    try:
+        with recording.running():
+            _step(workload, model, batch, recording.autocast, recording.see_loss)
+    except Exception as error:
+        with closing(data.stream(workload.data, batch_size)) as stream:
+            _step(workload, model, next(stream), nullcontext, lambda _: None)  # raises what is the workload's own
+        problem = failures.of_error(error).message
+    return CheckReport(
+        workload=workload.name,
+        device=device,
+        batch_size=batch_size,
+        findings=in_order([*findings, *recording.findings]),
+        num_calls=recording.num_calls,
+        num_modules=len(recording.modules_run),
+        files=tuple(source.file for source in sources),
+        unread=unread,
+        problem=problem,
+    )
+
+
+def _written(source: Any, workload: Workload, model: nn.Module) -> list[Any]:
+    """The classes and functions that the workload is made of."""
+    parts = workload.model, workload.loss, workload.build, workload.train_step, workload.optimizer, workload.clip
+    given = [part for part in (source, *parts) if callable(part) and not isinstance(part, nn.Module | Workload)]
+    return [*given, *dict.fromkeys(type(module) for module in model.modules() if not isinstance(module, LoopState))]
+
+
+def _of_weights(
+    model: nn.Module, device: AutocastDevice, sources: Sequence[reading.Source], makers: Sequence[Any]
+) -> Iterator[Finding]:
+    """Trained weights that are not kept in fp32, one finding for each dtype."""
+    kept: dict[torch.dtype, dict[str, None]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != torch.float32:
+            kept.setdefault(parameter.dtype, {})[name.rpartition(".")[0]] = None
+    for dtype, modules in kept.items():
+        breaks = dtype == torch.float16 or (dtype == torch.float64 and device == "mps")  # MPS has no float64
+        name = str(dtype).removeprefix("torch.")
+        yield reading.of_weights(name, "breaks" if breaks else "hurts", tuple(modules), sources, makers)
+
+
+def _batch_size(workload: Workload) -> int:
+    _, own, num_samples = data.describe(workload.data)
+    return min(own or MOST_SAMPLES, num_samples or MOST_SAMPLES, MOST_SAMPLES)
+
+
+def _step(workload: Workload, model: nn.Module, batch: Any, autocast: NewAutocast, see_loss: SeeLoss) -> None:
+    """A forward and a backward pass, or the step of a loop, with this autocast; the loss is shown before going back."""
+    if isinstance(model, LoopState):
+        assert workload.train_step is not None
+        workload.train_step(model.held, batch, _WatchedAmp(autocast, see_loss))
+        return
+    with autocast():
+        loss = checked_loss(workload.loss)(model, batch)
+    see_loss(loss)
+    loss.backward()  # type: ignore[no-untyped-call]  # torch does not type it
+
+
+class _WatchedAmp(StepAmp):
+    """What a `train_step` is given: it scales nothing, and shows each loss."""
+
+    def __init__(self, autocast: NewAutocast, see_loss: SeeLoss) -> None:
+        super().__init__(autocast, "cpu", AmpConfig(precision="fp32", batch_size=1), scales=False)
+        self._see_loss = see_loss
+
+    def scale(self, outputs: Any) -> Any:
+        """The outputs as they are."""
+        for leaf in tree_leaves(outputs):
+            if isinstance(leaf, Tensor):
+                self._see_loss(leaf)
+        return super().scale(outputs)

@@ -1,0 +1,175 @@
+"""What one recorded call breaks or hurts, judged from its name, its numbers and the dtypes that it would have."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from autotune_amp.check import mending
+from autotune_amp.check.findings import Finding, Place, found
+from autotune_amp.core.config import FP16_MAX
+from autotune_amp.precision import rules
+from autotune_amp.precision.rules import AutocastDevice
+from autotune_amp.precision.torch_state import HALF_DTYPES
+
+# What autocast computes in here. What breaks in bf16 breaks in fp16 too, whose range is the smaller.
+LOW: Final = torch.float16
+FLUSHED: Final = 2.0**-25  # this and less is zero in fp16
+# An odd size costs a large product a part of a tile of it; a classifier's ten classes fill no tile anyway.
+LEAST_SIZE: Final = 64
+
+CASTS: Final = {"to", "type", "half", "bfloat16", "type_as", "double", "float"}
+PRODUCTS: Final = {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
+# A number is made the tensor's own kind, which raises where that does not hold it ...
+_WRITES: Final = {
+    *("masked_fill", "masked_fill_", "fill_", "fill_diagonal_", "index_fill", "index_fill_"),
+    *("full", "full_like", "new_full", "pad"),
+}
+_CLAMPS: Final = {"clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_"}  # ... on the CPU alone
+# ... or computed with, and the result rounded.
+_SUMS: Final = {"add", "add_", "__add__", "__radd__", "__iadd__"}
+_ADDS: Final = _SUMS | {"sub", "sub_", "__sub__", "__isub__", "where", "__setitem__"}
+_PRODUCTS_BY_NUMBERS: Final = {"mul", "mul_", "__mul__", "__rmul__", "__imul__"}
+_GUARDS: Final = _SUMS | _CLAMPS | {"maximum"}
+_HALF_BY_NAME = re.compile(r"\b(float16|half|bfloat16)\b")
+_DECOMPOSITIONS: Final = re.compile(
+    r"(linalg_)?(cholesky(_ex|_solve|_inverse)?|eigh?|eigvalsh?|svd(vals)?|qr|geqrf|lstsq|solve(_ex|_triangular)?"
+    r"|triangular_solve|inv(_ex|erse)?|pinv(erse)?|det|slogdet|logdet|matrix_rank|lu(_factor|_solve)?|ldl_\w+|tensorinv"
+    r"|tensorsolve)"
+)
+
+
+class Call(NamedTuple):
+    """One call of a torch function.
+
+    `given` are the tensors among `arguments`, of `dtypes_given` on the device, `made` its results, of `dtypes_made`
+    (of what it changes, where it gives none), and `error` is what it raises there. `made_at` is where the first that is
+    given was made, `kept_in` the dtypes of half precision that weights have.
+    """
+
+    name: str
+    arguments: tuple[Any, dict[str, Any]]
+    given: Sequence[Tensor]
+    made: Sequence[Tensor]
+    dtypes_given: Sequence[torch.dtype]
+    dtypes_made: Sequence[torch.dtype]
+    error: str | None
+    place: Place
+    made_at: Place
+    kept_in: frozenset[torch.dtype]
+
+    @property
+    def makes_half(self) -> bool:
+        """Whether a result is in half precision."""
+        return any(dtype in HALF_DTYPES for dtype in self.dtypes_made)
+
+
+def judged(call: Call, device: AutocastDevice) -> Iterator[Finding]:
+    """What is found of a call under the autocast of `device`."""
+    for finding in (
+        *_errors(call),
+        *_numbers(call, device),
+        *_casts(call, device),
+        *_decompositions(call),
+        *_sizes(call),
+    ):
+        if device in next(rule for rule in rules.RULES if rule.name == finding.rule).devices:
+            yield finding
+
+
+def _errors(call: Call) -> Iterator[Finding]:
+    rule = None if call.error is None else rules.rule_of(call.error)
+    if call.name == "__setitem__" and _puts_another_dtype(call):
+        rule = rules.MIXED_OPERANDS
+    if rule is rules.BINARY_CROSS_ENTROPY:
+        sigmoid = call.made_at.line if "sigmoid" in call.made_at.code.lower() else None
+        yield found(rule, call.place, mend=mending.of_binary_cross_entropy(call.place.code, sigmoid))
+    elif rule is not None and rule is not rules.LINEAR_ALGEBRA:
+        yield found(rule, call.place)
+
+
+def _puts_another_dtype(call: Call) -> bool:
+    """Whether it writes to places that a tensor names: what is written is cast for slices only."""
+    target, index, value = call.arguments[0]
+    by_tensor = any(isinstance(leaf, Tensor) for leaf in tree_leaves(index))
+    is_tensor = isinstance(value, Tensor) and value.dim() > 0 and target.is_floating_point()
+    return by_tensor and is_tensor and call.dtypes_given[0] != call.dtypes_given[-1]
+
+
+def _decompositions(call: Call) -> Iterator[Finding]:
+    takes_half = any(dtype in HALF_DTYPES for dtype in call.dtypes_given)
+    has_error = call.error is not None and rules.rule_of(call.error) is rules.LINEAR_ALGEBRA
+    if has_error or (takes_half and call.makes_half and _DECOMPOSITIONS.fullmatch(call.name)):
+        yield found(rules.LINEAR_ALGEBRA, call.place, mend=mending.of_linear_algebra(call.place.code))
+
+
+def _numbers(call: Call, device: AutocastDevice) -> Iterator[Finding]:
+    if LOW not in call.dtypes_made:
+        return
+    arguments, named = call.arguments
+    if call.name in ("full", "new_full", "__setitem__"):  # not their sizes or indices
+        arguments = arguments[-1:]
+    writes = _WRITES | _CLAMPS if device == "cpu" else _WRITES
+    for leaf in tree_leaves((arguments, named)):
+        number, code = _number(leaf), call.place.code
+        is_large = FP16_MAX < abs(number) < math.inf
+        if is_large and call.name in writes:
+            yield found(rules.LARGE_CONSTANT, call.place, mend=mending.of_constant(code, number))
+        elif is_large and (call.name in _ADDS or (call.name in _PRODUCTS_BY_NUMBERS and _overflows(call))):
+            yield found(rules.LARGE_CONSTANT, call.place, "hurts")
+        elif 0 < abs(number) <= FLUSHED and call.name in _GUARDS:
+            yield found(rules.SMALL_EPSILON, call.place, mend=mending.of_epsilon(code, number))
+
+
+def _overflows(call: Call) -> bool:
+    return any(_largest(tensor) > FP16_MAX for tensor in call.made)
+
+
+def _number(leaf: Any) -> float:
+    """An argument that is a number, or a tensor without dimensions that nothing trains; 0 for any other."""
+    if isinstance(leaf, Tensor):
+        is_number = leaf.dim() == 0 and leaf.is_floating_point() and not leaf.requires_grad
+        return float(leaf) if is_number else 0.0
+    return float(leaf) if isinstance(leaf, (int, float)) and not isinstance(leaf, bool) else 0.0
+
+
+def _casts(call: Call, device: AutocastDevice) -> Iterator[Finding]:
+    if call.name not in CASTS:
+        return
+    code = call.place.code
+    asked = [leaf for leaf in tree_leaves(call.arguments) if isinstance(leaf, torch.dtype) and leaf in HALF_DTYPES]
+    # A dtype that is neither autocast's nor the weights' was not taken from a tensor.
+    is_fixed = any(dtype != LOW and dtype not in call.kept_in for dtype in asked)
+    if call.name in ("half", "bfloat16") or is_fixed or (asked and _HALF_BY_NAME.search(code)):
+        yield found(rules.MANUAL_CAST, call.place, mend=mending.without_cast(code))
+    if device == "mps" and torch.float64 in call.dtypes_made:
+        why = "MPS has no float64: a cast to it raises."
+        yield found(rules.MANUAL_CAST, call.place, "breaks", why=why, mend=mending.in_fp32(code))
+    if LOW in call.dtypes_made and LOW not in call.dtypes_given[:1] and call.given[0].is_floating_point():
+        largest = _largest(call.given[0])
+        if largest > FP16_MAX:
+            why = f"Numbers of up to {largest:.3g} are cast to fp16, which ends at 65504: they become infinite."
+            yield found(rules.LARGE_CONSTANT, call.place, "hurts", why=why)
+
+
+def _largest(tensor: Tensor) -> float:
+    """The largest magnitude in it that is finite."""
+    finite = torch.nan_to_num(tensor.detach(), nan=0.0, posinf=0.0, neginf=0.0)
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _sizes(call: Call) -> Iterator[Finding]:
+    if not call.makes_half or call.name not in PRODUCTS or len(call.given) < 2:
+        return
+    weight = call.given[1].shape[:2]
+    large = {size for size in weight if size >= LEAST_SIZE}
+    if odd := sorted(size for size in large if size % 8):
+        yield found(rules.SIZES, call.place, mend=mending.of_sizes(odd, 8), precisions=("fp16", "bf16"))
+    elif call.name == "linear" and min(weight) >= LEAST_SIZE and (odd := sorted(size for size in large if size % 16)):
+        yield found(rules.SIZES, call.place, mend=mending.of_sizes(odd, 16), precisions=("fp8",))

@@ -1,0 +1,214 @@
+"""A look at the user's own source, for what one recorded step cannot show: scalers, clipping, old names. No torch."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from msgspec.structs import replace
+
+from autotune_amp.check import mending
+from autotune_amp.check.findings import Finding, Place, found
+from autotune_amp.precision import rules
+from autotune_amp.precision.rules import Severity
+
+_OWN = Path(__file__).parents[1]
+_INSTALLED: Final = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_OLD = re.compile(r"torch\.(cuda|cpu)\.amp\b")
+_CLIPS: Final = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_value_")
+_WIDTHS: Final = {
+    "float16": ("half", "torch.float16", "torch.half"),
+    "bfloat16": ("bfloat16", "torch.bfloat16"),
+    "float64": ("double", "torch.float64", "torch.double"),
+}
+
+
+class Source(NamedTuple):
+    """One file of the user's, parsed; `names` are what its imports call, by the name that they have in it."""
+
+    file: str
+    tree: ast.Module
+    names: dict[str, str]
+
+    def called(self, node: ast.AST) -> str:
+        """The full name of what an expression names, "" where it names nothing."""
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name):
+            return ""
+        return ".".join([self.names.get(node.id, node.id), *reversed(parts)])
+
+    def place(self, line: int) -> Place:
+        """A line of it."""
+        return Place(file=self.file, line=line)
+
+
+def sources_of(objects: Iterable[Any]) -> tuple[list[Source], tuple[str, ...]]:
+    """The files in which these classes and functions are written, and the names of those whose source is not there.
+
+    What is installed, torch among it, is not the user's to mend.
+    """
+    sources: dict[str, Source] = {}
+    unread: dict[str, None] = {}
+    for given in objects:
+        function = inspect.unwrap(getattr(given, "func", given))  # of a partial
+        subject = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
+        if getattr(subject, "__module__", "").partition(".")[0] in ("torch", "builtins"):
+            continue
+        file = _file_of(subject)
+        if file is not None and (file in sources or _is_installed(file)):
+            continue
+        source = None if file is None else _parsed(file)
+        if source is None:
+            unread[f"{subject.__module__}.{subject.__qualname__}"] = None
+        else:
+            sources[source.file] = source
+    return list(sources.values()), tuple(unread)
+
+
+def read(source: Source) -> Iterator[Finding]:
+    """What is found in a file."""
+    yield from _old_names(source)
+    yield from _scalers(source)
+    for node in ast.walk(source.tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from _clipping(source, node)
+    yield from _clipping(source, source.tree)
+
+
+def of_weights(
+    dtype: str, severity: Severity, modules: tuple[str, ...], sources: Iterable[Source], makers: Iterable[Any]
+) -> Finding:
+    """That trained weights of `modules` are kept in `dtype`, where one of `makers` says so, else where a file does."""
+    places = [place for source in sources for place in _mentions(source, dtype)]
+    made = (place for maker in map(_span, makers) for place in places if (place.file, place.line) in maker)
+    place = next(made, places[0] if places else Place())
+    one = found(
+        rules.WEIGHTS,
+        place,
+        severity,
+        why=f"Weights are kept in {dtype}. {rules.WEIGHTS.why}",
+        mend=mending.in_fp32(place.code),
+    )
+    return replace(one, modules=modules)
+
+
+def _file_of(subject: Any) -> str | None:
+    try:
+        return inspect.getsourcefile(subject)
+    except TypeError:  # of a class that has no file, or of something built in
+        return None
+
+
+def _is_installed(file: str) -> bool:
+    return file.startswith(_INSTALLED) or (Path(file).is_relative_to(_OWN) and Path(file).name != "workloads.py")
+
+
+def _parsed(file: str) -> Source | None:
+    lines = linecache.getlines(file)
+    try:
+        tree = ast.parse("".join(lines))
+    except SyntaxError:  # a notebook's cell with magic in it
+        return None
+    return Source(file, tree, _imports(tree)) if lines else None
+
+
+def _imports(tree: ast.Module) -> dict[str, str]:
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname: alias.name for alias in node.names if alias.asname is not None}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def _mentions(source: Source, dtype: str) -> Iterator[Place]:
+    """Where a file asks for a dtype by its name, as ``.half()`` or ``torch.float16``."""
+    method, *names = _WIDTHS[dtype]
+    for node in ast.walk(source.tree):
+        is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method
+        if is_method or (isinstance(node, ast.Attribute) and source.called(node) in names):
+            yield source.place(node.lineno)  # type: ignore[attr-defined]  # expressions have one
+
+
+def _span(maker: Any) -> set[tuple[str | None, int | None]]:
+    """The lines of a function."""
+    try:
+        lines, first = inspect.getsourcelines(maker)
+    except (OSError, TypeError):  # it has no source
+        return set()
+    file = inspect.getsourcefile(maker)
+    return {(file, first + number) for number in range(len(lines))}
+
+
+def _old_names(source: Source) -> Iterator[Finding]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ImportFrom):
+            is_old = any(_OLD.match(f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            is_old = any(_OLD.match(alias.name) for alias in node.names)
+        else:
+            # What was imported by name was found where it was.
+            is_old = isinstance(node, ast.Attribute) and bool(_OLD.fullmatch(ast.unparse(node)))
+        if is_old:
+            place = source.place(node.lineno)  # type: ignore[attr-defined]
+            yield found(rules.OLD_INTERFACE, place, mend=mending.of_old_name(place.code))
+
+
+def _scalers(source: Source) -> Iterator[Finding]:
+    """GradScalers that are always on, in a file whose every autocast is to bf16."""
+    calls = [(source.called(node.func), node) for node in ast.walk(source.tree) if isinstance(node, ast.Call)]
+    dtypes = [_dtype_of(source, name, node) for name, node in calls if name.endswith("autocast")]
+    if not dtypes or any(dtype != "bfloat16" for dtype in dtypes):
+        return
+    for name, node in calls:
+        if name.endswith("amp.GradScaler") and not any(keyword.arg == "enabled" for keyword in node.keywords):
+            place = source.place(node.lineno)
+            yield found(rules.SCALER, place, mend=mending.of_scaler(place.code))
+
+
+def _dtype_of(source: Source, name: str, call: ast.Call) -> str:
+    """The last part of the dtype that an autocast is given; "" where it is given none, or one by another name."""
+    given = [keyword.value for keyword in call.keywords if keyword.arg == "dtype"]
+    place = 0 if _OLD.match(name) else 1
+    given += call.args[place : place + 1]
+    return source.called(given[0]).rpartition(".")[2] if given else ""
+
+
+def _clipping(source: Source, scope: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Finding]:
+    """Clipping behind a scaled backward pass, before anything is unscaled, in one function or in the file itself."""
+    calls = sorted((node for node in _inside(scope) if isinstance(node, ast.Call)), key=lambda node: node.lineno)
+    methods = [
+        (node.lineno, node.func.attr, ast.unparse(node.func.value), node)
+        for node in calls
+        if isinstance(node.func, ast.Attribute)
+    ]
+    scalers = {owner for _, name, owner, _ in methods if name in ("scale", "backward")}
+    steps = [(owner, node) for _, name, owner, node in methods if name == "step" and node.args and owner in scalers]
+    for clip in calls:
+        called = source.called(clip.func)
+        if not (called in _CLIPS or called.startswith("nn.utils.clip_grad_")):
+            continue
+        for scaler, step in steps:
+            before = [name for line, name, owner, _ in methods if owner == scaler and line < clip.lineno]
+            if {"scale", "backward"} & set(before) and "unscale_" not in before and step.lineno > clip.lineno:
+                line = f"{scaler}.unscale_({ast.unparse(step.args[0])})  # before this line"
+                yield found(rules.CLIPPING, source.place(clip.lineno), mend=line)
+                break
+
+
+def _inside(scope: ast.AST) -> Iterator[ast.AST]:
+    """The nodes in it, without those in its functions."""
+    for node in ast.iter_child_nodes(scope):
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield from _inside(node)

@@ -1,0 +1,427 @@
+"""One fp32 step on the CPU, each of its calls repeated on tensors without data under the device's own autocast.
+
+A shadow stands for each tensor of the step: a fake one of the device's, with the dtype that the tensor would have
+there. torch's own autocast, of the version that is installed, says what becomes of the dtypes: which operations go down
+to half precision, which up to fp32, which raise. The step itself stays in fp32 and on the CPU whatever its code
+asks for, and its code is told the shadow's dtype, so that it goes the way that it would go on the device.
+"""
+
+from __future__ import annotations
+
+import linecache
+import logging
+import re
+import sys
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import reduce
+from pathlib import Path
+from types import CodeType
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from autotune_amp.check import mending
+from autotune_amp.check.findings import Finding, Place, found
+from autotune_amp.check.judging import CASTS, LOW, PRODUCTS, Call, judged
+from autotune_amp.precision import rules
+from autotune_amp.precision.forward_wrapper import modules_by_name
+from autotune_amp.precision.rules import AutocastDevice, Severity
+from autotune_amp.precision.torch_state import HALF_DTYPES
+
+_OWN = Path(__file__).parents[1]
+_TORCH = str(Path(torch.__file__).parent)
+_STDLIB = sysconfig.get_paths()["stdlib"]
+_PACKAGES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"])
+
+# What cannot be repeated without the device itself, though autocast lowers all of it.
+_LOWERED: Final = {"lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward"}
+_MATRICES: Final = PRODUCTS | {
+    *("matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "mv", "dot", "bilinear"),
+}
+
+_DEVICE = re.compile(r"(cuda|mps|xpu)(:\d+)?")
+# What a step takes here instead.
+_HERE: Final[dict[str, Callable[..., Any]]] = {
+    "half": Tensor.float,
+    "bfloat16": Tensor.float,
+    "cuda": lambda tensor, *_, **__: tensor,
+}
+
+
+class _Shadow(NamedTuple):
+    fake: Tensor
+    made_at: Place
+
+
+class Recording(TorchFunctionMode):
+    """Follows the calls of a step of `model`, inside `running`, for the autocast of `device`.
+
+    `findings` are what it has seen so far, `num_calls` and `modules_run` how much.
+    """
+
+    def __init__(self, model: nn.Module, device: AutocastDevice) -> None:
+        super().__init__()
+        self.findings: list[Finding] = []
+        self.num_calls = 0
+        self.modules_run: set[str] = set()
+        self._device = device
+        self._names = {module: name for name, module in modules_by_name(model).items()}
+        self._inside: list[str] = []
+        self._levels: list[torch.dtype | None] = [None]  # of autocast, the innermost last; None where it is off
+        self._asked: dict[int, torch.dtype | None] = {}  # by autocast, what it was made with
+        self._is_repeating = False
+        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with self._fake_mode:
+            self._at = torch.empty(0, device=device).device
+        self._kept_in: set[torch.dtype] = set()  # of its weights, what is half precision
+        self._shadows: Any = WeakTensorKeyDictionary()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if (fake := self._faked(tensor, tensor.dtype)) is not None:
+                self._shadows[tensor] = _Shadow(fake, Place(name.rpartition(".")[0], None, None))
+            if tensor.dtype in HALF_DTYPES:
+                self._kept_in.add(tensor.dtype)
+                tensor.data = tensor.data.float()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Record what is called in here; torch is left as it was."""
+        with ExitStack() as stack:
+            log = logging.getLogger("torch._subclasses.fake_tensor")  # it tells of each call that raises
+            stack.callback(log.setLevel, log.level)
+            log.setLevel(logging.CRITICAL)
+            for module in self._names:
+                if not isinstance(module, torch.jit.ScriptModule):
+                    stack.callback(module.register_forward_pre_hook(self._enter_module).remove)
+                    stack.callback(module.register_forward_hook(self._leave_module, always_call=True).remove)
+            stack.enter_context(_replaced(torch.autocast, "__init__", self._new_autocast(torch.autocast.__init__)))
+            stack.enter_context(_replaced(torch.autocast, "__enter__", lambda context: self._enter_autocast(context)))
+            stack.enter_context(_replaced(torch.autocast, "__exit__", lambda *_: self._leave_autocast()))
+            kind: Any = torch.autograd.function._SingleLevelFunction  # the last before C++, however apply was called
+            stack.enter_context(_replaced(kind, "apply", classmethod(self._apply_function)))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(self._showing(None))
+            stack.enter_context(self)
+            yield
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """The autocast of the training itself."""
+        self._levels.append(LOW)
+        try:
+            with self._showing(LOW):
+                yield
+        finally:
+            self._levels.pop()
+
+    def see_loss(self, loss: Tensor) -> None:
+        """The training goes back from this."""
+        shadow = self._shadows.get(loss)
+        if shadow is not None and shadow.fake.dtype in HALF_DTYPES:
+            self.findings.append(found(rules.LOSS, shadow.made_at))
+
+    # -- each call ---------------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._is_repeating:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name == "__get__" and func.__self__ is torch.Tensor.dtype:
+            shadow = self._shadows.get(args[0])
+            return func(*args) if shadow is None else shadow.fake.dtype
+        self.num_calls += 1
+        here = _HERE.get(name, func)
+        with self._showing(None):
+            result = here(*_here(args), **_here(kwargs))
+        if name in CASTS and any(result is leaf for leaf in args):
+            result = result.view_as(result)  # a cast that changes nothing here may change the shadow
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if made or name == "__setitem__":
+            self._follow(name, func, args, kwargs, made)
+        return result
+
+    def _follow(self, name: str, func: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> None:
+        place = self._place()
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        asked = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.dtype)]
+        fakes, error = self._repeated(name, func, args, kwargs)
+        dtypes_given = [self._dtype(tensor) for tensor in given]
+        for index, tensor in enumerate(made):
+            if any(tensor is one for one in given) and tensor in self._shadows:
+                continue  # changed in place, and its shadow with it
+            fake = fakes[index] if index < len(fakes) else None
+            dtype = self._guessed(name, tensor, asked, dtypes_given) if fake is None else fake.dtype
+            if fake is None or not self._is_usable(fake, tensor):
+                fake = self._faked(tensor, dtype)
+            if fake is not None:
+                self._shadows[tensor] = _Shadow(fake, place)
+        first = self._shadows.get(given[0]) if given else None
+        call = Call(
+            name=name,
+            arguments=(args, kwargs),
+            given=given,
+            made=made,
+            dtypes_given=dtypes_given,
+            dtypes_made=[self._dtype(tensor) for tensor in made or given[:1]],
+            error=error,
+            place=place,
+            made_at=Place() if first is None else first.made_at,
+            kept_in=frozenset(self._kept_in),
+        )
+        self.findings += judged(call, self._device)
+
+    def _repeated(self, name: str, func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], str | None]:
+        """What the call gives for the shadows, or what it raises."""
+        if name == "__getitem__" or name in _LOWERED:  # they want the device itself
+            return [], None
+        try:
+            with self._repeating(self._levels[-1]):
+                given, named = tree_map(self._on_device, (args, kwargs))
+                result = func(*given, **named)
+        except Exception as error:  # whatever the fakes cannot do, beside what the device could not
+            return [], str(error)
+        return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)], None
+
+    @contextmanager
+    def _repeating(self, dtype: torch.dtype | None) -> Iterator[None]:
+        self._is_repeating = True
+        try:
+            with self._fake_mode, torch.no_grad(), self._showing(dtype, only_device=True), _OneDtype(dtype):
+                yield
+        finally:
+            self._is_repeating = False
+
+    def _on_device(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return self._shadow(leaf)
+        return self._at if isinstance(leaf, torch.device) else leaf
+
+    def _shadow(self, tensor: Tensor) -> Tensor:
+        if (known := self._shadows.get(tensor)) is not None:
+            fake: Tensor = known.fake
+            return fake
+        made = self._faked(tensor, tensor.dtype)
+        if made is None:
+            raise NotImplementedError(f"a tensor of layout {tensor.layout} has no shadow")
+        self._shadows[tensor] = _Shadow(made, self._place())
+        return made
+
+    def _faked(self, like: Tensor, dtype: torch.dtype) -> Tensor | None:
+        if like.layout != torch.strided or like.is_nested or nn.parameter.is_lazy(like):
+            return None
+        with self._fake_mode:
+            return torch.empty(like.shape, dtype=dtype, device=self._device)
+
+    def _is_usable(self, fake: Tensor, tensor: Tensor) -> bool:
+        """Whether calls can be repeated on it: copying one that is not contiguous takes the device itself."""
+        return fake.shape == tensor.shape and fake.device.type == self._device and fake.is_contiguous()
+
+    def _dtype(self, tensor: Tensor) -> torch.dtype:
+        shadow = self._shadows.get(tensor)
+        dtype: torch.dtype = tensor.dtype if shadow is None else shadow.fake.dtype
+        return dtype
+
+    def _guessed(self, name: str, tensor: Tensor, asked: Sequence[torch.dtype], given: Sequence[torch.dtype]) -> Any:
+        """The dtype of a result whose call cannot be repeated: what was `asked` for, else that of what goes in."""
+        if asked:
+            return asked[0]
+        floating = [dtype for dtype in given if dtype.is_floating_point]
+        if not (tensor.is_floating_point() and floating):
+            return tensor.dtype
+        if name in _LOWERED and self._levels[-1] is not None:
+            return self._levels[-1]
+        return floating[0] if name in ("batch_norm", "instance_norm") else reduce(torch.promote_types, floating)
+
+    # -- modules, autocasts and autograd.Functions -------------------------------------------------------------------
+
+    def _enter_module(self, module: nn.Module, _: Any) -> None:
+        self._inside.append(self._names[module])
+        self.modules_run.add(self._names[module])
+
+    def _leave_module(self, *_: Any) -> None:
+        self._inside.pop()
+
+    def _new_autocast(self, initialise: Callable[..., None]) -> Callable[..., None]:
+        def remembered(
+            context: Any, device_type: str, dtype: Any = None, enabled: bool = True, *rest: Any, **more: Any
+        ) -> None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that the device is not here
+                initialise(context, device_type, dtype, enabled, *rest, **more)
+            self._asked[id(context)] = (dtype or LOW) if enabled else None
+
+        return remembered
+
+    def _enter_autocast(self, context: Any) -> Any:
+        made_before = context.fast_dtype if context._enabled else None
+        asked = self._asked.get(id(context), made_before)
+        if asked is not None and self._levels[-1] is not None:
+            place = self._place()
+            self.findings.append(found(rules.NESTED_AUTOCAST, place, mend=mending.of_autocast(place.code)))
+        self._levels.append(asked)
+        _show(self._levels[-1], ("cpu", self._device))
+        return context
+
+    def _leave_autocast(self) -> None:
+        self._levels.pop()
+        _show(self._levels[-1], ("cpu", self._device))
+
+    def _apply_function(self, kind: Any, *args: Any, **kwargs: Any) -> Any:
+        """In the place of a Function's apply: runs it, and repeats it on shadows forward and backward."""
+        result = _apply_of(kind)(*args, **kwargs)
+        if self._levels[-1] is None or kwargs or _is_decorated(kind) or kind.__module__.startswith("torch."):
+            return result
+        try:
+            dtypes = self._function_dtypes(kind, args, self._levels[-1])
+            is_lowered = dtypes != self._function_dtypes(kind, args, None)
+            severity: Severity | None = "hurts" if is_lowered else None
+        except Exception as error:  # whatever the fakes cannot do, beside what the device could not
+            severity = "breaks" if rules.rule_of(str(error)) is not None else None
+        if severity is not None:
+            code = kind.forward.__code__
+            place = Place(self._place().module, code.co_filename, _line_of_def(code))
+            mend = mending.of_function(self._device)
+            self.findings.append(found(rules.AUTOGRAD_FUNCTION, place, severity, mend=mend))
+        return result
+
+    def _function_dtypes(self, kind: Any, args: Sequence[Any], dtype: torch.dtype | None) -> list[torch.dtype]:
+        """What a Function makes of the arguments' shadows, whose backward is run too; raises what it raises."""
+        context = _FunctionContext()
+        with self._repeating(dtype):
+            given = [self._on_device(leaf) for leaf in args]
+            if kind.setup_context is torch.autograd.Function.setup_context:
+                output = kind.forward(context, *given)
+            else:
+                output = kind.forward(*given)
+                kind.setup_context(context, tuple(given), output)
+        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        with self._repeating(None):
+            kind.backward(context, *map(torch.ones_like, made))
+        return [leaf.dtype for leaf in made]
+
+    def _place(self) -> Place:
+        frame = sys._getframe(1)
+        while frame is not None and _is_inner(frame.f_code.co_filename):
+            frame = frame.f_back  # type: ignore[assignment]
+        module = self._inside[-1] if self._inside else ""
+        return Place(module, None, None) if frame is None else Place(module, frame.f_code.co_filename, frame.f_lineno)
+
+    @contextmanager
+    def _showing(self, dtype: torch.dtype | None, *, only_device: bool = False) -> Iterator[None]:
+        """Have torch say that autocast to `dtype` is on, None for off: on the device, and for the CPU's own tensors."""
+        places = (self._device,) if only_device else ("cpu", self._device)
+        before = [(place, torch.is_autocast_enabled(place), torch.get_autocast_dtype(place)) for place in places]
+        _show(dtype, places)
+        try:
+            yield
+        finally:
+            for place, was_on, dtype_before in before:
+                torch.set_autocast_enabled(place, was_on)
+                torch.set_autocast_dtype(place, dtype_before)
+
+
+class _OneDtype(TorchFunctionMode):
+    """Raises for matrix products of several dtypes as devices do: fake tensors let them pass."""
+
+    def __init__(self, level: torch.dtype | None) -> None:
+        super().__init__()
+        self._level = level
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _MATRICES:
+            given = {leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+            if self._level is not None:  # autocast casts all but float64
+                given = {dtype if dtype == torch.float64 else self._level for dtype in given}
+            if len(given) > 1:
+                raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {', '.join(map(str, given))}")
+        return func(*args, **(kwargs or {}))
+
+
+class _Always:
+    """Stands for a tuple of True, however long."""
+
+    def __getitem__(self, index: int) -> bool:
+        return True
+
+
+class _FunctionContext:
+    """Stands for the context of an autograd.Function: what is saved in it can be read."""
+
+    saved_tensors: tuple[Any, ...] = ()
+    needs_input_grad: Any = _Always()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    def _ignore(self, *_: Any) -> None: ...
+
+    save_for_forward = mark_dirty = mark_non_differentiable = set_materialize_grads = _ignore
+
+
+def _apply_of(kind: Any) -> Any:
+    """The apply of C++, past what is put in its way."""
+    base: Any = torch.autograd.function._SingleLevelFunction
+    return super(base, kind).apply
+
+
+def _line_of_def(code: CodeType) -> int:
+    """The line of a function's ``def``, below its decorators."""
+    lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
+    return code.co_firstlineno + next((i for i, line in enumerate(lines) if line.lstrip().startswith("def ")), 0)
+
+
+def _is_decorated(kind: Any) -> bool:
+    """Whether a Function's forward is decorated with custom_fwd."""
+    code = getattr(kind.forward, "__code__", None)
+    return code is not None and code.co_filename == torch.amp.autocast_mode.__file__
+
+
+def _show(dtype: torch.dtype | None, devices: Iterable[str]) -> None:
+    for device in devices:
+        torch.set_autocast_enabled(device, dtype is not None)
+        if dtype is not None:
+            torch.set_autocast_dtype(device, dtype)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    is_own, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+def _is_inner(file: str) -> bool:
+    """Whether a file is torch's, ours or the standard library's: no place to mend anything."""
+    if file.startswith(_TORCH) or file.startswith("<frozen"):
+        return True
+    if Path(file).is_relative_to(_OWN):
+        return Path(file).name != "workloads.py"
+    return file.startswith(_STDLIB) and not file.startswith(_PACKAGES)
+
+
+def _here(arguments: Any) -> Any:
+    """The arguments with fp32 in the place of half precision, and the CPU in that of a device."""
+    changed = [leaf for leaf in tree_leaves(arguments) if _leaf_here(leaf) is not leaf]
+    return tree_map(_leaf_here, arguments) if changed else arguments
+
+
+def _leaf_here(leaf: Any) -> Any:
+    if isinstance(leaf, torch.dtype) and leaf in HALF_DTYPES:
+        return torch.float32
+    if isinstance(leaf, torch.device) and leaf.type != "cpu":
+        return torch.device("cpu")
+    return "cpu" if isinstance(leaf, str) and _DEVICE.fullmatch(leaf) else leaf

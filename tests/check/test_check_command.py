@@ -1,0 +1,119 @@
+"""`autotune-amp check` and check_workload(): exit codes, the document, the terminal, and what cannot be checked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import check_samples
+import pytest
+from torch import Tensor
+
+from autotune_amp import LaunchLine, check_workload
+from autotune_amp.cli import run
+from autotune_amp.core.errors import InvalidRequestError, WorkloadError
+
+SICK = """
+import torch
+from torch import nn
+from torch.nn import functional
+from autotune_amp import Workload
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(16, 16)
+
+    def forward(self, x):
+        scores = self.query(x) @ x.transpose(1, 2)
+        scores = scores.masked_fill(scores > 1, -1e9)
+        return scores.softmax(-1) @ x
+
+def loss(model, batch):
+    out = model(batch)
+    return (out * out).mean()
+
+def workload():
+    return Workload(lambda: nn.Sequential(nn.Linear(16, 16), Attention()), loss, lambda n: torch.randn(n, 4, 16))
+"""
+
+
+def written(folder: Path, text: str) -> str:
+    path = folder / "train.py"
+    path.write_text(text)
+    return f"{path}:workload"
+
+
+def test_what_breaks_is_named_with_its_line_and_exits_with_4(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    target = written(tmp_path, SICK)
+    assert run(["check", target, "--json", "--quiet"]) == 4
+    document = json.loads(capfd.readouterr().out)
+    assert (document["format"], document["device"], document["workload"]) == (1, "cuda", "workload")
+    first, *others = document["findings"]
+    assert (first["rule"], first["severity"], first["precisions"]) == ("large_constant", "breaks", ["fp16"])
+    assert (Path(first["file"]).name, first["line"], first["modules"]) == ("train.py", 14, ["1"])
+    assert first["mend"] == "scores = scores.masked_fill(scores > 1, torch.finfo(scores.dtype).min)"
+    assert [finding["rule"] for finding in others] == ["loss"]
+
+    assert run(["check", target]) == 4
+    said = capfd.readouterr()
+    assert "train.py:14" in said.out
+    assert "will break" in said.out
+    assert max(map(len, said.out.splitlines())) <= max(80, len(str(tmp_path)) + 20)
+    assert "Recording one fp32 step for cuda" in said.err
+
+
+def test_what_only_hurts_and_what_is_healthy_exit_with_0(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["check", written(tmp_path, SICK.replace("-1e9", "-1e4")), "--json", "--quiet"]) == 0
+    assert [finding["severity"] for finding in json.loads(capfd.readouterr().out)["findings"]] == ["hurts"]
+    assert run(["check", "--for", "mps", "--quiet"]) == 0  # the embedded workload
+    said = capfd.readouterr().out
+    assert "nothing found" in said
+    assert "not seen" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [(["--for", "tpu"], "tpu"), (["--batch-size", "0"], "0"), (["missing.py:workload"], "missing")],
+)
+def test_a_wrong_request(arguments: list[str], named: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["check", *arguments, "--json", "--quiet"]) == 2
+    assert named in json.loads(capfd.readouterr().out)["error"]["message"]
+
+
+def test_a_workload_that_raises_and_one_that_ends_its_process(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        run(
+            [
+                "check",
+                written(tmp_path, SICK.replace("out = model", "raise KeyError('labels')\n    out = model")),
+                "--json",
+            ]
+        )
+        == 2
+    )
+    error = json.loads(capfd.readouterr().out)["error"]
+    assert error["kind"] == "workload"
+    assert "labels" in error["message"]
+    with pytest.raises(WorkloadError, match="crash"):
+        check_workload(check_samples.workload(_ends), quiet=True)
+
+
+def _ends(x: Tensor) -> Tensor:
+    import os
+
+    os._exit(3)
+
+
+def test_a_command_cannot_be_checked() -> None:
+    with pytest.raises(InvalidRequestError, match="command"):
+        check_workload(LaunchLine.of(["python", "train.py", "--bs", "{batch_size=4}"]), quiet=True)
+
+
+def test_live_objects() -> None:
+    found = check_workload(check_samples.workload(check_samples.masks_far), batch_size=3, quiet=True)
+    assert [(finding.rule, finding.modules) for finding in found.findings] == [("large_constant", ("body",))]
+    assert (found.batch_size, found.will_break) == (3, True)
+    assert [Path(file).name for file in found.files] == ["check_samples.py"]
