@@ -11,6 +11,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ from autotune_amp.runtime.controller import PrecisionController
 
 HERE = Path(__file__).parent
 BLOCK_SECONDS = 0.1
+
+
+# `train_step` attaches the model by itself. Each is held against the one before it, too.
+CALLS = ["controller, attached", "controller, train_step", "controller, train_step and a sink"]
 
 
 class Empty(nn.Module):
@@ -78,7 +83,8 @@ def make(kind: str, precision: str, device: str) -> tuple[Any, Callable[[], Any]
     if kind == "GradScaler":
         return torch.amp.GradScaler(device), own
     config = AmpConfig(precision=precision, batch_size=1, loss_scale=LossScale() if precision == "fp16" else None)
-    controller = PrecisionController(config, device, guard=kind != "controller, guard=False")
+    sinks = [lambda values: None] if kind.endswith("a sink") else []
+    controller = PrecisionController(config, device, guard=kind != "controller, guard=False", sinks=sinks)
     return controller, controller.autocast
 
 
@@ -97,13 +103,19 @@ class Contestant:
         if kind == "controller, attached":
             self.scaler.attach(self.model)
 
+    def loss(self) -> Tensor:
+        return self.model(self.inputs).float().square().mean()
+
     def steps(self, num_steps: int) -> float:
         """Seconds for so many steps, the device's end included."""
         started = time.perf_counter()
         for _ in range(num_steps):
+            if "train_step" in self.kind:
+                self.scaler.train_step(self.loss, self.optimizer)
+                continue
             self.optimizer.zero_grad()
             with self.autocast():
-                loss = self.model(self.inputs).float().square().mean()
+                loss = self.loss()
             self.scaler.scale(loss).backward()
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -113,7 +125,7 @@ class Contestant:
 
 
 def contest(model: str, precision: str, is_fused: bool, device: str, num_rounds: int) -> list[dict[str, Any]]:
-    kinds = ["plain", "controller", "controller, attached"]
+    kinds = ["plain", "controller", *CALLS]
     kinds.insert(1, "GradScaler" if precision == "fp16" else "controller, guard=False")
     contestants = [Contestant(kind, model, precision, is_fused, device) for kind in kinds]
     for contestant in contestants:
@@ -148,6 +160,7 @@ def table(lines: list[dict[str, Any]]) -> list[str]:
         pairs = [("plain", "GradScaler")] if precision == "fp16" else []
         reference = "GradScaler" if precision == "fp16" else "plain"
         pairs += [(reference, kind) for kind in rounds[0] if kind.startswith("controller")]
+        pairs += [(base, kind) for base, kind in pairwise(CALLS) if kind in rounds[0]]
         for base, kind in pairs:
             added = quartiles([1e6 * (seconds[kind] - seconds[base]) for seconds in rounds])
             share = quartiles([100 * (seconds[kind] / seconds[base] - 1) for seconds in rounds])

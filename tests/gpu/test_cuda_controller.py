@@ -16,6 +16,7 @@ from autotune_amp import AmpConfig, LossScale, PrecisionController
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.runtime import run_log
 from autotune_amp.runtime.scaler import LAG_UPDATES
+from autotune_amp.runtime.sinks import Values
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -101,14 +102,25 @@ def reference(
 
 
 class Training:
-    """The README's loop."""
+    """The README's loops: written out, or a call of `train_step`."""
 
-    def __init__(self, controller: PrecisionController, make_optimizer: MakeOptimizer, clips: bool = False) -> None:
-        self.controller, self.clips = controller, clips
+    def __init__(
+        self,
+        controller: PrecisionController,
+        make_optimizer: MakeOptimizer,
+        clips: bool = False,
+        in_one_call: bool = False,
+    ) -> None:
+        self.controller, self.clips, self.in_one_call = controller, clips, in_one_call
         self.model = make_model()
         self.optimizer = make_optimizer(self.model.parameters())
 
     def step(self, inputs: Tensor, targets: Tensor) -> object:
+        if self.in_one_call:
+            clip_norm = 0.5 if self.clips else None
+            return self.controller.train_step(
+                lambda: nn.functional.mse_loss(self.model(inputs), targets), self.optimizer, clip_norm=clip_norm
+            )
         self.optimizer.zero_grad()
         with self.controller.autocast():
             loss = nn.functional.mse_loss(self.model(inputs), targets)
@@ -122,21 +134,25 @@ class Training:
 
 
 @pytest.mark.parametrize(
-    ("precision", "clips", "attaches", "guard"),
+    ("precision", "clips", "attaches", "guard", "in_one_call"),
     [
-        ("fp16", True, True, True),
-        ("fp16", True, False, False),
-        ("bf16", True, True, True),
-        ("fp32", False, False, False),
+        ("fp16", True, True, True, False),
+        ("fp16", True, False, False, False),
+        ("bf16", True, True, True, False),
+        ("fp32", False, False, False, False),
+        ("fp16", True, False, True, True),
+        ("bf16", False, False, True, True),
     ],
 )
 def test_no_step_waits_for_the_device(
-    precision: Precision, clips: bool, attaches: bool, guard: bool, tmp_path: Path
+    precision: Precision, clips: bool, attaches: bool, guard: bool, in_one_call: bool, tmp_path: Path
 ) -> None:
     """Long enough for verdicts to be read, gradients to be sampled and activations to be observed, twice."""
     given = batches(150)
-    controller = PrecisionController(config(precision), DEVICE, guard=guard, run_log=tmp_path / "run.jsonl")
-    training = Training(controller, OPTIMIZERS["fused Adam"], clips)
+    told: list[Values] = []
+    log = tmp_path / "run.jsonl"
+    controller = PrecisionController(config(precision), DEVICE, guard=guard, run_log=log, sinks=[told.append])
+    training = Training(controller, OPTIMIZERS["fused Adam"], clips, in_one_call)
     calls: list[int] = []
     controller.on_step(lambda: calls.append(1))
     if attaches:
@@ -150,10 +166,12 @@ def test_no_step_waits_for_the_device(
     lag = LAG_UPDATES if guard or precision == "fp16" else 0
     assert len(calls) == 150 - lag
     assert controller.status().num_steps == len(calls) == 150
-    assert {0, 64, 128} <= {line.update for line in run_log.read(tmp_path / "run.jsonl").lines}
+    assert {0, 64, 128} <= {line.update for line in run_log.read(log).lines}
     scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0, enabled=precision == "fp16")
     expected, _ = reference(precision, given, OPTIMIZERS["fused Adam"], scaler, clips)
     assert_same(state(training.model), state(expected))
+    controller.detach()
+    assert {64, 128} <= {values["autotune_amp/update"] for values in told}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
