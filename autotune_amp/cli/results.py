@@ -76,15 +76,17 @@ def report(
         if log is not None:
             return said(write_run_report(log, out))
         return said(write_report(latest(path, "recommendation.json", OUTCOMES), out))
-    if log is None:
+    if path is None or path.is_dir() or (path.is_file() and log is None):
         raise InvalidRequestError(
             f"--follow needs the run log of a training, and {path or 'the latest study'} is none.",
-            'Name the file that PrecisionController(config, run_log="run.jsonl") writes.',
+            'Name the file that PrecisionController(config, run_log="run.jsonl") writes, or will write.',
         )
-    drawn = follow_run(log, out)
-    emit(said(next(drawn)))
-    sys.stdout.flush()
+    if not as_json:
+        typer.echo(f"Following {path}. Ctrl-C ends it.", err=True)
+    drawn = follow_run(path, out)
     with contextlib.suppress(KeyboardInterrupt):
+        emit(said(next(drawn)))
+        sys.stdout.flush()
         for _ in drawn:
             pass
     return b""

@@ -8,16 +8,32 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
-from typing import Any
+from typing import Any, ParamSpec
 
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.runtime.readings import METRICS, PREFIX
+from autotune_amp.distributed import place
+from autotune_amp.runtime.readings import BEFORE, METRICS, MOVE, PREFIX, REASON
 from autotune_amp.runtime.sinks import Sink, Values
 
-_UPDATE, _MOVE, _PRECISION = (PREFIX + name for name in ("update", "move", "precision"))
+P = ParamSpec("P")
+
+_UPDATE, _PRECISION = METRICS["update"].name, METRICS["precision"].name
 
 
+def _on_first_rank(make: Callable[P, Sink]) -> Callable[P, Sink]:
+    """The controller tells on rank 0 alone; on the others there may be no run, and must be no second file."""
+
+    @wraps(make)
+    def made(*args: P.args, **kwargs: P.kwargs) -> Sink:
+        return make(*args, **kwargs) if place().rank == 0 else lambda _: None
+
+    return made
+
+
+@_on_first_rank
 def tensorboard(where: str | os.PathLike[str] | Any) -> Sink:
     """To TensorBoard: `where` is a ``SummaryWriter`` or the folder for one. Moves are text. Extra: ``tensorboard``."""
     writer: Any = where
@@ -28,18 +44,20 @@ def tensorboard(where: str | os.PathLike[str] | Any) -> Sink:
         step = int(values[_UPDATE])
         for name, value in _numbers(values).items():
             writer.add_scalar(name, value, step)
-        if _MOVE in values:
-            writer.add_text(_MOVE, _sentence(values), step)
+        if MOVE in values:
+            writer.add_text(MOVE, _sentence(values), step)
         writer.flush()
 
     return sink
 
 
-def wandb(run: Any = None) -> Sink:
-    """To a W&B run, by default the active one, over ``autotune_amp/update``. Extra: ``wandb``.
+@_on_first_rank
+def wandb(run: Any = None, *, own_rows: bool = False) -> Sink:
+    """To a W&B run, by default the active one, over ``autotune_amp/update``; moves go to its summary. Extra: wandb.
 
-    The metrics go with the next row that the training logs (W&B has one step for all that a run logs), at the latest
-    when the run finishes. Raises `InvalidRequestError` where no run is active.
+    W&B has one step for all that a run logs, so metrics go with the next row that the training logs, the latest of them
+    where several wait. `own_rows` logs each at once instead: for a training that seldom logs, and passes no ``step=``,
+    which W&B would drop where it is behind. Raises `InvalidRequestError` where no run is active.
     """
     run = run or _needed("wandb", "wandb").run
     if run is None:
@@ -48,11 +66,14 @@ def wandb(run: Any = None) -> Sink:
     run.define_metric(PREFIX + "*", step_metric=_UPDATE)
 
     def sink(values: Values) -> None:
-        run.log(dict(values), commit=False)
+        run.log(dict(values), commit=own_rows)
+        if MOVE in values:
+            run.summary[f"{MOVE}/{values[_UPDATE]}"] = _sentence(values)
 
     return sink
 
 
+@_on_first_rank
 def mlflow(run_id: str | None = None) -> Sink:
     """To an MLflow run, by default the active one; precision and moves are tags. Extra: ``mlflow``.
 
@@ -69,16 +90,17 @@ def mlflow(run_id: str | None = None) -> Sink:
         step, now = int(values[_UPDATE]), int(time.time() * 1000)
         entities = package.entities
         tags = [entities.RunTag(_PRECISION, str(values[_PRECISION]))]
-        if _MOVE in values:
-            tags.append(entities.RunTag(f"{_MOVE}/{step}", _sentence(values)))
+        if MOVE in values:
+            tags.append(entities.RunTag(f"{MOVE}/{step}", _sentence(values)))
         measured = [entities.Metric(name, value, now, step) for name, value in _numbers(values).items()]
         client.log_batch(own_id, metrics=measured, tags=tags)
 
     return sink
 
 
+@_on_first_rank
 def opentelemetry(meter_provider: Any = None, logger_provider: Any = None) -> Sink:
-    """To OpenTelemetry: counts as counters, the rest as gauges with the precision as attribute, moves as events.
+    """To OpenTelemetry: counts of the whole run as counters, the rest as gauges with the precision, moves as events.
 
     The providers are the global ones where None. Extra: ``opentelemetry``.
     """
@@ -86,23 +108,30 @@ def opentelemetry(meter_provider: Any = None, logger_provider: Any = None) -> Si
     logs = _needed("opentelemetry._logs", "opentelemetry")
     logger = logs.get_logger("autotune_amp", logger_provider=logger_provider)
     known = {metric.name: metric for metric in METRICS.values()}
-    instruments: dict[str, Any] = {}
-    told: dict[str, float] = {}
+    gauges: dict[str, Any] = {}
+    counts: dict[str, float] = {}
+
+    def count(name: str) -> None:
+        metric = known[name]
+        observation = _needed("opentelemetry.metrics", "opentelemetry").Observation
+        callback = [lambda _: [observation(counts[name])]]
+        meter.create_observable_counter(name, callback, unit=metric.unit, description=metric.description)
 
     def sink(values: Values) -> None:
         attributes = {_PRECISION: values[_PRECISION]}
         for name, value in _numbers(values).items():
             metric = known[name]
-            if name not in instruments:
-                make = meter.create_counter if metric.is_count else meter.create_gauge
-                instruments[name] = make(name, unit=metric.unit, description=metric.description)
             if metric.is_count:
-                instruments[name].add(max(0.0, value - told.get(name, 0.0)), attributes)
-                told[name] = value
-            else:
-                instruments[name].set(value, attributes)
-        if _MOVE in values:
-            logger.emit(logs.LogRecord(event_name=_MOVE, body=_sentence(values), attributes=dict(values)))
+                is_new = name not in counts
+                counts[name] = value
+                if is_new:
+                    count(name)
+                continue
+            if name not in gauges:
+                gauges[name] = meter.create_gauge(name, unit=metric.unit, description=metric.description)
+            gauges[name].set(value, attributes)
+        if MOVE in values:
+            logger.emit(logs.LogRecord(event_name=MOVE, body=_sentence(values), attributes=dict(values)))
 
     return sink
 
@@ -113,8 +142,7 @@ def _numbers(values: Values) -> dict[str, float]:
 
 def _sentence(values: Values) -> str:
     """A move in words."""
-    before, after, reason = (values[PREFIX + name] for name in ("before", "precision", "reason"))
-    return f"{values[_MOVE]} at update {values[_UPDATE]}, {before} -> {after}: {reason}"
+    return f"{values[MOVE]} at update {values[_UPDATE]}, {values[BEFORE]} -> {values[_PRECISION]}: {values[REASON]}"
 
 
 def _needed(module: str, extra: str) -> Any:

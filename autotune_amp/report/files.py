@@ -86,18 +86,19 @@ def write_run_report(log: Path, out: Path | None = None, reload_seconds: int | N
 
 
 def follow_run(log: Path, out: Path | None = None, pause: Callable[[float], object] = time.sleep) -> Iterator[Path]:
-    """`write_run_report` now and whenever the log has grown, each time with the page's path; once more at the end,
-    as a page that stays."""
-    drawn = None
+    """`write_run_report` once the log holds a run and whenever it has grown, each time with the page's path; once more
+    at the end, as a page that stays."""
+    drawn = 0
     try:
         while True:
-            state = log.stat().st_mtime_ns, log.stat().st_size
-            if state != drawn:
-                drawn = state
+            size = log.stat().st_size if log.exists() else 0
+            if size not in (0, drawn):
+                drawn = size
                 yield write_run_report(log, out, RELOAD_SECONDS)
             pause(RELOAD_SECONDS)
     finally:
-        write_run_report(log, out)
+        if drawn and log.exists():
+            write_run_report(log, out)
 
 
 def keep_report(folder: Path, note: Callable[[str], None], warn: Callable[[str], None]) -> None:

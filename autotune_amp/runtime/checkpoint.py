@@ -111,9 +111,10 @@ def load(executor: Executor, window: Window, state: object) -> None:
         metrics.resume(None)
         executor.apply()
         return
-    if (version := converted(own, _Versioned).format) > FORMAT:
+    if (version := converted(own, _Versioned).format) != FORMAT:
         raise FormatError(
-            f"The controller's state has format {version}; this version reads up to {FORMAT}.", "Upgrade autotune_amp."
+            f"The controller's state has format {version}; this version of autotune_amp reads {FORMAT}.",
+            "Resume with the version that saved it, or leave the state out: the run then starts as its config says.",
         )
     saved = converted(own, _Own)
     history = [from_plain(record) for record in saved.history]

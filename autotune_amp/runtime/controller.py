@@ -173,13 +173,12 @@ class PrecisionController(torch.amp.GradScaler):
     ) -> Stepped:
         """Train on one batch: zero_grad, `closure` under autocast, backward, unscale_, clip, step and update.
 
-        `closure` computes the loss of the batch, one number, and does nothing else: where steps fail it is called again
-        to find out why. The model for that is the one that its code names, where `attach` gave none. `clip_norm` is for
-        the norm of all gradients together. Inside `windows` a call is one pass: its part of the loss is taken here, DDP
-        exchanges gradients in the last pass, and what is returned is true where that stepped. It also has the ``loss``
-        and the ``grad_norm`` before clipping, on the device. Optimizers step each by itself. Raises
-        `InvalidRequestError` where the closure returns no loss, and where the config accumulates outside of `windows`;
-        whatever is raised leaves no gradients behind.
+        `closure` gives the loss of the batch, one number, and does nothing else: where `attach` gave no rerun it is
+        called again to find out why steps fail; where nothing is attached yet, the model that its code names is.
+        `clip_norm` is for the norm of all gradients together; optimizers step each by itself. Inside `windows` a call
+        is one pass, whose part of the loss is taken here. True where the window stepped; with the ``loss``, and the
+        ``grad_norm`` before clipping, on the device. What is raised leaves no gradients, and voids its window: also
+        `InvalidRequestError`, where the loop or the loss is none that can be trained so.
         """
         return self._train_step.take(self, self._windows.current, closure, optimizer, clip_norm)
 
@@ -262,6 +261,7 @@ class PrecisionController(torch.amp.GradScaler):
             self._rule.set(scale)
             self._rule.growth_tracker = growth_tracker  # GradScaler, too, goes on counting from before this update
             self._scaler.write(is_forced=True)
+            self._metrics.tell_scale("it was set by hand")
         else:
             if self._enabled:
                 self._check_scale_growth_tracker("update")
@@ -398,9 +398,9 @@ class PrecisionController(torch.amp.GradScaler):
     def discard_window(self) -> None:
         """End the accumulation window without a step and without a trace, for a loop that drops its gradients."""
         if self._is_in_window:
-            self._check.window.verdicts.clear()
             self._executor.end_window(True)
-            self._end_window()
+            self._check.window, self._is_in_window = Window(), False
+            self._per_optimizer_states.clear()
 
     def on_step(self, callback: Callable[[], object], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Call `callback` once for every step really taken: of `optimizer`, or (None) of any in the update.
@@ -423,14 +423,13 @@ class PrecisionController(torch.amp.GradScaler):
         Raises `InvalidRequestError` for a second model, and for a module to pin that the model does not have.
         """
         if self._executor.model is not None:
-            raise InvalidRequestError("A model is attached already.", "Make another controller for another model.")
+            if not self._executor.model.is_found:
+                raise InvalidRequestError("A model is attached already.", "Make another controller for another model.")
+            self._executor.detach()
         self._executor.attach(Attachment(model, rerun, self._ranks.device))
 
     def detach(self) -> None:
-        """Let go of the attached model, if there is one, and leave it as it was: this controller is done with.
-
-        TF32 flags that it keeps as found (`AmpConfig.as_found`) are as they were, too.
-        """
+        """This controller is done with: the attached model, and TF32 flags kept as found, are as they were."""
         self._executor.detach()
         self._metrics.close()
         if self._end_signal is not None:
@@ -473,8 +472,8 @@ class PrecisionController(torch.amp.GradScaler):
         self._metrics.epoch = number
 
     def reset_stats(self) -> None:
-        """Have `status` count from here on; the run log and the sinks go on counting. Waits for the device."""
-        self.synchronize()
+        """Have `status` count from here on; the run log and the sinks go on counting."""
+        self.status()  # of what is on its way, all that this rank may read alone
         self._metrics.reset()
 
     def save_stats(self, path: str | os.PathLike[str]) -> None:

@@ -75,6 +75,7 @@ class Executor:
         self.wishes: list[tuple[Wish, str]] = []  # what to do once the window ends, and with which precision
         self._action: Action | None = None  # that the policy wishes for
         self._known_optimizers: set[int] = set()
+        self._rerun_has_failed = False
         self._culprit: str | None = None
         for plan in self.plans:
             if max_slowdown is not None and plan.slowdown is None:
@@ -204,6 +205,12 @@ class Executor:
         model.pin(self.pins_to_come)
         self.apply()
 
+    def rerun_by(self, closure: Callable[[], Tensor] | None) -> None:
+        """Diagnose by this from now on, None: not at all; one that has failed once is not asked again."""
+        if self.model is not None:
+            self.model.rerun = closure
+            self.policy.can_rerun = closure is not None and not self._rerun_has_failed
+
     def detach(self) -> None:
         """Leave the model, and TF32 flags that are kept as found, as they were."""
         if self.model is not None:
@@ -225,13 +232,23 @@ class Executor:
             with self.autocast():
                 yield
             return
-        flags = torch_state.capture()
+        if precision not in MODES:
+            raise InvalidRequestError(
+                f"precision is {precision!r}; it must be one of {', '.join(MODES)}.", "Leave it out for the run's own."
+            )
+        model, own, flags = self.model, self.precision, torch_state.capture()
         torch_state.set_flags(precision)
         try:
+            if model is not None:
+                self.precision = precision
+                self._force_model()
             with torch_state.autocast(precision, self.ranks.device.type):
                 yield
         finally:
             torch_state.apply(flags)
+            if model is not None:
+                self.precision = own
+                self._force_model()
 
     def end_window(self, skipped: bool | Tensor) -> None:
         """The window ends without a step, or with one: the model's running statistics follow."""
@@ -285,7 +302,7 @@ class Executor:
                 return self._diagnose(action) if action.kind == "diagnose" else self._probe(action)
             except InvalidRequestError as error:  # of the closure, which must not end a run that goes on without it
                 log.error("%s The run goes on without it: %s", error.message, error.next_step, exc_info=error)
-                self.policy.can_rerun = False
+                self._rerun_has_failed, self.policy.can_rerun = True, False
                 return self.policy.answer_diagnosis(action.reason, Finding(True)) if action.kind == "diagnose" else None
         if action.kind == "warn":
             log.warning("%s", action.reason)

@@ -20,7 +20,7 @@ from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.hardware import nvml
 from autotune_amp.runtime.policy import Policy
-from autotune_amp.runtime.readings import PREFIX, metrics
+from autotune_amp.runtime.readings import BEFORE, MOVE, PINNED_MODULES, REASON, metrics
 from autotune_amp.runtime.run_log import BeginLine, Line, MoveLine, RunLog, SampleLine
 from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, Found, LossScaler, Ranks
 from autotune_amp.runtime.sinks import Outlet, Sink
@@ -99,6 +99,7 @@ class Metrics:
         self._rung = 0
         self._has_begun = False
         self._told_scale: float | None = None
+        self._told_update = 0
         self._last_update: float | None = None
         self._seconds: deque[float] = deque(maxlen=101)  # between updates since the last move
 
@@ -144,16 +145,22 @@ class Metrics:
         """The policy has counted the update: tell what is due."""
         self._loss = found.loss if knows_loss and math.isfinite(found.loss) else None
         is_sampled = self._policy.num_updates % SAMPLE_EVERY == 0
-        if self._told_scale != self._scale_in_use:
-            grew = f"{self._scaler.rule.growth_interval} steps without overflow"
-            self._say_scale(grew if found.worst == CLEAN else "an overflow")
-        elif not is_sampled:
-            return
+        grew = f"{self._scaler.rule.growth_interval} steps without overflow"
+        has_changed = self.tell_scale(grew if found.worst == CLEAN else "an overflow")
         if is_sampled and log.isEnabledFor(logging.DEBUG) and self._ranks.device.type == "cuda":
             uuid_ = str(torch.cuda.get_device_properties(self._ranks.device).uuid)
             said = self._policy.num_updates, *nvml.temperature_and_clock(uuid_)
             log.debug("update %d: the card is at %s degrees Celsius, its clock at %s MHz", *said)
-        self._tell(SampleLine(**self.standing()))
+        if is_sampled and not has_changed:
+            self._tell(SampleLine(**self.standing()))
+
+    def tell_scale(self, cause: str) -> bool:
+        """Tell of the loss scale, with why it is another one, if it is."""
+        has_changed = self._has_begun and self._told_scale != self._scale_in_use
+        if has_changed:
+            self._say_scale(cause)
+            self._tell(SampleLine(**self.standing()))
+        return has_changed
 
     def log_move(self, record: MoveRecord) -> None:
         """Tell of a move."""
@@ -186,7 +193,9 @@ class Metrics:
         }
 
     def close(self) -> None:
-        """The run is over: wait a little for the sinks."""
+        """The run is over: tell how it ended, and wait a little for the sinks."""
+        if self._has_begun and self._told_update != self._policy.num_updates:
+            self._tell(SampleLine(**self.standing()))
         for outlet in self.outlets:
             outlet.close()
 
@@ -199,18 +208,17 @@ class Metrics:
         log.debug("update %d: loss scale %s -> %s: %s", *said)
 
     def _tell(self, line: Line) -> None:
-        self._told_scale = line.scale
+        self._told_scale, self._told_update = line.scale, line.update
         if self.run_log is not None:
             self.run_log.write(line)
         if not self.outlets or isinstance(line, BeginLine):
             return
         told = metrics(line)
         if isinstance(line, MoveLine):
-            pinned = ", ".join(line.pinned_modules)
-            of_move = {"move": line.kind, "before": line.before, "reason": line.reason, "pinned_modules": pinned}
-            told |= {PREFIX + name: text for name, text in of_move.items()}
+            told |= {MOVE: line.kind, BEFORE: line.before, REASON: line.reason}
+            told[PINNED_MODULES] = ", ".join(line.pinned_modules)
         for outlet in self.outlets:
-            outlet.send(told)
+            outlet.send(dict(told))
 
     def _begin(self) -> None:
         """Only now: by its first update a run knows its ranks and has loaded its checkpoint."""

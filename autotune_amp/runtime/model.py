@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,10 @@ from autotune_amp.variants.subject import Trained
 class Attachment:
     """`model` under observation. `rerun` recomputes the loss of the latest batch."""
 
-    def __init__(self, model: nn.Module, rerun: Callable[[], Tensor] | None, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, rerun: Callable[[], Tensor] | None, device: torch.device, *, is_found: bool = False
+    ) -> None:
+        self.is_found = is_found  # by `train_step`, and not given by the user
         self.given = model  # as the loop calls it: DDP's wrapper has gradients of its own
         self.model = unwrap(model)
         self.rerun = rerun
@@ -39,6 +43,10 @@ class Attachment:
         for slot, module in enumerate(observed):
             forward_wrapper.observe(module, self.observer, slot)
         self._hook = self.model.register_load_state_dict_post_hook(_OnLoad(self))  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is of another training, whose own closure comes with its next step."""
+        return vars(self) | ({"rerun": None} if self.is_found else {})
 
     def detach(self) -> None:
         """Leave the model as it was: nothing in it is pinned, forced into a precision or watched any more."""
@@ -61,8 +69,9 @@ class Attachment:
             self._statistics_are_saved = True
 
     def end_window(self, skipped: bool | Tensor) -> None:
-        """Undo the running statistics if the window's step was skipped."""
-        self.statistics.undo_where(skipped)
+        """Undo the running statistics if the window's step was skipped; once."""
+        if self._statistics_are_saved:
+            self.statistics.undo_where(skipped)
         self._statistics_are_saved = False
 
     def run_in(self, name: Precision | None) -> None:

@@ -9,6 +9,8 @@ import msgspec
 from autotune_amp.core.dimensions import Precision
 
 PREFIX = "autotune_amp/"
+# What sinks are told of a move beside the metrics, as text.
+MOVE, BEFORE, REASON, PINNED_MODULES = (PREFIX + name for name in ("move", "before", "reason", "pinned_modules"))
 
 
 def _is(description: str, unit: str = "1") -> msgspec.Meta:

@@ -57,6 +57,10 @@ class MoveLine(Readings, frozen=True, kw_only=True, tag_field="event", tag="move
     pinned_modules: tuple[str, ...]
 
 
+class _Versioned(msgspec.Struct):
+    format: int
+
+
 Line: TypeAlias = BeginLine | SampleLine | MoveLine
 
 
@@ -75,7 +79,9 @@ class RunLog:
         try:
             with self.path.open("a+b") as file:
                 file.seek(0)
-                why_not = "" if _SIGNATURE.startswith(file.read(len(_SIGNATURE))) else "is no run log"
+                first = file.readline()
+                is_one = not first or first.startswith(_SIGNATURE)
+                why_not = (_other_format(first) or "") if is_one else "is no run log"
         except OSError as error:
             why_not = f"cannot be written: {error.strerror}"
         if why_not:
@@ -135,6 +141,10 @@ def read(path: str | os.PathLike[str]) -> Run:
     lines: list[Line] = []  # of the run that is being read
     num_cut_lines = 0
     for number, text in enumerate(written, start=1):
+        if other := _other_format(text):
+            raise FormatError(
+                f"{path} {other}.", "Use the version of autotune_amp that wrote it, or log to a new file."
+            )
         try:
             line: Line = msgspec.json.decode(text, type=Line)
         except (msgspec.MsgspecError, UnicodeDecodeError, InvalidRequestError) as error:
@@ -146,8 +156,6 @@ def read(path: str | os.PathLike[str]) -> Run:
                 f"{path} line {number} is damaged: {error}", f"Remove that line. {_HOW_TO_MAKE_ONE}"
             ) from error
         if isinstance(line, BeginLine):
-            if line.format > FORMAT:
-                raise FormatError(f"{path} has format {line.format}; {FORMAT} can be read.", "Upgrade autotune_amp.")
             before = runs.get(line.run_id, []) if line.is_resumed else []
             lines = runs[line.run_id] = [known for known in before if known.update <= line.update]
         elif not lines:
@@ -156,6 +164,17 @@ def read(path: str | os.PathLike[str]) -> Run:
     if not lines:
         raise FormatError(f"{path} holds no run.", _HOW_TO_MAKE_ONE)
     return Run(tuple(lines), len(runs) - 1, num_cut_lines)
+
+
+def _other_format(line: bytes) -> str | None:
+    """What is wrong with the format of a line that begins a run, None where nothing is, or it cannot be read."""
+    if not line.startswith(_SIGNATURE):
+        return None
+    try:
+        found = msgspec.json.decode(line, type=_Versioned).format
+    except msgspec.MsgspecError:
+        return None
+    return None if found == FORMAT else f"has format {found}; this version reads {FORMAT}"
 
 
 def _is_cut(file: BinaryIO) -> bool:

@@ -94,7 +94,8 @@ class Ranks:
 class Stepped:
     """What `step` gives back: true if the optimizer stepped. Known at once, or one wait where it is fused.
 
-    `value` is what ``optimizer.step`` returned. `loss` and `grad_norm` are `PrecisionController.train_step`'s.
+    `value` is what ``optimizer.step`` returned, a list of several. `loss` and `grad_norm` are those of
+    `PrecisionController.train_step`.
     """
 
     def __init__(
@@ -113,7 +114,8 @@ class Stepped:
         worst: int | Tensor = max((verdict for verdict in verdicts if isinstance(verdict, int)), default=NO_GRADIENTS)
         if late:
             worst = torch.stack([verdict.to(late[0].device) for verdict in late]).amax().clamp(min=worst)
-        return cls(worst, [step.value for step in steps], loss, grad_norm)
+        values = [step.value for step in steps]
+        return cls(worst, values[0] if len(values) == 1 else values, loss, grad_norm)
 
     def __bool__(self) -> bool:
         return int(self._verdict) == CLEAN

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import threading
 import weakref
@@ -35,13 +36,15 @@ class Outlet:
         self._waiting: queue.Queue[Values | None] = queue.Queue(MAX_WAITING)
         self._has_warned = False
         self._close: Callable[[], object] | None = None  # while its thread runs
+        self._process = os.getpid()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Outlet, (self._sink,)
 
     def send(self, metrics: Values) -> None:
         """Have the sink called; returns at once."""
-        if self._close is None:
+        if self._close is None or self._process != os.getpid():  # a forked child has no threads
+            self._waiting, self._process = queue.Queue(MAX_WAITING), os.getpid()
             arguments = self._sink, self._waiting
             thread = threading.Thread(target=_deliver, args=arguments, name="autotune_amp sink", daemon=True)
             thread.start()
@@ -58,7 +61,6 @@ class Outlet:
         if self._close is not None:
             self._close()
             self._close = None
-            self._waiting = queue.Queue(MAX_WAITING)
 
 
 def _deliver(sink: Sink, waiting: queue.Queue[Values | None]) -> None:
@@ -66,14 +68,14 @@ def _deliver(sink: Sink, waiting: queue.Queue[Values | None]) -> None:
     while (metrics := waiting.get()) is not None:
         try:
             sink(metrics)
-        except Exception:
+        except BaseException:  # whatever the user's code raises, SystemExit too: the next is delivered all the same
             if not has_warned:
                 log.warning("The sink %r raised; the training goes on.", sink, exc_info=True)
             has_warned = True
 
 
 def _end(waiting: queue.Queue[Values | None], thread: threading.Thread) -> None:
-    while True:
+    while thread.is_alive():
         try:
             waiting.put_nowait(None)
             break

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -44,12 +46,19 @@ class Steering(Protocol):
 
 
 class TrainStep:
-    """Trains on closures. The latest is the executor's rerun; once the model that it trains is looked for."""
+    """Trains on closures. The latest is the rerun where the user gave none; once the model it trains is looked for."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._has_looked = False
+        self._closure: Callable[[], Tensor] | None = None  # that is the model's rerun
         self._is_of_model: dict[tuple[int, ...], bool] = {}  # by the optimizers' ids
+        self._latest: Pass | None = None
+        self._void: Sequence[float] = ()  # the window in which a pass raised
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is of another training, as `Attachment`'s."""
+        return vars(self) | {"_closure": None}
 
     def take(
         self,
@@ -61,12 +70,11 @@ class TrainStep:
     ) -> Stepped:
         """One pass, and the step if it is the window's last; see `PrecisionController.train_step`."""
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        num_passes = self._executor.own_config.accumulation_steps
-        if not current.shares and num_passes > 1:
-            raise InvalidRequestError(
-                f"The config accumulates {num_passes} passes, and the loop takes one.",
-                "Call train_step in `for batch, is_last in controller.windows(loader):`.",
-            )
+        self._refuse(current, optimizers)
+        is_part = len(current.shares) > 1
+        if is_part and current.shares is self._void:
+            return Stepped(NO_GRADIENTS)
+        self._latest = current
         self._rerun_by(closure, optimizers)
         try:
             if current.is_first:
@@ -81,40 +89,75 @@ class TrainStep:
             if clip_norm is not None:
                 for one in optimizers:
                     controller.unscale_(one)
-                norm = nn.utils.clip_grad_norm_([p for one in optimizers for p in _parameters(one)], clip_norm)
+                norm = self._clip(optimizers, clip_norm)
             steps = [controller.step(one) for one in optimizers]
             controller.update()
         except BaseException:
-            controller.discard_window()
             _zero_gradients(optimizers)
+            controller.discard_window()
+            self._void = current.shares if is_part else ()
             raise
         return Stepped.all_of(steps, loss.detach(), norm)
 
+    def _refuse(self, current: Pass, optimizers: Sequence[Optimizer]) -> None:
+        """Raise `InvalidRequestError` for a loop that would train something else than it says."""
+        num_passes = self._executor.own_config.accumulation_steps
+        if not current.shares and num_passes > 1:
+            raise InvalidRequestError(
+                f"The config accumulates {num_passes} passes, and the loop takes one.",
+                "Call train_step in `for batch, is_last in controller.windows(loader):`.",
+            )
+        if len(current.shares) > 1 and current is self._latest:
+            raise InvalidRequestError(
+                "train_step was called twice for one pass of an accumulation window, which has one loss scale and ends "
+                "once.",
+                "Give it all optimizers of one loss in a list; for two losses, as a GAN's, make a controller for each.",
+            )
+        if any(isinstance(one, torch.optim.LBFGS) for one in optimizers):
+            raise InvalidRequestError(
+                "LBFGS runs its closure many times in a step, whose gradients nobody would check.",
+                "Train with another optimizer.",
+            )
+
     def _exchanging(self, is_last: bool) -> AbstractContextManager[object]:
         """DDP exchanges the gradients of a window once, in its last pass."""
-        given = None if self._executor.model is None else self._executor.model.given
-        return given.no_sync() if isinstance(given, DistributedDataParallel) and not is_last else nullcontext()
+        stack = ExitStack()
+        if not is_last and self._executor.model is not None:
+            for module in self._executor.model.given.modules():
+                if isinstance(module, DistributedDataParallel):
+                    stack.enter_context(module.no_sync())
+        return stack
+
+    def _clip(self, optimizers: Sequence[Optimizer], max_norm: float) -> Tensor:
+        """By FSDP's own way where the model has it, since a rank holds but a part of each gradient there."""
+        given: Any = None if self._executor.model is None else self._executor.model.given
+        if hasattr(given, "clip_grad_norm_"):
+            norm: Tensor = given.clip_grad_norm_(max_norm)
+            return norm
+        return nn.utils.clip_grad_norm_([p for one in optimizers for p in _parameters(one)], max_norm)
 
     def _rerun_by(self, closure: Callable[[], Tensor], optimizers: Sequence[Optimizer]) -> None:
         executor = self._executor
         if executor.model is None and not self._has_looked:
             self._has_looked = True
             found = trained_model(closure, optimizers)
-            if found is None:
+            if executor.ranks.any(found is None) or found is None:  # the ranks diagnose together, or none
                 log.warning(
                     "The closure's code names no one model that holds the optimizer's parameters, so steps that fail "
                     "are not diagnosed: call controller.attach(model) once."
                 )
             else:
-                executor.attach(Attachment(found, closure, executor.ranks.device))
+                self._closure = closure
+                executor.attach(Attachment(found, closure, executor.ranks.device, is_found=True))
         if executor.model is None:
             return
         key = tuple(map(id, optimizers))
         if key not in self._is_of_model:
             self._is_of_model[key] = holds_any(executor.model.given, optimizers)
         # Of another model the closure would be run again without putting back what that one keeps.
-        executor.model.rerun = closure if self._is_of_model[key] else None
-        executor.policy.can_rerun = self._is_of_model[key]
+        if executor.model.rerun is self._closure:
+            self._closure = closure if self._is_of_model[key] else None
+            executor.rerun_by(self._closure)
 
 
 def _zero_gradients(optimizers: Sequence[Optimizer]) -> None:
@@ -125,7 +168,7 @@ def _zero_gradients(optimizers: Sequence[Optimizer]) -> None:
 def trained_model(closure: Callable[[], Tensor], optimizers: Sequence[Optimizer]) -> nn.Module | None:
     """The module that the closure's code names and that holds parameters of the optimizers, the outermost of those
     inside one another; None without one, and where several stand side by side."""
-    named = list(dict.fromkeys(_named_by(closure, 0, set())))
+    named = list(_named_by(closure))
     trained = [module for module in named if holds_any(module, optimizers)]
     inner = {id(child) for module in trained for child in module.modules() if child is not module}
     outer = [module for module in trained if id(module) not in inner]
@@ -142,29 +185,37 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _named_by(found: Any, depth: int, seen: set[int]) -> Iterator[nn.Module]:
-    """The modules that code and objects lead to by their names; nothing is called."""
+def _named_by(closure: Callable[[], Tensor]) -> Iterator[nn.Module]:
+    """The modules that code and objects lead to by their names, the nearest first; nothing is called."""
+    waiting: deque[tuple[Any, int]] = deque([(closure, 0)])
+    seen: set[int] = set()
+    while waiting:
+        found, depth = waiting.popleft()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        if issubclass(type(found), nn.Module):
+            yield found
+        elif depth < _MAX_DEPTH:
+            waiting.extend((part, depth + 1) for part in _parts(found))
+
+
+def _parts(found: Any) -> list[Any]:
+    """What an object or a function names."""
     kind = type(found)  # and not isinstance, which asks objects that may answer with a warning or an import
-    if id(found) in seen or depth > _MAX_DEPTH:
-        return
-    seen.add(id(found))
-    if issubclass(kind, nn.Module):
-        yield found
-        return
-    parts: Iterable[Any] = ()
     if issubclass(kind, partial):
-        parts = (found.func, *found.args, *found.keywords.values())
-    elif issubclass(kind, MethodType):
-        parts = (found.__self__, found.__func__)
-    elif issubclass(kind, FunctionType):
-        parts = () if _is_torchs(found.__module__) else _held_by(found)
-    elif issubclass(kind, list | tuple | dict):
+        return [found.func, *found.args, *found.keywords.values()]
+    if issubclass(kind, MethodType):
+        return [found.__self__, found.__func__]
+    if issubclass(kind, FunctionType):
+        return [] if _is_torchs(found.__module__) else list(_held_by(found))
+    if issubclass(kind, list | tuple | dict):
         items = found.values() if issubclass(kind, dict) else found
-        parts = items if len(found) <= _MAX_ITEMS else ()
-    elif not (issubclass(kind, type | ModuleType) or _is_torchs(kind.__module__)):
-        parts = getattr(found, "__dict__", {}).values()
-    for part in list(parts):
-        yield from _named_by(part, depth + 1, seen)
+        return list(items) if len(found) <= _MAX_ITEMS else []
+    if issubclass(kind, type | ModuleType) or _is_torchs(kind.__module__):
+        return []
+    called = getattr(kind, "__call__", None)  # noqa: B004 # the function, not whether there is one
+    return [*getattr(found, "__dict__", {}).values(), *([called] if isinstance(called, FunctionType) else [])]
 
 
 def _is_torchs(module: object) -> bool:

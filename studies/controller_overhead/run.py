@@ -83,7 +83,7 @@ def make(kind: str, precision: str, device: str) -> tuple[Any, Callable[[], Any]
     if kind == "GradScaler":
         return torch.amp.GradScaler(device), own
     config = AmpConfig(precision=precision, batch_size=1, loss_scale=LossScale() if precision == "fp16" else None)
-    sinks = [lambda values: None] if kind.endswith("a sink") else []
+    sinks = [lambda _: None] if kind.endswith("a sink") else []
     controller = PrecisionController(config, device, guard=kind != "controller, guard=False", sinks=sinks)
     return controller, controller.autocast
 

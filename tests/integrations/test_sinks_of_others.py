@@ -74,6 +74,7 @@ class Rows:
     def define_metric(self, *arguments, **options):
         self.run.define_metric(*arguments, **options)
 rows = Rows(run)
+rows.summary = run.summary
 told = train(sinks.wandb(rows))
 assert rows.rows == told
 assert run.step == 0, "the training's own steps are its own"
@@ -84,6 +85,10 @@ deadline = time.monotonic() + 30  # the summary is another process's
 while "autotune_amp/steps" not in run.summary.keys() and time.monotonic() < deadline:
     time.sleep(0.1)
 assert run.summary["autotune_amp/steps"] == told[-1]["autotune_amp/steps"]
+assert "fp16 -> fp32" in run.summary["autotune_amp/move/100"]
+step = run.step
+train(sinks.wandb(own_rows=True))
+assert run.step > step
 run.finish()
 try:
     sinks.wandb()
@@ -100,6 +105,14 @@ def test_wandb_offline_has_the_last_of_it_and_keeps_its_own_steps(tmp_path: Path
     in_a_process(WANDB, tmp_path, environment)
     (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     assert b"autotune_amp/scale" in written.read_bytes()
+
+
+def test_other_ranks_than_the_first_make_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for sink in (sinks.tensorboard(tmp_path), sinks.wandb(), sinks.mlflow(), sinks.opentelemetry()):
+        sink({"autotune_amp/update": 1})
+    assert list(tmp_path.iterdir()) == []
 
 
 MLFLOW = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -51,7 +52,7 @@ def test_a_sink_hears_what_the_run_log_holds_under_the_same_names(tmp_path: Path
     _, controller = train(told.append, run_log=tmp_path / "run.jsonl")
     controller.detach()
     lines = run_log.read(tmp_path / "run.jsonl").lines[1:]
-    assert [line.update for line in lines] == [31, 64, 100, 128]
+    assert [line.update for line in lines] == [31, 64, 100, 128, 130], "the end, too"
     for values, line in zip(told, lines, strict=True):
         of_move = {PREFIX + name for name in ("move", "before", "reason", "pinned_modules")}
         assert {name: value for name, value in values.items() if name not in of_move} == metrics(line)
@@ -79,6 +80,31 @@ def raises(values: Values) -> None:
     raise ConnectionError("the server is away")
 
 
+def test_sinks_know_nothing_of_one_another_whatever_they_raise() -> None:
+    told: list[Values] = []
+
+    def sink(values: Values) -> None:
+        values.clear()  # type: ignore[attr-defined] # what it should not
+        raise SystemExit
+
+    _, controller = train(sink, told.append, sink)
+    controller.detach()
+    assert [len(values) > 8 for values in told] == [True] * 5
+
+
+def test_a_forked_child_has_a_thread_of_its_own(tmp_path: Path) -> None:
+    outlet = Outlet(lambda values: (tmp_path / str(values["number"])).touch())
+    outlet.send({"number": 1})
+    child = os.fork()
+    if child == 0:
+        outlet.send({"number": 2})
+        outlet.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    outlet.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "2"}
+
+
 def test_a_sink_that_raises_is_warned_of_once_and_asked_again(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="autotune_amp.runtime")
     calls: list[Values] = []
@@ -89,7 +115,7 @@ def test_a_sink_that_raises_is_warned_of_once_and_asked_again(caplog: pytest.Log
 
     model, controller = train(sink)
     controller.detach()
-    assert len(calls) == 4
+    assert len(calls) == 5
     assert caplog.text.count("ConnectionError: the server is away") == 1
     alone, _ = train()
     assert same(model, alone)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import SimpleNamespace
@@ -281,15 +282,17 @@ def test_a_closure_without_a_loss_is_refused_and_leaves_nothing_behind() -> None
     assert (controller.status().num_updates, controller.status().num_skips) == (1, 0)
 
 
-def test_an_error_in_mid_window_leaves_no_gradient_for_the_next() -> None:
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_window_in_which_a_pass_raised_is_void_and_leaves_no_gradient_for_the_next(failing: int) -> None:
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     controller = steered(fp16(accumulation_steps=2))
     given_batches = batches(4)
+    before = model.weight.detach().clone()
 
     def loss(place: int) -> Tensor:
         value = mse_loss(model(given_batches[place][0]), given_batches[place][1])
-        if place == 1:
+        if place == failing:
             raise torch.OutOfMemoryError("as the user's code may meet")
         return value
 
@@ -299,7 +302,9 @@ def test_an_error_in_mid_window_leaves_no_gradient_for_the_next() -> None:
             steps.append((is_last, bool(controller.train_step(lambda: loss(place), optimizer))))
         except torch.OutOfMemoryError:
             assert model.weight.grad is None
-    assert steps == [(False, False), (False, False), (True, True)]
+        if place == 1:
+            assert torch.equal(model.weight, before)
+    assert steps == [(failing == 0, False), (False, False), (True, True)]
 
 
 def test_a_config_that_accumulates_wants_windows() -> None:
@@ -308,3 +313,86 @@ def test_a_config_that_accumulates_wants_windows() -> None:
     with pytest.raises(InvalidRequestError, match=r"controller\.windows") as raised:
         steered(fp16(accumulation_steps=4)).train_step(lambda: model(torch.ones(1, 8)).sum(), optimizer)
     assert "accumulates 4" in raised.value.message
+
+
+def test_two_calls_for_one_pass_of_a_window_are_refused() -> None:
+    generator, discriminator = nn.Linear(4, 8), nn.Linear(8, 1)
+    one, other = (torch.optim.SGD(model.parameters(), lr=0.01) for model in (generator, discriminator))
+    controller = steered(fp16(accumulation_steps=2))
+    passes = controller.windows(batches(4))
+    next(passes)
+    controller.train_step(lambda: discriminator(generator(torch.ones(2, 4))).mean(), one)
+    with pytest.raises(InvalidRequestError, match="called twice"):
+        controller.train_step(lambda: discriminator(torch.ones(2, 8)).mean(), other)
+
+
+def test_lbfgs_is_refused_before_anything_runs() -> None:
+    model = nn.Linear(8, 1)
+    with pytest.raises(InvalidRequestError, match="LBFGS"):
+        steered(fp16()).train_step(lambda: pytest.fail("it ran"), torch.optim.LBFGS(model.parameters()))
+
+
+def test_what_a_callback_raises_after_a_step_undoes_nothing_of_it() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    controller = steered(fp16())
+    inputs, targets = batches(1)[0]
+    controller.on_step(lambda: [][0])
+    with pytest.raises(IndexError):
+        controller.train_step(lambda: mse_loss(model(inputs), targets), optimizer)
+    assert model.get_buffer("1.num_batches_tracked") == 1
+
+
+def test_what_the_user_attaches_is_used_as_given_and_takes_the_place_of_what_was_found() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    controller = steered(fp16())
+    inputs, targets = batches(1)[0]
+
+    def loss() -> Tensor:
+        return mse_loss(model(inputs), targets)
+
+    controller.train_step(loss, optimizer)
+    copied = pickle.loads(pickle.dumps(controller))
+    assert copied.status().num_steps == 1
+
+    def mine() -> Tensor:
+        return loss()
+
+    controller.attach(model, mine)
+    controller.train_step(loss, optimizer)
+    attached = controller._executor.model
+    assert attached is not None
+    assert attached.rerun is mine
+    with pytest.raises(InvalidRequestError, match="attached already"):
+        controller.attach(model)
+
+
+def test_a_rerun_that_fails_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    controller = steered(fp16(), halt=False)
+    num_calls = [0]
+
+    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        num_calls[0] += 1
+        assert num_calls[0] <= len(done) + 1, "it draws from the loader, say"
+        return mse_loss(model(inputs), targets)
+
+    done: list[bool] = []
+    for place, (inputs, targets) in enumerate(batches(40)):
+        num_calls[0] = len(done)
+        spoilt = inputs * (torch.nan if place > 8 else 1)
+        done.append(bool(controller.train_step(lambda: loss(spoilt, targets), optimizer)))
+    assert caplog.text.count("The run goes on without it") == 1
+
+
+def test_gradients_that_are_sparse_missing_or_frozen_train_as_any() -> None:
+    embedding, unused, frozen = nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 1)
+    frozen.requires_grad_(False)
+    model = nn.ModuleList([embedding, unused, frozen])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = embedding.weight.detach().clone()
+    assert steered(fp16()).train_step(lambda: model[2](model[0](torch.tensor([1, 1, 3]))).mean(), optimizer)
+    changed = (embedding.weight != before).any(dim=1)
+    assert changed.tolist() == [place in (1, 3) for place in range(8)]
