@@ -126,7 +126,9 @@ def memory(
         list[str] | None, option("PRECISION", "Measure only this precision: fp32, tf32, bf16 or fp16. Repeatable.")
     ] = None,
     device: Device = "auto",
-    fit: Annotated[str | None, option("SIZE", "Say which batch fits into this much memory, such as 16GiB.")] = None,
+    fit: Annotated[
+        str | None, option("SIZE", "Say which batch fits into this much memory, such as 16GiB; takes minutes.")
+    ] = None,
     snapshot: Annotated[
         Path | None, option("FILE", "On CUDA, write PyTorch's own memory snapshot here, of the first precision.")
     ] = None,

@@ -71,19 +71,19 @@ def report(
         return json_document(document) if as_json else f"{written.as_posix()}\n".encode()
 
     # The controller writes its log to whatever name it is given.
-    log = path if path is not None and path.is_file() and path.suffix != ".json" and path.name != OUTCOMES else None
+    log = None if path is None or path.is_dir() or path.suffix == ".json" or path.name == OUTCOMES else path
     if not follow:
         if log is not None:
             return said(write_run_report(log, out))
         return said(write_report(latest(path, "recommendation.json", OUTCOMES), out))
-    if path is None or path.is_dir() or (path.is_file() and log is None):
+    if log is None:
         raise InvalidRequestError(
             f"--follow needs the run log of a training, and {path or 'the latest study'} is none.",
             'Name the file that PrecisionController(config, run_log="run.jsonl") writes, or will write.',
         )
     if not as_json:
-        typer.echo(f"Following {path}. Ctrl-C ends it.", err=True)
-    drawn = follow_run(path, out)
+        typer.echo(f"Following {log}. Ctrl-C ends it.", err=True)
+    drawn = follow_run(log, out)
     with contextlib.suppress(KeyboardInterrupt):
         emit(said(next(drawn)))
         sys.stdout.flush()

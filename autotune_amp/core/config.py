@@ -138,6 +138,11 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
         what = (
             "LossScale() with fp16" if is_fp16 else f"left out with {self.precision}: no precision but fp16 takes one"
         )
+        if is_fp16 and self.loss_scale is None:
+            raise InvalidRequestError(
+                f"{type(self).__name__}.loss_scale is None with fp16, which scales the loss.",
+                "Add loss_scale=LossScale().",
+            )
         _must_be(self, "loss_scale", what, lambda scale: (scale is not None) == is_fp16)
         _must_be(self, "fallback", 'a list of precisions or plans, as ["fp32"]', _is_list)
         msgspec.structs.force_setattr(self, "fallback", tuple(self.fallback))

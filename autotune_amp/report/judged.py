@@ -43,9 +43,9 @@ def fidelity_facts(fidelity: Fidelity) -> list[tuple[str, str]]:
     """Label and text of the verdict and of each number that could be had, with what it means."""
     lines = [("verdict", one_line(fidelity.reason)), ("next step", one_line(fidelity.next_step))]
     ratios = (
-        ("noise", fidelity.noise_ratio, "of the noise between two batches is what rounding adds to the gradient"),
+        ("noise", fidelity.noise_ratio, "is what rounding does to the gradient over what another batch does to it"),
         ("direction", fidelity.gradient_cosine, "is the cosine between the gradient and that of fp32"),
-        ("length", fidelity.gradient_norm_ratio, "times as long as that of fp32 is the gradient"),
+        ("length", fidelity.gradient_norm_ratio, "is the length of the gradient over that of fp32"),
         ("training", fidelity.training_gap, _paired(fidelity)),
     )
     shares = (
@@ -55,8 +55,8 @@ def fidelity_facts(fidelity: Fidelity) -> list[tuple[str, str]]:
     lines += [(label, f"{number(value)} {meaning}") for label, value, meaning in ratios if value is not None]
     lines += [(label, f"{100 * value:.3g} % {meaning}") for label, value, meaning in shares if value is not None]
     if fidelity.forward_max is not None and fidelity.format_max is not None:
-        of_what = f"of the {number(fidelity.format_max)} that the format holds"
-        lines.append(("largest", f"{number(fidelity.forward_max)} {of_what} is the largest output of a module"))
+        ends = f", where the format ends at {number(fidelity.format_max)}" if fidelity.format_max < 1e9 else ""
+        lines.append(("largest", f"{number(fidelity.forward_max)} is the largest output of a module{ends}"))
     if fidelity.loss_scale is not None:
         lines.append(("loss scale", exact(fidelity.loss_scale)))
     for label, names in (
@@ -71,8 +71,8 @@ def fidelity_facts(fidelity: Fidelity) -> list[tuple[str, str]]:
 
 def _paired(fidelity: Fidelity) -> str:
     return (
-        f"times the gap between fp32 runs that differ by one rounding lies between the losses of "
-        f"{fidelity.num_paired_steps} paired steps, {fidelity.num_skips} of them skipped"
+        f"is how far {fidelity.num_paired_steps} paired steps ({fidelity.num_skips} skipped) part from fp32, over how "
+        "far one rounding of the first weights alone takes fp32 from itself"
     )
 
 

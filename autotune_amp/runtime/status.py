@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -32,7 +32,7 @@ class MoveRecord:
     before: Precision
     after: Precision
     reason: str
-    config: AmpConfig
+    config: AmpConfig = field(repr=False)
 
 
 class Status(Readings, frozen=True, kw_only=True):

@@ -91,6 +91,12 @@ class Scenario:
     asking_ranks: tuple[int, ...] = (0, 1)  # which call status(), state_dict() and get_scale() after every step
     cramped_rank: int | None = None  # has no memory left for another plan
     run_log: str | None = None
+    in_one_call: bool = False  # `train_step`
+    names_more_on_rank: int | None = None  # where the closure's code names a second model
+
+    def is_in_one_call(self) -> bool:
+        """Whether the loop is not written out."""
+        return self.in_one_call or self.names_more_on_rank is not None
 
 
 @dataclass
@@ -210,12 +216,23 @@ def _train(scenario: Scenario, rank: int) -> Outcome:
     model = wrapped(bare, scenario.wrapper)
     if scenario.attached == "after":
         controller.attach(model, rerun if scenario.has_rerun else None)
+    beside = nn.ModuleList([bare.left])
+
+    def names_more() -> Tensor:
+        assert len(beside) == 1
+        return rerun()
+
+    closure = names_more if rank == scenario.names_more_on_rank else rerun
     optimizers = optimizers_of(model, scenario)
     controller.on_step(lambda: outcome.callbacks.append("any"))
     controller.on_step(lambda: outcome.callbacks.append("side"), optimizers[-1])
     try:
         for step in range(scenario.num_steps):  # noqa: B007 # the closure reads it
             outcome.precisions.append(controller.config.precision)
+            if scenario.is_in_one_call():
+                taken = controller.train_step(closure, optimizers)
+                outcome.stepped.append(bool(taken))
+                continue
             for micro_batch in range(scenario.accumulation_steps):
                 is_last = micro_batch == scenario.accumulation_steps - 1
                 with nullcontext() if is_last or not isinstance(model, DistributedDataParallel) else model.no_sync():

@@ -85,6 +85,7 @@ EVERYWHERE: dict[str, tuple[Scenario, Course]] = {
         (DEMOTED, {2, 3, 4, 5, 6}, REVERTED),
     ),
     "a bad pass in a window": (Scenario(trouble=at("input", 2, 3, 5), accumulation_steps=2), DEMOTES),
+    "in one call": (Scenario(trouble=at("input", 2, 3, 5), in_one_call=True), DEMOTES),
     # The second bad loss is read four updates later. What was in flight then is skipped as well, before the move.
     "late": (
         late(trouble=at("input", *range(2, 9)), attached="after", num_steps=12, asking_ranks=()),
@@ -113,6 +114,10 @@ ALONE: dict[str, tuple[Scenario, Course]] = {
     "no room on rank 1": (
         Scenario(trouble=at("input", 2, 3), config=CRAMPED, cramped_rank=1),
         (["fp16"] * 4 + ["fp32"] * 3, {2, 3}, [(4, "demotion", "fp16", "fp32")]),
+    ),
+    "the closure names no one model on rank 0": (
+        Scenario(trouble=at("input", 2, 3, 5), names_more_on_rank=0),
+        DEMOTES,
     ),
     # As one that logs and saves for all of them.
     "rank 0 asks": (Scenario(trouble=at("input", 2, 3, 5), asking_ranks=(0,)), DEMOTES),
