@@ -104,8 +104,7 @@ class Recording(TorchFunctionMode):
             stack.enter_context(_replaced(torch.autocast, "__init__", self._new_autocast(torch.autocast.__init__)))
             stack.enter_context(_replaced(torch.autocast, "__enter__", lambda context: self._enter_autocast(context)))
             stack.enter_context(_replaced(torch.autocast, "__exit__", lambda *_: self._leave_autocast()))
-            kind: Any = torch.autograd.function._SingleLevelFunction  # the last before C++, however apply was called
-            stack.enter_context(_replaced(kind, "apply", classmethod(self._apply_function)))
+            stack.enter_context(_replaced(_last_before_cpp(), "apply", classmethod(self._apply_function)))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(self._showing(None))
             stack.enter_context(self)
@@ -368,8 +367,17 @@ class _FunctionContext:
 
 def _apply_of(kind: Any) -> Any:
     """The apply of C++, past what is put in its way."""
-    base: Any = torch.autograd.function._SingleLevelFunction
-    return super(base, kind).apply
+    return super(_last_before_cpp(), kind).apply
+
+
+def _last_before_cpp() -> Any:
+    """The class whose apply every Function's leads to: before torch 2.14 that of Function is Python, and goes on.
+
+    From 2.14 on an apply that was taken from its class before anything is recorded is not seen.
+    """
+    kind: Any = torch.autograd.Function
+    is_python = hasattr(kind.apply, "__func__")
+    return torch.autograd.function._SingleLevelFunction if is_python else kind
 
 
 def _line_of_def(code: CodeType) -> int:
