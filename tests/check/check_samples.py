@@ -123,7 +123,7 @@ WEIGHT = nn.Parameter(torch.eye(16))
 
 
 def calls_product(x: Tensor) -> Tensor:
-    out: Tensor = Product.apply(x, WEIGHT)
+    out: Tensor = Product.apply(x, WEIGHT)  # type: ignore[no-untyped-call]
     return out
 
 
