@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +13,25 @@ from torch.amp.grad_scaler import OptState
 from torch.utils._pytree import tree_leaves
 
 from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.precision.modes import MODES
-from autotune_amp.precision.torch_state import scaler_arguments
+from autotune_amp.precision.torch_state import autocast, scaler_arguments
 
 MAX_CALLS_WITHOUT_STEP = 16  # a train_step may accumulate gradients over its calls
+
+
+class Taken:
+    """What `StepAmp.train_step` gives back, as the controller's does: true if all optimizers stepped."""
+
+    def __init__(self, steps: Sequence[bool | Tensor], loss: Tensor, grad_norm: Tensor | None) -> None:
+        self._steps = steps
+        self.value = None
+        self.loss = loss
+        self.grad_norm = grad_norm
+
+    def __bool__(self) -> bool:
+        return all(bool(step) for step in self._steps)
 
 
 class StepAmp(torch.amp.GradScaler):
@@ -65,10 +79,35 @@ class StepAmp(torch.amp.GradScaler):
         return self._new_autocast()
 
     @contextmanager
-    def validation(self) -> Iterator[None]:
-        """The forward pass of validation: the same precision without gradients."""
-        with torch.no_grad(), self._new_autocast():
+    def validation(self, precision: Precision | None = None) -> Iterator[None]:
+        """The forward pass of validation, without gradients, in the same precision or this one."""
+        asked = precision or self.config.precision
+        with torch.no_grad(), self._new_autocast() if asked == self.config.precision else autocast(asked, self._device):
             yield
+
+    def train_step(
+        self,
+        closure: Callable[[], Tensor],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        clip_norm: float | None = None,
+    ) -> Taken:
+        """zero_grad, `closure` under autocast, backward, unscale_, clip, step and update, as the controller's."""
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        for one in optimizers:
+            one.zero_grad()
+        with self.autocast():
+            loss = closure()
+        self.backward(loss)
+        norm = None
+        if clip_norm is not None:
+            for one in optimizers:
+                self.unscale_(one)
+            held = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+            norm = nn.utils.clip_grad_norm_(held, clip_norm)
+        steps = [self.step(one) for one in optimizers]
+        self.update()
+        return Taken(steps, loss.detach(), norm)
 
     def scale(self, outputs: Any) -> Any:
         """The outputs times the loss scale."""
@@ -171,17 +210,35 @@ class StepAmp(torch.amp.GradScaler):
             is_enabled=True,
             is_advisory=False,
             pinned_modules=self.config.pinned_modules,
-            scale=self.get_scale(),
+            scale=None if self.config.loss_scale is None else self.get_scale(),
+            growth_tracker=None,
+            update=self.num_updates,
+            epoch=None,
+            rung=0,
             num_updates=self.num_updates,
             num_steps=self.num_updates,
             num_skips=0,
+            num_overflows=0,
+            num_bad_batches=0,
+            num_moves=0,
             skip_share=0.0,
             amp_share=float(MODES[self.config.precision].uses_autocast),
+            steps_by_precision={self.config.precision: self.num_updates},
+            seconds_by_precision={},
+            flushed_share=None,
             step_seconds=None,
+            loss=None,
             peak_memory_bytes=0,
+            saved_memory_bytes=None,
             forward_max=None,
             history=(),
         )
+
+    def epoch(self, number: int) -> None:
+        """Nobody is told here."""
+
+    def reset_stats(self) -> None:
+        """Nothing is told of them here."""
 
     def on_move(self, listener: Callable[[Any], object]) -> None:
         """Nothing moves here."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -53,9 +55,11 @@ def test_a_step_can_read_the_config_and_the_status(precision: Precision) -> None
     for each in (controller, amp, CatchingAmp(nullcontext, "cpu", config, {}, 2.0**14)):
         assert each.config == config
         status = each.status()
-        assert set(vars(status)) == set(vars(controller.status()))
+        given = vars(status) if isinstance(status, SimpleNamespace) else msgspec.structs.asdict(status)
+        assert set(given) == set(controller.status().__struct_fields__)
         assert (status.precision, status.num_updates, status.is_enabled) == (precision, 0, True)
-        assert status.scale == each.get_scale()
+        assert status.scale in (None, each.get_scale())
+        assert (status.scale is None) == (precision == "bf16")
 
 
 def scalers(precision: Precision) -> list[Any]:
@@ -111,3 +115,31 @@ def test_optimizers_step_together_or_not_at_all() -> None:
         assert torch.equal(nets[0].weight, before) is not is_taken
         for optimizer in optimizers:
             optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_one_call_a_step_trains_as_the_controllers_does(precision: Precision) -> None:
+    seen = []
+    for amp in scalers(precision):
+        torch.manual_seed(0)
+        nets = [nn.Linear(4, 1) for _ in range(2)]
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+        taken = []
+        for factor in (1.0, 1e4, 1.0, 1.0):
+            stepped = amp.train_step(
+                lambda: factor * sum(net(torch.ones(4, 4)).float().mean() for net in nets),  # noqa: B023
+                optimizers,
+                clip_norm=0.5,
+            )
+            taken.append((bool(stepped), stepped.loss, stepped.grad_norm))
+        amp.epoch(1)
+        amp.reset_stats()
+        with amp.validation(precision="fp32"):
+            assert nets[0](torch.ones(1, 4)).dtype == torch.float32
+        seen.append((taken, [net.weight.detach().clone() for net in nets]))
+    (mine, weights), (expected, their_weights) = seen
+    assert all(torch.equal(one, other) for one, other in zip(weights, their_weights, strict=True))
+    assert [step for step, *_ in mine] == [step for step, *_ in expected]
+    for (_, loss, norm), (_, their_loss, their_norm) in zip(mine, expected, strict=True):
+        assert torch.equal(loss, their_loss)
+        assert torch.equal(norm, their_norm)
