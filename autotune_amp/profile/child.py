@@ -48,8 +48,8 @@ def _profile(context: Context, spec: Profile, tell: Tell) -> Profiled:
     with closing(make_training(context.workload, model, spec.trial)) as training:
         training.start_loading()
         warm_up(training)
-        tell({"event": "phase", "name": "profiling"})
-        with TemporaryDirectory(prefix="autotune_amp-") as folder:
+        with TemporaryDirectory(prefix="autotune_amp-", ignore_cleanup_errors=True) as folder:
+            tell({"event": "phase", "name": "profiling", "folder": folder})  # which it would leave if it is killed
             found, problem = _traced(training, spec.trace_file or str(Path(folder, "trace.json")))
         flops = flops_problem = None
         if spec.counts_flops:
