@@ -104,32 +104,30 @@ def opentelemetry(meter_provider: Any = None, logger_provider: Any = None) -> Si
 
     The providers are the global ones where None. Extra: ``opentelemetry``.
     """
-    meter = _needed("opentelemetry.metrics", "opentelemetry").get_meter("autotune_amp", meter_provider=meter_provider)
+    measuring = _needed("opentelemetry.metrics", "opentelemetry")
+    meter = measuring.get_meter("autotune_amp", meter_provider=meter_provider)
     logs = _needed("opentelemetry._logs", "opentelemetry")
     logger = logs.get_logger("autotune_amp", logger_provider=logger_provider)
-    known = {metric.name: metric for metric in METRICS.values()}
     gauges: dict[str, Any] = {}
     counts: dict[str, float] = {}
 
-    def count(name: str) -> None:
-        metric = known[name]
-        observation = _needed("opentelemetry.metrics", "opentelemetry").Observation
-        callback = [lambda _: [observation(counts[name])]]
-        meter.create_observable_counter(name, callback, unit=metric.unit, description=metric.description)
+    def observed(name: str) -> Callable[[object], list[Any]]:
+        return lambda _: [measuring.Observation(counts[name])] if name in counts else []
+
+    for metric in METRICS.values():
+        about = {"unit": metric.unit, "description": metric.description}
+        if metric.is_count:
+            meter.create_observable_counter(metric.name, [observed(metric.name)], **about)
+        else:
+            gauges[metric.name] = meter.create_gauge(metric.name, **about)
 
     def sink(values: Values) -> None:
         attributes = {_PRECISION: values[_PRECISION]}
         for name, value in _numbers(values).items():
-            metric = known[name]
-            if metric.is_count:
-                is_new = name not in counts
+            if name in gauges:
+                gauges[name].set(value, attributes)
+            else:
                 counts[name] = value
-                if is_new:
-                    count(name)
-                continue
-            if name not in gauges:
-                gauges[name] = meter.create_gauge(name, unit=metric.unit, description=metric.description)
-            gauges[name].set(value, attributes)
         if MOVE in values:
             logger.emit(logs.LogRecord(event_name=MOVE, body=_sentence(values), attributes=dict(values)))
 

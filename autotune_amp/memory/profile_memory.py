@@ -29,7 +29,7 @@ from autotune_amp.search.options import SearchOptions, is_count
 from autotune_amp.search.profile_amp import refused_in, space_at
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import Budget, ProgressWatcher
-from autotune_amp.search.source import Opened, Source, message_of, open_workload
+from autotune_amp.search.source import Opened, Source, loaded, message_of, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE
 from autotune_amp.search.stages.trials import is_hopeless
 from autotune_amp.trial.jobs import Trial
@@ -60,14 +60,9 @@ def run_memory_profile(
     clock = Budget(math.inf)
     watcher = ProgressWatcher(progress, clock)
     progress.work_started(None)
-    with source.backend(watcher) as backend:
-        if "profile" not in backend.abilities:
-            raise InvalidRequestError(
-                f"{source.name} is a command, whose tensors cannot be seen from outside.",
-                "Give a Workload, or search the command: it measures the peak of each precision and batch size.",
-            )
-        watcher.phase("loading the workload")
-        backend.load(clock.left())
+    hidden = "tensors cannot be seen from outside"
+    instead = "Give a Workload, or search the command: it measures the peak of each precision and batch size."
+    with loaded(source, watcher, clock.left(), hidden=hidden, next_step=instead) as backend:
         opened = open_workload(backend, source, device, watcher, baseline_batch_size=batch_size or ASSUMED_BATCH_SIZE)
         progress.found_hardware(opened.hardware)
         asked = precisions or ("fp32", *LOW)

@@ -145,28 +145,27 @@ class Metrics:
         """The policy has counted the update: tell what is due."""
         self._loss = found.loss if knows_loss and math.isfinite(found.loss) else None
         is_sampled = self._policy.num_updates % SAMPLE_EVERY == 0
-        grew = f"{self._scaler.rule.growth_interval} steps without overflow"
-        has_changed = self.tell_scale(grew if found.worst == CLEAN else "an overflow")
+        if self._scale_has_changed:
+            grew = f"{self._scaler.rule.growth_interval} steps without overflow"
+            self.tell_scale(grew if found.worst == CLEAN else "an overflow")
+        elif is_sampled:
+            self._tell(SampleLine(**self.standing()))
         if is_sampled and log.isEnabledFor(logging.DEBUG) and self._ranks.device.type == "cuda":
             uuid_ = str(torch.cuda.get_device_properties(self._ranks.device).uuid)
             said = self._policy.num_updates, *nvml.temperature_and_clock(uuid_)
             log.debug("update %d: the card is at %s degrees Celsius, its clock at %s MHz", *said)
-        if is_sampled and not has_changed:
-            self._tell(SampleLine(**self.standing()))
 
-    def tell_scale(self, cause: str) -> bool:
+    def tell_scale(self, cause: str) -> None:
         """Tell of the loss scale, with why it is another one, if it is."""
-        has_changed = self._has_begun and self._told_scale != self._scale_in_use
-        if has_changed:
+        if self._has_begun and self._scale_has_changed:
             self._say_scale(cause)
             self._tell(SampleLine(**self.standing()))
-        return has_changed
 
     def log_move(self, record: MoveRecord) -> None:
         """Tell of a move."""
         self._begin()
         self.totals.num_moves += 1
-        if self._told_scale != self._scale_in_use:
+        if self._scale_has_changed:
             self._say_scale(record.kind)
         told = {name: getattr(record, name) for name in ("before", "after", "reason")}
         pinned = record.config.pinned_modules
@@ -202,6 +201,10 @@ class Metrics:
     @property
     def _scale_in_use(self) -> float | None:
         return self._scaler.rule.scale if self._scaler.is_scaling else None
+
+    @property
+    def _scale_has_changed(self) -> bool:
+        return self._told_scale != self._scale_in_use
 
     def _say_scale(self, cause: str) -> None:
         said = self._policy.num_updates, self._told_scale, self._scale_in_use, cause

@@ -11,7 +11,7 @@ from autotune_amp.precision.rules import AUTOCAST_DEVICES
 from autotune_amp.search.options import is_count
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import Budget, ProgressWatcher
-from autotune_amp.search.source import Source, message_of
+from autotune_amp.search.source import Source, loaded, message_of
 
 DEADLINE_SECONDS = 600.0
 
@@ -22,20 +22,15 @@ def run_look(source: Source, progress: Progress, device: str, batch_size: int | 
     if autocast_device is None:
         known = ", ".join(AUTOCAST_DEVICES)
         raise InvalidRequestError(f"--for is {device!r}; it must be one of {known}.", "Give --for cuda, for example.")
-    if not is_count(1 if batch_size is None else batch_size):
+    if not is_count(batch_size):
         raise InvalidRequestError(
             f"batch_size is {batch_size!r}; it must be a whole number from 1 up.", "Leave it out, or pass 8."
         )
     watcher = ProgressWatcher(progress, Budget(math.inf))
     progress.work_started(None)
-    with source.backend(watcher) as backend:
-        if "profile" not in backend.abilities:
-            raise InvalidRequestError(
-                f"{source.name} is a command, whose steps cannot be recorded from outside.",
-                "Give a Workload, or search the command: its trials show what breaks.",
-            )
-        watcher.phase("loading the workload")
-        backend.load(DEADLINE_SECONDS)
+    hidden = "steps cannot be recorded from outside"
+    instead = "Give a Workload, or search the command: its trials show what breaks."
+    with loaded(source, watcher, DEADLINE_SECONDS, hidden=hidden, next_step=instead) as backend:
         opened = backend.open("cpu", source.num_threads(), DEADLINE_SECONDS)
         watcher.phase(f"recording one fp32 step for {autocast_device}")
         job = Look(

@@ -33,7 +33,7 @@ from autotune_amp.profile.results import AmpProfile, PrecisionRow, Verdict
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import Budget, ProgressWatcher
-from autotune_amp.search.source import Opened, Source, message_of, open_workload
+from autotune_amp.search.source import Opened, Source, loaded, message_of, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.trial.jobs import Trial
 
@@ -74,14 +74,9 @@ def run_profile(
     meter = LoadMeter(identify(device).uuid)  # before a context of ours is on the card
     watcher = ProgressWatcher(progress, clock, meter)
     progress.work_started(None)
-    with origin.backend(watcher) as backend:
-        if "profile" not in backend.abilities:
-            raise InvalidRequestError(
-                f"{origin.name} is a command, whose steps cannot be profiled from outside.",
-                "Give a Workload, or search the command: it measures what mixed precision gains.",
-            )
-        watcher.phase("loading the workload")
-        backend.load(clock.left())
+    hidden = "steps cannot be profiled from outside"
+    instead = "Give a Workload, or search the command: it measures what mixed precision gains."
+    with loaded(origin, watcher, clock.left(), hidden=hidden, next_step=instead) as backend:
         opened = open_workload(backend, origin, device, watcher)
         progress.found_hardware(opened.hardware)
         asked = _asked(precisions, opened.hardware)

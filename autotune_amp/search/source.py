@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec.structs import replace
 
-from autotune_amp.core.errors import AutotuneAmpError, WorkloadError
+from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, WorkloadError
 from autotune_amp.core.hardware import DeviceIdentity, Hardware
 from autotune_amp.core.outcome import Description, Failure
 from autotune_amp.core.recommendation import Fingerprint, NothingWorksError
@@ -195,6 +196,22 @@ class Opened(NamedTuple):
     torch_state: dict[str, Any]
     ready_seconds: float
     why_not_forked: str | None
+
+
+@contextmanager
+def loaded(
+    source: Source, watcher: ProgressWatcher, seconds: float, *, hidden: str, next_step: str
+) -> Iterator[WorkloadBackend]:
+    """The backend of a job that takes a training's steps apart, with the workload loaded within `seconds`.
+
+    Raises `InvalidRequestError` for a command: `hidden` says what of it cannot be seen.
+    """
+    with source.backend(watcher) as backend:
+        if "profile" not in backend.abilities:
+            raise InvalidRequestError(f"{source.name} is a command, whose {hidden}.", next_step)
+        watcher.phase("loading the workload")
+        backend.load(seconds)
+        yield backend
 
 
 def open_workload(
