@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,7 @@ class Server:
         packed = self._channel.input.read(num_packed_bytes)
         if self._is_template:
             self._hold_threads()
+            _note_starts()
         source = workload.import_target(target) if target else packing.unpack(packed)
         self._context = Context(source, is_kept=self._mode == "kept", is_template=self._is_template)
         return self._torch_state()
@@ -164,6 +166,21 @@ class Server:
 # -- a process that others are forked from -----------------------------------------------------------------------------
 
 
+_started_at: dict[str, str] = {}
+
+
+def _note_starts() -> None:
+    """Where an accelerator is started: mostly in a package that looks at the card when it is imported."""
+
+    def note(device_type: str) -> None:
+        ours = str(Path(torch.__file__).parent), "<frozen"
+        frames = [frame for frame in traceback.extract_stack()[:-1] if not frame.filename.startswith(ours)]
+        _started_at[device_type] = f", by {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+    for device_type in ("cuda", "xpu"):
+        getattr(torch, device_type)._lazy_call(partial(note, device_type))
+
+
 def why_not_fork(device: str, num_threads: int, done: str) -> str | None:
     """None if a child of this process can use the accelerator and all threads; found out by trying.
 
@@ -171,7 +188,7 @@ def why_not_fork(device: str, num_threads: int, done: str) -> str | None:
     """
     for device_type in ("cuda", "xpu"):
         if getattr(torch, device_type).is_initialized():
-            return f"{done} the workload started {device_type} in its process"
+            return f"{done} the workload started {device_type} in its process{_started_at.get(device_type, '')}"
     pid = os.fork()
     if pid == 0:
         os._exit(_try_everything(device, num_threads))

@@ -74,7 +74,8 @@ def _take_step(training: BaseTraining, held: HeldMemory | None = None) -> None:
 @contextmanager
 def snapshot(path: str) -> Iterator[None]:
     """Record what CUDA's allocator does meanwhile, with its stacks, in a file for https://pytorch.org/memory_viz."""
-    torch.cuda.memory._record_memory_history(max_entries=MAX_HISTORY_ENTRIES)
+    # Of C++, stacks cost a process for each library, which live on.
+    torch.cuda.memory._record_memory_history(max_entries=MAX_HISTORY_ENTRIES, stacks="python")
     try:
         yield
         torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]  # torch does not type it

@@ -95,6 +95,8 @@ def _traced(training: BaseTraining, trace_file: str) -> tuple[Split | None, str 
         activities.append(getattr(ProfilerActivity, device.type.upper()))
     least, most = NUM_PROFILED_STEPS
     os.environ.setdefault("KINETO_LOG_LEVEL", _ABOVE_ALL_LEVELS)
+    # Else CUPTI stays: what a kept process ran next took a third longer on an H200 (studies/real_card).
+    os.environ.setdefault("TEARDOWN_CUPTI", "1")
     started = time.perf_counter()
     with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
         for number in range(1 + most):

@@ -110,6 +110,7 @@ def test_trials_share_one_process_where_loading_has_used_cuda(before: str, tmp_p
         runner.load(60)
         _, why_not_fork, _ = runner.open("cuda:1", None, 60)
         assert why_not_fork is not None
+        assert ("zeros" in before) == (f"{tmp_path}/train.py:7" in why_not_fork), why_not_fork
         runner.keep()
         found = runner.submit(spec("cuda:1")).result()
         assert isinstance(found, Measurement), found
