@@ -1,20 +1,19 @@
-"""One self-contained HTML file: its sections, tables and charts in a page that follows the reader's theme.
+"""One self-contained HTML file: its sections and charts in a page that follows the reader's theme.
 
-Everything that is not markup is escaped here. Colours are CSS variables (page.css), in figures too: page.js resolves
-them when it draws, and draws again when the theme changes. plotly.js comes compressed, which is two fifths of its size.
+Colours are CSS variables (page.css), in figures too: page.js resolves them when it draws, and draws again when the
+theme changes. plotly.js comes compressed, which is two fifths of its size.
 """
 
 from __future__ import annotations
 
 import base64
 import gzip
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
-from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from autotune_amp.core.text import printable
+from autotune_amp.core.html import paragraph, style, text
 
 if TYPE_CHECKING:
     from autotune_amp.report.charts import Drawn
@@ -31,13 +30,13 @@ def page(title: str, sections: Mapping[str, str], *, kind: str, lead: str, reloa
     A browser loads it again every `reload_seconds`, where they are given.
     """
     reloads = "" if reload_seconds is None else f'<meta http-equiv="refresh" content="{reload_seconds}">\n'
-    parts = [f"<section><h2>{_text(name)}</h2>{body}</section>" for name, body in sections.items()]
+    parts = [f"<section><h2>{text(name)}</h2>{body}</section>" for name, body in sections.items()]
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{marker(kind)}\n{reloads}'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_text(title)}</title>\n<style>\n{_ours('page.css')}</style>\n</head>\n<body>\n"
+        f"<title>{text(title)}</title>\n<style>\n{style()}{_ours('page.css')}</style>\n</head>\n<body>\n"
         '<header><span class="brand">autotune_amp</span><button id="theme" type="button">Dark</button></header>\n'
-        f"<main>\n<h1>{_text(title)}</h1>\n{lead}\n" + "\n".join(parts) + "\n</main>\n"
+        f"<main>\n<h1>{text(title)}</h1>\n{lead}\n" + "\n".join(parts) + "\n</main>\n"
         f'<script type="application/octet-stream" id="plotly">{_plotly()}</script>\n'
         f"<script>\n{_ours('page.js')}</script>\n</body>\n</html>\n"
     )
@@ -47,7 +46,7 @@ def chart(drawn: Drawn, caption: str = "") -> str:
     """A figure with how to read it, or a line that says why it is not there."""
     if isinstance(drawn, str):
         return paragraph(drawn, "absent")
-    below = f"<figcaption>{_text(caption)}</figcaption>" if caption else ""
+    below = f"<figcaption>{text(caption)}</figcaption>" if caption else ""
     return (
         f'<figure class="chart"><div class="plot" style="min-height:{drawn.layout.height}px">'
         '<p class="absent">JavaScript draws this chart, in any browser from 2024 on.</p></div>'
@@ -55,50 +54,17 @@ def chart(drawn: Drawn, caption: str = "") -> str:
     )
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, num_numeric: int = 0) -> str:
-    """A table that scrolls sideways in its own box. The `num_numeric` columns after the first hold numbers."""
-
-    def cells(row: Sequence[str], name: str) -> str:
-        kinds = (' class="number"' if 0 < index <= num_numeric else "" for index in range(len(row)))
-        return "".join(f"<{name}{kind}>{_text(cell)}</{name}>" for kind, cell in zip(kinds, row, strict=True))
-
-    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{cells(columns, "th")}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def facts(pairs: Iterable[tuple[str, str]]) -> str:
-    """Labels, each with a text."""
-    return "<dl>" + "".join(f"<dt>{_text(label)}</dt><dd>{_text(text)}</dd>" for label, text in pairs) + "</dl>"
-
-
-def tiles(told: Iterable[tuple[str, str, str]]) -> str:
-    """Numbers that say most: a label, the number, and a note on it each."""
-    each = (
-        f'<div class="tile"><span>{_text(a)}</span><b>{_text(b)}</b><span>{_text(c)}</span></div>' for a, b, c in told
-    )
-    return f'<div class="tiles">{"".join(each)}</div>'
-
-
-def paragraph(text: str, kind: str = "") -> str:
-    """A paragraph; `kind` is a class of page.css: ``reason``, ``warning``, ``absent``."""
-    return f'<p class="{kind}">{_text(text)}</p>' if kind else f"<p>{_text(text)}</p>"
-
-
-def code(title: str, text: str) -> str:
+def code(title: str, lines: str) -> str:
     """Lines to copy, with a button that does."""
     return (
-        f'<div class="code"><div><span>{_text(title)}</span><button type="button" class="copy">Copy</button></div>'
-        f"<pre>{_text(text)}</pre></div>"
+        f'<div class="code"><div><span>{text(title)}</span><button type="button" class="copy">Copy</button></div>'
+        f"<pre>{text(lines)}</pre></div>"
     )
 
 
 def folded(title: str, body: str) -> str:
     """HTML that unfolds at a click."""
-    return f"<details><summary>{_text(title)}</summary>{body}</details>"
-
-
-def _text(text: str) -> str:
-    return escape(printable(text))
+    return f"<details><summary>{text(title)}</summary>{body}</details>"
 
 
 def _ours(name: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from autotune_amp.core import html
 from autotune_amp.core.evidence import accumulation_line, check_line
 from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Record
 from autotune_amp.core.recommendation import Exclusion, Recommendation
@@ -62,14 +63,14 @@ def search_page(recommendation: Recommendation, records: Sequence[Record], path:
             "The search as it went": chart(course(recommendation, records), _COURSE),
             "The loss scale of fp16": _loss_scale(recommendation, records),
             "Fidelity to fp32": _fidelity(recommendation.fidelity, recommendation.checks(), records),
-            "Evidence": document.facts(pair for pair in facts if pair[0] not in _ELSEWHERE),
+            "Evidence": html.facts(pair for pair in facts if pair[0] not in _ELSEWHERE),
             "All candidates": _candidates(recommendation),
             **_variants(recommendation),
             "Left out": _left_out(recommendation.excluded),
             "Failures": _failures(records),
-            "Machine and versions": document.facts(rows.machine(hardware))
-            + document.table(*precisions, num_numeric=1)
-            + document.facts(recommendation.versions.items()),
+            "Machine and versions": html.facts(rows.machine(hardware))
+            + html.table(*precisions, num_numeric=1)
+            + html.facts(recommendation.versions.items()),
         },
         kind="search",
         lead=_lead(recommendation),
@@ -98,7 +99,7 @@ def unfinished_page(name: str, records: Sequence[Record]) -> str:
             "Fidelity to fp32": _fidelity(checks, checks, records),
         },
         kind="search",
-        lead=document.paragraph(told, "warning"),
+        lead=html.paragraph(told, "warning"),
     )
 
 
@@ -126,10 +127,10 @@ def _lead(recommendation: Recommendation) -> str:
     on = f"{hardware.device} ({one_line(hardware.identity.name)})"
     return "".join(
         [
-            document.tiles(tiles),
-            document.paragraph(one_line(recommendation.reason), "reason"),
-            *(document.paragraph(one_line(warning), "warning") for warning in (*warnings, *recommendation.warnings)),
-            document.paragraph(f"{counted} on {on}.", "absent"),
+            html.tiles(tiles),
+            html.paragraph(one_line(recommendation.reason), "reason"),
+            *(html.paragraph(one_line(warning), "warning") for warning in (*warnings, *recommendation.warnings)),
+            html.paragraph(f"{counted} on {on}.", "absent"),
         ]
     )
 
@@ -154,7 +155,7 @@ def _fidelity(drawn: Sequence[Fidelity], told: Iterable[Fidelity], records: Sequ
     lines = [(found.precision, check_line(found)) for found in told]
     accumulations = [r.outcome for r in records if isinstance(r.outcome, Accumulation)]
     checks = lines + [("accumulation", f"{accumulation_line(found)}. {found.reason}") for found in accumulations]
-    return chart(fidelity(drawn), _FIDELITY) + (document.facts(checks) if checks else "")
+    return chart(fidelity(drawn), _FIDELITY) + (html.facts(checks) if checks else "")
 
 
 def _candidates(recommendation: Recommendation) -> str:
@@ -164,22 +165,22 @@ def _candidates(recommendation: Recommendation) -> str:
         columns = list(cells)
         outcome = rows.outcome_words(row, recommended, baseline)
         shown.append([*cells.values(), outcome, rows.reason_words(row)])
-    return document.table([*columns, "outcome", "reason"], shown, num_numeric=len(columns) - 1)
+    return html.table([*columns, "outcome", "reason"], shown, num_numeric=len(columns) - 1)
 
 
 def _variants(recommendation: Recommendation) -> dict[str, str]:
     shown = rows.variants(recommendation)
-    return {"Also tried": document.table(rows.VARIANT_COLUMNS, shown, num_numeric=2)} if shown else {}
+    return {"Also tried": html.table(rows.VARIANT_COLUMNS, shown, num_numeric=2)} if shown else {}
 
 
 def _left_out(excluded: Iterable[Exclusion]) -> str:
-    return document.table(("precision", "batch", "reason"), rows.exclusions(excluded))
+    return html.table(("precision", "batch", "reason"), rows.exclusions(excluded))
 
 
 def _failures(records: Sequence[Record]) -> str:
     failed = [(r, r.outcome) for r in records if isinstance(r.outcome, Failure)]
     if not failed:
-        return document.paragraph("No trial and no check failed.", "absent")
+        return html.paragraph("No trial and no check failed.", "absent")
     shown, details = [], ""
     for r, found in failed:
         kind = outcome_name(found.kind)
@@ -188,4 +189,4 @@ def _failures(records: Sequence[Record]) -> str:
             details += document.folded(
                 f"Details of trial {r.number}, {r.candidate}", document.code(kind, found.details)
             )
-    return document.table(("trial", "candidate", "purpose", "failure", "reason"), shown) + details
+    return html.table(("trial", "candidate", "purpose", "failure", "reason"), shown) + details

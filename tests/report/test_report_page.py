@@ -13,10 +13,11 @@ import msgspec
 import pytest
 from report_samples import MIB, evidence, measurement, recommendation, record, row
 
+from autotune_amp.core.html import table
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.report.charts import LOOKS, course, memory, pareto, said, throughput
-from autotune_amp.report.document import code, table
+from autotune_amp.report.document import code
 from autotune_amp.report.files import write_report
 from autotune_amp.report.numerics_charts import Calibrated, calibrated, foretold, gradients, label
 from autotune_amp.report.search_page import search_page

@@ -1,0 +1,51 @@
+"""Pieces of HTML, of which a report's page and a notebook's output are made. Everything but markup is escaped here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+
+from autotune_amp.core.text import printable
+
+
+def fragment(title: str, *pieces: str) -> str:
+    """Pieces in a box of their own with their style, as a notebook shows an object; dark where its page is."""
+    return f'<div class="autotune-amp"><style>{style()}</style><h4>{text(title)}</h4>{"".join(pieces)}</div>'
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, num_numeric: int = 0) -> str:
+    """A table that scrolls sideways in its own box. The `num_numeric` columns after the first hold numbers."""
+
+    def cells(row: Sequence[str], name: str) -> str:
+        kinds = (' class="number"' if 0 < index <= num_numeric else "" for index in range(len(row)))
+        return "".join(f"<{name}{kind}>{text(cell)}</{name}>" for kind, cell in zip(kinds, row, strict=True))
+
+    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{cells(columns, "th")}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def facts(pairs: Iterable[tuple[str, str]]) -> str:
+    """Labels, each with a text."""
+    return "<dl>" + "".join(f"<dt>{text(label)}</dt><dd>{text(words)}</dd>" for label, words in pairs) + "</dl>"
+
+
+def tiles(told: Iterable[tuple[str, str, str]]) -> str:
+    """Numbers that say most: a label, the number, and a note on it each."""
+    each = (f'<div class="tile"><span>{text(a)}</span><b>{text(b)}</b><span>{text(c)}</span></div>' for a, b, c in told)
+    return f'<div class="tiles">{"".join(each)}</div>'
+
+
+def paragraph(words: str, kind: str = "") -> str:
+    """A paragraph; `kind` is a class of pieces.css: ``reason``, ``warning``, ``absent``."""
+    return f'<p class="{kind}">{text(words)}</p>' if kind else f"<p>{text(words)}</p>"
+
+
+def style() -> str:
+    """The rules for pieces."""
+    return files("autotune_amp.core").joinpath("pieces.css").read_text("utf-8")
+
+
+def text(words: str) -> str:
+    """Words without markup, and without what a terminal or a browser would take for more than text."""
+    return escape(printable(words))
