@@ -178,6 +178,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     device = arguments.device
@@ -189,7 +190,7 @@ def main() -> None:
         "python": platform.python_version(),
     }
     lines: list[dict[str, Any]] = []
-    for model in MODELS:
+    for model in arguments.models:
         for precision in ("fp16", "bf16", "fp32"):
             for is_fused in (False, True):
                 lines += contest(model, precision, is_fused, device, arguments.rounds)

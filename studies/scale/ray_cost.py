@@ -37,7 +37,9 @@ def nodes(number: int) -> None:
     """Hold so many nodes of one CPU until standard input ends."""
     import ray.cluster_utils
 
-    with tempfile.TemporaryDirectory(prefix="ray") as folder:
+    with tempfile.TemporaryDirectory(prefix="r") as folder:
+        Path(folder, "ray").mkdir()  # where Ray writes the cluster's address
+        os.environ["RAY_TMPDIR"] = folder
         cluster = ray.cluster_utils.Cluster()
         cluster.add_node(num_cpus=1, temp_dir=folder, include_dashboard=False)
         for _ in range(number - 1):
