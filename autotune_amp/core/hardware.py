@@ -6,7 +6,9 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from autotune_amp.core import pieces
 from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.text import count, flops, one_line, size
 
 Level: TypeAlias = Literal["native", "emulated", "unsupported"]
 
@@ -73,6 +75,46 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     def has_tf32(self) -> bool:
         """Whether torch's TF32 flags mean anything here."""
         return self.has("tf32")
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Label and text of the device and its memory."""
+        identity, memory = self.identity, self.memory
+        limit = "no container limit"
+        if memory.container_limit is not None:
+            limit = f"container limit {size(memory.container_limit)}"
+        lines = [
+            ("device", f"{self.device}: {one_line(identity.name)}"),
+            ("compute", self.compute_capability or "-"),
+            ("driver", identity.driver or "none"),
+            (
+                "memory",
+                f"{size(memory.available)} available: {size(memory.free)} free of {size(memory.total)}, {limit}",
+            ),
+            ("host", count(identity.num_cpus, "CPU")),
+        ]
+        if memory.held_by_caller:
+            lines.append(("held", f"{size(memory.held_by_caller)} by the calling process itself"))
+        return lines + [("warning", one_line(note)) for note in self.notes]
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """Each precision with its measured matrix rate, its level and the reason for that."""
+        return [
+            (
+                precision,
+                "-" if found.matmul_flops_per_second is None else flops(found.matmul_flops_per_second),
+                found.level,
+                one_line(found.reason),
+            )
+            for precision, found in self.precisions.items()
+        ]
+
+    def to_html(self) -> str:
+        """What a page and a notebook show of it."""
+        columns = ("precision", "matrix products", "level", "reason")
+        return pieces.facts(self.facts()) + pieces.table(columns, self.rows(), num_numeric=1)
+
+    def _repr_html_(self) -> str:
+        return pieces.fragment("Hardware", self.to_html())
 
 
 class BusyProcess(msgspec.Struct, frozen=True, kw_only=True):

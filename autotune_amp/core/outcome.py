@@ -6,10 +6,12 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
+from autotune_amp.core import pieces
 from autotune_amp.core.config import LossScale
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import MachineLoad
 from autotune_amp.core.setting import Setting
+from autotune_amp.core.text import exact, number, one_line
 
 # search: a candidate tried; fallback: a plan for a lower rung; confirm: again in a fresh process in the recommended
 # environment (the baseline: in the user's own); plain: the winner once in the user's own environment; one_rank: what
@@ -95,6 +97,10 @@ OF_THE_PRECISION: Final = ("unsupported", "nonfinite")
 Verdict: TypeAlias = Literal["faithful", "doubtful", "unfaithful", "unchecked"]
 
 
+DAMAGE_COLUMNS = ("module", "noise ratio", "cosine", "norm ratio", "flushed to 0")
+_NUM_DAMAGED = 8  # modules that are shown
+
+
 class GradientDamage(msgspec.Struct, frozen=True, kw_only=True):
     """How the gradient of one parameter, or of all those of a module, fared; fields as in `Fidelity`."""
 
@@ -103,6 +109,11 @@ class GradientDamage(msgspec.Struct, frozen=True, kw_only=True):
     cosine: float
     norm_ratio: float
     flushed_share: float
+
+    def cells(self) -> list[str]:
+        """What stands under `DAMAGE_COLUMNS`."""
+        ratios = [number(value) for value in (self.noise_ratio, self.cosine, self.norm_ratio)]
+        return [one_line(self.name) or "outside of modules", *ratios, f"{100 * self.flushed_share:.3g} %"]
 
 
 class LowWeights(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,6 +193,52 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     def is_equal(self) -> bool:
         """Whether gradients that say something, and their loss, are fp32's bit for bit."""
         return self.noise_ratio == self.loss_error == 0.0 and self.has_moved and bool(self.worst_parameters)
+
+    def heading(self) -> str:
+        """What was held against what."""
+        return f"{self.precision} against fp32, batch size {self.batch_size}"
+
+    def most_damaged(self) -> list[GradientDamage]:
+        """The modules whose gradients fared worst, the worst first."""
+        return sorted(self.modules, key=lambda found: -found.noise_ratio)[:_NUM_DAMAGED]
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Label and text of the verdict and of each number that could be had, with what it means."""
+        lines = [("verdict", one_line(self.reason)), ("next step", one_line(self.next_step))]
+        paired = (
+            f"is how far {self.num_paired_steps} paired steps ({self.num_skips} skipped) part from fp32, over how far "
+            "one rounding of the first weights alone takes fp32 from itself"
+        )
+        ratios = (
+            ("noise", self.noise_ratio, "is what rounding does to the gradient over what another batch does to it"),
+            ("direction", self.gradient_cosine, "is the cosine between the gradient and that of fp32"),
+            ("length", self.gradient_norm_ratio, "is the length of the gradient over that of fp32"),
+            ("training", self.training_gap, paired),
+        )
+        shares = (
+            ("loss", self.loss_error, "is the loss off that of fp32"),
+            ("flushed", self.flushed_share, "of the gradient's entries that count are 0 in this precision alone"),
+        )
+        lines += [(label, f"{number(value)} {meaning}") for label, value, meaning in ratios if value is not None]
+        lines += [(label, f"{100 * value:.3g} % {meaning}") for label, value, meaning in shares if value is not None]
+        if self.forward_max is not None and self.format_max is not None:
+            ends = f", where the format ends at {number(self.format_max)}" if self.format_max < 1e9 else ""
+            lines.append(("largest", f"{number(self.forward_max)} is the largest output of a module{ends}"))
+        if self.loss_scale is not None:
+            lines.append(("loss scale", exact(self.loss_scale)))
+        for label, names in (
+            ("pinned", self.pinned_modules),
+            ("culprits", self.culprits),
+            ("healed by", self.healing_pins),
+        ):
+            if names:
+                lines.append((label, one_line(", ".join(names)) + (" in fp32" if label != "culprits" else "")))
+        return lines
+
+    def _repr_html_(self) -> str:
+        cells = [found.cells() for found in self.most_damaged()]
+        table = pieces.table(DAMAGE_COLUMNS, cells, num_numeric=4) if cells else ""
+        return pieces.fragment(f"{self.heading()}: {self.verdict}", pieces.facts(self.facts()), table)
 
 
 # What a check of accumulation takes at the least: two micro-batches of two, since BatchNorm cannot train on one sample.

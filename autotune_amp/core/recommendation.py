@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from autotune_amp.core import evidence as explain
+from autotune_amp.core import pieces
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import AutotuneAmpError, FormatError, InvalidRequestError, StudyError
@@ -21,7 +22,7 @@ from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Description, Fidelity
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.text import duration, one_line, size
+from autotune_amp.core.text import count, duration, number, one_line, size, times
 
 FORMAT = 1
 
@@ -261,6 +262,36 @@ class Recommendation(Decision, frozen=True, kw_only=True):
             *(("warning", one_line(warning)) for warning in self.warnings),
         ]
         return [(label, text) for label, text in lines if text is not None]
+
+    def to_html(self) -> str:
+        """What a page and a notebook show first: the numbers that say most, the reason and the warnings."""
+        evidence, search, hardware = self.evidence, self.search, self.hardware
+        baseline, interval = evidence.baseline, evidence.speedup_interval
+        today = f"the baseline, {baseline.config.precision} batch {baseline.config.batch_size}"
+        between = "" if interval is None else f"{times(interval[0])} to {times(interval[1])} "
+        low, high = evidence.samples_per_second_interval
+        landing = f"a new run: {number(low)} to {number(high)}; {duration(evidence.step_seconds)} a step"
+        tiles = [
+            ("speed-up", "unknown" if evidence.speedup is None else times(evidence.speedup), f"{between}over {today}"),
+            ("samples/s", number(evidence.samples_per_second), landing),
+            ("peak memory", size(evidence.peak_memory_bytes), f"of {size(self.available_bytes)} available"),
+        ]
+        warnings = ["The search was interrupted: this is the best so far."] * search.was_interrupted
+        counted = f"{count(search.num_trials, 'trial')}, {search.num_failures} failed, {duration(search.seconds)}"
+        on = f"{hardware.device} ({one_line(hardware.identity.name)})"
+        return "".join(
+            [
+                pieces.tiles(tiles),
+                pieces.paragraph(one_line(self.reason), "reason"),
+                *(pieces.paragraph(one_line(warning), "warning") for warning in (*warnings, *self.warnings)),
+                pieces.paragraph(f"{counted} on {on}.", "absent"),
+            ]
+        )
+
+    def _repr_html_(self) -> str:
+        told = [fact for fact in self.facts() if fact[0] not in ("config", "reason", "warning")]
+        title = f"Recommended: {explain.config_line(self.config, self.num_ranks)}"
+        return pieces.fragment(title, self.to_html(), pieces.folded("Evidence", pieces.facts(told)))
 
     @property
     def num_ranks(self) -> int:

@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from autotune_amp.core import pieces
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import FailureKind, Profiled
 from autotune_amp.core.text import count, duration, flops, number, one_line, outcome_name, size, times
@@ -163,6 +164,12 @@ class AmpProfile(msgspec.Struct, frozen=True, kw_only=True):
         """
         return next_step_line(self.next_steps[0]) if self.next_steps else None
 
+    def _repr_html_(self) -> str:
+        cells = ([row.precision, *row_cells(row)] for row in self.rows)
+        return pieces.fragment(
+            heading(self), pieces.table(ROW_COLUMNS, cells, num_numeric=3), pieces.facts(facts(self))
+        )
+
     def to_json(self) -> str:
         """The document; a missing number is null, never NaN."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
@@ -222,6 +229,9 @@ def heading(profile: AmpProfile) -> str:
     of_what = f"{batches}{count(profile.batch_size, 'sample')} in each precision"
     device = f"{profile.device} ({one_line(profile.device_name)})"
     return f"{one_line(profile.workload)}: {steps} of {of_what} on {device}"
+
+
+ROW_COLUMNS = ("precision", "step", "speed-up", "memory", "verdict")
 
 
 def row_cells(row: PrecisionRow) -> tuple[str, str, str, str]:

@@ -13,7 +13,7 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from autotune_amp.core.html import paragraph, style, text
+from autotune_amp.core.pieces import paragraph, style, text
 
 if TYPE_CHECKING:
     from autotune_amp.report.charts import Drawn
@@ -60,11 +60,6 @@ def code(title: str, lines: str) -> str:
         f'<div class="code"><div><span>{text(title)}</span><button type="button" class="copy">Copy</button></div>'
         f"<pre>{text(lines)}</pre></div>"
     )
-
-
-def folded(title: str, body: str) -> str:
-    """HTML that unfolds at a click."""
-    return f"<details><summary>{text(title)}</summary>{body}</details>"
 
 
 def _ours(name: str) -> str:

@@ -12,11 +12,10 @@ import msgspec
 from autotune_amp.core import evidence as explain
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import PRECISION
-from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Accumulation, Calibration, Failure, Fidelity, Measurement, Profiled
 from autotune_amp.core.recommendation import CandidateRow, Exclusion, Recommendation, VariantRow
 from autotune_amp.core.setting import ON_THE_WINNER, Setting
-from autotune_amp.core.text import count, duration, flops, number, one_line, outcome_name, rate, size, times
+from autotune_amp.core.text import count, duration, number, one_line, outcome_name, rate, size, times
 from autotune_amp.profile.results import profiled_line
 
 # The columns that are left out where they say the same of every candidate, with what they then say.
@@ -130,24 +129,6 @@ def span(*values: int) -> str:
     return "-".join(str(end) for end in sorted({min(values), max(values)}))
 
 
-def machine(hardware: Hardware) -> list[tuple[str, str]]:
-    """Label and text of the device and its memory."""
-    identity, memory = hardware.identity, hardware.memory
-    limit = "no container limit"
-    if memory.container_limit is not None:
-        limit = f"container limit {size(memory.container_limit)}"
-    lines = [
-        ("device", f"{hardware.device}: {one_line(identity.name)}"),
-        ("compute", hardware.compute_capability or "-"),
-        ("driver", identity.driver or "none"),
-        ("memory", f"{size(memory.available)} available: {size(memory.free)} free of {size(memory.total)}, {limit}"),
-        ("host", count(identity.num_cpus, "CPU")),
-    ]
-    if memory.held_by_caller:
-        lines.append(("held", f"{size(memory.held_by_caller)} by the calling process itself"))
-    return lines + [("warning", one_line(note)) for note in hardware.notes]
-
-
 def outcome_line(outcome: Measurement | Failure | Fidelity | Calibration | Accumulation | Profiled) -> str:
     """What came out of a trial, a check or a profile, in a few words."""
     if isinstance(outcome, Measurement):
@@ -162,19 +143,6 @@ def outcome_line(outcome: Measurement | Failure | Fidelity | Calibration | Accum
     if isinstance(outcome, Profiled):
         return profiled_line(outcome)
     return f"accumulation {explain.accumulation_line(outcome)}"
-
-
-def precisions(hardware: Hardware) -> list[tuple[str, str, str, str]]:
-    """Each precision with its measured rate, its level and the reason for that."""
-    return [
-        (
-            precision,
-            "-" if found.matmul_flops_per_second is None else flops(found.matmul_flops_per_second),
-            found.level,
-            one_line(found.reason),
-        )
-        for precision, found in hardware.precisions.items()
-    ]
 
 
 PREPARED = "model, optimizer = autotune_amp.prepare({}.config, model, optimizer)"

@@ -10,7 +10,7 @@ import msgspec
 from plotly.graph_objects import Figure, Scatter
 from plotly.subplots import make_subplots
 
-from autotune_amp.core import html
+from autotune_amp.core import pieces
 from autotune_amp.core.text import count, one_line
 from autotune_amp.report import document
 from autotune_amp.report.charts import LOOKS, framed, marks, rule, said
@@ -143,7 +143,7 @@ def _lead(run: Run) -> str:
     causes = f"{count(last.num_overflows, 'overflow')}, {count(last.num_bad_batches, 'bad batch', 'bad batches')}"
     scale = "the loss is not scaled" if last.scale is None else f"loss scale {last.scale:,g}"
     latest = f"the last: {_kind(moves[-1])} at update {moves[-1].update:,}" if moves else "nothing made it move"
-    tiles = html.tiles(
+    tiles = pieces.tiles(
         [
             ("precision at the end", last.precision, scale),
             ("steps skipped", f"{100 * share:.2g} %", f"{causes} in {num_updates:,} updates"),
@@ -152,7 +152,7 @@ def _lead(run: Run) -> str:
     )
     if not (isinstance(last, MoveLine) and last.kind == "stop"):
         return tiles
-    return tiles + html.paragraph(f"The run was stopped at update {last.update:,}: {_reason(last)}.", "warning")
+    return tiles + pieces.paragraph(f"The run was stopped at update {last.update:,}: {_reason(last)}.", "warning")
 
 
 def _title(found: Sequence[Line]) -> str:
@@ -164,13 +164,13 @@ def _title(found: Sequence[Line]) -> str:
 
 def _moves(moves: Sequence[MoveLine]) -> str:
     if not moves:
-        return html.paragraph("None: nothing made the controller move.")
+        return pieces.paragraph("None: nothing made the controller move.")
     rows = [
         [str(place), f"{move.update:,}", f"{move.num_skips:,}", _kind(move), _way(move), _reason(move)]
         for place, move in enumerate(moves, start=1)
     ]
     columns = ["move", "update", "skipped so far", "what", "precision", "reason"]
-    return html.table(columns, rows, num_numeric=2)
+    return pieces.table(columns, rows, num_numeric=2)
 
 
 def _about(run: Run) -> str:
@@ -191,4 +191,4 @@ def _about(run: Run) -> str:
         lines.append(("not shown", f"{count(run.num_other_runs, 'other run')} in the same log"))
     if run.num_cut_lines:
         lines.append(("cut short", f"{count(run.num_cut_lines, 'line')} that a kill left half written"))
-    return html.facts(lines)
+    return pieces.facts(lines)

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from autotune_amp.core import html
+from autotune_amp.core import pieces
 from autotune_amp.core.evidence import accumulation_line, check_line
 from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Record
 from autotune_amp.core.recommendation import Exclusion, Recommendation
-from autotune_amp.core.text import count, duration, exact, number, one_line, outcome_name, size, times
+from autotune_amp.core.text import count, duration, exact, one_line, outcome_name
 from autotune_amp.report import document, rows
 from autotune_amp.report.charts import course, memory, pareto, throughput
 from autotune_amp.report.document import chart
@@ -52,8 +52,7 @@ _FIDELITY = (
 
 def search_page(recommendation: Recommendation, records: Sequence[Record], path: str) -> str:
     """The HTML document; `path` is that of recommendation.json, for the lines to copy."""
-    facts, hardware = recommendation.facts(), recommendation.hardware
-    precisions = ("precision", "matrix products", "level", "reason"), rows.precisions(hardware)
+    facts = recommendation.facts()
     return document.page(
         f"{recommendation.search.study}: {dict(facts)['config']}",
         {
@@ -63,17 +62,15 @@ def search_page(recommendation: Recommendation, records: Sequence[Record], path:
             "The search as it went": chart(course(recommendation, records), _COURSE),
             "The loss scale of fp16": _loss_scale(recommendation, records),
             "Fidelity to fp32": _fidelity(recommendation.fidelity, recommendation.checks(), records),
-            "Evidence": html.facts(pair for pair in facts if pair[0] not in _ELSEWHERE),
+            "Evidence": pieces.facts(pair for pair in facts if pair[0] not in _ELSEWHERE),
             "All candidates": _candidates(recommendation),
             **_variants(recommendation),
             "Left out": _left_out(recommendation.excluded),
             "Failures": _failures(records),
-            "Machine and versions": html.facts(rows.machine(hardware))
-            + html.table(*precisions, num_numeric=1)
-            + html.facts(recommendation.versions.items()),
+            "Machine and versions": recommendation.hardware.to_html() + pieces.facts(recommendation.versions.items()),
         },
         kind="search",
-        lead=_lead(recommendation),
+        lead=recommendation.to_html(),
     )
 
 
@@ -99,7 +96,7 @@ def unfinished_page(name: str, records: Sequence[Record]) -> str:
             "Fidelity to fp32": _fidelity(checks, checks, records),
         },
         kind="search",
-        lead=html.paragraph(told, "warning"),
+        lead=pieces.paragraph(told, "warning"),
     )
 
 
@@ -110,36 +107,11 @@ def _against_batch_size(recommendation: Recommendation | None, records: Sequence
     }
 
 
-def _lead(recommendation: Recommendation) -> str:
-    evidence, search, hardware = recommendation.evidence, recommendation.search, recommendation.hardware
-    baseline, interval = evidence.baseline, evidence.speedup_interval
-    today = f"the baseline, {baseline.config.precision} batch {baseline.config.batch_size}"
-    between = "" if interval is None else f"{times(interval[0])} to {times(interval[1])} "
-    low, high = evidence.samples_per_second_interval
-    landing = f"a new run: {number(low)} to {number(high)}; {duration(evidence.step_seconds)} a step"
-    tiles = [
-        ("speed-up", "unknown" if evidence.speedup is None else times(evidence.speedup), f"{between}over {today}"),
-        ("samples/s", number(evidence.samples_per_second), landing),
-        ("peak memory", size(evidence.peak_memory_bytes), f"of {size(recommendation.available_bytes)} available"),
-    ]
-    warnings = ["The search was interrupted: this is the best so far."] * search.was_interrupted
-    counted = f"{count(search.num_trials, 'trial')}, {search.num_failures} failed, {duration(search.seconds)}"
-    on = f"{hardware.device} ({one_line(hardware.identity.name)})"
-    return "".join(
-        [
-            html.tiles(tiles),
-            html.paragraph(one_line(recommendation.reason), "reason"),
-            *(html.paragraph(one_line(warning), "warning") for warning in (*warnings, *recommendation.warnings)),
-            html.paragraph(f"{counted} on {on}.", "absent"),
-        ]
-    )
-
-
 def _use(recommendation: Recommendation, path: str) -> str:
     config = msgspec.json.format(recommendation.config.to_json(), indent=2)
     return "".join(
         document.code(title, "\n".join(lines)) for title, lines in rows.uses(recommendation, path)
-    ) + document.folded("The config as JSON", document.code("As AmpConfig.from_json reads it", config))
+    ) + pieces.folded("The config as JSON", document.code("As AmpConfig.from_json reads it", config))
 
 
 def _loss_scale(recommendation: Recommendation, records: Sequence[Record]) -> str:
@@ -155,7 +127,7 @@ def _fidelity(drawn: Sequence[Fidelity], told: Iterable[Fidelity], records: Sequ
     lines = [(found.precision, check_line(found)) for found in told]
     accumulations = [r.outcome for r in records if isinstance(r.outcome, Accumulation)]
     checks = lines + [("accumulation", f"{accumulation_line(found)}. {found.reason}") for found in accumulations]
-    return chart(fidelity(drawn), _FIDELITY) + (html.facts(checks) if checks else "")
+    return chart(fidelity(drawn), _FIDELITY) + (pieces.facts(checks) if checks else "")
 
 
 def _candidates(recommendation: Recommendation) -> str:
@@ -165,28 +137,26 @@ def _candidates(recommendation: Recommendation) -> str:
         columns = list(cells)
         outcome = rows.outcome_words(row, recommended, baseline)
         shown.append([*cells.values(), outcome, rows.reason_words(row)])
-    return html.table([*columns, "outcome", "reason"], shown, num_numeric=len(columns) - 1)
+    return pieces.table([*columns, "outcome", "reason"], shown, num_numeric=len(columns) - 1)
 
 
 def _variants(recommendation: Recommendation) -> dict[str, str]:
     shown = rows.variants(recommendation)
-    return {"Also tried": html.table(rows.VARIANT_COLUMNS, shown, num_numeric=2)} if shown else {}
+    return {"Also tried": pieces.table(rows.VARIANT_COLUMNS, shown, num_numeric=2)} if shown else {}
 
 
 def _left_out(excluded: Iterable[Exclusion]) -> str:
-    return html.table(("precision", "batch", "reason"), rows.exclusions(excluded))
+    return pieces.table(("precision", "batch", "reason"), rows.exclusions(excluded))
 
 
 def _failures(records: Sequence[Record]) -> str:
     failed = [(r, r.outcome) for r in records if isinstance(r.outcome, Failure)]
     if not failed:
-        return html.paragraph("No trial and no check failed.", "absent")
+        return pieces.paragraph("No trial and no check failed.", "absent")
     shown, details = [], ""
     for r, found in failed:
         kind = outcome_name(found.kind)
         shown.append((str(r.number), str(r.candidate), r.purpose, kind, one_line(found.message)))
         if found.details:
-            details += document.folded(
-                f"Details of trial {r.number}, {r.candidate}", document.code(kind, found.details)
-            )
-    return html.table(("trial", "candidate", "purpose", "failure", "reason"), shown) + details
+            details += pieces.folded(f"Details of trial {r.number}, {r.candidate}", document.code(kind, found.details))
+    return pieces.table(("trial", "candidate", "purpose", "failure", "reason"), shown) + details

@@ -96,10 +96,10 @@ def _looked_at(report: CheckReport) -> list[tuple[str, str]]:
 
 def hardware_table(hardware: Hardware, console: Console) -> None:
     """The device, its memory, and each precision with its level, measured rate and reason."""
-    console.print(_grid(rows.machine(hardware)))
+    console.print(_grid(hardware.facts()))
     table = new_table("precision", "level", "matmul rate", last="reason")
     styles = {"native": "green", "emulated": "yellow", "unsupported": "dim"}
-    for precision, rate, level, reason in rows.precisions(hardware):
+    for precision, rate, level, reason in hardware.rows():
         table.add_row(precision, Text(level, styles[level]), rate, Text(reason))
     console.print(table)
 

@@ -11,9 +11,11 @@ import msgspec
 import psutil
 import torch
 
+from autotune_amp.core import pieces
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.recommendation import write_atomically
+from autotune_amp.core.text import count, duration, exact, number, size
 from autotune_amp.hardware.device import device_of
 from autotune_amp.runtime.policy_state import converted
 from autotune_amp.runtime.readings import Readings
@@ -56,6 +58,36 @@ class Status(Readings, frozen=True, kw_only=True):
     saved_memory_bytes: int | None
     forward_max: float | None
     history: tuple[MoveRecord, ...]
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Label and text of where the run stands; what has no value now is left out."""
+        causes = f"{count(self.num_overflows, 'overflow')}, {count(self.num_bad_batches, 'bad batch', 'bad batches')}"
+        skipped = f"{count(self.num_skips, 'skip')}, {100 * self.skip_share:.2g} % ({causes})"
+        scale, flushed, seconds = self.scale, self.flushed_share, self.step_seconds
+        grown = "" if self.growth_tracker is None else f", {count(self.growth_tracker, 'step')} without overflow"
+        saved = "" if self.saved_memory_bytes is None else f", {size(self.saved_memory_bytes)} less than in fp32"
+        lines = [
+            ("updates", f"{self.num_updates:,} tried: {count(self.num_steps, 'step')}, {skipped}"),
+            ("loss scale", None if scale is None else exact(scale) + grown),
+            ("flushed", None if flushed is None else f"{100 * flushed:.2g} % of the gradient's entries, by samples"),
+            ("step", None if seconds is None else f"{duration(seconds)} in the median"),
+            ("loss", None if self.loss is None else number(self.loss)),
+            ("memory", f"{size(self.peak_memory_bytes)} at the peak{saved}"),
+            ("largest", None if self.forward_max is None else f"{number(self.forward_max)}, of a module's output"),
+            ("pinned", ", ".join(self.pinned_modules) or None),
+        ]
+        return [(label, text) for label, text in lines if text is not None]
+
+    def _repr_html_(self) -> str:
+        spent = (
+            (name, f"{steps:,}", duration(self.seconds_by_precision.get(name, 0.0)))
+            for name, steps in self.steps_by_precision.items()
+        )
+        moves = [(f"{move.update:,}", move.kind, move.before, move.after, move.reason) for move in self.history]
+        moved = pieces.table(("update", "move", "from", "to", "reason"), moves) if moves else ""
+        told = pieces.facts(self.facts()) + pieces.table(("precision", "steps", "time"), spent, num_numeric=2) + moved
+        state = "" if self.is_enabled else ", disabled"
+        return pieces.fragment(f"{self.precision} at update {self.update:,}{state}", told)
 
 
 def to_plain(record: MoveRecord) -> dict[str, object]:

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from autotune_amp.core.outcome import Fidelity, GradientDamage
-from autotune_amp.report.judged import fidelity_facts, print_fidelity
+from autotune_amp.report.judged import print_fidelity
 
 FIDELITY = Fidelity(
     precision="fp16",
@@ -57,7 +57,7 @@ def printed(fidelity: Fidelity) -> str:
     ],
 )
 def test_each_number_stands_with_what_it_means(label: str, words: list[str]) -> None:
-    text = dict(fidelity_facts(FIDELITY))[label]
+    text = dict(FIDELITY.facts())[label]
     assert [word for word in words if word not in text] == []
     shown = printed(FIDELITY)
     assert label in shown
@@ -71,5 +71,5 @@ def test_the_most_damaged_module_is_first() -> None:
 
 
 def test_what_could_not_be_had_is_left_out() -> None:
-    assert [label for label, _ in fidelity_facts(UNCHECKED)] == ["verdict", "next step"]
+    assert [label for label, _ in UNCHECKED.facts()] == ["verdict", "next step"]
     assert "unchecked" in printed(UNCHECKED)

@@ -41,6 +41,11 @@ def paragraph(words: str, kind: str = "") -> str:
     return f'<p class="{kind}">{text(words)}</p>' if kind else f"<p>{text(words)}</p>"
 
 
+def folded(title: str, body: str) -> str:
+    """HTML that unfolds at a click."""
+    return f"<details><summary>{text(title)}</summary>{body}</details>"
+
+
 def style() -> str:
     """The rules for pieces."""
     return files("autotune_amp.core").joinpath("pieces.css").read_text("utf-8")
