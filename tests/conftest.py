@@ -22,13 +22,16 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import filelock
 import hypothesis
 import numpy as np
 import psutil
 import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 # The same examples on every machine, however long each takes there. `--hypothesis-profile default` draws new ones.
 hypothesis.settings.register_profile(
@@ -291,3 +294,16 @@ def shared_once(tmp_path_factory: pytest.TempPathFactory) -> SharedOnce:
         return value
 
     return once
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A real headless Chromium."""
+    from playwright.sync_api import sync_playwright
+
+    executable = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+    if executable is None:
+        pytest.skip("neither chromium nor chromium-headless-shell is on PATH: a real browser is needed for this")
+    with sync_playwright() as playwright:
+        # Without a sandbox, which root may not have.
+        yield playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])

@@ -1,4 +1,4 @@
-"""TerminalProgress: a running search on a terminal, or as plain lines where there is none."""
+"""TerminalProgress: a running search on a terminal or in a notebook, or as plain lines where there is neither."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from autotune_amp.report.rows import outcome_line
 from autotune_amp.search.progress import Progress
 
 if TYPE_CHECKING:
+    from IPython.display import DisplayHandle
     from rich.console import RenderableType
 
 
@@ -131,8 +132,49 @@ class LiveScreen(Screen):
             self._console.print(Segments([Segment(whole + newline)]), crop=False)
 
 
+class NotebookScreen(Screen):
+    """A `Screen` in a notebook's cell: rich's display, redrawn in place, and plain lines below it.
+
+    On standard output: what is on standard error looks like a failure there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(sys.stdout)
+        self._drawn_at = -_DRAW_SECONDS
+        self._handle: DisplayHandle | None = None
+
+    def draw(self, display: Callable[[], RenderableType]) -> None:
+        """Draw it, unless that was done a moment ago."""
+        from IPython.display import DisplayHandle
+        from rich.padding import Padding  # has a notebook's form, which a group has not
+
+        now = time.monotonic()
+        if now - self._drawn_at >= _DRAW_SECONDS:
+            self._drawn_at = now
+            drawn = Padding(display(), 0)
+            if self._handle is None:
+                self._handle = DisplayHandle()
+                self._handle.display(drawn)
+            else:
+                self._handle.update(drawn)
+
+    def close(self) -> None:
+        """Empty the display: no kernel can take it out of the cell."""
+        from IPython.display import HTML
+
+        super().close()
+        if self._handle is not None:
+            self._handle.update(HTML(""))
+
+
+def _is_in_notebook() -> bool:
+    from rich.console import Console
+
+    return Console().is_jupyter
+
+
 class TerminalProgress(Progress):
-    """Shows a search on `stream`: live on a terminal, one line for each phase and finished trial elsewhere."""
+    """Shows a search: live on a terminal and in a notebook, else one line on `stream` for each phase and trial."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -153,7 +195,10 @@ class TerminalProgress(Progress):
     def work_started(self, budget_seconds: float | None) -> None:
         """From here to `ended` a terminal is live."""
         self._budget_seconds = budget_seconds
-        if self._stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        if _is_in_notebook():
+            self._screen.close()
+            self._screen = NotebookScreen()
+        elif self._stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
             self._screen.close()
             self._screen = LiveScreen(self._stream)
 

@@ -65,7 +65,10 @@ class Status(Readings, frozen=True, kw_only=True):
         skipped = f"{count(self.num_skips, 'skip')}, {100 * self.skip_share:.2g} % ({causes})"
         scale, flushed, seconds = self.scale, self.flushed_share, self.step_seconds
         grown = "" if self.growth_tracker is None else f", {count(self.growth_tracker, 'step')} without overflow"
-        saved = "" if self.saved_memory_bytes is None else f", {size(self.saved_memory_bytes)} less than in fp32"
+        saved = ""
+        if self.saved_memory_bytes is not None:
+            relation = "more" if self.saved_memory_bytes < 0 else "less"
+            saved = f", {size(abs(self.saved_memory_bytes))} {relation} than the plan in fp32"
         lines = [
             ("updates", f"{self.num_updates:,} tried: {count(self.num_steps, 'step')}, {skipped}"),
             ("loss scale", None if scale is None else exact(scale) + grown),

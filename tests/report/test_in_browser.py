@@ -11,7 +11,7 @@ from typing import Any
 
 import made_study
 import pytest
-from playwright.sync_api import Browser, Locator, Page, Route, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, Route
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.recommendation import Recommendation
@@ -20,16 +20,6 @@ from autotune_amp.report.rows import baseline_row, recommended_row
 
 STUDIES = Path(__file__).parents[2] / "studies"
 COMMITTED = STUDIES / "real_training/results/slow_images"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    executable = shutil.which("chromium-headless-shell") or shutil.which("chromium")
-    if executable is None:
-        pytest.skip("neither chromium nor chromium-headless-shell is on PATH: a real browser is needed for this")
-    with sync_playwright() as playwright:
-        # Without a sandbox, which root may not have.
-        yield playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
 
 
 @contextmanager
