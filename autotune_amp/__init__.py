@@ -1,4 +1,41 @@
-"""Measures the precision, batch size and loss scale to train with. Importing this imports neither torch nor optuna."""
+"""Measures the precision, batch size and loss scale to train with. Importing this imports neither torch nor optuna.
+
+What users call is here; the rest by folder, from which it imports downwards alone (`tests/test_imports.py` holds
+that): `cli → api → report → memory → search → profile → isolation, launch → trial → numerics → variants → precision
+→ core`, `integrations → runtime → numerics`.
+
+    autotune_amp/
+      cli/            every command; the only place that prints or exits
+      api.py          recommend_config(), check_fidelity(), profile_amp(), profile_memory()
+      core/           plain data and pure text: Setting, AmpConfig, Workload, outcomes, Recommendation, errors;
+                      imports nothing beside it
+      precision/      what a precision sets: autocast, TF32 flags, scaler, casts around modules; the caller's own
+                      torch state
+      hardware/       what the machine can do, with reasons, and what others do on it; one file for each kind of
+                      device
+      distributed.py  the ranks of the caller's launcher, torchrun or srun
+      interruption.py  Ctrl-C and SIGTERM: the best so far is saved, and SIGTERM ends the process
+      fingerprint/    what a cached recommendation holds for, known without running anything
+      variants/       further dimensions on live objects: `prepare()`, which trials run too, and what a model can have
+      numerics/       a precision against fp32, where it goes wrong, the largest safe loss scale measured,
+                      GradScaler's rule as arithmetic
+      trial/          jobs, and in the child: builds, warms up, times, checks; `failures`: what is out of memory;
+                      `worst_batch`: what memory is measured on
+      isolation/      where jobs run: forked, kept or fresh processes, behind one Backend
+      launch/         a training command as that Backend; `agent/` is what runs inside it: hooks, guard, what is set
+                      from outside
+      profile/        where the time of a step goes, and what may gain by it
+      search/         the parent: space, stages, Optuna, confirmation, `ranking` (its plateau), the choice,
+                      `loss_scales`; imports no torch
+      check/          what breaks or hurts under a device's autocast, from one step on the CPU
+      memory/         what fills the memory of a step, and which batch fits
+      runtime/        the training job: PrecisionController, its `policy` (pure: when to step down), its diagnosis
+      integrations/   Lightning, Transformers, Accelerate, exports for these and others, sinks for a run's metrics
+      report/         what is shown: terminal, progress, report.html, dashboard
+      workloads.py    the built-in one
+    studies/          one folder for each question answered by measurement, and the facts that the code relies on
+    tests/            mirrors the source; needs no GPU and no network
+"""
 
 from __future__ import annotations
 

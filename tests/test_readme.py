@@ -1,25 +1,31 @@
-"""What the README shows works: its Python runs, its commands exist, its tree is there."""
+"""What the README and the docstrings show works: their Python runs, its commands exist, the tree is there."""
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from conftest import CommandLine
 
+import autotune_amp
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+DOCSTRINGS = [ast.get_docstring(ast.parse(path.read_text())) or "" for path in (ROOT / "autotune_amp").rglob("*.py")]
+MAX_LINES = 350
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language: str, text: str = README) -> list[str]:
     found: list[str] = []
     opened: str | None = None
-    for line in README.splitlines(keepends=True):
+    for line in text.splitlines(keepends=True):
         if line.startswith("```"):
             opened = line.strip("`\n") if opened is None else None
             found += [""] if opened == language else []
@@ -32,15 +38,14 @@ BUDGET = 30  # seconds of a search, in the place of what the README gives it
 
 
 class Example(NamedTuple):
-    """A Python block of the README by a part that no other block has, and what it prints."""
+    """A Python block of the README or of a module's docstring by a part that no other has, and what it prints."""
 
     word: str
     printed: str
 
 
-FIRST = Example("def workload()", r"\A\Z")  # what the commands are shown with
+FIRST = Example("def workload()", r"\A(fp32|tf32|bf16|fp16|fp8) \d+ ")  # what the commands are shown with
 QUICK = [
-    FIRST,
     Example("AutotuneAccelerator", r"\Afp16\n\Z"),
     Example("from autotune_amp import AmpConfig, prepare", r"\ATrue True\n\Z"),
     Example("controller.on_step", r"\ATrue tensor\(.*\) tensor\(.*\) fp16 \(\)\n\Z"),
@@ -48,7 +53,7 @@ QUICK = [
     Example("sinks=", r"\A\{'autotune_amp/update': 64, 'autotune_amp/precision': 'bf16'"),
 ]
 SLOW = [
-    Example("recommendation.reason", r"\A(fp32|tf32|bf16|fp16|fp8) \d+ "),
+    FIRST,
     Example("def train_step", r"\A(fp32|tf32|bf16|fp16) 32\n\Z"),
     Example("check_fidelity", r"\Aunfaithful \('encoder\.block\.1\.layer\.1\.DenseReluDense\.wo',\)\n\Z"),
     Example("LightningModule", r"^(32-true|bf16-mixed|16-mixed) \d+$"),
@@ -57,9 +62,12 @@ SLOW = [
 ]
 
 
+PYTHON = [block for text in (README, *DOCSTRINGS) for block in blocks("python", text + "\n")]
+
+
 def block_of(example: Example) -> str:
     """The one Python block with the example's word, whole."""
-    (found,) = [block for block in blocks("python") if example.word in block]
+    (found,) = [block for block in PYTHON if example.word in block]
     return found
 
 
@@ -95,7 +103,7 @@ def test_the_commands_work_on_the_first_example(cli: CommandLine) -> None:
 
 
 def test_everything_shown_in_python_is_run() -> None:
-    assert sorted(map(block_of, QUICK + SLOW)) == sorted(blocks("python"))
+    assert sorted(map(block_of, QUICK + SLOW)) == sorted(PYTHON)
     assert set(re.findall(r"^```(\S+)$", README, re.MULTILINE)) == {"python", "sh", "yaml"}
 
 
@@ -136,10 +144,25 @@ def test_commands_are_shown() -> None:
 
 
 def test_the_tree_is_there() -> None:
-    (tree,) = [block for block in blocks("") if "autotune_amp/" in block]
-    named = re.findall(r"^  (\w+(?:\.py|/))", tree, re.MULTILINE)
+    named = re.findall(r"^      (\w+(?:\.py|/))", autotune_amp.__doc__ or "", re.MULTILINE)
     there = {p.name + ("/" if p.is_dir() else "") for p in (ROOT / "autotune_amp").iterdir()}
     assert set(named) == there - {"__pycache__/", "__init__.py", "__main__.py", "py.typed"}
+
+
+def test_it_is_short() -> None:
+    assert len(README.splitlines()) <= MAX_LINES
+
+
+def test_what_it_refers_to_is_there() -> None:
+    """Its modules, studies, pictures and sections."""
+    modules = set(re.findall(r"`(autotune_amp(?:\.\w+)+)`", README))
+    assert [name for name in sorted(modules) if find_spec(name) is None] == []
+    studies = re.findall(r"^\* `(\w+)`", README, re.MULTILINE)
+    assert [name for name in studies if not (ROOT / "studies" / name).is_dir()] == []
+    assert studies
+    assert [path for path in re.findall(r"!\[.*?\]\((.*?)\)", README) if not (ROOT / path).is_file()] == []
+    titles = {title.lower().replace(" ", "-") for title in re.findall(r"^#+ (.*)$", README, re.MULTILINE)}
+    assert set(re.findall(r"\]\(#(.*?)\)", README)) <= titles
 
 
 def test_ci_runs_the_readmes_own_test_command() -> None:

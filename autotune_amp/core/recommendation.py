@@ -1,4 +1,43 @@
-"""Recommendation: a config with its evidence; load, save, explain. A file is data: nothing read here is executed."""
+"""Recommendation: a config with its evidence; load, save, explain. A file is data: nothing read here is executed.
+
+How to read one:
+
+* **speed** is the median over fresh processes, and the interval is where a new run is expected to land (95 %). On a
+  GPU, where a process takes seconds to start, each of them measures everything that is confirmed, in turn; on a CPU
+  one thing alone. Its width is that of what differed between processes on your machine, the search's own repetitions
+  included.
+* **machine** is what others did on it meanwhile: CPU time of other processes, time that a hypervisor gave away, the
+  card's lowered clocks and other processes on it (on Linux; elsewhere the load average alone). Where that is worth a
+  word it is said before the first trial and warned of, and the interval is widened for what others took of the CPUs.
+* **speed-up** is against the *baseline*: your own batch size, with the TF32 flags and autocast that it found, in
+  your own environment. "Keep what you have" is a frequent and good answer.
+* **environment** holds variables to set before Python starts. On Linux CPUs they keep freed memory in the process,
+  which steadies the step time and often shortens it; *plain* is the speed without them.
+* The choice is, within 3 % of the fastest, the precision with the least to go wrong and, within that, the smallest
+  batch.
+* **fidelity**: each precision that may be recommended, and your own, is held against fp32 on the same weights,
+  batches and draws, in one step and in a short training run. *noise ratio* is what rounding does to the gradient
+  over what another batch does to it. *Unfaithful* is excluded, with the modules that it begins in; where a few
+  modules in fp32 heal it, it is measured with them (**pinned**, `config.pinned_modules`;
+  `PrecisionController.attach` keeps them so). *Unchecked* says that there was no time or memory for it; it is never
+  called faithful, and comes after fp32 and all that is. *Doubtful* comes last. What is about to be recommended is
+  looked at once more on weights that up to 300 steps of fp32 have moved, in a tenth of the budget (*after 300 fp32
+  steps*): what fails there, as a logarithm of what has come to round to 0, is excluded too. Where noise drawn in
+  half precision would be other numbers than fp32's, both are given the same, and it says so.
+* **loss scale** (fp16): the largest safe scale is measured over a short real training; GradScaler's rule is then
+  replayed over `--steps` for any init_scale and growth interval, without a training step. Beside the skips foretold
+  stand those of GradScaler's defaults and those seen in the confirmation. fp16 is excluded where more than 1 % of
+  the gradient's entries are flushed to zero at every safe scale, or where an activation exceeds a quarter of what it
+  holds.
+* **memory** is the peak of whole trainings in miniature: the worst batch first and last, with an evaluation and a
+  checkpoint where the workload has them.
+* **accumulation** says what was found of it: exact, exact with the weights that it names (the lines to copy and the
+  exports weigh so, by a `count(batch)` of yours), or withheld and why.
+* **unconfirmed** stands beside the speed where three fresh processes of the choice did not fit into the budget, and
+  beside the speed-up where those of today's settings did not.
+* **The machine changed**: the confirmation is more than half off the search's own trials of the choice; the interval
+  holds both.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,69 @@
-"""Workload: what is trained, and loading it from "package.module:function" or "path/file.py:function"."""
+"""Workload: what is trained, and loading it from "package.module:function" or "path/file.py:function".
+
+A loop of its own:
+
+```python
+import copy
+import torch
+from torch import nn
+from autotune_amp import Workload, recommend_config
+
+images = torch.utils.data.TensorDataset(torch.randn(2048, 64))
+
+def build():  # everything that the training needs, in any container
+    model = nn.Sequential(nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 64))
+    return {"model": model, "average": copy.deepcopy(model), "optimizer": torch.optim.AdamW(model.parameters())}
+
+def train_step(state, batch, amp):  # as it is written with a PrecisionController
+    (images,) = batch
+    noise = torch.randn_like(images)
+    state["optimizer"].zero_grad()
+    with amp.autocast():
+        loss = nn.functional.mse_loss(state["model"](images + noise), noise)
+    amp.backward(loss)
+    amp.unscale_(state["optimizer"])
+    nn.utils.clip_grad_norm_(state["model"].parameters(), 1.0)
+    amp.step(state["optimizer"])
+    amp.update()
+    for slow, fast in zip(state["average"].parameters(), state["model"].parameters()):
+        slow.data.lerp_(fast.data, 0.01)
+
+workload = Workload(
+    build=build, train_step=train_step, data=torch.utils.data.DataLoader(images, batch_size=32, shuffle=True)
+)
+recommendation = recommend_config(workload, budget=60)
+print(recommendation.config.precision, recommendation.config.batch_size)
+```
+
+* **Loops of their own** (a GAN, a diffusion model): `build` and `train_step` in place of model, loss and optimizer.
+  Build on the CPU: what `build` returns is moved to the device. The loop is held against fp32 like any other
+  training; accumulation is not offered, since it takes its own steps. Several optimizers alone need no loop:
+  `optimizer=` may return them in a list.
+* **Accumulation** is offered only where it learns the same: on your own samples, the gradients of the micro-batches
+  must add up to that of the whole. With BatchNorm, in-batch negatives, or a queue or codebook that each forward pass
+  changes they do not, and it says so. Where the loss is a mean over tokens, of which micro-batches hold unequal
+  shares, they do with the right weights, and it says which. Samples that hold unequal shares are picked on purpose,
+  out of up to 2,048 that a second's look through the dataset finds; of a stream, whose samples cannot be picked, the
+  first batch is judged.
+* **Lengths that vary**: memory is measured on the largest samples found in a second or two of looking through the
+  dataset, sized as `collate_fn` makes each alone, or on `Workload(worst_batch=...)`. The speed is that of batches
+  from all over an epoch of your own sampler, from the same places for every candidate; a stream's come in its own
+  order. `evaluate=` and `checkpoint=` are run once for each candidate that is confirmed, within a tenth of the
+  budget, so that the memory holds for them too; what raises or takes longer is said and speaks against nobody.
+* **A loader that sets the speed** is found out, with what the step alone would reach; numbers of workers are tried.
+* **Under torchrun** (or any launcher that sets torch's `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`), and
+  under Slurm's plain `srun`, call `recommend_config()` on every rank, before or after `init_process_group()`: rank 0
+  searches, the others wait for its answer. Your batch size is per rank, `--effective-batch-size` of all. Trials see
+  nothing of the launcher: where your code reads `LOCAL_RANK`, give it a default. A live model may be inside
+  DistributedDataParallel, which trials leave out; of FSDP pass the bare model.
+* **Models that take long to build** are built once and shared by the trials; the confirmation's processes build
+  their own. **Compiled models**: compiling is kept out of the step time, and the compiler's cache is shared. A live
+  model that `model.compile()` compiled in place is refused: call that where the model is made, or pass
+  `torch.compile(model)`.
+
+On a CPU the peak memory is the highest of the confirmation's processes, without that of loader workers. How far it
+held over longer trainings is in `studies/truth`, the rest for six trainings in `studies/real_training`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,41 @@
-"""Accelerate: an Accelerator whose scaler is the PrecisionController, and Accelerate's settings from a config."""
+"""Accelerate: an Accelerator whose scaler is the PrecisionController, and Accelerate's settings from a config.
+
+`AutotuneAccelerator` is an Accelerator whose autocast and scaler are the controller's; `windows`
+takes up the batch size of a fallback.
+
+```python
+import torch
+from torch import nn
+from autotune_amp import AmpConfig, LossScale
+from autotune_amp.integrations.accelerate import AutotuneAccelerator
+
+dataset = torch.utils.data.TensorDataset(torch.randn(256, 64), torch.randint(10, (256,)))
+model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+# Or the recommendation itself.
+config = AmpConfig(
+    precision="fp16", batch_size=32, accumulation_steps=2, loss_scale=LossScale(), fallback=["bf16", "fp32"]
+)
+loader = torch.utils.data.DataLoader(dataset, batch_size=config.batch_size, shuffle=True)
+
+def compute_loss():
+    inputs, targets = batch
+    with accelerator.autocast():  # the loss too, as it was measured
+        return nn.functional.cross_entropy(model(inputs), targets)
+
+accelerator = AutotuneAccelerator(config, cpu=True, rerun=compute_loss)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for batch in accelerator.windows(loader):
+    with accelerator.accumulate(model):
+        accelerator.backward(compute_loss())
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+accelerator.save_state("checkpoint")  # load_state goes on at the rung that it had
+print(accelerator.controller.status().precision)
+```
+"""
 
 from __future__ import annotations
 

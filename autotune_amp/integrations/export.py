@@ -3,6 +3,10 @@
 Pure, and without importing the framework. Each Python text leaves `dataset`, `model`, `optimizer` and
 `compute_loss(model, batch)` to the script it is pasted into, and `count(batch)` where the batches of a window weigh
 unequally. What of a config a text does not say itself stands in a comment: a field that is new, too.
+
+A file is written over an earlier export and over nothing else. What a framework has no place for is said in
+comments, for DeepSpeed on standard error. A training with a `train_step` of its own goes to `torch` and `accelerate`
+alone.
 """
 
 from __future__ import annotations

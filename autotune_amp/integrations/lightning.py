@@ -1,4 +1,52 @@
-"""Lightning: the controller as a Precision plugin, a callback, and Trainer arguments."""
+"""Lightning: the controller as a Precision plugin, a callback, and Trainer arguments.
+
+Trials run your module's own `training_step` and `configure_optimizers`, clip, and step the schedule.
+What is promised is what a Trainer reaches: a confirmation is a short `fit` of its own, with its callbacks and what
+`self.log` costs, without validation, checkpoints and loggers. Give yours, `Workload.from_lightning(model, Data(),
+trainer)`; it is left as it was. The Trainer then trains with the controller as its precision plugin, and its
+checkpoints resume at the rung that they had. `AutotuneCallback`, which comes with it, logs scale and moves, and ends
+the run with a checkpoint where a fallback needs another batch size or no precision is left. The controller's options
+go to the plugin: `trainer_arguments(config, plugins=[AutotunePrecision(config, run_log="run.jsonl", halt=False)])`.
+All of it is for `import lightning`: a Trainer of the standalone `pytorch_lightning` refuses the plugin. Where
+Lightning runs your script again for its other devices, these take the answer that the first process saved; an
+effective batch size is that of one process there.
+
+```python
+import lightning
+import torch
+from torch import nn
+from autotune_amp import Workload, recommend_config
+from autotune_amp.integrations.lightning import trainer_arguments
+
+class Classifier(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+class Data(lightning.LightningDataModule):
+    def __init__(self, batch_size=32, num_workers=0):
+        super().__init__()
+        self.batch_size, self.num_workers = batch_size, num_workers
+
+    def setup(self, stage):
+        self.samples = torch.utils.data.TensorDataset(torch.randn(2048, 64), torch.randint(10, (2048,)))
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(self.samples, self.batch_size, shuffle=True, num_workers=self.num_workers)
+
+model = Classifier()
+config = recommend_config(Workload.from_lightning(model, Data()), budget=60).config
+trainer = lightning.Trainer(**trainer_arguments(config, max_epochs=3))  # your callbacks, logger, accelerator: likewise
+trainer.fit(model, Data(config.batch_size, config.num_workers or 0))
+print(trainer.precision, trainer.precision_plugin.controller.status().num_steps)
+```
+"""
 
 from __future__ import annotations
 

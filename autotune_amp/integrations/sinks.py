@@ -2,6 +2,12 @@
 
 ``PrecisionController(config, sinks=[tensorboard("runs/1"), wandb()])``. What they write is named as in
 `autotune_amp.runtime.readings.METRICS`. Any callable that takes a mapping of such names is a sink, too.
+
+`wandb()` and `mlflow()` take the run that is active. W&B has one step for all that a run logs, so `wandb()` adds its
+metrics to the rows that your training logs; where that logs seldom, `wandb(own_rows=True)`. A sink has a thread of
+its own: one that raises or hangs is warned of once, and the training goes on. Each needs its package: `pip install
+-e '.[tensorboard]'`, `wandb`, `mlflow` or `opentelemetry`. `autotune-amp report run.jsonl` draws the log, with
+`--follow` again and again while the run goes on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""A search and the training after it as two jobs of Slurm: one script for the shell that submits both."""
+"""A search and the training after it as two jobs of Slurm: one script for the shell that submits both.
+
+The search comes with its options and, once it has an answer, the training by `autotune-amp run`. A minute before its
+time is up a job saves and is queued again: a search goes on where it was, on the same card, and your training from
+what `on_signal` saved. `--storage` is left out of it: add it. Of a job with several nodes (`--nodes=4`) the search
+uses all, through Ray, where what was asked for allows it. Tried with stand-ins for Slurm's commands.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,35 @@
-"""Transformers: a Trainer whose scaler is the PrecisionController, and its callback."""
+"""Transformers: a Trainer whose scaler is the PrecisionController, and its callback.
+
+`Workload.from_trainer` searches what your Trainer trains, and promises what it reaches: a
+confirmation is a short `train()` of its own, with your callbacks and your logging, without evaluation, checkpoints,
+uploads and `report_to`. Nothing of it is run at its end. `AutotuneTrainer` is a Trainer whose scaler is the
+controller. Its checkpoints hold the controller's state; it logs rung, scale, skips and moves. It is what guards bf16
+and fp32 runs too: a plain Trainer with `config.to_training_arguments(like=today)` trains in the config's precision,
+but takes a step that is not finite. `like=` keeps the class of your arguments and what the config does not decide:
+learning rate, optimizer, schedule. So `class MyTrainer(AutotuneTrainer, Seq2SeqTrainer)` trains with your
+`Seq2SeqTrainingArguments`. The controller's options go in `AutotuneTrainer(..., controller_options={"run_log":
+"run.jsonl", "on_demotion": "checkpoint_and_stop"})`, and likewise for `AutotuneAccelerator`. A fallback with another
+batch size or accumulation ends `train()` in any case: with a checkpoint, and the `DemotedError` whose config goes
+on.
+
+```python
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from autotune_amp import Workload, recommend_config
+from autotune_amp.integrations.transformers import AutotuneTrainer
+
+rows = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(64, (256, 16))]
+model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2))
+today = TrainingArguments("out", per_device_train_batch_size=8, gradient_accumulation_steps=2, use_cpu=True)
+trainer = Trainer(model, today, train_dataset=rows)  # as you have it
+
+config = recommend_config(Workload.from_trainer(trainer), budget=60).config
+args = config.to_training_arguments(like=today, max_steps=10)
+tuned = AutotuneTrainer(model, args, train_dataset=rows, amp_config=config)
+tuned.train()
+print(config.batch_size * config.accumulation_steps, tuned.controller.status().num_steps)
+```
+"""
 
 from __future__ import annotations
 

@@ -98,7 +98,8 @@ def _traced(training: BaseTraining, trace_file: str) -> tuple[Split | None, str 
     # Else CUPTI stays: what a kept process ran next took a third longer on an H200 (studies/real_card).
     os.environ.setdefault("TEARDOWN_CUPTI", "1")
     started = time.perf_counter()
-    with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
+    # Of one cycle all events are there either way; torch 2.11 warns that those of others are not.
+    with torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True) as profiler:
         for number in range(1 + most):
             if number == 1:
                 started = time.perf_counter()

@@ -134,7 +134,7 @@ sys.exit(max(task.wait() for task in tasks))
 """
 UNDER_SRUN = """
 rank = int(os.environ["SLURM_PROCID"])
-print(json.dumps([rank, find()]), flush=True)
+print(json.dumps([rank, find(budget=60)]), flush=True)
 """
 
 
