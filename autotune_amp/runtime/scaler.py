@@ -109,13 +109,15 @@ class Stepped:
     @classmethod
     def all_of(cls, steps: Sequence[Stepped], loss: Tensor, grad_norm: Tensor | None) -> Stepped:
         """True if each that had gradients stepped; without a wait."""
+        if len(steps) == 1:  # and without a kernel of its own
+            return cls(steps[0]._verdict, steps[0].value, loss, grad_norm)
         verdicts = [step._verdict for step in steps]
         late = [verdict for verdict in verdicts if isinstance(verdict, Tensor)]
         worst: int | Tensor = max((verdict for verdict in verdicts if isinstance(verdict, int)), default=NO_GRADIENTS)
         if late:
             worst = torch.stack([verdict.to(late[0].device) for verdict in late]).amax().clamp(min=worst)
         values = [step.value for step in steps]
-        return cls(worst, values[0] if len(values) == 1 else values, loss, grad_norm)
+        return cls(worst, values, loss, grad_norm)
 
     def __bool__(self) -> bool:
         return int(self._verdict) == CLEAN
@@ -270,6 +272,12 @@ def refuse_half_parameters(optimizer: torch.optim.Optimizer, precision: Precisio
             )
 
 
+@functools.cache
+def _one(device: torch.device) -> Tensor:
+    """What a check that scales nothing multiplies by, kept: each launch of a kernel counts."""
+    return torch.ones((), device=device)
+
+
 def check(optimizer: torch.optim.Optimizer, inv_scale: Tensor | None) -> Tensor | None:
     """1.0 where any gradient is not finite, 0.0 where all are, without waiting for the device; None without gradients.
 
@@ -292,7 +300,7 @@ def check(optimizer: torch.optim.Optimizer, inv_scale: Tensor | None) -> Tensor 
                     "Keep trainable parameters in fp32 (model.float()); autocast casts them where it pays.",
                 )
             else:
-                one = torch.ones((), device=device) if inv_scale is None else inv_scale.to(device, non_blocking=True)
+                one = _one(device) if inv_scale is None else inv_scale.to(device, non_blocking=True)
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, one)
             found = here if found is None else torch.maximum(found, here.to(found.device, non_blocking=True))
     return found
