@@ -52,7 +52,7 @@ recommendation = autotune_amp.recommend_config(workload, device=device, batch_si
 recommendation
 """
 SHOWN = {
-    "Recommendation": SEARCHED.format(25),
+    "Recommendation": SEARCHED.format(40),
     "Hardware": "autotune_amp.probe(device)",
     "AmpProfile": "autotune_amp.profile_amp(workload, 3, device=device)",
     "Fidelity": 'autotune_amp.check_fidelity(workload, "fp16", device=device)',
