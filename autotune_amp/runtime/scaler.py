@@ -152,7 +152,7 @@ class Window:
     loss_probe: float | Tensor = 0.0  # 0 times every loss: NaN if one was not finite
     scale_was_read: bool = False  # after a backward pass
     verdicts: dict[int, int | Tensor] = field(default_factory=dict)
-    lost_share: Tensor | None = None
+    lost_share: float | Tensor | None = None  # on the host it is that of all ranks
 
     @property
     def is_late(self) -> bool:
@@ -161,7 +161,9 @@ class Window:
 
     def found(self, ranks: Ranks) -> Found:
         """All of it on the host, where no verdict is late."""
-        share = None if self.lost_share is None else float(ranks.maximum_(self.lost_share).item())
+        share = self.lost_share
+        if isinstance(share, Tensor):
+            share = float(ranks.maximum_(share).item())
         known = {number: int(verdict) for number, verdict in self.verdicts.items() if verdict != NO_GRADIENTS}
         return Found(known, float(self.loss), share)
 
@@ -186,12 +188,17 @@ class GradientCheck:
         return self.window.verdicts.get(self.number_of(optimizer), NO_GRADIENTS)
 
     def wait_for(self, optimizer: torch.optim.Optimizer) -> int:
-        """`verdict_of` on the host; one wait where it is on the device, which brings the loss too."""
+        """`verdict_of` on the host; one wait where it is on the device, for the loss and the lost share, too."""
         verdict, window = self.verdict_of(optimizer), self.window
-        if isinstance(verdict, Tensor):
-            if isinstance(window.loss, Tensor):
-                verdict, window.loss = torch.stack([verdict, window.loss.to(verdict.device)]).tolist()
-            verdict = window.verdicts[self.number_of(optimizer)] = int(verdict)
+        if not isinstance(verdict, Tensor):
+            return verdict
+        late = {name: value for name in ("loss", "lost_share") if isinstance(value := getattr(window, name), Tensor)}
+        if "lost_share" in late:
+            self._ranks.maximum_(late["lost_share"])
+        known, *others = torch.stack([verdict, *(value.to(verdict.device) for value in late.values())]).tolist()
+        for name, value in zip(late, others, strict=True):
+            setattr(window, name, value)
+        verdict = window.verdicts[self.number_of(optimizer)] = int(known)
         return verdict
 
     def see_loss(self, loss: Tensor) -> None:
@@ -217,7 +224,7 @@ class GradientCheck:
         """
         if samples:
             share, known = lost_share(optimizer, device), self.window.lost_share
-            self.window.lost_share = share if known is None else torch.maximum(share, known)
+            self.window.lost_share = share if known is None else share.clamp(min=known)
         verdict, skipped = self._verdict(check(optimizer, inv_scale), device)
         self.window.verdicts[self.number_of(optimizer)] = verdict
         return skipped
@@ -457,7 +464,8 @@ class LossScaler:
         worst = values[0] if len(values) == 1 else torch.stack(values).amax()
         values.append(loss.to(scale.device) if isinstance(loss, Tensor) else torch.full_like(scale, loss))
         if window.lost_share is not None:
-            values.append(ranks.maximum_(window.lost_share))
+            share = window.lost_share
+            values.append(ranks.maximum_(share) if isinstance(share, Tensor) else torch.full_like(scale, share))
         self.reader.push(values, tuple(window.verdicts))
         if self.is_scaling:
             factors = rule.growth_factor, rule.backoff_factor, rule.growth_interval

@@ -7,11 +7,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController
 from autotune_amp.core.dimensions import Precision
@@ -179,6 +180,31 @@ def test_no_step_waits_for_the_device(
     assert_same(state(training.model), state(expected))
     controller.detach()
     assert {64, 128} <= {values["autotune_amp/update"] for values in told}
+
+
+class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch does not type it
+    """Counts what brings a tensor of the device to the host."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        is_read = func is torch.ops.aten._local_scalar_dense.default
+        is_copied = isinstance(found, Tensor) and not found.is_cuda
+        if (is_read or is_copied) and isinstance(args[0], Tensor) and args[0].is_cuda:
+            self.number += 1
+        return found
+
+
+def test_a_sampled_update_waits_once_as_any_other_does() -> None:
+    training = Training(PrecisionController(config(), DEVICE), OPTIMIZERS["Adam"])
+    counted = []
+    for batch in batches(140):
+        with Waits() as waits:  # type: ignore[no-untyped-call] # as above
+            training.step(*batch)
+        counted.append(waits.number)
+    assert set(counted[6:]) == {1}
+    assert training.controller.status().flushed_share is not None
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
