@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -86,8 +87,8 @@ def recommend_config(
     the recommendation's `job` has its hours and its price. These change nothing of what is measured: a finished search
     is ranked again.
     Results go to `out`/`study`, report.html among them; where it cannot be drawn there is a warning, no more. `fresh`
-    measures again what was measured already. `progress` hears how it goes; by default that is standard error unless
-    `quiet`.
+    measures again what was measured already. `progress` hears how it goes; by default that is standard error, in a
+    notebook the cell, unless `quiet`.
 
     Under torchrun, srun or another launcher (WORLD_SIZE above 1), or in a process group, call it on all ranks alike:
     rank 0 searches and shows its progress, the others wait for its answer. Before init_process_group() it works as well
@@ -253,7 +254,11 @@ def _warn(text: str) -> None:
 
 @contextmanager
 def _shown(quiet: bool, given: Progress | None = None) -> Iterator[Progress]:
-    """The progress that was given, else on standard error unless `quiet`; it is ended."""
+    """The progress that was given, else on standard error unless `quiet`; it is ended.
+
+    The caller's random numbers are what they would be without it: rich draws some when it is imported.
+    """
+    state = random.getstate()
     progress = given or Progress()
     if given is None and not quiet:
         from autotune_amp.report.progress import TerminalProgress
@@ -263,3 +268,4 @@ def _shown(quiet: bool, given: Progress | None = None) -> Iterator[Progress]:
         yield progress
     finally:
         progress.ended()
+        random.setstate(state)

@@ -7,6 +7,7 @@ button sends once a trial of it was measured.
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import nbformat
 from conftest import CommandLine
 from nbclient import NotebookClient
 
-INTERRUPTED = "interrupted"
+INTERRUPTED, DRAWN = "interrupted", "drawn.json"
 
 DEFINED = """
 import torch
@@ -48,11 +49,11 @@ for inputs, targets in loader:
 controller.status()
 """
 SEARCHED = """
-recommendation = autotune_amp.recommend_config(workload, device=device, batch_size=(32, 32), budget={})
+recommendation = autotune_amp.recommend_config(workload, device=device, batch_size=(32, 32), budget=40)
 recommendation
 """
 SHOWN = {
-    "Recommendation": SEARCHED.format(40),
+    "Recommendation": SEARCHED,
     "Hardware": "autotune_amp.probe(device)",
     "AmpProfile": "autotune_amp.profile_amp(workload, 3, device=device)",
     "Fidelity": 'autotune_amp.check_fidelity(workload, "fp16", device=device)',
@@ -62,11 +63,14 @@ SHOWN = {
 
 @dataclass
 class Ran:
-    """What came of the cells: the HTML of each of `SHOWN`, what the interrupted one drew, told and raised."""
+    """What came of the cells: the HTML of each of `SHOWN`; what was drawn over time, and what is left of it; what the
+    interrupted one and the one after it told, and what the former raised."""
 
     html: dict[str, str]
-    drawn: str
+    drawn: list[str]
+    left: str
     text: str
+    text_after: str
     error: str
     best_so_far: str
 
@@ -78,7 +82,7 @@ def run_notebook(cli: CommandLine, device: str) -> Ran:
     used = "torch.ones(3, device=device).sum().item()"  # the notebook's own process holds the device
     cells = [
         code(f"{DEFINED}\ndevice = {device!r}\n{used}"),
-        code(SEARCHED.format(100), metadata=tags),
+        code(SEARCHED, metadata=tags),
         code('autotune_amp.Recommendation.load("studies/workload/recommendation.json").explain()'),
         *map(code, SHOWN.values()),
     ]
@@ -91,8 +95,10 @@ def run_notebook(cli: CommandLine, device: str) -> Ran:
     (error,) = (output["ename"] for output in stopped if _is(output, "error"))
     return Ran(
         html={name: _result(outputs)["text/html"] for name, outputs in zip(SHOWN, shown, strict=True)},
-        drawn="".join(output["data"]["text/html"] for output in stopped if _is(output, "display_data")),
-        text="".join(output["text"] for output in stopped if output.get("name") == "stdout"),
+        drawn=json.loads((cli.folder / DRAWN).read_text()),
+        left="".join(output["data"]["text/html"] for output in stopped if _is(output, "display_data")),
+        text=_told(stopped),
+        text_after=_told(shown[0]),
         error=error,
         best_so_far=_result(best)["text/plain"],
     )
@@ -104,6 +110,10 @@ def _result(outputs: list[dict[str, Any]]) -> dict[str, str]:
     return dict(found)
 
 
+def _told(outputs: list[dict[str, Any]]) -> str:
+    return "".join(output["text"] for output in outputs if output.get("name") == "stdout")
+
+
 def _is(output: dict[str, Any], kind: str) -> bool:
     return bool(output["output_type"] == kind)
 
@@ -113,7 +123,13 @@ class Stopping(NotebookClient):  # type: ignore[misc] # its types are not strict
 
     is_stopped = False
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.drawn: list[str] = []
+
     def process_message(self, msg: dict[str, Any], cell: dict[str, Any], cell_index: int) -> Any:
+        if msg["msg_type"] in ("display_data", "update_display_data"):
+            self.drawn.append(msg["content"]["data"].get("text/html", ""))
         is_measured = "samples/s" in msg["content"].get("text", "")
         if is_measured and INTERRUPTED in cell["metadata"].get("tags", ()) and not self.is_stopped:
             self.is_stopped = True
@@ -124,5 +140,7 @@ class Stopping(NotebookClient):  # type: ignore[misc] # its types are not strict
 if __name__ == "__main__":
     path = Path(sys.argv[1])
     notebook = nbformat.read(path, as_version=4)
-    Stopping(notebook, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
+    client = Stopping(notebook, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}})
+    client.execute()
     nbformat.write(notebook, path)
+    path.with_name(DRAWN).write_text(json.dumps(client.drawn))

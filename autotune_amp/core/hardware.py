@@ -96,7 +96,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
             lines.append(("held", f"{size(memory.held_by_caller)} by the calling process itself"))
         return lines + [("warning", one_line(note)) for note in self.notes]
 
-    def rows(self) -> list[tuple[str, str, str, str]]:
+    def precision_rows(self) -> list[tuple[str, str, str, str]]:
         """Each precision with its measured matrix rate, its level and the reason for that."""
         return [
             (
@@ -111,7 +111,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     def to_html(self) -> str:
         """What a page and a notebook show of it."""
         columns = ("precision", "matrix products", "level", "reason")
-        return pieces.facts(self.facts()) + pieces.table(columns, self.rows(), num_numeric=1)
+        return pieces.facts(self.facts()) + pieces.table(columns, self.precision_rows(), num_numeric=1)
 
     def _repr_html_(self) -> str:
         return pieces.fragment("Hardware", self.to_html())

@@ -11,7 +11,7 @@ from autotune_amp.core.text import printable
 
 def fragment(title: str, *pieces: str) -> str:
     """Pieces in a box of their own with their style, as a notebook shows an object; dark where its page is."""
-    return f'<div class="autotune-amp"><style>{style()}</style><h4>{text(title)}</h4>{"".join(pieces)}</div>'
+    return f'<div class="autotune-amp amp-pieces"><style>{style()}</style><h4>{text(title)}</h4>{"".join(pieces)}</div>'
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, num_numeric: int = 0) -> str:

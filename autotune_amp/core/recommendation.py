@@ -26,9 +26,9 @@ How to read one:
   half precision would be other numbers than fp32's, both are given the same, and it says so.
 * **loss scale** (fp16): the largest safe scale is measured over a short real training; GradScaler's rule is then
   replayed over `--steps` for any init_scale and growth interval, without a training step. Beside the skips foretold
-  stand those of GradScaler's defaults and those seen in the confirmation. fp16 is excluded where more than 1 % of
-  the gradient's entries are flushed to zero at every safe scale, or where an activation exceeds a quarter of what it
-  holds.
+  stand those of GradScaler's defaults and those seen in the confirmation. fp16 that is more than 10 % slower than
+  the fastest keeps GradScaler's defaults. fp16 is excluded where more than 1 % of the gradient's entries are flushed
+  to zero at every safe scale, or where an activation exceeds a quarter of what it holds.
 * **memory** is the peak of whole trainings in miniature: the worst batch first and last, with an evaluation and a
   checkpoint where the workload has them.
 * **accumulation** says what was found of it: exact, exact with the weights that it names (the lines to copy and the

@@ -4,10 +4,11 @@
 `autotune_amp.runtime.readings.METRICS`. Any callable that takes a mapping of such names is a sink, too.
 
 `wandb()` and `mlflow()` take the run that is active. W&B has one step for all that a run logs, so `wandb()` adds its
-metrics to the rows that your training logs; where that logs seldom, `wandb(own_rows=True)`. A sink has a thread of
-its own: one that raises or hangs is warned of once, and the training goes on. Each needs its package: `pip install
--e '.[tensorboard]'`, `wandb`, `mlflow` or `opentelemetry`. `autotune-amp report run.jsonl` draws the log, with
-`--follow` again and again while the run goes on.
+metrics to the rows that your training logs; where that logs seldom, `wandb(own_rows=True)`. Sinks are told of every
+64th update, each change of scale and each move, from rank 0. A sink has a thread of its own: one that raises or hangs
+is warned of once, and the training goes on. Each needs its package: `pip install -e '.[tensorboard]'`, `wandb`,
+`mlflow` or `opentelemetry`. `autotune-amp report run.jsonl` draws the log, with `--follow` again and again while the
+run goes on.
 """
 
 from __future__ import annotations

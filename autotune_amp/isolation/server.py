@@ -173,7 +173,7 @@ def _note_starts() -> None:
     """Where an accelerator is started: mostly in a package that looks at the card when it is imported."""
 
     def note(device_type: str) -> None:
-        ours = str(Path(torch.__file__).parent), "<frozen"
+        ours = f"{Path(torch.__file__).parent}{os.sep}", "<frozen"
         frames = [frame for frame in traceback.extract_stack()[:-1] if not frame.filename.startswith(ours)]
         _started_at[device_type] = f", by {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 

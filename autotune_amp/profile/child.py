@@ -95,7 +95,7 @@ def _traced(training: BaseTraining, trace_file: str) -> tuple[Split | None, str 
         activities.append(getattr(ProfilerActivity, device.type.upper()))
     least, most = NUM_PROFILED_STEPS
     os.environ.setdefault("KINETO_LOG_LEVEL", _ABOVE_ALL_LEVELS)
-    # Else CUPTI stays: what a kept process ran next took a third longer on an H200 (studies/real_card).
+    # Else CUPTI stays: what a kept process ran next took a third longer (studies/real_card).
     os.environ.setdefault("TEARDOWN_CUPTI", "1")
     started = time.perf_counter()
     # Of one cycle all events are there either way; torch 2.11 warns that those of others are not.

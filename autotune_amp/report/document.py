@@ -36,7 +36,7 @@ def page(title: str, sections: Mapping[str, str], *, kind: str, lead: str, reloa
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{text(title)}</title>\n<style>\n{style()}{_ours('page.css')}</style>\n</head>\n<body>\n"
         '<header><span class="brand">autotune_amp</span><button id="theme" type="button">Dark</button></header>\n'
-        f"<main>\n<h1>{text(title)}</h1>\n{lead}\n" + "\n".join(parts) + "\n</main>\n"
+        f'<main class="amp-pieces">\n<h1>{text(title)}</h1>\n{lead}\n' + "\n".join(parts) + "\n</main>\n"
         f'<script type="application/octet-stream" id="plotly">{_plotly()}</script>\n'
         f"<script>\n{_ours('page.js')}</script>\n</body>\n</html>\n"
     )

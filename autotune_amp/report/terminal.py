@@ -99,7 +99,7 @@ def hardware_table(hardware: Hardware, console: Console) -> None:
     console.print(_grid(hardware.facts()))
     table = new_table("precision", "level", "matmul rate", last="reason")
     styles = {"native": "green", "emulated": "yellow", "unsupported": "dim"}
-    for precision, rate, level, reason in hardware.rows():
+    for precision, rate, level, reason in hardware.precision_rows():
         table.add_row(precision, Text(level, styles[level]), rate, Text(reason))
     console.print(table)
 
@@ -147,7 +147,8 @@ def _fate(row: CandidateRow) -> object:
 
 
 def _precisions(profile: AmpProfile) -> Table:
-    table = new_table("precision", "step", "speed-up", "memory", last="verdict")
+    first, *numbers, last = results.ROW_COLUMNS
+    table = new_table(first, *numbers, last=last)
     styles = {"excellent": "bold green", "significant": "green", "slower": "yellow"}
     for row in profile.rows:
         step, speedup, memory, verdict = results.row_cells(row)

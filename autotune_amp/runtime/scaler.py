@@ -282,7 +282,7 @@ def refuse_half_parameters(optimizer: torch.optim.Optimizer, precision: Precisio
 @functools.cache
 def _one(device: torch.device) -> Tensor:
     """What a check that scales nothing multiplies by, kept: each launch of a kernel counts."""
-    return torch.ones((), device=device)
+    return torch.ones((), dtype=torch.float32, device=device)
 
 
 def check(optimizer: torch.optim.Optimizer, inv_scale: Tensor | None) -> Tensor | None:

@@ -12,10 +12,10 @@ The device is the NVIDIA card where there is one; where that cannot be used it i
 `model` may be a module or a function that makes one; `data` a Dataset, a DataLoader, or a function of the batch size
 that returns one batch or a loader; `optimizer` a class, a function of the parameters, or an instance. Live objects
 are copied into the trials and never changed. It needs no `if __name__ == "__main__"` guard, and works from a REPL.
-The next call answers from the cache in about 40 ms (`studies/overheads`) unless the hardware, a version, an option,
-any object that the workload reaches, or its source files have changed, be it by a comment; then it says what did.
-Variables in `config.environment` can no longer be set in the script that asks: what it reaches without them is
-`evidence.plain_environment`, and the controller warns where they are missing.
+The next call answers from the cache, about 40 ms beyond importing torch (`studies/overheads`), unless the hardware,
+a version, an option, any object that the workload reaches, or its source files have changed, be it by a comment;
+then it says what did. Variables in `config.environment` can no longer be set in the script that asks: what it
+reaches without them is `evidence.plain_environment`, and the controller warns where they are missing.
 
 A finished search is ranked again from what it measured; nothing is run, and what was not confirmed for that
 objective says so. `--objective energy` takes the least energy per sample, of the whole device: NVIDIA's counter, or

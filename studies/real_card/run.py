@@ -1,7 +1,6 @@
-"""One real card: search each workload through the command line, train what is recommended by hand, write the table.
+"""One real card: search through the command line, train what is recommended by hand, write the table.
 
-Usage: run.py table | gpt2 | resnet50 | mlp ... Raw outcomes: results/CARD/NAME/.
-STUDY_BUDGET_SECONDS is the search's, where its own default is not wanted.
+Usage: run.py run | table. Raw outcomes: results/CARD/NAME/.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import torch
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-BUDGET = os.environ.get("STUDY_BUDGET_SECONDS")
 AMP = [sys.executable, "-m", "autotune_amp"]
 NUM_TRAININGS = 2
 BEGIN, END = "<!-- run.py table -->\n", "<!-- end of table -->"
@@ -27,7 +25,7 @@ BEGIN, END = "<!-- run.py table -->\n", "<!-- end of table -->"
 def run(name: str) -> None:
     card = torch.cuda.get_device_name()
     folder, target = RESULTS / card.replace(" ", "_") / name, f"{HERE / 'workloads.py'}:{name}"
-    options = ["--effective-batch-size", "free", *(["--budget", BUDGET] if BUDGET else [])]
+    options = ["--effective-batch-size", "free"]
     began = time.monotonic()
     search = [*AMP, "search", target, "--device", "cuda", "--out", str(folder.parent), "--study", name, *options]
     done = subprocess.run(search, check=False)
@@ -54,14 +52,21 @@ def table() -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for path in sorted(RESULTS.glob("*/*/attained.json")):
-        found, document = json.loads(path.read_text()), json.loads((path.parent / "recommendation.json").read_text())
+        found = json.loads(path.read_text())
+        about = f"| {found['device']} | {found['torch']} | {found['name']} "
+        failures = [one["failure"] for one in found.get("trainings", ()) if "failure" in one]
+        if found["exit_code"] or failures:
+            why = f"the search ended with {found['exit_code']}" if found["exit_code"] else failures[0].splitlines()[-1]
+            lines.append(about + f"| failed: {why} |" + " |" * 9)
+            continue
+        document = json.loads((path.parent / "recommendation.json").read_text())
         config, evidence = document["config"], document["evidence"]
         low, high = evidence["samples_per_second_interval"]
         attained = [one["samples_per_second"] for one in found["trainings"]]
         inside = sum(low <= rate <= high for rate in attained)
         peaks = ", ".join(f"{one['peak_memory_bytes'] / 2**20:,.1f}" for one in found["trainings"])
         lines.append(
-            f"| {found['device']} | {found['torch']} | {found['name']} | {config['precision']} batch "
+            f"{about}| {config['precision']} batch "
             f"{config['batch_size']} | {evidence['samples_per_second']:.1f} ({low:.1f} to {high:.1f}) "
             f"| {', '.join(f'{rate:.1f}' for rate in attained)} | {inside} of {len(attained)} inside "
             f"| {evidence['speedup']:.2f} | {evidence['peak_memory_bytes'] / 2**20:,.1f} | {peaks} "
@@ -78,5 +83,5 @@ def write_table() -> None:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        write_table() if name == "table" else run(name)
+    (what,) = sys.argv[1:]
+    {"run": lambda: run("gpt2"), "table": write_table}[what]()

@@ -29,6 +29,7 @@ def main(name: str, config: dict) -> dict:
     assert precision != "fp8"
     assert not config["pinned_modules"]
     assert config["weights"] == "as_found"
+    assert config["memory_format"] == "contiguous"
     assert config["activation_checkpointing"] == "off"
     scale = config["loss_scale"] or {"init_scale": 65536.0, "growth_interval": 2000}
     scaler = torch.amp.GradScaler(
@@ -38,8 +39,6 @@ def main(name: str, config: dict) -> dict:
         growth_interval=scale["growth_interval"],
     )
     model = part.model().cuda().train()
-    if config["memory_format"] == "channels_last":
-        model = model.to(memory_format=torch.channels_last)
     optimizer = part.optimizer(model.parameters())
     if config["optimizer_impl"] != "as_found":
         known = inspect.signature(type(optimizer)).parameters
@@ -64,8 +63,6 @@ def main(name: str, config: dict) -> dict:
     def step() -> None:
         for _ in range(config["accumulation_steps"]):
             batch = [tensor.cuda() for tensor in next(feed)]
-            if config["memory_format"] == "channels_last":
-                batch = [t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for t in batch]
             with torch.autocast("cuda", dtype) if dtype else contextlib.nullcontext():
                 loss = part.loss(model, batch)
             scaler.scale(loss / config["accumulation_steps"]).backward()

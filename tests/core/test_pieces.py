@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autotune_amp.core import pieces
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware
-from autotune_amp.core.text import printable
+from autotune_amp.core.text import one_line, printable
 
 
 class Read(HTMLParser):
@@ -66,4 +66,6 @@ def test_an_object_is_one_box_with_its_own_style(name: str) -> None:
     )
     shown = Read(hardware._repr_html_())
     assert shown.tags[:3] == ["div", "style", "h4"]
+    assert "t4" not in shown.tags
+    assert one_line(name) in shown.text
     assert [word for word in ("bf16", "1.00 TFLOP/s", "emulated", "8.00 GiB", "a note") if word not in shown.text] == []

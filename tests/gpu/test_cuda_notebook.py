@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,6 @@ def test_a_search_where_the_notebook_itself_has_used_the_card(virtual_machine: V
         assert cli.failures() == []
     assert ran.error == "SearchInterruptedError"
     assert set(ran.html) == set(SHOWN)
-    assert "compute" in ran.html["Hardware"]
-    assert "7.5" in ran.html["Hardware"]
-    assert "emulated" in ran.html["Hardware"]
+    assert "<dt>compute</dt><dd>7.5</dd>" in ran.html["Hardware"]
+    levels = dict(re.findall(r"<td>(bf16|fp16)</td><td[^>]*>[^<]*</td><td>(\w+)</td>", ran.html["Hardware"]))
+    assert levels == {"bf16": "emulated", "fp16": "native"}

@@ -299,7 +299,7 @@ def test_a_snapshot_records_the_allocator_meanwhile_and_stops(monkeypatch: pytes
     path = str(tmp_path / "memory.pickle")
     with child.snapshot(path):
         cuda.step()
-    started = call.record(max_entries=child.MAX_HISTORY_ENTRIES)
+    started = call.record(max_entries=child.MAX_HISTORY_ENTRIES, stacks="python")
     assert cuda.mock_calls == [started, call.step(), call.dump(path), call.record(enabled=None)]
     with pytest.raises(ValueError, match="no"), child.snapshot(path):
         raise ValueError("no")

@@ -43,23 +43,30 @@ def test_a_stopped_search_keeps_the_best_so_far_and_goes_on(ran: Ran) -> None:
     assert ran.error == "SearchInterruptedError"
     assert "fp32" in ran.best_so_far
     assert "interrupted" not in ran.html["Recommendation"]
+    numbers = re.findall(r"^ *(\d+)  (?:fp32|bf16|fp16) ", ran.text_after, re.MULTILINE)
+    assert int(numbers[0]) > 1, "it began anew"
 
 
 def test_progress_is_drawn_above_plain_lines(ran: Ran) -> None:
     assert "Searching" in ran.text
     assert re.search(r"\n +\d+  fp32 batch 32 .* samples/s", ran.text)
     assert "\x1b" not in ran.text
-    assert ran.drawn == ""  # taken out of the cell at the end
+    assert any("trial 1" in drawn and "best" in drawn for drawn in ran.drawn)
+    assert ran.left == ""  # taken out of the cell at the end
 
 
 @pytest.mark.parametrize(("ink", "paper"), [("rgb(20, 20, 20)", "white"), ("rgb(230, 230, 230)", "#111")])
 def test_a_notebook_in_the_dark_and_on_a_phone(ran: Ran, browser: Browser, ink: str, paper: str) -> None:
     page = browser.new_page(viewport={"width": 380, "height": 800})
     try:
-        page.set_content(f'<body style="color: {ink}; background: {paper}">{"".join(ran.html.values())}</body>')
+        beside = "<table id='theirs'><tr><td>of the notebook's own</td></tr></table>"
+        shown = f"<main>{beside}{''.join(ran.html.values())}</main>"
+        page.set_content(f'<body style="color: {ink}; background: {paper}">{shown}</body>')
         colors: Any = page.eval_on_selector_all("td, dd, b", "all => all.map(one => getComputedStyle(one).color)")
         assert set(colors) == {ink}
         assert page.evaluate("document.documentElement.scrollWidth") <= 380
+        theirs = page.eval_on_selector("#theirs td", "one => getComputedStyle(one).whiteSpace + one.style.minWidth")
+        assert theirs == "normal"
         assert page.locator(".autotune-amp").count() == len(SHOWN)
     finally:
         page.close()
