@@ -35,19 +35,21 @@ def terminate_programs(find: Callable[[], Iterable[psutil.Process]]) -> None:
     would leave their temporary files behind. The Pythons stand still for good: one whose compiler ends would start the
     next one."""
     python, until = Path(sys.executable).resolve(), time.monotonic() + TERMINATE_SECONDS
-    known: set[psutil.Process] = set()
+    known: dict[psutil.Process, bool] = {}  # whether it runs Python
     while time.monotonic() < until:
-        found, is_settled = set(find()), True
-        for process in found:
+        programs, is_settled = {process.pid for process, is_python in known.items() if not is_python}, True
+        for process in find():
             with contextlib.suppress(psutil.Error, OSError):
                 is_python, is_new = Path(process.exe()) == python, process not in known
-                if is_new:
-                    (process.suspend if is_python else process.terminate)()
+                if is_new and is_python:
+                    process.suspend()
+                elif is_new and process.ppid() not in programs:  # what a program that was asked starts cleans up for it
+                    process.terminate()
+                known[process] = is_python
                 if is_new or not (is_python or process.status() == psutil.STATUS_ZOMBIE):
                     is_settled = False  # a new one may have started others before
         if is_settled:
             return
-        known |= found
         time.sleep(_LOOK_SECONDS)
 
 

@@ -23,8 +23,11 @@ from autotune_amp.trial.jobs import Check, Describe, Trial
 pytestmark = pytest.mark.usefixtures("nothing_left_at_once")
 needs_fork = pytest.mark.skipif(not can_fork(), reason="trials are not forked here")
 
-# A program that removes its temporary file when it is asked to end, and not when it is killed; as gcc does.
-COMPILER = 'trap "rm -f $1; exit 1" TERM; touch "$1"; echo compiler $$; while true; do sleep 0.02; done'
+# A program that has another one remove its temporary file when it is asked to end, and not when it is killed.
+COMPILER = (
+    r'trap "sh -c \"sleep 0.1; rm -f $1\"; exit 1" TERM; touch "$1"; '
+    "echo compiler $$; while true; do sleep 0.02; done"
+)
 # What a batch does is said by its size.
 WORKLOAD = (
     f"""
