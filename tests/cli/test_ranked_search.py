@@ -60,17 +60,17 @@ def test_the_effective_batch_size_is_kept_over_both_and_fp16s_loss_scale_is_that
     assert {r["loss_scale"]["init_scale"] for r in runs} == {config["loss_scale"]["init_scale"]}
 
 
-def test_interrupted_terminated_or_killed_nothing_is_lost_and_nothing_left(cli: CommandLine) -> None:
+def test_terminated_or_killed_nothing_is_lost_and_nothing_left(cli: CommandLine) -> None:
     cli.write("train.py", WORKLOADS)
     num_known = 0
-    for way in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        process = cli.start("search", *SEARCH, "--budget", "240", "--json")
+    for way in (signal.SIGTERM, signal.SIGKILL):
+        process = cli.start("search", *SEARCH, "--budget", "150", "--json")
         wait_for_lines(cli, process, num_known + 2)
         end_by(cli, process, way)
         found = lines(cli)
         assert len(found) >= num_known + 2
         assert [line["outcome"] for line in found if line["outcome"]["outcome"] == "failure"] == []
         num_known = len(found)
-    done = cli.search(*SEARCH, "--budget", "240")
+    done = cli.search(*SEARCH, "--budget", "150")
     assert done.code == 0, done.err
     assert done.document["search"]["num_trials"] == sum(line["purpose"] not in CHECKS for line in lines(cli))

@@ -68,7 +68,7 @@ def test_interrupted_terminated_or_killed_nothing_is_lost_and_nothing_left(cli: 
     cli.write("train.py", WORKLOADS)
     known: list[dict[str, Any]] = []
     for way in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        process = cli.start("search", *SEARCH, "--budget", "120", "--json")
+        process = cli.start("search", *SEARCH, "--budget", "60", "--json")
         wait_for_lines(cli, process, len(known) + 3)
         end_by(cli, process, way)
         found = lines(cli)
@@ -76,7 +76,7 @@ def test_interrupted_terminated_or_killed_nothing_is_lost_and_nothing_left(cli: 
         assert len({line["number"] for line in found}) == len(found)
         assert [line["outcome"] for line in found if line["outcome"]["outcome"] == "failure"] == []
         known = found
-    done = cli.search(*SEARCH, "--budget", "120")
+    done = cli.search(*SEARCH, "--budget", "60")
     assert done.code == 0, done.err
     assert lines(cli)[: len(known)] == known
     assert done.document["search"]["num_trials"] == sum(line["purpose"] not in CHECKS for line in lines(cli))

@@ -212,7 +212,9 @@ def slot_on(opened: Opened, node: str) -> Slot:
     return next(slot for slot in slots if opened.where(slot) == node)
 
 
-def test_a_node_that_is_killed_in_a_job_is_no_slot_any_more(two: Opened, nodes: Any, tmp_path: Path) -> None:
+def test_a_node_that_is_killed_in_a_job_is_no_slot_any_more_and_one_that_comes_later_is(
+    two: Opened, nodes: Any, tmp_path: Path, environment: dict[str, str]
+) -> None:
     slot = slot_on(two, "other")
     job = two.submit(6, slot)
     two.wait_until(lambda: hanging(tmp_path))
@@ -224,6 +226,9 @@ def test_a_node_that_is_killed_in_a_job_is_no_slot_any_more(two: Opened, nodes: 
     assert two.where(left) == "head"
     assert any(str(slot.name) in note for note in two.notes)
     two.wait_until(lambda: not any(psutil.pid_exists(pid) for pid in hanging(tmp_path)))
+    nodes.add({**environment, "NODE": "later"})
+    two.wait_until(lambda: len(two.backend.slots) == 2)
+    assert {two.where(slot) for slot in two.backend.slots} == {"head", "later"}
 
 
 def test_what_ended_on_a_killed_node_and_was_not_heard_is_lost_too(two: Opened, nodes: Any) -> None:
@@ -238,14 +243,6 @@ def test_what_ended_on_a_killed_node_and_was_not_heard_is_lost_too(two: Opened, 
     time.sleep(5.0)  # its processes see that they are alone
     with pytest.raises(SlotLostError):
         place.thread.submit(node._ask, "hear").result()
-
-
-def test_a_node_that_is_added_later_becomes_a_slot(two: Opened, nodes: RayNodes, environment: dict[str, str]) -> None:
-    before = set(two.backend.slots)
-    nodes.add({**environment, "NODE": "later"})
-    two.wait_until(lambda: len(two.backend.slots) == 3)
-    (new,) = set(two.backend.slots) - before
-    assert two.where(new) == "later"
 
 
 def test_when_the_last_node_is_lost_another_one_is_waited_for(

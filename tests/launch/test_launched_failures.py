@@ -85,7 +85,7 @@ def test_the_rank_that_is_killed_is_named_while_its_workers_live(tmp_path: Path)
 def test_the_rank_that_hangs_is_named_with_its_stack(tmp_path: Path, model: str, number: int) -> None:
     script = tmp_path / "train.py"
     script.write_text(RANKS.format(number=number, fault="time.sleep(1000)"))
-    deadlines = Deadlines(whole_seconds=250, first_step_seconds=200, step_seconds=20)
+    deadlines = Deadlines(whole_seconds=250, first_step_seconds=75, step_seconds=20)
     found = failure(ran([*TORCHRUN, str(script), model], deadlines=deadlines))
     assert found.kind == "timeout"
     assert "rank 1 hangs" in found.message
@@ -93,11 +93,10 @@ def test_the_rank_that_hangs_is_named_with_its_stack(tmp_path: Path, model: str,
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_fsdp_is_heard_whole_every_time_with_values_set_from_outside_too(tmp_path: Path) -> None:
+def test_fsdp_is_heard_whole_with_values_set_from_outside_too(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(RANKS.format(number=-1, fault="pass"))
-    for agent in ({}, {"outside": {"precision": "bf16", "batch_size": 4}}) * 2:
+    for agent in ({}, {"outside": {"precision": "bf16", "batch_size": 4}}):
         found = ran([*TORCHRUN, str(script), "fsdp"], agent=agent)
         assert found.ending == "measured"
         assert [len(rank.pace) for rank in found.heard.ranks.values()] == [32 if agent else 16] * 2
