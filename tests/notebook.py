@@ -49,7 +49,7 @@ for inputs, targets in loader:
 controller.status()
 """
 SEARCHED = """
-recommendation = autotune_amp.recommend_config(workload, device=device, batch_size=(32, 32), budget=40)
+recommendation = autotune_amp.recommend_config(workload, device=device, batch_size=(32, 32), budget=40, try_="none")
 recommendation
 """
 SHOWN = {

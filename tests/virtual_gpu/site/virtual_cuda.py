@@ -130,12 +130,13 @@ def _replace_initialisation(machine: Machine) -> None:
 
 def _replace_devices(machine: Machine) -> None:
     def exchange(device: int) -> int:
-        if device < 0:
-            return -1
         cuda._lazy_init()
         before: int = native.device()
         native.set_device(device)
         return before
+
+    def maybe_exchange(device: int) -> int:  # a function of its own, as torch.compile asks of each that it knows
+        return -1 if device < 0 else exchange(device)
 
     def properties(device: int) -> SimpleNamespace:
         card = machine.visible()[device]
@@ -160,8 +161,8 @@ def _replace_devices(machine: Machine) -> None:
 
     c_part._cuda_getDevice = native.device
     c_part._cuda_setDevice = native.set_device
-    c_part._cuda_exchangeDevice = c_part._cuda_maybeExchangeDevice = exchange
-    cuda._exchange_device = cuda._maybe_exchange_device = exchange
+    c_part._cuda_exchangeDevice = cuda._exchange_device = exchange
+    c_part._cuda_maybeExchangeDevice = cuda._maybe_exchange_device = maybe_exchange
     c_part._cuda_synchronize = native.synchronize
     c_part._cuda_hasPrimaryContext = native.has_context
     c_part._cuda_canDeviceAccessPeer = lambda device, peer: False
