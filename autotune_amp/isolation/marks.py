@@ -43,7 +43,7 @@ def terminate_programs(find: Callable[[], Iterable[psutil.Process]]) -> None:
                 is_python, is_new = Path(process.exe()) == python, process not in known
                 if is_new and is_python:
                     process.suspend()
-                elif is_new and process.ppid() not in programs:  # what a program that was asked starts cleans up for it
+                elif is_new and process.ppid() not in programs:  # what one starts that was asked before cleans up
                     process.terminate()
                 known[process] = is_python
                 if is_new or not (is_python or process.status() == psutil.STATUS_ZOMBIE):
