@@ -29,6 +29,7 @@ import hypothesis
 import numpy as np
 import psutil
 import pytest
+from forked_python import ForkServer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -106,12 +107,24 @@ def _nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     assert (left, files) == (set(), [])
 
 
+standing: set[int] = set()  # processes that serve tests until the session ends
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """Runs Python programs at the price of a fork; see `forked_python`."""
+    server = ForkServer()
+    standing.add(server.pid)
+    yield server
+    server.close()
+
+
 @pytest.fixture(scope="module")
 def nothing_left_at_once() -> Iterator[None]:
     """No process or thread, of any kind, is there when the tests of a file are over; nobody waits for its end."""
     before = threading.active_count()
     yield
-    assert psutil.Process().children(recursive=True) == []
+    assert [child for child in psutil.Process().children(recursive=True) if child.pid not in standing] == []
     assert threading.active_count() == before
 
 
@@ -133,8 +146,10 @@ def _left_beside(before: set[str]) -> set[str]:
 
 
 def _living() -> Iterator[str]:
-    """This process's children and threads, without the one that multiprocessing keeps."""
+    """This process's children and threads, without the one that multiprocessing keeps, and those of the session."""
     for process in psutil.Process().children():
+        if process.pid in standing:
+            continue
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             command = " ".join(process.cmdline())
             if command and "resource_tracker" not in command:
@@ -160,10 +175,14 @@ class Finished:
 
 
 class CommandLine:
-    """Runs `autotune-amp` in `folder`, with temporary files in a folder of its own."""
+    """Runs `autotune-amp` in `folder`, with temporary files in a folder of its own.
 
-    def __init__(self, folder: Path) -> None:
+    With a `server`, what is run to its end is forked from that; what is started is always a process of its own.
+    """
+
+    def __init__(self, folder: Path, server: ForkServer | None = None) -> None:
         self.folder = folder
+        self._server = server
         # Not in `folder`: its name may be too long for the sockets that loader workers put there.
         self.temporary = Path(tempfile.mkdtemp(prefix="amp-"))
         self.mark = uuid.uuid4().hex
@@ -184,8 +203,8 @@ class CommandLine:
             **options,
         )
 
-    def __call__(self, *arguments: str, **options: Any) -> Finished:
-        return self.python("-m", "autotune_amp", *arguments, **options)
+    def __call__(self, *arguments: str) -> Finished:
+        return self.python("-m", "autotune_amp", *arguments)
 
     def terminate_all(self, process: subprocess.Popen[str]) -> None:
         """As Slurm ends a job: SIGTERM to a command and to all of its processes, which it hears of all at once."""
@@ -196,15 +215,18 @@ class CommandLine:
         process.terminate()
         process.send_signal(signal.SIGCONT)
 
-    def python(self, *arguments: str, **options: Any) -> Finished:
+    def python(self, *arguments: str) -> Finished:
         """A script of the user's own, or a module."""
-        process = self.start_python(*arguments, **options)
+        if self._server is not None:
+            done = self._server.run(arguments, cwd=self.folder, env=self.environment)
+            return Finished(done.returncode, done.stdout, done.stderr)
+        process = self.start_python(*arguments)
         out, err = process.communicate(timeout=200)
         return Finished(process.returncode, out, err)
 
-    def search(self, *arguments: str, **options: Any) -> Finished:
+    def search(self, *arguments: str) -> Finished:
         """A short search with its result as JSON."""
-        return self("search", "--json", *arguments, **options)
+        return self("search", "--json", *arguments)
 
     def write(self, name: str, text: str) -> str:
         (self.folder / name).write_text(text)
@@ -243,9 +265,9 @@ class CommandLine:
 
 
 @contextlib.contextmanager
-def command_line(folder: Path) -> Iterator[CommandLine]:
+def command_line(folder: Path, server: ForkServer | None = None) -> Iterator[CommandLine]:
     """The command line in `folder`; nothing but what it writes there may outlive the block."""
-    cli = CommandLine(folder)
+    cli = CommandLine(folder, server)
     try:
         yield cli
     finally:
@@ -256,9 +278,11 @@ def command_line(folder: Path) -> Iterator[CommandLine]:
 
 
 @pytest.fixture
-def cli(tmp_path: Path) -> Iterator[CommandLine]:
+def cli(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CommandLine]:
     """The command line in a folder of its own; nothing of it may outlive the test."""
-    with command_line(tmp_path) as cli:
+    # A virtual card's machine is chosen when torch is imported.
+    server = None if "VIRTUAL_GPU" in os.environ else request.getfixturevalue("fork_server")
+    with command_line(tmp_path, server) as cli:
         yield cli
 
 
