@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import pickle
@@ -64,13 +65,43 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.randomly_reset_seed = False
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Return two workers for each core: a third of the time of the tests is waiting for processes and deadlines."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(2 * num_cores, 16)
+
+
+@pytest.hookimpl(trylast=True)  # after pytest-randomly
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """In CI, what runs in real time is tried once more: a busy machine may cut it off. pytest lists what needed it."""
+    """Order the tests for the workers. In CI, have what runs in real time tried once more: a busy machine may cut it
+    off, and pytest lists what needed it.
+    """
+    items[:] = in_shares(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     if "CI" not in os.environ:
         return
     for item in items:
         if item.get_closest_marker("real_time") or {"cli", "shared_once"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def in_shares(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
+    """Order tests so that each worker of `--dist worksteal`, which begins with an equal part of them in their order,
+    has whole modules, those with slow tests first: no long test is the last one of all, and what a module's tests
+    share is made once. Modules with the same `xdist_group` count as one.
+    """
+    groups: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        mark = item.get_closest_marker("xdist_group")
+        groups.setdefault(mark.args if mark else item.path, []).append(item)
+    by_slowness = sorted(groups.values(), key=lambda group: -sum(map(is_slow, group)))
+    shares: list[list[pytest.Item]] = [[] for _ in range(num_workers)]
+    for number, group in enumerate(by_slowness):
+        shares[number % num_workers] += sorted(group, key=is_slow, reverse=True)
+    return list(itertools.chain.from_iterable(shares))
+
+
+def is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
 
 
 @pytest.fixture(autouse=True)
@@ -138,9 +169,9 @@ def _files(temporary: Path) -> list[str]:
 
 def _left_beside(before: set[str]) -> set[str]:
     """What does not end by itself within ten seconds."""
-    gc.collect()  # a loader's iterator that an exception's traceback holds ends its workers when it is collected
     patience_ends = time.monotonic() + 10
     while (left := set(_living()) - before) and time.monotonic() < patience_ends:
+        gc.collect()  # a loader's iterator that an exception's traceback holds ends its workers when it is collected
         time.sleep(0.05)
     return left
 
@@ -295,26 +326,28 @@ class SharedOnce(Protocol):
     def __call__(self, name: str, make: Callable[[Path], T]) -> T: ...
 
 
-@pytest.fixture(scope="session")
-def shared_once(tmp_path_factory: pytest.TempPathFactory) -> SharedOnce:
-    """Makes what is dear, such as a real search, once: the first worker that asks makes it, another waits for it.
+@pytest.fixture
+def shared_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SharedOnce:
+    """Makes what is dear, such as a real search, once: the first worker that asks makes it, another waits for it. A
+    test that is tried once more has it made anew.
 
     `make` gets an empty folder that stays until the session ends, and returns what can be pickled.
     """
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent
+    shared = base / "shared"
+    is_repeated = getattr(request.node, "execution_count", 1) > 1  # pytest-rerunfailures counts from 1
 
     def once(name: str, make: Callable[[Path], T]) -> T:
-        folder = base / "shared" / name
-        folder.parent.mkdir(exist_ok=True)
-        made = folder.parent / f"{name}.pickle"
-        with filelock.FileLock(folder.parent / f"{name}.lock"):
-            if not made.exists():
-                shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
-                folder.mkdir()
+        shared.mkdir(exist_ok=True)
+        made = shared / f"{name}.pickle"
+        with filelock.FileLock(shared / f"{name}.lock"):
+            if is_repeated or not made.exists():
+                # Others may be reading what was made before.
+                folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=shared))
                 made.write_bytes(pickle.dumps(make(folder)))
-        value: T = pickle.loads(made.read_bytes())
+            value: T = pickle.loads(made.read_bytes())
         return value
 
     return once

@@ -101,12 +101,12 @@ def _become(arguments: list[str], cwd: str, env: dict[str, str], streams: list[s
     try:
         _run(arguments)
         status = 0
-    except SystemExit as exit:
-        status = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
-        if isinstance(exit.code, str):
-            print(exit.code, file=sys.stderr)
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
     finally:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

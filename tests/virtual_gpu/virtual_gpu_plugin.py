@@ -49,6 +49,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(folder)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs a card where there is none and nobody asked for it."""
+    if _is_virtual() or _asks_for_gpu(config.option.markexpr) or _num_real_cards():
+        return
+    without = [item for item in items if item.get_closest_marker("gpu") is None]
+    if len(without) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
+        items[:] = without
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is None:
         return
