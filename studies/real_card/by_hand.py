@@ -181,6 +181,12 @@ def header(device: torch.device) -> dict[str, Any]:
     }
 
 
+def summary(outcome: dict[str, Any] | None) -> str:
+    if outcome is None:
+        return ""
+    return f"{outcome['setting']} batch {outcome['batch_size']}: {outcome['samples_per_second']:,.1f}"
+
+
 def table(path: Path) -> str:
     """Return a Markdown table for each device: fp32 today, the best by hand at today's batch size and at any."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -197,11 +203,9 @@ def table(path: Path) -> str:
             for sizes in ({today["batch_size"]} if today else set(), {one["batch_size"] for one in of_name}):
                 fit = [one for one in of_name if is_success(one) and one["batch_size"] in sizes]
                 best = max(fit, key=lambda one: one["samples_per_second"], default=None)
-                if best is None or today is None:
-                    cells += ["", ""]
-                    continue
-                cells.append(f"{best['setting']} batch {best['batch_size']}: {best['samples_per_second']:,.1f}")
-                cells.append(f"{best['samples_per_second'] / today['samples_per_second']:.2f}")
+                cells.append(summary(best))
+                gain = best["samples_per_second"] / today["samples_per_second"] if best and today else None
+                cells.append(f"{gain:.2f}" if gain else "")
             failed = [f"{one['setting']} batch {one['batch_size']}" for one in of_name if not is_success(one)]
             rows.append("| " + " | ".join([*cells, ", ".join(failed)]) + " |")
     return "\n".join(rows).strip()

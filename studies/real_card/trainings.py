@@ -352,7 +352,7 @@ def trainings(tiny: bool = False) -> list[Training]:
         Training("gpt", gpt, next_token_loss, tokens(short, 8192), adamw, batch(16)),
         Training("vit_b16", partial(make_vit, tiny), classify, images, adamw, batch(32)),
         Training("unet", unet, noise_prediction_loss, noisy, adamw, batch(16), has_convolutions=True),
-        Training("t5_small", partial(make_t5, tiny), text_pairs_loss, pairs, adamw, batch(16)),
+        Training("t5_small", partial(make_t5, tiny), text_pairs_loss, pairs, adamw, batch(16), compile_seconds=100.0),
         Training("bert", partial(make_bert, tiny), masked_lm_loss, masked, adamw, batch(16)),
         Training("mlp", make_mlp, regress, make_table_rows, adamw, batch(256), compile_seconds=20.0),
         Training("lstm", lstm, next_token_loss, tokens(steps, vocabulary), adamw, batch(32), compile_seconds=30.0),

@@ -34,7 +34,7 @@ def workload():
 """
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def searched(shared_once: SharedOnce) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The document of one search, and its records."""
 

@@ -36,7 +36,7 @@ def workload():
 NUM_CARDS = 4
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def searched(shared_once: SharedOnce, virtual_machine: VirtualMachine) -> tuple[dict[str, Any], list[Any], list[str]]:
     """The document of a search on four cards, its records, and what its processes saw."""
 
