@@ -1,100 +1,196 @@
-"""Pythons for tests, forked from one that has imported torch: 0.05 s of a core for a start that takes 2 by itself.
+"""Python processes for tests, forked from one that has imported torch: 0.1 s of a core for a start that takes 2 to 4.
 
-What a program sees is as in a process of its own: arguments, folder, environment, standard streams, exit handlers, and
-`sitecustomize` where it is on the path that its environment names. Only what happens before `import torch` is left out.
+What a program sees is as in a process that was started: arguments, folder, environment, session, standard streams, exit
+handlers, and `sitecustomize` where it is on the path that its environment names; the kernel shows the mark of a trial's
+process in its environment. Only what happens before `import torch` is left out. Linux alone.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
+import gc
 import importlib
 import importlib.util
 import json
 import os
 import runpy
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 # What programs of tests import; nothing of ours, whose modules may look at the environment.
-PRELOADED = ("torch", "torch._dynamo", "optuna", "sqlalchemy", "cloudpickle", "msgspec", "psutil", "rich", "typer")
-WRITES = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+PRELOADED = (
+    *("torch", "torch._dynamo", "torch.distributed.fsdp", "numpy", "optuna", "sqlalchemy"),
+    *("cloudpickle", "msgspec", "psutil", "rich", "typer"),
+)
+MARK, MARK_LENGTH = "AUTOTUNE_AMP_PROCESS", 32
+MAX_REQUEST_BYTES = 1 << 17
+
+
+class ForkedProcess:
+    """What tests use of `subprocess.Popen`, for a process that is a child of the fork server."""
+
+    def __init__(self, pid: int, status: int, streams: Sequence[IO[bytes] | None]) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.stdin, self.stdout, self.stderr = streams
+        self._status = status  # a pipe to which the exit status is written once
+
+    def poll(self) -> int | None:
+        return self._ended_within(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._ended_within(timeout) is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _ended_within(self, seconds: float | None) -> int | None:
+        if self.returncode is None and select.select([self._status], [], [], seconds)[0]:
+            self.returncode = int(os.read(self._status, 100) or -signal.SIGKILL)
+            os.close(self._status)
+        return self.returncode
 
 
 class ForkServer:
-    """A process that has imported torch and runs each program that it is asked for in a fork of its own."""
+    """A process that has imported torch and starts each program that it is asked for as a fork of itself."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lock = threading.Lock()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, MARK: "0" * MARK_LENGTH},
+                stdin=subprocess.DEVNULL,
+            )
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def run(
+    def popen(
         self,
         arguments: Sequence[str],
         *,
-        cwd: Path,
-        env: dict[str, str],
-        stdin: str = "",
-        timeout: float = 200.0,
+        stdin: int | None = None,
+        stdout: int | None = None,
+        stderr: int | None = None,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> ForkedProcess:
+        """Start `python *arguments`: a script, `-m` with a module or `-c` with a text, then its arguments."""
+        ours: list[IO[bytes] | None] = []
+        theirs = []
+        for number, wanted in enumerate((stdin, stdout, stderr)):
+            if wanted == subprocess.PIPE:
+                reads, writes = os.pipe()
+                theirs.append(reads if number == 0 else writes)
+                ours.append(os.fdopen(writes, "wb") if number == 0 else os.fdopen(reads, "rb"))
+            else:
+                theirs.append(os.dup(number if wanted is None else wanted))
+                ours.append(None)
+        status, theirs_status = os.pipe()
+        theirs.append(theirs_status)
+        environment = dict(os.environ if env is None else env)
+        request = {"arguments": list(arguments), "cwd": str(cwd or Path.cwd()), "env": environment}
+        try:
+            with self._lock:
+                socket.send_fds(self._channel, [json.dumps(request).encode()], theirs)
+                pid = int(self._channel.recv(100))
+        finally:
+            for descriptor in theirs:
+                os.close(descriptor)
+        return ForkedProcess(pid, status, ours)
+
+    def run(
+        self, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str], stdin: str = "", timeout: float = 200.0
     ) -> subprocess.CompletedProcess[str]:
-        """Run `python *arguments` to its end: a script, `-m` with a module or `-c` with a text, then its arguments."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with tempfile.TemporaryDirectory(prefix="amp-") as folder:
-            given, out, err = (Path(folder) / name for name in ("in", "out", "err"))
-            given.write_text(stdin)
-            streams = [str(path) for path in (given, out, err)]
-            request = {"arguments": list(arguments), "cwd": str(cwd), "env": env, "streams": streams}
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            pid = int(self._process.stdout.readline())
-            late = threading.Timer(timeout, os.killpg, (pid, signal.SIGKILL))
-            late.daemon = True
-            late.start()
-            status = int(self._process.stdout.readline())
-            late.cancel()
-            texts = (out.read_text(), err.read_text())
-        return subprocess.CompletedProcess([sys.executable, *arguments], status, *texts)
+        """Run `python *arguments` to its end; with its whole session it is killed when `timeout` seconds are over."""
+        with contextlib.ExitStack() as stack:
+            given, out, err = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3))
+            given.write(stdin)
+            given.seek(0)
+            process = self.popen(
+                arguments, stdin=given.fileno(), stdout=out.fileno(), stderr=err.fileno(), cwd=cwd, env=env
+            )
+            try:
+                process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+            texts = []
+            for stream in (out, err):
+                stream.seek(0)
+                texts.append(stream.read())
+        return subprocess.CompletedProcess([sys.executable, *arguments], process.wait(), *texts)
 
     def close(self) -> None:
-        with self._process:
-            pass  # the end of its standard input is its own
+        self._channel.close()
+        self._process.wait(60)
 
 
-def _serve() -> None:
-    """Answer each request with the child's number, then its exit status, on a line each."""
+def _serve(channel: socket.socket, mark_address: int) -> None:
+    """Fork for each request and answer with the number of the fork; write its exit status to the pipe it came with."""
     for name in PRELOADED:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    running: dict[int, tuple[int, int]] = {}  # a process's number and the pipe for its status, by its pidfd
+    while True:
+        for ready in select.select([channel.fileno(), *running], [], [])[0]:
+            if ready in running:
+                pid, status = running.pop(ready)
+                with contextlib.suppress(BrokenPipeError):  # nobody waits for it
+                    os.write(status, str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+                os.close(status)
+                os.close(ready)
+                continue
+            request, descriptors, _, _ = socket.recv_fds(channel, MAX_REQUEST_BYTES, 4)
+            if not request:
+                return
+            pid = os.fork()
+            if pid == 0:
+                channel.close()
+                for descriptor, (_, status) in running.items():
+                    os.close(descriptor)
+                    os.close(status)
+                _become(descriptors, mark_address, **json.loads(request))
+            running[os.pidfd_open(pid)] = pid, descriptors.pop()
+            for descriptor in descriptors:
+                os.close(descriptor)
+            channel.send(str(pid).encode())
 
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            _become(**json.loads(line))
-        print(pid, flush=True)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        print(status, flush=True)
 
-
-def _become(arguments: list[str], cwd: str, env: dict[str, str], streams: list[str]) -> None:
+def _become(descriptors: list[int], mark_address: int, arguments: list[str], cwd: str, env: dict[str, str]) -> None:
     """Turn this process into the one that was asked for; it does not return."""
     os.setsid()
-    for number, (path, flags) in enumerate(zip(streams, (os.O_RDONLY, WRITES, WRITES), strict=True)):
-        os.dup2(os.open(path, flags, 0o600), number)
+    for number, descriptor in enumerate(descriptors[:3]):
+        os.dup2(descriptor, number)
+    for descriptor in descriptors:
+        os.close(descriptor)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - as long as the process lives
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    if MARK in env:
+        ctypes.memmove(mark_address, env[MARK].encode(), MARK_LENGTH)
     tempfile.tempdir = None
     atexit._clear()
     status = 1
@@ -131,7 +227,8 @@ def _run(arguments: list[str]) -> None:
         runpy.run_module(more[0], run_name="__main__", alter_sys=True)
     elif kind == "-c":
         sys.argv = ["-c", *more[1:]]
-        exec(compile(more[0], "<string>", "exec"), {"__name__": "__main__"})
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
+        exec(compile(more[0], "<string>", "exec"), vars(main))
     else:
         sys.argv = arguments
         sys.path[0] = str(Path(kind).resolve().parent)
@@ -139,4 +236,9 @@ def _run(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    # The kernel shows the environment as it was given, on the stack; what Python sets later is elsewhere.
+    _getenv = ctypes.CDLL(None).getenv
+    _getenv.restype = ctypes.c_void_p
+    _address = _getenv(MARK.encode())
+    with socket.socket(fileno=int(sys.argv[1])) as _channel:
+        _serve(_channel, _address)

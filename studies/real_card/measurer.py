@@ -162,7 +162,10 @@ class Measurer:
             groups.append(seconds)
         step_seconds = statistics.median(groups[num_warmup_groups:]) / GROUP_STEPS
         unbroken_steps = max(1, round(UNBROKEN_SECONDS / step_seconds / GROUP_STEPS)) * GROUP_STEPS
-        unbroken_seconds = run(unbroken_steps)[0] / unbroken_steps if step_seconds < 0.01 else None
+        unbroken_seconds = None
+        if step_seconds < 0.01:
+            seconds, loss = run(unbroken_steps)  # the loss before may lie in a CUDA graph's memory, written over by now
+            unbroken_seconds = seconds / unbroken_steps
         steady = [place for place, group in enumerate(groups) if group <= 1.05 * step_seconds * GROUP_STEPS]
         return {
             "samples_per_second": round(setting.batch_size / step_seconds, 2),
