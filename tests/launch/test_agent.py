@@ -302,7 +302,7 @@ def test_ranks(script: Script, tmp_path: Path) -> None:
 def test_two_torchruns_at_once_one_of_fsdp_that_casts_by_its_own_policy(tmp_path: Path) -> None:
     scripts = (DDP, f"torch.distributed.fsdp.fully_shard(model, mp_policy={CASTING})")
     for name, wrapped in zip(("ddp.py", "fsdp.py"), scripts, strict=True):
-        (tmp_path / name).write_text(PREAMBLE + RANKS.format(wrapped=wrapped))
+        (tmp_path / name).write_text(f"{PREAMBLE}import torch.distributed.fsdp\n{RANKS.format(wrapped=wrapped)}")
     with ThreadPoolExecutor(2) as pool:
         ddp, fsdp = pool.map(lambda name: run([*TORCHRUN, name], tmp_path), ("ddp.py", "fsdp.py"))
     assert not ddp.ranks.keys() & fsdp.ranks.keys()

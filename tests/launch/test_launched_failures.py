@@ -26,7 +26,10 @@ torch.distributed.init_process_group("gloo")
 torch.manual_seed(0)
 data = torch.utils.data.TensorDataset(torch.randn(256, 8), torch.randn(256, 1))
 model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
-wrap = torch.distributed.fsdp.fully_shard if sys.argv[1] == "fsdp" else nn.parallel.DistributedDataParallel
+if sys.argv[1] == "fsdp":
+    from torch.distributed.fsdp import fully_shard as wrap
+else:
+    from torch.nn.parallel import DistributedDataParallel as wrap
 model = wrap(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 sampler = torch.utils.data.DistributedSampler(data)
