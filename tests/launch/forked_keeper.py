@@ -37,7 +37,7 @@ def main(given: str, printed: str, environment: str, settings: str, *arguments: 
         if program != sys.executable or not _names_torch(arguments[1:]):
             execute(program, arguments)
         sys.path[:] = path
-        _run(arguments[1:])
+        run_python(arguments[1:])
 
     os.execvp = become  # type: ignore[assignment]
     # By its path, as it is run: nothing of the package is there in the program.
@@ -56,7 +56,7 @@ def _names_torch(arguments: Sequence[str]) -> bool:
     return not kind.startswith("-") and "torch" in Path(kind).read_text()
 
 
-def _run(arguments: Sequence[str]) -> NoReturn:
+def run_python(arguments: Sequence[str]) -> NoReturn:
     """Do what Python does with its command line, to the end of the process."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
