@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from forked_python import ForkServer
+
 import autotune_amp.launch.agent
 from autotune_amp.launch.listening import Gone, Listener
 from autotune_amp.launch.ranks import Heard
@@ -19,8 +21,13 @@ INJECTED = Path(autotune_amp.launch.agent.__file__).parent / "path"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
-def run(command: list[str], folder: Path, *, fails: bool = False, **settings: Any) -> Heard:
-    """Run `command` in `folder` to its end; with a script's name it is that of this Python."""
+def run(
+    command: list[str], folder: Path, *, server: ForkServer | None = None, fails: bool = False, **settings: Any
+) -> Heard:
+    """Run `command` in `folder` to its end with the agent, whose settings are `settings`.
+
+    With a `server`, the command is a program of this Python and is forked from a process that has imported torch.
+    """
     heard = Heard()
     with tempfile.TemporaryDirectory() as temporary:
         listener = Listener(f"{temporary}/socket")
@@ -28,7 +35,11 @@ def run(command: list[str], folder: Path, *, fails: bool = False, **settings: An
         path = os.pathsep.join(filter(None, [str(INJECTED), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "AUTOTUNE_AMP_AGENT": json.dumps(agent), "PYTHONPATH": path}
         environment["TMPDIR"] = temporary  # where launchers leave what they wrote
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+        if server is None:
+            done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+        else:
+            assert command[0] == sys.executable
+            done = server.run(command[1:], cwd=folder, env=environment)
         listener.close()
         while True:
             try:

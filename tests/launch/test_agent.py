@@ -7,9 +7,11 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import INJECTED, TORCHRUN, run
+from forked_python import ForkServer
 
 from autotune_amp.launch.measure import precision_of
 from autotune_amp.launch.ranks import Heard, Rank
@@ -26,8 +28,12 @@ loss_of = nn.functional.mse_loss
 """
 
 
+Script = Callable[[str], list[str]]
+Train = Callable[..., Heard]
+
+
 @pytest.fixture
-def script(tmp_path: Path) -> Callable[[str], list[str]]:
+def script(tmp_path: Path) -> Script:
     """The command of a script that begins with `PREAMBLE`."""
 
     def write(text: str) -> list[str]:
@@ -35,6 +41,19 @@ def script(tmp_path: Path) -> Callable[[str], list[str]]:
         return [sys.executable, "train.py"]
 
     return write
+
+
+@pytest.fixture
+def train(fork_server: ForkServer, script: Script, tmp_path: Path) -> Train:
+    """Run a script that begins with `PREAMBLE`, forked from a process that has imported torch.
+
+    A test of how a process starts calls `run` without a server, and says why.
+    """
+
+    def train(text: str, **settings: Any) -> Heard:
+        return run(script(text), tmp_path, server=fork_server, **settings)
+
+    return train
 
 
 def only(heard: Heard) -> Rank:
@@ -62,9 +81,9 @@ SGD, FUSED = "torch.optim.SGD(model.parameters(), lr=0.01)", "torch.optim.SGD(mo
 
 
 @pytest.mark.parametrize("accumulates", [1, 4])
-def test_a_plain_loop(script: Callable[[str], list[str]], tmp_path: Path, accumulates: int) -> None:
+def test_a_plain_loop(train: Train, accumulates: int) -> None:
     text = LOOP.format(optimizer=SGD, scales=False, epochs=2, accumulates=accumulates)
-    rank = only(run(script(text), tmp_path))
+    rank = only(train(text))
     assert len(rank.pace) == 64 // accumulates
     assert per_step(rank) == {(8 * accumulates, accumulates)}
     assert len(list(rank.intervals())) == 64 // accumulates - 3
@@ -75,8 +94,8 @@ def test_a_plain_loop(script: Callable[[str], list[str]], tmp_path: Path, accumu
 
 
 @pytest.mark.parametrize("optimizer", [SGD, FUSED])
-def test_what_a_scaler_skips(script: Callable[[str], list[str]], tmp_path: Path, optimizer: str) -> None:
-    rank = only(run(script(LOOP.format(optimizer=optimizer, scales=True, epochs=1, accumulates=1)), tmp_path))
+def test_what_a_scaler_skips(train: Train, optimizer: str) -> None:
+    rank = only(train(LOOP.format(optimizer=optimizer, scales=True, epochs=1, accumulates=1)))
     skipped = [step.is_skipped for step in rank.pace]
     assert len(skipped) == 32
     assert 0 < sum(skipped) < 32
@@ -85,7 +104,7 @@ def test_what_a_scaler_skips(script: Callable[[str], list[str]], tmp_path: Path,
     assert all(loss is not None and 0 < loss < 100 for step in rank.pace for loss in step.losses), "not the scaled ones"
 
 
-def test_two_optimizers_of_which_one_steps_less(script: Callable[[str], list[str]], tmp_path: Path) -> None:
+def test_two_optimizers_of_which_one_steps_less(train: Train) -> None:
     text = """
 critic = nn.Linear(1, 1)
 generators, critics = (torch.optim.Adam(part.parameters()) for part in (model, critic))
@@ -97,13 +116,13 @@ for number, (x, y) in enumerate(loader, 1):
         critic(model(x)).mean().backward()
         generators.step()
 """
-    rank = only(run(script(text), tmp_path))
+    rank = only(train(text))
     assert len(rank.optimizers) == 2
     assert len(rank.pace) == 16
     assert per_step(rank) == {(16, 5)}
 
 
-def test_closures_and_a_loop_without_a_loader(script: Callable[[str], list[str]], tmp_path: Path) -> None:
+def test_closures_and_a_loop_without_a_loader(train: Train) -> None:
     text = """
 optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3, tolerance_grad=0, tolerance_change=0)
 for number in range(8):
@@ -114,7 +133,7 @@ for number in range(8):
         return loss
     optimizer.step(closure)
 """
-    rank = only(run(script(text), tmp_path))
+    rank = only(train(text))
     assert len(rank.pace) == 8
     assert not rank.training_loaders
     passes = {one.num_passes for one in rank.intervals()}
@@ -123,9 +142,7 @@ for number in range(8):
 
 
 @pytest.mark.parametrize("sample_dim", [0, 1])
-def test_what_enters_a_model_in_the_passes_of_a_step(
-    script: Callable[[str], list[str]], tmp_path: Path, sample_dim: int
-) -> None:
+def test_what_enters_a_model_in_the_passes_of_a_step(train: Train, sample_dim: int) -> None:
     text = """
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 for number in range(24):
@@ -133,14 +150,11 @@ for number in range(24):
     if number % 3 == 2:
         optimizer.step()
 """
-    rank = only(run(script(text), tmp_path, sample_dim=sample_dim))
+    rank = only(train(text, sample_dim=sample_dim))
     assert per_step(rank) == {(3 * (5, 3)[sample_dim], 3)}
 
 
-@pytest.mark.parametrize("reset", ["", "torch.compiler.reset()"])
-def test_what_is_compiled_the_step_too(script: Callable[[str], list[str]], tmp_path: Path, reset: str) -> None:
-    """Once more in the middle, where batches get smaller; the autocast region is inside."""
-    text = """
+COMPILED = """
 @torch.compile(backend="eager", dynamic=False)
 def loss_in_region(x, y):
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -153,7 +167,10 @@ for x, y in torch.utils.data.DataLoader(data, batch_sampler=batches):
     loss_in_region(x, y).backward()
     step()
 """
-    rank = only(run(script(f"{reset}\n{text}"), tmp_path))
+
+
+def check_compiled(rank: Rank) -> None:
+    """Once more in the middle, where batches get smaller; the autocast region is inside."""
     assert len(rank.pace) == 32
     assert per_step(rank) == {(8, 1), (4, 1)}
     assert rank.num_compiling_steps == 1
@@ -161,7 +178,12 @@ for x, y in torch.utils.data.DataLoader(data, batch_sampler=batches):
     assert precision_of(rank) == "bf16"
 
 
-def test_an_evaluation_is_no_training(script: Callable[[str], list[str]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("reset", ["", "torch.compiler.reset()"])
+def test_what_is_compiled_the_step_too(train: Train, reset: str) -> None:
+    check_compiled(only(train(reset + COMPILED)))
+
+
+def test_an_evaluation_is_no_training(train: Train) -> None:
     text = """
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
@@ -175,7 +197,7 @@ for number, (x, y) in enumerate(loader):
     loss_of(model(x), y).backward()
     optimizer.step()
 """
-    rank = only(run(script(text), tmp_path))
+    rank = only(train(text))
     assert len(rank.training_loaders) == 1
     assert per_step(rank) == {(8, 1)}
     assert len(list(rank.intervals())) == 26, "of 29 intervals after the warm-up three hold an evaluation"
@@ -183,15 +205,14 @@ for number, (x, y) in enumerate(loader):
 
 @pytest.mark.parametrize(
     "launch",
-    ["module", "shell", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("spawned workers", "spawn"))],
+    ["module", "shell", pytest.param("spawn", marks=pytest.mark.slow)],
 )
-def test_ways_to_start(script: Callable[[str], list[str]], tmp_path: Path, launch: str) -> None:
-    num_workers = 2 if launch == "spawned workers" else 0
+def test_ways_to_start(script: Script, tmp_path: Path, launch: str) -> None:
+    """In fresh processes: Python's own ways to find the program are what differs."""
     body = f"""
 def train(rank=0):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True, num_workers={num_workers},
-                                         multiprocessing_context="spawn" if {num_workers} else None)
+    loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
     for x, y in loader:
         optimizer.zero_grad()
         loss_of(model(x), y).backward()
@@ -213,7 +234,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_modules_of_a_loaders_worker_are_not_watched(
-    script: Callable[[str], list[str]], tmp_path: Path, context: str
+    fork_server: ForkServer, script: Script, tmp_path: Path, context: str
 ) -> None:
     command = script(f"""
 class Augmented(torch.utils.data.Dataset):
@@ -228,13 +249,15 @@ class Augmented(torch.utils.data.Dataset):
 
 if __name__ == "__main__":
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader = torch.utils.data.DataLoader(Augmented(), batch_size=8, num_workers=1, multiprocessing_context="{context}")
+    loader = torch.utils.data.DataLoader(Augmented(), batch_size=8, num_workers={2 if context == "spawn" else 1},
+                                         multiprocessing_context="{context}")
     for x, y in loader:
         optimizer.zero_grad()
         loss_of(model(x), y).backward()
         optimizer.step()
 """)
-    rank = only(run(command, tmp_path))
+    # A worker that is spawned imports the program of a process that was started as such.
+    rank = only(run(command, tmp_path, server=fork_server if context == "fork" else None))
     assert len(rank.pace) == 8
     assert per_step(rank) == {(8, 1)}
 
@@ -242,7 +265,6 @@ if __name__ == "__main__":
 RANKS = """
 import os, time
 import torch.distributed
-from torch.distributed.fsdp import fully_shard
 torch.distributed.init_process_group("gloo")
 model = {wrapped}
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -257,35 +279,36 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("wrapped", ["nn.parallel.DistributedDataParallel(model)", "fully_shard(model)"])
-def test_ranks(script: Callable[[str], list[str]], tmp_path: Path, wrapped: str) -> None:
-    script(RANKS.format(wrapped=wrapped))
-    heard = run([*TORCHRUN, "train.py"], tmp_path)
+DDP = "nn.parallel.DistributedDataParallel(model)"
+CASTING = "torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)"
+
+
+def check_ranks(heard: Heard, precision: str) -> None:
     assert heard.is_whole
     assert sorted(rank.rank for rank in heard.ranks.values()) == [0, 1]
     assert heard.num_steps == 16
     assert all(per_step(rank) == {(8, 1)} for rank in heard.ranks.values())
     assert (heard.samples_per_second() or 0) > 0
+    assert [precision_of(rank) for rank in heard.ranks.values()] == [precision] * 2
+
+
+def test_ranks(script: Script, tmp_path: Path) -> None:
+    """Started by torchrun itself."""
+    script(RANKS.format(wrapped=DDP))
+    check_ranks(run([*TORCHRUN, "train.py"], tmp_path), "fp32")
 
 
 @pytest.mark.slow
-def test_two_torchruns_at_once(script: Callable[[str], list[str]], tmp_path: Path) -> None:
-    script(RANKS.format(wrapped="nn.parallel.DistributedDataParallel(model)"))
+def test_two_torchruns_at_once_one_of_fsdp_that_casts_by_its_own_policy(tmp_path: Path) -> None:
+    scripts = (DDP, f"torch.distributed.fsdp.fully_shard(model, mp_policy={CASTING})")
+    for name, wrapped in zip(("ddp.py", "fsdp.py"), scripts, strict=True):
+        (tmp_path / name).write_text(f"{PREAMBLE}import torch.distributed.fsdp\n{RANKS.format(wrapped=wrapped)}")
     with ThreadPoolExecutor(2) as pool:
-        both = list(pool.map(lambda _: run([*TORCHRUN, "train.py"], tmp_path), range(2)))
-    assert not both[0].ranks.keys() & both[1].ranks.keys()
-    for heard in both:
-        assert sorted(rank.rank for rank in heard.ranks.values()) == [0, 1]
-        assert all(per_step(rank) == {(8, 1)} for rank in heard.ranks.values())
-
-
-@pytest.mark.slow
-def test_fsdp_casts_by_its_own_policy(script: Callable[[str], list[str]], tmp_path: Path) -> None:
-    policy = "torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)"
-    script(RANKS.format(wrapped=f"fully_shard(model, mp_policy={policy})"))
-    heard = run([*TORCHRUN, "train.py"], tmp_path)
-    assert [precision_of(rank) for rank in heard.ranks.values()] == ["bf16", "bf16"]
-    assert all((rank.peak_memory_bytes or 0) > 1 << 26 for rank in heard.ranks.values())
+        ddp, fsdp = pool.map(lambda name: run([*TORCHRUN, name], tmp_path), ("ddp.py", "fsdp.py"))
+    assert not ddp.ranks.keys() & fsdp.ranks.keys()
+    check_ranks(ddp, "fp32")
+    check_ranks(fsdp, "bf16")
+    assert all((rank.peak_memory_bytes or 0) > 1 << 26 for rank in fsdp.ranks.values())
 
 
 def test_a_python_without_torch_says_hello_and_starts_no_thread(tmp_path: Path) -> None:
@@ -295,7 +318,7 @@ def test_a_python_without_torch_says_hello_and_starts_no_thread(tmp_path: Path) 
     assert not heard.torches
 
 
-def test_nothing_is_patched_where_nothing_is_observed(script: Callable[[str], list[str]], tmp_path: Path) -> None:
+def test_nothing_is_patched_where_nothing_is_observed(train: Train) -> None:
     text = """
 from torch.utils.data import dataloader
 from torch.optim import optimizer
@@ -305,13 +328,13 @@ patched = [torch.autograd.backward, nn.Module.__call__, torch.autocast.__init__,
 assert not [function for function in patched if "autotune_amp" in function.__code__.co_filename]
 assert not optimizer._global_optimizer_pre_hooks and not optimizer._global_optimizer_post_hooks
 """
-    heard = run(script(text), tmp_path, observes=False)
+    heard = train(text, observes=False)
     assert len(heard.torches) == 1
     with pytest.raises(AssertionError):
-        run(script(text), tmp_path)
+        train(text)
 
 
-def test_an_error_of_the_agent_is_told_and_raises_nothing(script: Callable[[str], list[str]], tmp_path: Path) -> None:
+def test_an_error_of_the_agent_is_told_and_raises_nothing(train: Train) -> None:
     text = """
 import sys
 def broken(*_):
@@ -320,11 +343,11 @@ sys.modules["autotune_amp_agent.batches"].size_of = broken
 for _ in torch.utils.data.DataLoader(data, batch_size=None):
     break
 """
-    heard = run(script(text), tmp_path)
+    heard = train(text)
     assert [(error.type, error.message) for error in heard.errors] == [("LookupError", "a fault of the agent")]
 
 
-def test_a_loss_that_is_no_number_is_heard(script: Callable[[str], list[str]], tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number_is_heard(train: Train) -> None:
     text = """
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 for factor in (1.0, float("nan"), float("inf"), 1.0):
@@ -333,14 +356,12 @@ for factor in (1.0, float("nan"), float("inf"), 1.0):
     optimizer.zero_grad()
     model = model.requires_grad_()
 """
-    losses = [step.losses[0] for step in only(run(script(text), tmp_path)).steps]
+    losses = [step.losses[0] for step in only(train(text)).steps]
     assert losses[0] is not None
     assert losses[1:3] == [None, None]
 
 
-def test_the_users_own_sitecustomize_runs(
-    script: Callable[[str], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_users_own_sitecustomize_runs(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "sitecustomize.py").write_text("import builtins\nbuiltins.theirs = True\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "theirs"))
@@ -364,22 +385,20 @@ sys.meta_path.insert(0, Finder())
 
 
 def test_what_the_users_own_sitecustomize_does_to_imports_hides_nothing(
-    script: Callable[[str], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "sitecustomize.py").write_text(HOOK)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "theirs"))
-    rank = only(run(script(LOOP.format(optimizer=SGD, scales=False, epochs=1, accumulates=1)), tmp_path))
-    assert len(rank.pace) == 32
+    # In a fresh process: it imports torch, and the compiler later, after the hook is there.
+    check_compiled(only(run(script(COMPILED), tmp_path)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "tool", [["coverage", "run", "--branch"], ["debugpy", "--listen", "127.0.0.1:0"]], ids=lambda tool: tool[0]
 )
-def test_what_else_looks_into_the_interpreter_goes_on(
-    script: Callable[[str], list[str]], tmp_path: Path, tool: list[str]
-) -> None:
+def test_what_else_looks_into_the_interpreter_goes_on(script: Script, tmp_path: Path, tool: list[str]) -> None:
     coverage = pytest.importorskip("coverage")
     pytest.importorskip(tool[0])
     loop = LOOP.format(optimizer=SGD, scales=False, epochs=1, accumulates=1)
@@ -407,7 +426,7 @@ def test_the_agent_is_for_python_3_8_and_needs_nothing_but_torch() -> None:
         assert imported <= {*sys.stdlib_module_names, "torch", *ours}, path
 
 
-def test_weights_that_are_updated_by_hand(script: Callable[[str], list[str]], tmp_path: Path) -> None:
+def test_weights_that_are_updated_by_hand(train: Train) -> None:
     text = """
 for number in range(600):
     loss_of(model(inputs[:8]), targets[:8]).backward()
@@ -416,14 +435,14 @@ for number in range(600):
             parameter -= 0.01 * parameter.grad
             parameter.grad = None
 """
-    heard = run(script(text), tmp_path)
+    heard = train(text)
     assert not heard.ranks
     assert heard.unstepped is not None
     assert heard.unstepped.num_backward <= 600
 
 
 @pytest.mark.parametrize("data", ["loader", "tensors"])
-def test_frozen_steps_tell_of_their_batches(script: Callable[[str], list[str]], tmp_path: Path, data: str) -> None:
+def test_frozen_steps_tell_of_their_batches(train: Train, data: str) -> None:
     text = f"""
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 slices = [(inputs[8 * i : 8 * i + 8], targets[8 * i : 8 * i + 8]) for i in range(6)]
@@ -431,7 +450,7 @@ for x, y in torch.utils.data.DataLoader(data, batch_size=8) if {data == "loader"
     loss_of(model(x), y).backward()
     optimizer.step()
 """
-    told = run(script(text), tmp_path, frozen={"num_steps": 3, "max_entries": 1000}).gradients
+    told = train(text, frozen={"num_steps": 3, "max_entries": 1000}).gradients
     assert [each.number for each in told] == [0, 1, 2]
     assert len({each.weights for each in told}) == 1, "no step was taken"
     assert len({each.batch for each in told} - {None}) == 3
@@ -439,6 +458,7 @@ for x, y in torch.utils.data.DataLoader(data, batch_size=8) if {data == "loader"
 
 
 def test_no_thread_of_ours_lives_while_python_is_torn_down(tmp_path: Path) -> None:
+    """In a fresh process, whose own end it is."""
     (tmp_path / "train.py").write_text("""
 import atexit, threading
 from pathlib import Path

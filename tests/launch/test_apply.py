@@ -7,13 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from commands import INJECTED, TORCHRUN
+from forked_commands import forked_commands
+from forked_python import ForkServer
 
 from autotune_amp.cli import run
 from autotune_amp.core.config import AmpConfig
@@ -41,6 +43,13 @@ for x, y in loader:
     optimizer.step()
 """
 PLAIN = PREAMBLE + "loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)\n" + LOOP
+
+
+@pytest.fixture
+def forked_apply(apply: Apply, fork_server: ForkServer) -> Iterator[Apply]:
+    """`apply`, whose scripts are forked from a process that has imported torch."""
+    with forked_commands(fork_server):
+        yield apply
 
 
 @pytest.fixture
@@ -73,11 +82,11 @@ def seen(observed: dict[str, Any] | None) -> tuple[str, int, int]:
     return observed["precision"], observed["batch_size"], observed["accumulation_steps"]
 
 
-def test_a_plain_loop_is_shown_tried_and_written(apply: Apply, tmp_path: Path) -> None:
+def test_a_plain_loop_is_shown_tried_and_written(forked_apply: Apply, tmp_path: Path) -> None:
     script, other = tmp_path / "train.py", tmp_path / "other"
     script.write_text(PLAIN)
     script.chmod(0o750)
-    found = apply([sys.executable, "train.py"], "--write")
+    found = forked_apply([sys.executable, "train.py"], "--write")
     assert (found["verified"], found["by_hand"], found["command"]) == (True, [], None)
     assert seen(found["today"]) == ("fp32", 8, 1)
     assert seen(found["observed"]) == ("bf16", 16, 1)
@@ -89,26 +98,26 @@ def test_a_plain_loop_is_shown_tried_and_written(apply: Apply, tmp_path: Path) -
     assert (other / "train.py").read_text() == script.read_text() != PLAIN
 
 
-def test_what_the_command_makes_in_one_run_is_its_own_in_the_next(apply: Apply, tmp_path: Path) -> None:
+def test_what_the_command_makes_in_one_run_is_its_own_in_the_next(forked_apply: Apply, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("open('log', 'w').close()\n" + PLAIN)
     for _ in range(2):
-        assert apply([sys.executable, "train.py"])["verified"]
+        assert forked_apply([sys.executable, "train.py"])["verified"]
     (tmp_path / "log").write_text("the user's")
-    assert "log" in apply([sys.executable, "train.py"], fails=True)["error"]["message"]
+    assert "log" in forked_apply([sys.executable, "train.py"], fails=True)["error"]["message"]
 
 
-def test_a_copy_that_does_something_else_is_not_written(apply: Apply, tmp_path: Path) -> None:
+def test_a_copy_that_does_something_else_is_not_written(forked_apply: Apply, tmp_path: Path) -> None:
     stubborn = PREAMBLE + "size = 32\nglobals()['size'] = 8\nloader = torch.utils.data.DataLoader(data, size)\n" + LOOP
     (tmp_path / "train.py").write_text(stubborn)
-    refused = apply([sys.executable, "train.py"], "--write", precision="fp32", fails=True)
+    refused = forked_apply([sys.executable, "train.py"], "--write", precision="fp32", fails=True)
     assert all(word in refused["error"]["message"] for word in ("batch size", "8", "16"))
     assert (tmp_path / "train.py").read_text() == stubborn
 
 
-def test_a_copy_that_fails_is_said_with_its_error(apply: Apply, tmp_path: Path) -> None:
+def test_a_copy_that_fails_is_said_with_its_error(forked_apply: Apply, tmp_path: Path) -> None:
     picky = PLAIN.replace("    loss.backward()", "    assert len(x) != 16, 'not sixteen'\n    loss.backward()")
     (tmp_path / "train.py").write_text(picky)
-    found = apply([sys.executable, "train.py"], precision="fp32")
+    found = forked_apply([sys.executable, "train.py"], precision="fp32")
     assert (found["verified"], found["observed"]) == (False, None)
     assert "not sixteen" in found["problem"]
     assert (tmp_path / "train.py").read_text() == picky
@@ -128,12 +137,12 @@ while True:
 """
 
 
-def test_samples_are_counted_along_the_dimension_that_the_search_found(apply: Apply, tmp_path: Path) -> None:
+def test_samples_are_counted_along_the_dimension_that_the_search_found(forked_apply: Apply, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(RECURRENT)
     description = Recommendation.load(SAMPLE).workload
     assert description is not None
     description = msgspec.structs.replace(description, sample_dim=1)
-    found = apply([sys.executable, "train.py"], description=description)
+    found = forked_apply([sys.executable, "train.py"], description=description)
     assert (found["verified"], found["by_hand"]) == (True, [])
     assert seen(found["today"]) == ("fp32", 16, 1)
     assert seen(found["observed"]) == ("bf16", 16, 1)
@@ -175,6 +184,7 @@ def loader(num_workers):
     "how", ["script", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("module", "shell", "spawned workers"))]
 )
 def test_a_copy_runs_in_the_originals_place(apply: Apply, tmp_path: Path, how: str) -> None:
+    """In fresh processes: how an interpreter comes by the text of its program is what differs."""
     package = tmp_path / "package"
     package.mkdir()
     (package / "train.py").write_text(TRAIN.format(num_workers=1 if how == "spawned workers" else 0))
@@ -195,7 +205,7 @@ def test_a_copy_runs_in_the_originals_place(apply: Apply, tmp_path: Path, how: s
     assert not cached, "the edited text's code under the original's name"
 
 
-def test_flags_of_the_command_and_regions_with_a_scaler(apply: Apply, tmp_path: Path) -> None:
+def test_flags_of_the_command_and_regions_with_a_scaler(forked_apply: Apply, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import argparse\n"
         + PREAMBLE
@@ -217,7 +227,7 @@ for x, y in train:
     scaler.update()
 """
     )
-    found = apply([sys.executable, "train.py", "--batch-size", "8"])
+    found = forked_apply([sys.executable, "train.py", "--batch-size", "8"])
     assert found["verified"] is True
     assert found["command"] == [sys.executable, "train.py", "--batch-size", "16", "--amp"]
     changed = [line for line in found["diff"].splitlines() if line.startswith("+")]
@@ -237,13 +247,13 @@ def test_ranks(apply: Apply, tmp_path: Path) -> None:
     assert seen(found["observed"]) == ("bf16", 16, 1)
 
 
-def test_what_cannot_be_applied(apply: Apply, tmp_path: Path) -> None:
-    assert apply([], fails=True)["error"]["kind"] == "invalid_request"
+def test_what_cannot_be_applied(forked_apply: Apply, tmp_path: Path) -> None:
+    assert forked_apply([], fails=True)["error"]["kind"] == "invalid_request"
     assert run(["apply"]) == 2
-    placeholder = apply([sys.executable, "train.py", "--bs", "{batch_size=8}"], fails=True)["error"]
+    placeholder = forked_apply([sys.executable, "train.py", "--bs", "{batch_size=8}"], fails=True)["error"]
     assert "{batch_size}" in placeholder["message"]
     failing = [sys.executable, "-c", "import torch; raise ValueError('the moon')"]
-    assert "the moon" in apply(failing, fails=True)["error"]["message"]
+    assert "the moon" in forked_apply(failing, fails=True)["error"]["message"]
 
 
 # --- frameworks ------------------------------------------------------------------------------------------------------
@@ -301,12 +311,12 @@ for x, y in loader:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parses", [False, True])
-def test_transformers(apply: Apply, tmp_path: Path, parses: bool) -> None:
+def test_transformers(forked_apply: Apply, tmp_path: Path, parses: bool) -> None:
     own = "args = TrainingArguments('out', per_device_train_batch_size=8, report_to='none', use_cpu=True)"
     parsed = "args, = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()"
     (tmp_path / "train.py").write_text(TRANSFORMERS.replace("ARGUMENTS", parsed if parses else own))
     given = ["--output_dir", "out", "--use_cpu", "--report_to", "none"] if parses else []
-    found = apply([sys.executable, "train.py", *given], accumulation_steps=2)
+    found = forked_apply([sys.executable, "train.py", *given], accumulation_steps=2)
     assert (found["verified"], found["by_hand"]) == (True, [])
     assert seen(found["observed"]) == ("bf16", 16, 2)
     assert (found["diff"] == "") is parses
@@ -315,18 +325,18 @@ def test_transformers(apply: Apply, tmp_path: Path, parses: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulates", [True, False])
-def test_accelerate(apply: Apply, tmp_path: Path, accumulates: bool) -> None:
+def test_accelerate(forked_apply: Apply, tmp_path: Path, accumulates: bool) -> None:
     block = "with accelerator.accumulate(model):" if accumulates else "if True:"
     (tmp_path / "train.py").write_text(ACCELERATE.replace("WITH", block))
-    found = apply([sys.executable, "train.py"], accumulation_steps=2)
+    found = forked_apply([sys.executable, "train.py"], accumulation_steps=2)
     assert found["verified"] is accumulates, "the argument alone does nothing"
     assert seen(found["observed"]) == ("bf16", 16, 2 if accumulates else 1)
 
 
 @pytest.mark.slow
-def test_lightning(apply: Apply, tmp_path: Path) -> None:
+def test_lightning(forked_apply: Apply, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LIGHTNING)
-    found = apply([sys.executable, "train.py"], accumulation_steps=2)
+    found = forked_apply([sys.executable, "train.py"], accumulation_steps=2)
     assert (found["verified"], found["by_hand"]) == (True, [])
     assert seen(found["observed"]) == ("bf16", 16, 2)
 

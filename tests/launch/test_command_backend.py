@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from backend_contract import BackendContract, Made
+from forked_commands import forked_commands
+from forked_python import ForkServer
 
 from autotune_amp.core.errors import BudgetTooSmallError, WorkloadError
 from autotune_amp.core.launch_line import LaunchLine
@@ -58,6 +60,12 @@ for epoch in range(1000):
 """
 BATCH, PRECISION = ("--batch", "{batch_size=8}"), ("--precision", "{precision=fp32}")
 SECONDS = 200.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _commands_are_forked(fork_server: ForkServer) -> Iterator[None]:
+    with forked_commands(fork_server):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_commands import forked_commands
+from forked_python import ForkServer
 from running_commands import run_command
 
 from autotune_amp.core.outcome import Failure
@@ -108,10 +110,13 @@ def train(mine: Path) -> Callable[..., Ran]:
 
 
 @pytest.mark.parametrize("way", [*CHANGES, *WITH_TORCH])
-def test_what_was_there_stays_and_path_and_line_are_said(mine: Path, train: Callable[..., Ran], way: str) -> None:
+def test_what_was_there_stays_and_path_and_line_are_said(
+    mine: Path, train: Callable[..., Ran], fork_server: ForkServer, way: str
+) -> None:
     before = snapshot(mine)
     text = CHANGES[way] if way in CHANGES else f"import torch; {WITH_TORCH[way]}"
-    ran = train(text + "\nprint('went on')")
+    with forked_commands(fork_server):
+        ran = train(text + "\nprint('went on')")
     assert isinstance(ran.ending, Failure)
     refused = ran.heard.refused
     assert refused is not None, ran.seen.printed

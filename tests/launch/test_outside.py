@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from commands import TORCHRUN, run
+from forked_python import ForkServer
 
 from autotune_amp.launch.measure import precision_of
 from autotune_amp.launch.messages import Set
 from autotune_amp.launch.ranks import Rank
+
+Ran = Callable[..., Rank]
 
 PREAMBLE = """
 import copy, sys, torch
@@ -33,11 +37,22 @@ for x, y in loader:
 """
 
 
-def ran(folder: Path, text: str, *, command: list[str] | None = None, **outside: object) -> Rank:
-    """The first rank of a script that begins with `PREAMBLE`, with this set from outside."""
-    (folder / "train.py").write_text(PREAMBLE + text)
-    heard = run(command or [sys.executable, "train.py"], folder, outside=outside)
-    return min(heard.ranks.values(), key=lambda rank: rank.rank)
+@pytest.fixture
+def ran(fork_server: ForkServer, tmp_path: Path) -> Ran:
+    """Run a script that begins with `PREAMBLE` with values set from outside; its first rank.
+
+    It is forked from a process that has imported torch, unless it has a command of its own.
+    """
+
+    def ran(text: str, *, command: list[str] | None = None, **outside: object) -> Rank:
+        (tmp_path / "train.py").write_text(PREAMBLE + text)
+        if command is None:
+            heard = run([sys.executable, "train.py"], tmp_path, server=fork_server, outside=outside)
+        else:
+            heard = run(command, tmp_path, outside=outside)
+        return min(heard.ranks.values(), key=lambda rank: rank.rank)
+
+    return ran
 
 
 def sizes(rank: Rank) -> set[float]:
@@ -62,12 +77,12 @@ def the(name: str, rank: Rank) -> Set:
         "torch.utils.data.RandomSampler(data), 8, False))",
     ],
 )
-def test_the_batch_size_of_the_training_loader_alone(tmp_path: Path, made: str) -> None:
+def test_the_batch_size_of_the_training_loader_alone(ran: Ran, made: str) -> None:
     text = f"loader = {made}\nothers = torch.utils.data.DataLoader(data, batch_size=64)\n" + STEPS
-    today = ran(tmp_path, text)
+    today = ran(text)
     trained, other = today.loaders.values()
     assert (trained.batch_size, other.batch_size) == (8, 64)
-    rank = ran(tmp_path, text, batch_size=16, maker=trained.maker)
+    rank = ran(text, batch_size=16, maker=trained.maker)
     assert sizes(rank) == {16}
     assert [loader.batch_size for loader in rank.loaders.values()] == [16, 64]
     found = the("batch_size", rank)
@@ -75,13 +90,13 @@ def test_the_batch_size_of_the_training_loader_alone(tmp_path: Path, made: str) 
     assert found.line == trained.line
 
 
-def test_a_sampler_of_batches_that_is_the_scripts_own_is_left_alone(tmp_path: Path) -> None:
+def test_a_sampler_of_batches_that_is_the_scripts_own_is_left_alone(ran: Ran) -> None:
     text = """
 class Pairs(torch.utils.data.BatchSampler):
     pass
 loader = torch.utils.data.DataLoader(data, batch_sampler=Pairs(torch.utils.data.RandomSampler(data), 8, False))
 """
-    rank = ran(tmp_path, text + STEPS, batch_size=16)
+    rank = ran(text + STEPS, batch_size=16)
     assert sizes(rank) == {8}
     assert not rank.sets
 
@@ -95,7 +110,7 @@ REGIONS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("region", REGIONS)
-def test_regions_of_the_scripts_own(tmp_path: Path, region: str) -> None:
+def test_regions_of_the_scripts_own(ran: Ran, region: str) -> None:
     """bf16 set from outside, in regions that are off, is the script's own switch; and fp32 its being off."""
     text = (
         LOADER
@@ -112,10 +127,10 @@ for x, y in loader:
             "{wrapped}", "@torch.compile(backend='aot_eager')" if region == "compiled" else ""
         )
     )
-    off, on = (ran(tmp_path, text.format(on=on)) for on in (False, True))
+    off, on = (ran(text.format(on=on)) for on in (False, True))
     assert (precision_of(off), precision_of(on)) == ("fp32", "bf16")
-    as_off = ran(tmp_path, text.format(on=True), precision="fp32")
-    as_on = ran(tmp_path, text.format(on=False), precision="bf16")
+    as_off = ran(text.format(on=True), precision="fp32")
+    as_on = ran(text.format(on=False), precision="bf16")
     assert losses(as_off) == losses(off)
     assert losses(as_on) == losses(on)
     assert losses(on) != losses(off)
@@ -131,7 +146,7 @@ for x, y in loader:
         pytest.param("model.compile(backend='eager')\n", marks=pytest.mark.slow),
     ],
 )
-def test_around_the_forward_where_there_is_no_region(tmp_path: Path, compiles: str) -> None:
+def test_around_the_forward_where_there_is_no_region(ran: Ran, compiles: str) -> None:
     own = """
 for x, y in loader:
     with torch.autocast('cpu', torch.bfloat16):
@@ -141,15 +156,15 @@ for x, y in loader:
     optimizer.step()
     optimizer.zero_grad()
 """
-    switched = ran(tmp_path, LOADER + own)
-    plain = ran(tmp_path, LOADER + "\n" + compiles + STEPS)
-    rank = ran(tmp_path, LOADER + "\n" + compiles + STEPS, precision="bf16")
+    switched = ran(LOADER + own)
+    plain = ran(LOADER + "\n" + compiles + STEPS)
+    rank = ran(LOADER + "\n" + compiles + STEPS, precision="bf16")
     assert losses(rank) == pytest.approx(losses(switched), rel=1e-4), "to four digits"
     assert losses(rank) != pytest.approx(losses(plain), rel=1e-5)
     assert "forward" in the("precision", rank).what
 
 
-def test_the_loss_inside_of_the_model_and_copies_of_it(tmp_path: Path) -> None:
+def test_the_loss_inside_of_the_model_and_copies_of_it(ran: Ran) -> None:
     text = """
 class Whole(nn.Module):
     def __init__(self):
@@ -175,7 +190,7 @@ again = pickle.loads(pickle.dumps(whole))
 assert again(x, y)["outputs"][0].dtype == torch.float32
 assert "InRegion" not in type(again.forward).__name__, "a pickled model is as the script wrote it"
 """
-    rank = ran(tmp_path, LOADER + text, precision="bf16")
+    rank = ran(LOADER + text, precision="bf16")
     assert precision_of(rank) == "bf16"
     assert the("precision", rank).what == "the forward of Whole"
 
@@ -194,21 +209,21 @@ assert scaler.is_enabled() is {becomes}
 
 
 @pytest.mark.parametrize(("on", "precision"), [(False, "fp16"), (True, "bf16"), (True, "fp32")])
-def test_the_scaler_goes_with_the_precision(tmp_path: Path, on: bool, precision: str) -> None:
+def test_the_scaler_goes_with_the_precision(ran: Ran, on: bool, precision: str) -> None:
     text = LOADER + SCALED.format(on=on, becomes=precision == "fp16")
-    rank = ran(tmp_path, text, precision=precision)
+    rank = ran(text, precision=precision)
     assert precision_of(rank) == precision
 
 
-def test_no_fp16_without_a_scaler(tmp_path: Path) -> None:
-    rank = ran(tmp_path, LOADER + STEPS, precision="fp16")
+def test_no_fp16_without_a_scaler(ran: Ran) -> None:
+    rank = ran(LOADER + STEPS, precision="fp16")
     assert precision_of(rank) == "fp32"
     assert not rank.sets
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapped", ["nn.parallel.DistributedDataParallel(model)", "fully_shard(model)"])
-def test_ranks(tmp_path: Path, wrapped: str) -> None:
+def test_ranks(ran: Ran, wrapped: str) -> None:
     text = f"""
 import os, time
 import torch.distributed
@@ -223,5 +238,5 @@ torch.distributed.barrier()
 time.sleep(1.0)  # until all is sent: gloo's threads abort about one process in forty at exit, without us too
 os._exit(0)
 """
-    rank = ran(tmp_path, text, command=[*TORCHRUN, "train.py"], precision="bf16", batch_size=16)
+    rank = ran(text, command=[*TORCHRUN, "train.py"], precision="bf16", batch_size=16)
     assert (sizes(rank), precision_of(rank)) == ({16}, "bf16")

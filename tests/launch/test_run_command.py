@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_python import ForkServer
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.core.errors import InvalidRequestError
@@ -89,25 +92,31 @@ def recommendation(
     )
 
 
-def run(
-    folder: Path, script: str, found: Recommendation | None = None, *arguments: str
-) -> subprocess.CompletedProcess[str]:
-    """`autotune-amp run study -- python train.py` in `folder`."""
-    (folder / "train.py").write_text(script)
-    return subprocess.run(
-        command(folder, found or recommendation(), *arguments), cwd=folder, capture_output=True, text=True, timeout=200
-    )
+Run = Callable[..., subprocess.CompletedProcess[str]]
+PROGRAM = Path(__file__).with_name("forked_run.py")
 
 
-def command(folder: Path, found: Recommendation, *arguments: str) -> list[str]:
+@pytest.fixture
+def run(fork_server: ForkServer, tmp_path: Path) -> Run:
+    """`autotune-amp run study -- python train.py`, forked from a process that has imported torch."""
+
+    def run(script: str, found: Recommendation | None = None) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "train.py").write_text(script)
+        _, _, _, *arguments = command(tmp_path, found or recommendation())
+        return fork_server.run([str(PROGRAM), *arguments], cwd=tmp_path, env=dict(os.environ))
+
+    return run
+
+
+def command(folder: Path, found: Recommendation) -> list[str]:
     (folder / "study").mkdir()
     (folder / "study" / "recommendation.json").write_text(found.to_json())
     ours = [sys.executable, "-c", "from autotune_amp.cli import main; main()", "run", "study", "--"]
-    return [*ours, sys.executable, "train.py", *arguments]
+    return [*ours, sys.executable, "train.py"]
 
 
-def test_one_line_says_what_was_set_and_where(tmp_path: Path) -> None:
-    done = run(tmp_path, LOOP.format(before="", step=PLAIN))
+def test_one_line_says_what_was_set_and_where(run: Run, tmp_path: Path) -> None:
+    done = run(LOOP.format(before="", step=PLAIN))
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["size", "16", "dtype", "torch.float32"]
     (line,) = done.stderr.splitlines()
@@ -118,9 +127,9 @@ def test_one_line_says_what_was_set_and_where(tmp_path: Path) -> None:
     assert f"bf16 in the forward of Linear at train.py:{made + 1}" in line
 
 
-def test_what_could_not_be_set_is_said(tmp_path: Path) -> None:
+def test_what_could_not_be_set_is_said(run: Run) -> None:
     script = LOOP.format(before="", step=PLAIN).replace("batch_size=8, shuffle=True", "batch_sampler=[[1] * 8] * 4")
-    done = run(tmp_path, script, recommendation("fp16", loss_scale=LossScale()))
+    done = run(script, recommendation("fp16", loss_scale=LossScale()))
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
     assert "NOT set: batch size 16" in line
@@ -128,7 +137,10 @@ def test_what_could_not_be_set_is_said(tmp_path: Path) -> None:
 
 
 def test_the_exit_code_is_the_commands(tmp_path: Path) -> None:
-    done = run(tmp_path, "import sys; sys.exit(3)")
+    """In a process whose place the command takes."""
+    (tmp_path / "train.py").write_text("import sys; sys.exit(3)")
+    line = command(tmp_path, recommendation())
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr) == (3, "")
 
 
@@ -169,19 +181,19 @@ SCALED = LOOP.format(
 
 
 @pytest.mark.parametrize("scaler", ["torch.amp.GradScaler('cpu', enabled=False)", "torch.cuda.amp.GradScaler(2.0**16)"])
-def test_the_controller_in_the_scalers_place(tmp_path: Path, scaler: str) -> None:
-    done = run(tmp_path, SCALED.replace("{scaler}", scaler).replace("{after}", ""))
+def test_the_controller_in_the_scalers_place(run: Run, scaler: str) -> None:
+    done = run(SCALED.replace("{scaler}", scaler).replace("{after}", ""))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[:2] == ["PrecisionController True", "torch.bfloat16 1.0"]
     assert "PrecisionController in GradScaler's place" in done.stderr
     assert "bf16 in autocast" in done.stderr
 
 
-def test_regions_follow_the_controller_down(tmp_path: Path) -> None:
+def test_regions_follow_the_controller_down(run: Run) -> None:
     plan = FallbackPlan(precision="fp32", batch_size=16)
     found = recommendation("fp16", fallback=(plan,), loss_scale=LossScale(init_scale=256.0))
     script = SCALED.replace("{scaler}", "torch.amp.GradScaler('cpu', enabled=False)")
-    done = run(tmp_path, script.replace("{after}", "scaler.set_precision('fp32')"), found)
+    done = run(script.replace("{after}", "scaler.set_precision('fp32')"), found)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[1:3] == ["torch.float16 256.0", "torch.float32 1.0"]
 

@@ -17,6 +17,8 @@ from unittest.mock import Mock
 import psutil
 import pytest
 from commands import TORCHRUN
+from forked_commands import forked_commands
+from forked_python import ForkServer
 from running_commands import run_command
 
 from autotune_amp.core.errors import WorkloadError
@@ -228,7 +230,7 @@ def test_it_trains_and_tells(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("temporary", ["short", "a" * 90])
 def test_where_temporary_files_are_far_down_its_sockets_still_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temporary: str
+    tmp_path: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, temporary: str
 ) -> None:
     (tmp_path / temporary).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / temporary))
@@ -237,7 +239,8 @@ def test_where_temporary_files_are_far_down_its_sockets_still_open(
         "if __name__ == '__main__':\n"
         "    print('went', multiprocessing.Manager().list([1]))\n"
     )
-    ran = run_command([sys.executable, "train.py"])
+    with forked_commands(fork_server):
+        ran = run_command([sys.executable, "train.py"])
     assert ran.heard.torches
     assert "went" in ran.seen.printed
 
@@ -265,9 +268,12 @@ def test_where_temporary_files_are_far_down_its_sockets_still_open(
         ),
     ],
 )
-def test_how_it_failed_and_what_to_do(tmp_path: Path, script: str, kind: str, said: list[str]) -> None:
+def test_how_it_failed_and_what_to_do(
+    tmp_path: Path, fork_server: ForkServer, script: str, kind: str, said: list[str]
+) -> None:
     (tmp_path / "train.py").write_text(script + "\n")
-    ending = run_command([sys.executable, "train.py"]).ending
+    with forked_commands(fork_server):
+        ending = run_command([sys.executable, "train.py"]).ending
     assert isinstance(ending, Failure)
     assert ending.kind == kind
     assert all(word in f"{ending.message}\n{ending.details}" for word in said), ending
