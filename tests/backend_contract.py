@@ -68,7 +68,3 @@ class BackendContract:
         assert not backend.is_build_shared
         assert "share_build" not in backend.abilities
         assert isinstance(backend.submit(new.trial).result(), Measurement)
-
-    def test_closing_twice_is_closing(self, new: Made) -> None:
-        with new.backend:
-            new.backend.close()

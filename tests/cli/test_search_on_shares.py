@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import CommandLine, SharedOnce, needs_two_cpus
+from forked_python import ForkServer
 from real_searches import CHECKS, FP32, WORKLOADS, Searched, end_by, lines, searched, wait_for_lines
 
 pytestmark = [pytest.mark.real_time, needs_two_cpus]
@@ -40,8 +39,12 @@ def test_trials_run_on_both_at_the_same_time_and_what_is_promised_is_confirmed_w
     assert (len(slots["names"]), slots["slowdown"], slots["is_confirmed_beside"]) == (2, None, False)
 
 
-def test_it_finds_the_largest_batch_which_is_the_fastest_here(found: Searched) -> None:
-    assert found.document["config"]["batch_size"] == 64
+def test_it_finds_what_it_measured(found: Searched) -> None:
+    """Which is the fastest is for clocks that no other process moves: see `test_search_on_slots`."""
+    batch_size = found.document["config"]["batch_size"]
+    ours = [r["outcome"] for r in of(found, "search", "confirm") if r["candidate"]["batch_size"] == batch_size]
+    speeds = [outcome["samples_per_second"] for outcome in ours if outcome["outcome"] != "failure"]
+    assert min(speeds) <= found.document["evidence"]["samples_per_second"] <= max(speeds)
 
 
 def test_the_report_the_progress_and_the_options_say_where(found: Searched) -> None:
@@ -51,15 +54,10 @@ def test_the_report_the_progress_and_the_options_say_where(found: Searched) -> N
     assert found.document["options"]["slots"] == 2
 
 
-def test_the_answer_holds_for_any_number_of_slots(found: Searched, cli: CommandLine) -> None:
+def test_the_answer_holds_for_any_number_of_slots(found: Searched, cli: CommandLine, fork_server: ForkServer) -> None:
     arguments = [word for word in SEARCH if word not in ("--slots", "2")]
-    process = subprocess.run(
-        [sys.executable, "-m", "autotune_amp", "search", *arguments, "--budget", "60", "--json"],
-        cwd=found.folder,
-        env=cli.environment,
-        capture_output=True,
-        text=True,
-    )
+    command = ["-m", "autotune_amp", "search", *arguments, "--budget", "60", "--json"]
+    process = fork_server.run(command, cwd=found.folder, env=cli.environment)
     assert json.loads(process.stdout) == found.document, process.stderr
 
 

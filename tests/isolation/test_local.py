@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 import psutil
 import pytest
 from backend_contract import BackendContract, Made
+from forked_trials import forked_trials
 from listening import Listener
 
 from autotune_amp.core.errors import BudgetTooSmallError
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
+from autotune_amp.isolation import process
 from autotune_amp.isolation.local import Isolation, LocalBackend, Payload, can_fork
 from autotune_amp.isolation.process import ProcessEndedError, Watcher
 from autotune_amp.trial.jobs import Check, Describe, Trial
@@ -119,11 +122,18 @@ class Opened:
         return Made(self.backend, self.trial(), self.trial(3), "workload_error", check)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _trials_are_forked() -> Iterator[None]:
+    with forked_trials():
+        yield
+
+
 @pytest.fixture(scope="module")
 def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     if not can_fork():
         pytest.skip("trials are not forked here")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "subprocess", subprocess)  # a true start
         patch.setenv("OWN_TOKEN", "secret")
         made = Opened(tmp_path_factory.mktemp("forked"), "forked")
     with made.backend:
@@ -162,7 +172,6 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
         yield made
 
 
-@pytest.mark.slow
 class TestFresh(BackendContract):
     @pytest.fixture
     def made(self, fresh: Opened) -> Made:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from backend_contract import BackendContract, Made
 from conftest import needs_two_cpus
+from forked_trials import forked_trials
 from hypothesis import given
 from hypothesis import strategies as st
 from listening import Listener
@@ -127,6 +128,12 @@ def workload():
     torch.set_num_threads(2)
     return Workload(lambda: nn.Linear(4, 1), loss, lambda size: torch.ones(size, 4))
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trials_are_forked() -> Iterator[None]:
+    with forked_trials():
+        yield
 
 
 class Heard(Listener):

@@ -9,10 +9,14 @@ import traceback
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from rank_training import NUM_RANKS, Outcome, Scenario, train
+
+if TYPE_CHECKING:
+    from forked_trials import Forked
 
 START_SECONDS, RUN_SECONDS, GROUP_SECONDS = 120.0, 60.0, 20.0
 
@@ -23,7 +27,7 @@ class Ranks:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._pipes: list[Connection] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Forked] = []
 
     def run(self, scenario: Scenario) -> list[Outcome]:
         """What each rank saw. Raises `AssertionError` with the tracebacks where a rank failed, died or hung."""
@@ -39,12 +43,14 @@ class Ranks:
         return outcomes
 
     def _start(self) -> None:
+        from forked_trials import forking  # not above: a rank has no need of it, and does not find it
+
         # Not through `multiprocessing`: its resource tracker would outlive the tests.
         folder = tempfile.mkdtemp(dir=self._folder)
         for rank in range(NUM_RANKS):
             with Listener(f"{folder}/{rank}", "AF_UNIX") as listener:
                 command = [sys.executable, __file__, f"{folder}/{rank}", str(rank), f"{folder}/store"]
-                self._processes.append(subprocess.Popen(command))
+                self._processes.append(forking().popen(command))
                 self._pipes.append(listener.accept())
         for pipe in self._pipes:
             assert _answer(pipe, START_SECONDS) == "ready"

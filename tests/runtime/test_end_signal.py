@@ -175,7 +175,7 @@ torch.set_num_threads(1)
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 controller = PrecisionController(AmpConfig(precision="bf16", batch_size=4), "cpu", on_signal=save)
-loader = torch.utils.data.DataLoader(torch.randn(10**7, 8), batch_size=4, num_workers=1, worker_init_fn=stay)
+loader = torch.utils.data.DataLoader(torch.randn(10**6, 8), batch_size=4, num_workers=1, worker_init_fn=stay)
 for number, batch in enumerate(loader):
     with controller.autocast():
         loss = model(batch).square().mean()

@@ -53,6 +53,14 @@ def test_four_slots_choose_as_well_as_one_in_two_fifths_of_the_seconds() -> None
     assert missed[4] <= missed[1] + PLATEAU / 3
 
 
+@pytest.mark.parametrize("num_slots", [1, 2, 4])
+def test_where_steps_take_as_long_for_any_batch_the_largest_is_found(num_slots: int) -> None:
+    form = landscapes()["launch-bound, 0 %"]
+    found = played(form, num_slots)
+    assert form.regret(choice(found)) == 0.0
+    assert choice(found).batch_size == max(setting.batch_size for setting in found.ledger.space.candidates)
+
+
 def test_further_dimensions_that_were_tried_at_the_same_time_are_put_together() -> None:
     for name, form in landscapes(with_variants=True).items():
         if name.endswith(", 0 %"):

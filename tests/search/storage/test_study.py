@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import sqlite3
-import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from typing import Any
 
 import optuna
 import pytest
+from forked_python import ForkServer
 from msgspec.structs import replace
 from optuna.trial import FrozenTrial, TrialState
 from scripted_backend import measurement
@@ -182,7 +183,9 @@ def test_the_same_seed_asks_for_the_same_pairs(tmp_path: Path) -> None:
     assert asked("a.db", 1) == asked("b.db", 1) != asked("c.db", 2)
 
 
-def test_a_killed_search_leaves_trials_that_the_next_one_marks_and_goes_on_from(file: Path) -> None:
+def test_a_killed_search_leaves_trials_that_the_next_one_marks_and_goes_on_from(
+    file: Path, fork_server: ForkServer
+) -> None:
     program = """
         import os, pathlib, signal, sys
         sys.path += sys.argv[2:]
@@ -195,8 +198,9 @@ def test_a_killed_search_leaves_trials_that_the_next_one_marks_and_goes_on_from(
         study._study.enqueue_trial({"precision": "fp32", "batch_size": 8}, user_attrs=ours)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    command = [sys.executable, "-c", textwrap.dedent(program), str(file), *sys.path]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    command = ["-c", textwrap.dedent(program), str(file), *sys.path]
+    done = fork_server.run(command, cwd=file.parent, env=dict(os.environ))
+    assert done.returncode == -signal.SIGKILL, done.stderr
     assert [t.state for t in trials(file)] == [TrialState.COMPLETE, TrialState.RUNNING, TrialState.WAITING]
 
     records = [record(0, at("fp32", 32), measured(10.0)), record(1, at("bf16", 32), OOM)]
