@@ -6,15 +6,17 @@ import subprocess
 
 from conftest import CommandLine, Finished
 
+# The budget is what a busy machine may need: one trial ends the search, and one round the confirmation.
 OPTIONS = (
-    "budget=200, trials=1, precision='fp32', batch_size=(4, 8), effective_batch_size='free', baseline='fp32:4', "
-    "device='cpu'"
+    "budget=200, trials=1, try_='none', precision='fp32', batch_size=(4, 8), effective_batch_size='free', "
+    "baseline='fp32:4', device='cpu'"
 )
 
-PREAMBLE = """
-import torch
+PREAMBLE = """import torch
 from torch import nn
 from autotune_amp import Workload, recommend_config
+from autotune_amp.search.stages import confirm
+confirm.NUM_ROUNDS = 1
 """
 
 
@@ -105,7 +107,7 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
     found = recommend_config(
         Workload(lambda: Model(), loss, torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=2),
                  lambda parameters: torch.optim.SGD(parameters, lr=0.001)),
-        budget=40, precision=["fp32", "bf16"], batch_size=(4, 4), device="cpu", try_="none")
+        budget=200, trials=2, precision=["fp32", "bf16"], batch_size=(4, 4), device="cpu", try_="none")
 print(found.evidence.baseline.config.precision)
 """
     done = run_script(cli, script)
@@ -115,9 +117,7 @@ print(found.evidence.baseline.config.precision)
 
 
 def test_from_a_repl(cli: CommandLine) -> None:
-    typed = f"""import torch
-from torch import nn
-from autotune_amp import Workload, recommend_config
+    typed = f"""{PREAMBLE}
 class Model(nn.Linear):
     pass
 
@@ -127,7 +127,7 @@ def data(size):
 def loss(model, batch):
     return (model(batch[0]) - batch[1]).square().mean()
 
-found = recommend_config(Workload(lambda: Model(8, 1), loss, data), {OPTIONS}, try_='none')
+found = recommend_config(Workload(lambda: Model(8, 1), loss, data), {OPTIONS})
 print("answer", found.config.precision)
 """
     out, err = cli.start_python("-i", "-q", stdin=subprocess.PIPE).communicate(typed, timeout=200)
