@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 from conftest import CommandLine
+from unisolated import run_jobs_here
 
 from autotune_amp import check_fidelity
 from autotune_amp.core.dimensions import Precision
@@ -57,11 +56,10 @@ assert isinstance(found, Fidelity)
 print(found.verdict, found.precision, found.batch_size, found.pinned_modules)
 """
     (cli.folder / "script.py").write_text(PREAMBLE + script)
-    command = [sys.executable, "script.py"]
-    done = subprocess.run(command, cwd=cli.folder, env=cli.environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "faithful bf16 4 ('3',)\n"
-    assert "Checking bf16 against fp32" in done.stderr
+    done = cli.python("script.py")
+    assert done.code == 0, done.err
+    assert done.out == "faithful bf16 4 ('3',)\n"
+    assert "Checking bf16 against fp32" in done.err
 
 
 @pytest.mark.parametrize(
@@ -143,8 +141,12 @@ def test_a_precision_that_cannot_be_checked_here(precision: str, about: dict[str
         specified(precision, **about)
 
 
-def test_a_budget_that_ends_before_the_check_and_a_workload_that_is_not_there() -> None:
+def test_a_budget_that_ends_before_the_check() -> None:
     with pytest.raises(BudgetTooSmallError, match="budget"):
         check_fidelity(budget=0.5, device="cpu", quiet=True)
+
+
+def test_a_workload_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_jobs_here(monkeypatch)
     with pytest.raises(WorkloadError, match="nowhere"):
         check_fidelity("nowhere.py:workload", device="cpu", quiet=True)

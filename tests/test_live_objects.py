@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
-from conftest import CommandLine
+from conftest import CommandLine, Finished
 
+# The budget is what a busy machine may need: one trial ends the search, and one round the confirmation.
 OPTIONS = (
-    "budget=40, trials=1, precision='fp32', batch_size=(4, 8), effective_batch_size='free', baseline='fp32:4', "
-    "device='cpu'"
+    "budget=200, trials=1, try_='none', precision='fp32', batch_size=(4, 8), effective_batch_size='free', "
+    "baseline='fp32:4', device='cpu'"
 )
 
-PREAMBLE = """
-import torch
+PREAMBLE = """import torch
 from torch import nn
 from autotune_amp import Workload, recommend_config
+from autotune_amp.search.stages import confirm
+confirm.NUM_ROUNDS = 1
 """
 
 
-def python(cli: CommandLine, text: str, *, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a script of that text, or a Python that reads `stdin`, in the test's folder."""
+def run_script(cli: CommandLine, text: str) -> Finished:
+    """Run a script of that text in the test's folder."""
     (cli.folder / "script.py").write_text(text)
-    command = [sys.executable, "script.py"] if stdin is None else [sys.executable, "-i", "-q"]
-    return subprocess.run(
-        command, cwd=cli.folder, env=cli.environment, input=stdin, capture_output=True, text=True, timeout=200
-    )
+    return cli.python("script.py")
 
 
 def test_live_objects_are_the_same_bit_for_bit_after_a_search(cli: CommandLine) -> None:
@@ -71,9 +69,9 @@ model[0].weight.data.add_(1)
 assert snapshot() != before, "the snapshot sees no change at all"
 print(found.config.precision, found.evidence.baseline.config.batch_size)
 """
-    done = python(cli, script)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "fp32 4\n"
+    done = run_script(cli, script)
+    assert done.code == 0, done.err
+    assert done.out == "fp32 4\n"
 
 
 def test_a_script_without_a_main_guard_whose_torch_state_and_autocast_the_trials_take_over(cli: CommandLine) -> None:
@@ -109,19 +107,17 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
     found = recommend_config(
         Workload(lambda: Model(), loss, torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=2),
                  lambda parameters: torch.optim.SGD(parameters, lr=0.001)),
-        budget=40, precision=["fp32", "bf16"], batch_size=(4, 4), device="cpu", try_="none")
+        budget=200, trials=2, precision=["fp32", "bf16"], batch_size=(4, 4), device="cpu", try_="none")
 print(found.evidence.baseline.config.precision)
 """
-    done = python(cli, script)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "the script runs\nbf16\n", "a child ran the script again"
+    done = run_script(cli, script)
+    assert done.code == 0, done.err
+    assert done.out == "the script runs\nbf16\n", "a child ran the script again"
     assert cli.failures() == []
 
 
 def test_from_a_repl(cli: CommandLine) -> None:
-    typed = f"""import torch
-from torch import nn
-from autotune_amp import Workload, recommend_config
+    typed = f"""{PREAMBLE}
 class Model(nn.Linear):
     pass
 
@@ -131,8 +127,8 @@ def data(size):
 def loss(model, batch):
     return (model(batch[0]) - batch[1]).square().mean()
 
-found = recommend_config(Workload(lambda: Model(8, 1), loss, data), {OPTIONS}, try_='none')
+found = recommend_config(Workload(lambda: Model(8, 1), loss, data), {OPTIONS})
 print("answer", found.config.precision)
 """
-    done = python(cli, "", stdin=typed)
-    assert "answer fp32" in done.stdout, done.stderr
+    out, err = cli.start_python("-i", "-q", stdin=subprocess.PIPE).communicate(typed, timeout=200)
+    assert "answer fp32" in out, err

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +13,7 @@ import pytest
 from conftest import CommandLine
 
 import autotune_amp
+from autotune_amp.cli import run
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -81,10 +80,9 @@ def block_of(example: Example) -> str:
 def test_what_is_shown_in_python_runs(cli: CommandLine, example: Example) -> None:
     source = block_of(example)
     (cli.folder / "example.py").write_text(re.sub(r"budget=\d+", f"budget={BUDGET}", source))
-    command = [sys.executable, "example.py"]
-    done = subprocess.run(command, cwd=cli.folder, env=cli.environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert re.search(example.printed, done.stdout, re.MULTILINE)
+    done = cli.python("example.py")
+    assert done.code == 0, done.err
+    assert re.search(example.printed, done.out, re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -107,13 +105,18 @@ def test_everything_shown_in_python_is_run() -> None:
     assert set(re.findall(r"^```(\S+)$", README, re.MULTILINE)) == {"python", "sh", "yaml"}
 
 
-def test_the_job_for_kubernetes_is_a_ray_job_whose_command_is_one_of_ours(cli: CommandLine) -> None:
+def helped(capsys: pytest.CaptureFixture[str], command: str) -> str:
+    assert run([command, "--help"]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_job_for_kubernetes_is_a_ray_job_whose_command_is_one_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
     yaml = pytest.importorskip("yaml")
     (job,) = map(yaml.safe_load, blocks("yaml"))
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     words = shlex.split(job["spec"]["entrypoint"])
     assert words[:2] == ["autotune-amp", "search"]
-    shown = cli(*words[1:2], "--help").out
+    shown = helped(capsys, words[1])
     assert all(word in shown for word in words if word.startswith("--"))
     cluster = job["spec"]["rayClusterSpec"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
@@ -131,10 +134,8 @@ COMMANDS = sorted({words[0] for words in SHOWN})
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_option_shown_is_there(cli: CommandLine, command: str) -> None:
-    helped = cli(command, "--help")
-    assert helped.code == 0
-    there = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", helped.out, re.MULTILINE))
+def test_every_option_shown_is_there(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    there = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", helped(capsys, command), re.MULTILINE))
     assert {word for words in SHOWN if words[0] == command for word in words if word.startswith("--")} <= there
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import check_samples
 import pytest
 from torch import Tensor
+from unisolated import run_jobs_here
 
 from autotune_amp import LaunchLine, check_workload
 from autotune_amp.cli import run
@@ -38,13 +39,21 @@ def workload():
 """
 
 
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check in this process."""
+    run_jobs_here(monkeypatch)
+
+
 def written(folder: Path, text: str) -> str:
     path = folder / "train.py"
     path.write_text(text)
     return f"{path}:workload"
 
 
-def test_what_breaks_is_named_with_its_line_and_exits_with_4(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_breaks_is_named_with_its_line_and_exits_with_4(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = written(tmp_path, SICK)
     assert run(["check", target, "--json", "--quiet"]) == 4
     document = json.loads(capfd.readouterr().out)
@@ -55,6 +64,7 @@ def test_what_breaks_is_named_with_its_line_and_exits_with_4(tmp_path: Path, cap
     assert first["mend"] == "scores = scores.masked_fill(scores > 1, torch.finfo(scores.dtype).min)"
     assert [finding["rule"] for finding in others] == ["loss"]
 
+    run_jobs_here(monkeypatch)
     assert run(["check", target]) == 4
     said = capfd.readouterr()
     assert "train.py:14" in said.out
@@ -63,6 +73,7 @@ def test_what_breaks_is_named_with_its_line_and_exits_with_4(tmp_path: Path, cap
     assert "Recording one fp32 step for cuda" in said.err
 
 
+@pytest.mark.usefixtures("here")
 def test_what_only_hurts_and_what_is_healthy_exit_with_0(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["check", written(tmp_path, SICK.replace("-1e9", "-1e4")), "--json", "--quiet"]) == 0
     assert [finding["severity"] for finding in json.loads(capfd.readouterr().out)["findings"]] == ["hurts"]
@@ -76,27 +87,22 @@ def test_what_only_hurts_and_what_is_healthy_exit_with_0(tmp_path: Path, capfd: 
     ("arguments", "named"),
     [(["--for", "tpu"], "tpu"), (["--batch-size", "0"], "0"), (["missing.py:workload"], "missing")],
 )
+@pytest.mark.usefixtures("here")
 def test_a_wrong_request(arguments: list[str], named: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["check", *arguments, "--json", "--quiet"]) == 2
     assert named in json.loads(capfd.readouterr().out)["error"]["message"]
 
 
-def test_a_workload_that_raises_and_one_that_ends_its_process(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert (
-        run(
-            [
-                "check",
-                written(tmp_path, SICK.replace("out = model", "raise KeyError('labels')\n    out = model")),
-                "--json",
-            ]
-        )
-        == 2
-    )
+@pytest.mark.usefixtures("here")
+def test_a_workload_that_raises(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    raising = written(tmp_path, SICK.replace("out = model", "raise KeyError('labels')\n    out = model"))
+    assert run(["check", raising, "--json"]) == 2
     error = json.loads(capfd.readouterr().out)["error"]
     assert error["kind"] == "workload"
     assert "labels" in error["message"]
+
+
+def test_a_workload_that_ends_its_process() -> None:
     with pytest.raises(WorkloadError, match="crash"):
         check_workload(check_samples.workload(_ends), quiet=True)
 

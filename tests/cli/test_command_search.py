@@ -8,12 +8,15 @@ import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from conftest import CommandLine, SharedOnce
 from real_searches import Searched, searched
+from unisolated import run_jobs_here
 
 from autotune_amp import LaunchLine, recommend_config
+from autotune_amp.cli import run
 
 # A step takes as long for any batch, so that the largest is the fastest on any machine.
 SCRIPT = """
@@ -48,6 +51,16 @@ OPTIONS = (
     "--trials",
     "4",
 )
+
+
+DRY_RUN = ("search", "--dry-run", "--value", "bf16=half")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in an empty folder, without a process of its own for what is probed."""
+    monkeypatch.chdir(tmp_path)
+    run_jobs_here(monkeypatch)
 
 
 @pytest.fixture(scope="session")
@@ -170,23 +183,24 @@ def test_terminated_or_killed_it_leaves_nothing_and_goes_on(cli: CommandLine, nu
         (("search", "--objective", "energy", *COMMAND), "energy"),
     ],
 )
+@pytest.mark.usefixtures("here")
 def test_a_request_that_cannot_be_meant_names_what_was_given(
-    cli: CommandLine, arguments: tuple[str, ...], named: str
+    arguments: tuple[str, ...], named: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    done = cli(*arguments)
-    assert (done.code, done.out) == (2, "")
-    assert named in done.err
+    assert run(list(arguments)) == 2
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert named in said.err
 
 
-def test_a_dry_run_prints_what_would_be_started_and_starts_nothing(cli: CommandLine) -> None:
-    done = cli(
-        "search", "--dry-run", "--value", "bf16=half", "--", "no-such-program", "{batch_size=4}", "{precision=fp32}"
-    )
-    assert done.code == 0, done.err
-    assert done.out.splitlines() == ["no-such-program 4 fp32", "no-such-program 4 half", "no-such-program 2 fp32"]
+@pytest.mark.usefixtures("here")
+def test_a_dry_run_prints_what_would_be_started_and_starts_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run([*DRY_RUN, "--", "no-such-program", "{batch_size=4}", "{precision=fp32}"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines == ["no-such-program 4 fp32", "no-such-program 4 half", "no-such-program 2 fp32"]
 
 
-def test_a_command_that_is_not_there_is_an_error(cli: CommandLine) -> None:
-    done = cli("search", "--device", "cpu", "--", "no-such-program", "{batch_size=4}")
-    assert done.code == 2
-    assert "no-such-program" in done.err
+@pytest.mark.usefixtures("here")
+def test_a_command_that_is_not_there_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["search", "--device", "cpu", "--", "no-such-program", "{batch_size=4}"]) == 2
+    assert "no-such-program" in capfd.readouterr().err

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_python import ForkServer
 
 from autotune_amp.core.recommendation import Fingerprint
 
@@ -133,10 +134,11 @@ EDITS = [
     (("train.py", "Net(3).checkpoint", "Net(4).checkpoint"), "workload.checkpoint changed"),
 ]
 
-# Runs each script in a process of its own, forked where torch is imported already, which takes seconds.
+# Runs each script in a process of its own, forked where all that it imports is there already.
 FORKING = """
 import os, runpy, sys
 import torch
+import autotune_amp.fingerprint
 for folder in sys.argv[1:]:
     child = os.fork()
     if not child:
@@ -150,10 +152,12 @@ for folder in sys.argv[1:]:
 """
 
 
-def run(*arguments: str | Path, cwd: Path | None = None, **environment: str) -> list[Fingerprint]:
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **environment}
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **more}
+
+
+def printed(done: subprocess.CompletedProcess[str]) -> list[Fingerprint]:
+    """Read the fingerprints that a program has printed."""
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     return [Fingerprint(digest=digest, parts=parts, unknown=tuple(unknown)) for digest, parts, unknown in found]
@@ -169,26 +173,33 @@ def write(folder: Path, files: dict[str, str]) -> Path:
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Fingerprint:
     folder = write(tmp_path_factory.mktemp("original"), FILES)
-    return run(folder / "train.py", PYTHONHASHSEED="1")[0]
+    # In a process of its own: the others are forked from one that draws its hash seed.
+    command = [sys.executable, folder / "train.py"]
+    (found,) = printed(subprocess.run(command, env=environment(PYTHONHASHSEED="1"), capture_output=True, text=True))
+    return found
 
 
-def test_everything_in_the_script_is_known_and_the_same_elsewhere(original: Fingerprint, tmp_path: Path) -> None:
+def test_everything_in_the_script_is_known_and_the_same_elsewhere(
+    original: Fingerprint, fork_server: ForkServer, tmp_path: Path
+) -> None:
     assert original.unknown == ()
     sources = {f"source file {name}" for name in FILES if name not in ("elsewhere.py", "pkg/__init__.py")}
     others = {"workload.data", "environment variable LOSS_SCALE", "version of torch"}
     assert sources | others <= set(original.parts)
     assert "source file elsewhere.py" not in original.parts
-    (found,) = run(write(tmp_path / "moved", FILES) / "train.py", cwd=tmp_path, PYTHONHASHSEED="2")
+    moved = write(tmp_path / "moved", FILES) / "train.py"
+    (found,) = printed(fork_server.run([str(moved)], cwd=tmp_path, env=environment()))
     assert original.differences(found) == ()
     assert found.digest == original.digest
 
 
-def test_what_changes_misses_and_is_named(original: Fingerprint, tmp_path: Path) -> None:
+def test_what_changes_misses_and_is_named(original: Fingerprint, fork_server: ForkServer, tmp_path: Path) -> None:
     folders = []
     for number, ((file, old, new), _) in enumerate(EDITS):
         assert old in FILES[file]
-        folders.append(write(tmp_path / str(number), {**FILES, file: FILES[file].replace(old, new)}))
-    found = [original.differences(edited) for edited in run("-c", FORKING, *folders)]
+        folders.append(str(write(tmp_path / str(number), {**FILES, file: FILES[file].replace(old, new)})))
+    done = fork_server.run(["-c", FORKING, *folders], cwd=tmp_path, env=environment())
+    found = [original.differences(edited) for edited in printed(done)]
     wrong = [
         (edit, line, lines)
         for (edit, line), lines in zip(EDITS, found, strict=True)
@@ -197,8 +208,11 @@ def test_what_changes_misses_and_is_named(original: Fingerprint, tmp_path: Path)
     assert wrong == []
 
 
-def test_an_environment_variable_that_the_code_reads_is_a_part(original: Fingerprint, tmp_path: Path) -> None:
-    (found,) = run(write(tmp_path, FILES) / "train.py", LOSS_SCALE="2", STEP_SCALE="2", ANOTHER="3", MASTER_PORT="4")
+def test_an_environment_variable_that_the_code_reads_is_a_part(
+    original: Fingerprint, fork_server: ForkServer, tmp_path: Path
+) -> None:
+    env = environment(LOSS_SCALE="2", STEP_SCALE="2", ANOTHER="3", MASTER_PORT="4")
+    (found,) = printed(fork_server.run([str(write(tmp_path, FILES) / "train.py")], cwd=tmp_path, env=env))
     changes = {f"environment variable {name} changed" for name in ("LOSS_SCALE", "STEP_SCALE")}
     assert set(original.differences(found)) == changes
 

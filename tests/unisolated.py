@@ -1,0 +1,74 @@
+"""Trial processes that are no processes: the same server, asked in this one, at the price of no start.
+
+For what a command says and refuses. Nothing keeps the tests' process from what a workload does in it.
+"""
+
+from __future__ import annotations
+
+import io
+import linecache
+import os
+import queue
+import sys
+from collections import deque
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import pytest
+
+from autotune_amp.isolation import local
+from autotune_amp.isolation.process import Process, Watcher
+
+
+def run_jobs_here(patch: pytest.MonkeyPatch) -> None:
+    """Have the local backend run its jobs in this process; modules that they import are forgotten afterwards."""
+    patch.setattr(local, "Process", ServerHere)
+    patch.setattr(local, "can_fork", lambda: False)
+    patch.setattr(sys, "path", list(sys.path))
+
+
+class ServerHere(Process):
+    """The parent's side of a server, and behind it the server itself."""
+
+    def __init__(self, mode: str, environment: dict[str, str], watcher: Watcher) -> None:
+        from autotune_amp.isolation.server import Server
+
+        self._watcher = watcher
+        self._messages = queue.Queue()
+        self._printed = queue.SimpleQueue()
+        self._tail = deque(maxlen=64)
+        self._environment = environment
+        self._imported: list[str] = []  # the workload's module, which another test may have by the same name
+        self._channel = ChannelHere(self._messages)
+        self._server: Any = Server(self._channel, mode)  # type: ignore[arg-type] # all that it needs of a channel
+        self._messages.put({"event": "result", "value": "ready"})
+
+    def is_alive(self) -> bool:
+        return True
+
+    def send(self, message: dict[str, Any], data: bytes = b"") -> None:
+        self._channel.input = io.BytesIO(data)
+        before = set(sys.modules)
+        with patch.dict(os.environ, self._environment, clear=True):
+            self._server.handle(msgspec.json.decode(msgspec.json.encode(message)))
+        if file := str(message.get("target") or "").rpartition(":")[0]:
+            new = set(sys.modules) - before
+            self._imported += [name for name in new if name.removesuffix("_workload") == Path(file).stem]
+
+    def end(self) -> None:
+        for name in self._imported:
+            del sys.modules[name]
+        linecache.checkcache()
+
+
+class ChannelHere:
+    """What a server reads and writes, in memory."""
+
+    def __init__(self, messages: queue.Queue[dict[str, Any] | None]) -> None:
+        self.input = io.BytesIO()
+        self._messages = messages
+
+    def send(self, message: dict[str, Any]) -> None:
+        self._messages.put(msgspec.json.decode(msgspec.json.encode(message)))
