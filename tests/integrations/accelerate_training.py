@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from framework_samples import ambient
 from torch import Tensor, nn
 
@@ -54,6 +53,8 @@ def fresh_accelerate() -> Iterator[None]:
 
 def reset() -> None:
     """Forget the accelerator made before, as a new process would."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
     AcceleratorState._reset_state()
     GradientState._reset_state()
     PartialState._reset_state()

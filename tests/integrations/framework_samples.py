@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from autotune_amp.core.config import AmpConfig, LossScale
+
+BATCH = 4
+QUIET = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers which may be a bottleneck"),  # tiny data on purpose
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),  # Lightning under this torch
+    pytest.mark.filterwarnings("ignore:GPU available but not used"),  # as asked for here
+    pytest.mark.filterwarnings("ignore:The number of training batches"),  # and fewer than its logging interval
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch"),  # as meant here
+]
 
 
 def fp16(*fallback: Any, **options: Any) -> AmpConfig:

@@ -8,25 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate_training import Net, batches_of, fresh_accelerate, inputs, loss_of, reset
 from framework_samples import are_finite, fp16, same
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-pytest.importorskip("accelerate")
-
-from accelerate import Accelerator
-from accelerate.utils import AutocastKwargs, GradScalerKwargs
-from accelerate_training import Net, batches_of, fresh_accelerate, inputs, loss_of, reset
-
 from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan, LossScale
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.integrations.accelerate import AutotuneAccelerator, grad_scaler_kwargs
 from autotune_amp.precision.forward_wrapper import is_pinned, roles_of
 from autotune_amp.runtime.controller import PrecisionController
 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
+    pytest.importorskip("accelerate")
     with fresh_accelerate():
         yield
 
@@ -35,6 +30,8 @@ class Run:
     """A loop as Accelerate's documentation writes it."""
 
     def __init__(self, config: AmpConfig, *, uses_windows: bool = False, clips: bool = False, **options: Any) -> None:
+        from autotune_amp.integrations.accelerate import AutotuneAccelerator
+
         reset()
         self.accelerator = AutotuneAccelerator(config, cpu=True, rerun=self.loss, **options)
         self.net = Net()
@@ -126,6 +123,8 @@ def test_it_trains_bit_for_bit_as_the_controller_does_by_hand(
 
 def test_two_optimizers_of_one_backward_pass_step_at_the_same_scale_as_one_would() -> None:
     """The scale grows at every update: after the first of the two the second would unscale by too much."""
+    from autotune_amp.integrations.accelerate import AutotuneAccelerator
+
     config = fp16(loss_scale=LossScale(init_scale=4.0, growth_interval=1, max_scale=64.0), fallback=[])
     together, apart = Net(), Net()
     for net, parts in ((together, [together]), (apart, [apart.first, apart.second])):
@@ -142,6 +141,8 @@ def test_two_optimizers_of_one_backward_pass_step_at_the_same_scale_as_one_would
 
 
 def test_what_is_prepared_after_free_memory_begins_anew() -> None:
+    from autotune_amp.integrations.accelerate import AutotuneAccelerator
+
     config = fp16(pinned_modules=["second"], fallback=["bf16"])
     accelerator = AutotuneAccelerator(config, cpu=True)
     for overflowing in (range(2, 5), range(0)):
@@ -177,6 +178,8 @@ def test_windows_take_up_the_batch_size_of_a_fallback() -> None:
 
 
 def test_evaluation_and_blocks_with_autocast_off() -> None:
+    from accelerate.utils import AutocastKwargs
+
     run = Run(fp16("fp32"))
     run.prepared(inputs(4))
     with run.accelerator.autocast():
@@ -197,12 +200,22 @@ def test_evaluation_and_blocks_with_autocast_off() -> None:
     [
         ({"mixed_precision": "bf16"}, "mixed_precision='bf16' contradicts.*'fp16'"),
         ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps=3 contradicts"),
-        ({"kwargs_handlers": [GradScalerKwargs(init_scale=2.0)]}, "GradScalerKwargs"),
     ],
 )
 def test_what_contradicts_the_config_is_refused(options: dict[str, Any], message: str) -> None:
+    from autotune_amp.integrations.accelerate import AutotuneAccelerator
+
     with pytest.raises(InvalidRequestError, match=message):
         AutotuneAccelerator(fp16("fp32"), cpu=True, **options)
+
+
+def test_a_scaler_of_ones_own_is_refused() -> None:
+    from accelerate.utils import GradScalerKwargs
+
+    from autotune_amp.integrations.accelerate import AutotuneAccelerator
+
+    with pytest.raises(InvalidRequestError, match="GradScalerKwargs"):
+        AutotuneAccelerator(fp16("fp32"), cpu=True, kwargs_handlers=[GradScalerKwargs(init_scale=2.0)])
 
 
 def test_clipping_inside_an_accumulation_window_is_refused() -> None:
@@ -213,6 +226,8 @@ def test_clipping_inside_an_accumulation_window_is_refused() -> None:
 
 
 def test_metrics_are_gathered_in_an_evaluation_in_windows_and_not_of_batches_that_are_fetched_ahead() -> None:
+    from autotune_amp.integrations.accelerate import AutotuneAccelerator
+
     accelerator = AutotuneAccelerator(AmpConfig(precision="fp32", batch_size=4, accumulation_steps=3), cpu=True)
     training: Any = inputs(6)[:22]  # of which Accelerate itself would cut those to the last one's 2
     evaluated: Any = inputs(3)[:10]
@@ -225,6 +240,10 @@ def test_metrics_are_gathered_in_an_evaluation_in_windows_and_not_of_batches_tha
 
 
 def test_a_plain_accelerator_takes_the_scaler_arguments() -> None:
+    from accelerate import Accelerator
+
+    from autotune_amp.integrations.accelerate import grad_scaler_kwargs
+
     scale = LossScale(init_scale=512.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=7)
     plain = Accelerator(cpu=True, kwargs_handlers=[grad_scaler_kwargs(fp16(loss_scale=scale))])
     made = torch.amp.GradScaler("cpu", **plain.scaler_handler.to_kwargs())

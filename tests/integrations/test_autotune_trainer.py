@@ -6,23 +6,18 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from framework_samples import are_finite, fp16, same
-from trainer_samples import BATCH, Notes, StepNumbers, arguments, rows, trainer
-from transformers import (
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    T5Config,
-    T5ForConditionalGeneration,
-    Trainer,
-)
+from framework_samples import BATCH, are_finite, fp16, same
 
 from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan, LossScale
 from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
-from autotune_amp.integrations.transformers import AutotuneTrainer
+
+if TYPE_CHECKING:
+    from transformers import Seq2SeqTrainingArguments
+
 
 HALF = {"fp16": (torch.float16, torch.float16), "bf16": (torch.bfloat16, torch.bfloat16), "fp32": (None, torch.float32)}
 
@@ -32,6 +27,8 @@ def last_checkpoint(folder: Path) -> str:
 
 
 def test_an_overflow_in_the_middle_demotes_and_the_checkpoint_goes_on_at_the_rung(tmp_path: Path) -> None:
+    from trainer_samples import rows, trainer
+
     data = rows(10 * BATCH, large=range(5 * BATCH, 7 * BATCH))
     run = trainer(fp16(), tmp_path, data, max_steps=10, save_strategy="steps", save_steps=10)
     run.train()
@@ -58,6 +55,8 @@ def test_an_overflow_in_the_middle_demotes_and_the_checkpoint_goes_on_at_the_run
 @pytest.mark.parametrize("batch_size", [BATCH, BATCH // 2])
 def test_a_run_that_has_to_stop_ends_with_a_checkpoint_to_go_on_from(tmp_path: Path, batch_size: int) -> None:
     """Where every demotion is to stop it, and where a fallback takes another batch size."""
+    from trainer_samples import rows, trainer
+
     data = rows(10 * BATCH, large=range(3 * BATCH, 5 * BATCH))
     options = {"on_demotion": "checkpoint_and_stop"} if batch_size == BATCH else {}
     plan = FallbackPlan(precision="fp32", batch_size=batch_size, accumulation_steps=BATCH // batch_size)
@@ -74,6 +73,9 @@ def test_a_run_that_has_to_stop_ends_with_a_checkpoint_to_go_on_from(tmp_path: P
 
 
 def test_in_fp32_it_trains_as_the_trainer_does(tmp_path: Path) -> None:
+    from trainer_samples import Notes, arguments, rows, trainer
+    from transformers import Trainer
+
     config = AmpConfig(precision="fp32", batch_size=BATCH, accumulation_steps=2)
     options: dict[str, Any] = {"max_steps": 4, "max_grad_norm": 0.1, "weight_decay": 0.1}
     data = rows(7 * BATCH)  # the last window is short
@@ -87,6 +89,11 @@ def test_in_fp32_it_trains_as_the_trainer_does(tmp_path: Path) -> None:
 
 
 def test_the_same_arguments_serve_a_plain_trainer(tmp_path: Path) -> None:
+    from trainer_samples import Notes, StepNumbers, arguments, rows
+    from transformers import Trainer
+
+    from autotune_amp.integrations.transformers import AutotuneTrainer
+
     config = AmpConfig(precision="bf16", batch_size=BATCH, accumulation_steps=2)
     run: Any = Trainer(
         Notes(), arguments(config, tmp_path, max_steps=1), train_dataset=rows(2 * BATCH), callbacks=[StepNumbers()]
@@ -109,6 +116,10 @@ def test_the_same_arguments_serve_a_plain_trainer(tmp_path: Path) -> None:
     ],
 )
 def test_a_contradiction_is_refused(tmp_path: Path, change: Callable[[Any], object], message: str) -> None:
+    from trainer_samples import Notes, arguments
+
+    from autotune_amp.integrations.transformers import AutotuneTrainer
+
     args = arguments(fp16(), tmp_path)
     change(args)
     with pytest.raises(InvalidRequestError, match=message):
@@ -126,6 +137,8 @@ LARGE = range(3 * BATCH, 5 * BATCH)
 def test_a_run_that_must_not_go_on_saves_a_checkpoint_before_it_stops(
     tmp_path: Path, factor: float, error: type[Exception], num_steps: int
 ) -> None:
+    from trainer_samples import rows, trainer
+
     data = rows(8 * BATCH, large=LARGE)
     for row in data:
         row["inputs"] = row["inputs"] * factor
@@ -137,6 +150,8 @@ def test_a_run_that_must_not_go_on_saves_a_checkpoint_before_it_stops(
 
 
 def test_a_second_training_goes_on_with_the_pins_and_the_scale_of_the_first(tmp_path: Path) -> None:
+    from trainer_samples import rows, trainer
+
     scale = LossScale(init_scale=1024.0, growth_interval=3)
     run = trainer(fp16(loss_scale=scale, pinned_modules=("one",)), tmp_path, rows(4 * BATCH), max_steps=4)
     for num_updates, expected in ((4, 2048.0), (8, 4096.0)):
@@ -153,6 +168,8 @@ CONFIG = AmpConfig(precision="bf16", batch_size=BATCH, accumulation_steps=2, num
 
 def seq2seq(folder: Path, **options: Any) -> Seq2SeqTrainingArguments:
     """Today's arguments: in fp16, with settings that are to survive."""
+    from transformers import Seq2SeqTrainingArguments
+
     plain: dict[str, Any] = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
     today: dict[str, Any] = {"fp16": True, "per_device_train_batch_size": 32, "gradient_accumulation_steps": 5}
     kept: dict[str, Any] = {"learning_rate": 0.003, "optim": "adafactor", "lr_scheduler_type": "cosine"}
@@ -161,6 +178,8 @@ def seq2seq(folder: Path, **options: Any) -> Seq2SeqTrainingArguments:
 
 
 def test_only_what_the_config_decides_and_what_is_named_changes(tmp_path: Path) -> None:
+    from transformers import Seq2SeqTrainingArguments
+
     workers = {"dataloader_num_workers": 2, "dataloader_prefetch_factor": 4, "dataloader_persistent_workers": True}
     today = seq2seq(tmp_path, **workers)
     before = copy.copy(vars(today))
@@ -184,6 +203,11 @@ def test_only_what_the_config_decides_and_what_is_named_changes(tmp_path: Path) 
 
 
 def test_what_the_config_decides_and_other_things_are_refused(tmp_path: Path) -> None:
+    from trainer_samples import Notes, rows
+    from transformers import Trainer
+
+    from autotune_amp.integrations.transformers import AutotuneTrainer
+
     today = seq2seq(tmp_path)
     with pytest.raises(InvalidRequestError, match="bf16=False: the config decides that"):
         CONFIG.to_training_arguments(like=today, bf16=False)
@@ -196,11 +220,14 @@ def test_what_the_config_decides_and_other_things_are_refused(tmp_path: Path) ->
     assert "to_training_arguments(like=args)" in raised.value.next_step
 
 
-class Translator(AutotuneTrainer, Seq2SeqTrainer):
-    pass
-
-
 def test_a_seq2seq_trainer_trains_and_generates_with_todays_arguments(tmp_path: Path) -> None:
+    from transformers import Seq2SeqTrainer, T5Config, T5ForConditionalGeneration
+
+    from autotune_amp.integrations.transformers import AutotuneTrainer
+
+    class Translator(AutotuneTrainer, Seq2SeqTrainer):
+        pass
+
     config = fp16(num_workers=0)
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 1, "num_heads": 2}
@@ -220,6 +247,10 @@ def test_a_seq2seq_trainer_trains_and_generates_with_todays_arguments(tmp_path: 
 
 
 def test_what_decides_the_speed_is_said_in_arguments_and_the_rest_is_set_up(tmp_path: Path) -> None:
+    from trainer_samples import Notes, arguments, rows, trainer
+
+    from autotune_amp.integrations.transformers import AutotuneTrainer
+
     config = AmpConfig(
         precision="fp32",
         batch_size=BATCH,

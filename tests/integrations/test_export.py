@@ -14,8 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.commands.config.config_args import load_config_from_file
 from accelerate_training import fresh_accelerate
 from framework_samples import ambient
 from torch import Tensor, nn
@@ -425,6 +423,9 @@ def test_a_text_trains_as_the_config_says(config: AmpConfig, target: str) -> Non
 
 @pytest.mark.parametrize("config", CONFIGS[:2], ids=["fp32", "bf16"])
 def test_a_plain_accelerator_takes_the_launch_file(config: AmpConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import Accelerator
+    from accelerate.commands.config.config_args import load_config_from_file
+
     Path("accelerate.yaml").write_text(accelerate_file(Exportable(config, "cpu")).text)
     loaded = load_config_from_file("accelerate.yaml")
     assert (loaded.distributed_type.value, loaded.num_processes) == ("NO", 1)

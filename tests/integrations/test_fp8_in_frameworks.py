@@ -9,19 +9,12 @@ from typing import Any
 import pytest
 import torch
 from accelerate_training import fresh_accelerate
-from framework_samples import are_finite
-from lightning.pytorch import LightningModule
-from lightning_samples import QUIET, trainer
+from framework_samples import QUIET, are_finite
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import T5Config, T5ForConditionalGeneration
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan
-from autotune_amp.integrations.accelerate import AutotuneAccelerator
-from autotune_amp.integrations.lightning import trainer_arguments
-from autotune_amp.integrations.transformers import AutotuneTrainer
 
-pytest.importorskip("torchao")
 pytestmark = QUIET
 PLANS = [FallbackPlan(precision=name, batch_size=4, compile="off") for name in ("bf16", "fp32")]
 CONFIG = AmpConfig(precision="fp8", batch_size=4, fp8_recipe="tensorwise", fallback=PLANS)
@@ -29,6 +22,7 @@ CONFIG = AmpConfig(precision="fp8", batch_size=4, fp8_recipe="tensorwise", fallb
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
+    pytest.importorskip("torchao")
     with fresh_accelerate():
         yield
 
@@ -47,6 +41,10 @@ def num_in_fp8(model: nn.Module) -> int:
 
 
 def test_the_trainer(tmp_path: Path) -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    from autotune_amp.integrations.transformers import AutotuneTrainer
+
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 1, "num_heads": 2}
     sizes |= {"vocab_size": 32, "decoder_start_token_id": 0}
@@ -66,6 +64,11 @@ def test_the_trainer(tmp_path: Path) -> None:
 
 
 def test_lightning(tmp_path: Path) -> None:
+    from lightning.pytorch import LightningModule
+    from lightning_samples import trainer
+
+    from autotune_amp.integrations.lightning import trainer_arguments
+
     seen = []
 
     class Module(LightningModule):
@@ -88,6 +91,8 @@ def test_lightning(tmp_path: Path) -> None:
 
 
 def test_accelerate() -> None:
+    from autotune_amp.integrations.accelerate import AutotuneAccelerator
+
     accelerator = AutotuneAccelerator(CONFIG, cpu=True, mixed_precision="bf16")
     model = net()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)

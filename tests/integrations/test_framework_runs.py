@@ -15,21 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import accelerate_training
-import lightning_samples
 import pytest
 import torch
 import torch.distributed as dist
-import trainer_samples
-from framework_samples import fp16
+from framework_samples import BATCH, QUIET, fp16
 from torch import nn
 from torch.utils.data import DataLoader
 
-from autotune_amp.integrations.accelerate import AutotuneAccelerator
 from autotune_amp.precision import torch_state
 from autotune_amp.runtime.controller import PrecisionController
 
 NUM_RANKS, NUM_BATCHES = 2, 16
-pytestmark = lightning_samples.QUIET
+pytestmark = QUIET
 ON_SECOND_RANK = (5, 7, 9)  # batches that overflow: the odd ones are rank 1's
 
 
@@ -47,6 +44,8 @@ def seen(
 
 
 def accelerate(folder: Path, device: str, overflowing: Sequence[int]) -> dict[str, Any]:
+    from autotune_amp.integrations.accelerate import AutotuneAccelerator
+
     net, samples = accelerate_training.Net(), accelerate_training.inputs(NUM_BATCHES)
     for number in overflowing:
         samples[4 * number : 4 * number + 4] *= 1e6
@@ -65,9 +64,10 @@ def accelerate(folder: Path, device: str, overflowing: Sequence[int]) -> dict[st
 
 
 def trainer(folder: Path, device: str, overflowing: Sequence[int]) -> dict[str, Any]:
+    import trainer_samples
     from transformers.trainer_pt_utils import AcceleratorConfig
 
-    size = trainer_samples.BATCH
+    size = BATCH
     data = trainer_samples.rows(NUM_BATCHES * size)
     for number in overflowing:
         for row in data[number * size : (number + 1) * size]:
@@ -80,6 +80,8 @@ def trainer(folder: Path, device: str, overflowing: Sequence[int]) -> dict[str, 
 
 
 def lightning(folder: Path, device: str, overflowing: Sequence[int]) -> dict[str, Any]:
+    import lightning_samples
+
     from autotune_amp.integrations.lightning import trainer_arguments
 
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1

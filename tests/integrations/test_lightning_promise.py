@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import lightning
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning_samples import QUIET, Net, loader, trainer
-from test_lightning_workload import Data
+from framework_samples import QUIET
 from torch import Tensor, nn
 
 from autotune_amp import LossScale, Workload
@@ -48,43 +44,15 @@ def outcome(workload: Workload, **candidate: Any) -> Measurement:
     return found
 
 
-class Heard(lightning.Callback):
-    """Takes 50 ms of every batch, and notes how the Trainer is."""
-
-    seen: ClassVar[list[Any]] = []
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        time.sleep(0.05)
-        self.seen.append((trainer.accumulate_grad_batches, trainer.precision, trainer.gradient_clip_val))
-
-    def on_exception(self, *_: Any) -> None:
-        self.seen.append("exception")
-
-    def on_train_end(self, *_: Any) -> None:
-        self.seen.append("end")
-
-
-class Watched(Net):
-    """Validates, waits for a plateau of what it finds there, and stops early on it."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        raise AssertionError("a trial validates nothing")
-
-    def configure_callbacks(self) -> Any:
-        return [EarlyStopping("val_loss"), ModelCheckpoint()]
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
-
-
 @pytest.mark.parametrize(
     ("precision", "as_lightning_calls_it"), [("fp32", "32-true"), ("bf16", "bf16-mixed"), ("fp16", "16-mixed")]
 )
 def test_a_confirmation_is_a_fit_with_the_users_callbacks_that_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: Any, as_lightning_calls_it: str
 ) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning_samples import Data, Heard, Watched, trainer
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Heard, "seen", [])
     callbacks = [Heard(), ModelCheckpoint(every_n_train_steps=1)]
@@ -100,18 +68,11 @@ def test_a_confirmation_is_a_fit_with_the_users_callbacks_that_leaves_nothing(
     assert live.global_step == 0
 
 
-class Logging(Net):
-    """Notes whether what it logs arrives."""
-
-    arrived: ClassVar[set[bool]] = set()
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.arrived.add("loss_step" in self.trainer.callback_metrics)
-
-
 def test_what_the_module_logs_is_logged_and_its_data_may_come_without_a_loader(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from lightning_samples import Logging
+
     monkeypatch.setattr(Logging, "arrived", set())
 
     def batches(size: int) -> tuple[Tensor, Tensor]:
@@ -122,16 +83,9 @@ def test_what_the_module_logs_is_logged_and_its_data_may_come_without_a_loader(
     assert Logging.arrived == {True}
 
 
-class Peaked(Net):
-    """Its schedule ends after four steps."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
 def test_its_clipping_and_its_schedule_are_in_a_trials_step(tmp_path: Path) -> None:
+    from lightning_samples import Peaked, loader, trainer
+
     live = trainer(tmp_path, gradient_clip_val=0.01)
     workload = make_workload(unpack(pack(Workload.from_lightning(Peaked(), loader(), live))), "a test")
     training = make_training(workload, make_model(workload), confirmation())

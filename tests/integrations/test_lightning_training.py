@@ -5,27 +5,29 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning
 import pytest
 import torch
-from framework_samples import ambient, are_finite, fp16, same
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
-from lightning_samples import NUM_BATCHES, QUIET, Net, Validated, loader, trainer
-from torch import Tensor, nn
+from framework_samples import QUIET, are_finite, fp16, same
+from torch import nn
 
 from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan
 from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError
-from autotune_amp.integrations.lightning import AutotuneCallback, AutotunePrecision, trainer_arguments
 from autotune_amp.runtime.controller import PrecisionController
+
+if TYPE_CHECKING:
+    import lightning
+    from lightning.pytorch.loggers import CSVLogger
+
 
 pytestmark = QUIET
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
 def controller_of(run: lightning.Trainer) -> PrecisionController:
+    from autotune_amp.integrations.lightning import AutotunePrecision
+
     plugin = run.precision_plugin
     assert isinstance(plugin, AutotunePrecision)
     return plugin.controller
@@ -37,6 +39,12 @@ def rungs_in(logs: CSVLogger) -> list[str]:
 
 
 def test_an_overflow_in_the_middle_demotes_the_run_which_ends_finite_and_resumes_at_its_rung(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers import CSVLogger
+    from lightning_samples import NUM_BATCHES, Net, Validated, loader, trainer
+
+    from autotune_amp.integrations.lightning import trainer_arguments
+
     net = Validated(first_large=10)
     saves = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1, save_top_k=0)
     logs = CSVLogger(tmp_path)
@@ -67,6 +75,10 @@ def test_an_overflow_in_the_middle_demotes_the_run_which_ends_finite_and_resumes
 
 @pytest.mark.parametrize("config", [fp16(accumulation_steps=2), AmpConfig(precision="fp32", batch_size=4)])
 def test_until_something_trips_a_run_equals_the_loop_written_by_hand(tmp_path: Path, config: AmpConfig) -> None:
+    from lightning_samples import Net, loader, trainer
+
+    from autotune_amp.integrations.lightning import trainer_arguments
+
     net = Net()
     run = trainer(tmp_path, **trainer_arguments(config, gradient_clip_val=0.5))
     run.fit(net, loader(5))
@@ -91,6 +103,11 @@ def test_until_something_trips_a_run_equals_the_loop_written_by_hand(tmp_path: P
 
 
 def test_a_fallback_measured_with_another_batch_size_ends_with_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+    from lightning_samples import NUM_BATCHES, Net, loader, trainer
+
+    from autotune_amp.integrations.lightning import AutotuneCallback, AutotunePrecision, trainer_arguments
+
     config = fp16(fallback=[FallbackPlan(precision="fp32", batch_size=2, accumulation_steps=2)])
     message = "batch size 2 and 2 accumulation steps, not 4 and 1"
     with pytest.raises(DemotedError, match=message):
@@ -118,38 +135,11 @@ def test_a_fallback_measured_with_another_batch_size_ends_with_a_checkpoint_to_g
         trainer(tmp_path, **trainer_arguments(config)).fit(Net(), loader(), ckpt_path=path)
 
 
-class Pair(lightning.LightningModule):
-    """Two optimizers by hand, both backward passes before the steps; the second's gradient is clipped to norm 0.1."""
-
-    def __init__(self, first_large: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.automatic_optimization = False
-        self.one, self.other = nn.Linear(8, 1), nn.Linear(8, 1)
-        self.first_large = first_large
-        self.dtypes: list[torch.dtype | None] = []
-        self.stepped: list[tuple[bool, bool]] = []
-        self.moved: list[float] = []  # by the second
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        inputs, targets = batch
-        optimizers: Any = self.optimizers()
-        first, second = optimizers
-        self.dtypes.append(ambient())
-        factor = 3e3 if batch_idx >= self.first_large else 1.0
-        for optimizer, layer, scaling in ((first, self.one, 1.0), (second, self.other, factor)):
-            optimizer.zero_grad()
-            self.manual_backward(nn.functional.mse_loss(layer(inputs * scaling), targets))
-        self.clip_gradients(second, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
-        before = self.other.weight.detach().clone()
-        self.stepped.append((bool(first.step()), bool(second.step())))
-        self.moved.append(float((self.other.weight.detach() - before).norm()))
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.one, self.other)]
-
-
 def test_manual_optimization_with_two_optimizers_is_guarded_and_demoted(tmp_path: Path) -> None:
+    from lightning_samples import NUM_BATCHES, Pair, loader, trainer
+
+    from autotune_amp.integrations.lightning import trainer_arguments
+
     pair = Pair(first_large=6)
     run = trainer(tmp_path, **trainer_arguments(fp16(fallback=["fp32"])))
     run.fit(pair, loader())
@@ -165,12 +155,20 @@ def test_manual_optimization_with_two_optimizers_is_guarded_and_demoted(tmp_path
 
 
 def test_the_callback_warns_of_another_batch_size(tmp_path: Path) -> None:
+    from lightning_samples import Net, loader, trainer
+
+    from autotune_amp.integrations.lightning import trainer_arguments
+
     run = trainer(tmp_path, **trainer_arguments(fp16(batch_size=8), max_steps=1))
     with pytest.warns(UserWarning, match="batch_size.* is 4"):
         run.fit(Net(), loader())
 
 
 def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+    from lightning_samples import Net, loader, trainer
+
+    from autotune_amp.integrations.lightning import AutotuneCallback, AutotunePrecision, trainer_arguments
+
     with pytest.raises(InvalidRequestError, match="found Precision as"):
         trainer(tmp_path, callbacks=[AutotuneCallback()]).fit(Net(), loader())
     with pytest.raises(InvalidRequestError, match="a precision of its own, '16-mixed'"):
@@ -186,6 +184,10 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_rung_left_saves_a_checkpoint_before_it_stops(tmp_path: Path) -> None:
+    from lightning_samples import Net, loader, trainer
+
+    from autotune_amp.integrations.lightning import AutotuneCallback, trainer_arguments
+
     callback, net = AutotuneCallback(tmp_path / "last.ckpt"), Net(first_large=5)
     run = trainer(tmp_path, **trainer_arguments(fp16(fallback=[]), callbacks=[callback]))
     with pytest.raises(NoRungFitsError, match="no rung is left"):
@@ -195,6 +197,10 @@ def test_a_run_without_a_rung_left_saves_a_checkpoint_before_it_stops(tmp_path: 
 
 
 def test_what_the_config_says_of_model_and_optimizer_is_set_up(tmp_path: Path) -> None:
+    from lightning_samples import Net, loader, trainer
+
+    from autotune_amp.integrations.lightning import trainer_arguments
+
     net = Net()
     config = AmpConfig(precision="fp32", batch_size=4, optimizer_impl="foreach")
     run = trainer(tmp_path, **trainer_arguments(config))

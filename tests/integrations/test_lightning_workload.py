@@ -5,13 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import lightning
 import pytest
 import torch
-from framework_samples import same
-from lightning_samples import QUIET, Net
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from framework_samples import QUIET, same
+from torch import nn
 
 from autotune_amp import Workload
 from autotune_amp.core.errors import WorkloadError
@@ -23,37 +20,9 @@ from autotune_amp.trial.context import each, make_model, make_optimizer
 pytestmark = QUIET
 
 
-class Data(lightning.LightningDataModule):
-    """Doubles the inputs after their transfer."""
-
-    def setup(self, stage: str) -> None:
-        assert stage == "fit"
-        inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(2))
-        self.samples = TensorDataset(inputs, inputs.sum(1, keepdim=True))
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.samples, batch_size=4, shuffle=True)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return [batch[0] * 2, batch[1]]
-
-
-class Scheduled(Net):
-    """Asks the Trainer how long it trains, and uses its logger."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        steps = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        assert self.trainer.current_epoch == 0
-        self.logger.experiment.add_scalar("batch", batch_idx)  # type: ignore[union-attr] # TensorBoard's
-        return super().training_step(batch, batch_idx)
-
-
 def test_a_trial_runs_the_modules_own_step_optimizers_and_loader() -> None:
+    from lightning_samples import Data, Net, Scheduled
+
     live, datamodule = Scheduled(), Data()
     before = copy.deepcopy(live)
     workload = make_workload(unpack(pack(Workload.from_lightning(live, datamodule, name="mine"))), "a test")
@@ -78,32 +47,9 @@ def test_a_trial_runs_the_modules_own_step_optimizers_and_loader() -> None:
     assert not hasattr(datamodule, "samples")
 
 
-class Counted(Data):
-    """Knows after its setup how many inputs there are, and augments in training alone."""
-
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
-        self.num_inputs = self.samples[0][0].numel()
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        assert self.trainer is not None
-        assert self.trainer.training
-        return super().on_after_batch_transfer(batch, dataloader_idx)
-
-
-class Asking(Net):
-    """Asks its Trainer for the DataModule."""
-
-    def setup(self, stage: str) -> None:
-        trainer: Any = self.trainer
-        self.num_inputs = trainer.datamodule.num_inputs
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.2)
-        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 100)]
-
-
 def test_a_module_may_ask_its_trainer_and_a_warm_up_begins_at_a_tenth_of_its_peak() -> None:
+    from lightning_samples import Asking, Counted
+
     workload = make_workload(unpack(pack(Workload.from_lightning(Asking(), Counted()))), "a test")
     module: Any = make_model(workload)
     (optimizer,) = each(make_optimizer(workload, module))
@@ -112,6 +58,8 @@ def test_a_module_may_ask_its_trainer_and_a_warm_up_begins_at_a_tenth_of_its_pea
 
 
 def test_what_is_no_training_of_lightnings_is_refused() -> None:
+    from lightning_samples import Data, Net
+
     class Several(Data):
         def train_dataloader(self) -> Any:
             return [super().train_dataloader()] * 2

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,6 +17,9 @@ from autotune_amp import AmpConfig, LossScale, PrecisionController
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.integrations import sinks
 from autotune_amp.runtime.sinks import Sink, Values
+
+if TYPE_CHECKING:
+    from forked_python import ForkServer
 
 SCALE, STEPS, SKIPS, MOVE = (f"autotune_amp/{name}" for name in ("scale", "steps", "skips", "move"))
 
@@ -100,9 +102,9 @@ else:
 
 
 @needs("wandb")
-def test_wandb_offline_has_the_last_of_it_and_keeps_its_own_steps(tmp_path: Path) -> None:
+def test_wandb_offline_has_the_last_of_it_and_keeps_its_own_steps(tmp_path: Path, fork_server: ForkServer) -> None:
     environment = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(tmp_path)}
-    in_a_process(WANDB, tmp_path, environment)
+    in_a_process(WANDB, tmp_path, environment, fork_server)
     (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     assert b"autotune_amp/scale" in written.read_bytes()
 
@@ -138,23 +140,17 @@ else:
 
 
 @needs("mlflow")
-def test_mlflow_in_a_folder_has_the_whole_history(tmp_path: Path) -> None:
-    in_a_process(MLFLOW, tmp_path, {"MLFLOW_ALLOW_FILE_STORE": "true", "HOME": str(tmp_path)})
+def test_mlflow_in_a_folder_has_the_whole_history(tmp_path: Path, fork_server: ForkServer) -> None:
+    in_a_process(MLFLOW, tmp_path, {"MLFLOW_ALLOW_FILE_STORE": "true", "HOME": str(tmp_path)}, fork_server)
     assert (tmp_path / "runs").is_dir()
 
 
-def in_a_process(program: str, folder: Path, environment: dict[str, str]) -> None:
+def in_a_process(program: str, folder: Path, environment: dict[str, str], server: ForkServer) -> None:
     """These start threads and services of their own, and change what a process warns of."""
     here = str(Path(__file__).parent)
     path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(folder), **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    own = {"PYTHONPATH": path, "TMPDIR": str(folder), **environment}
+    done = server.run(["-c", program], cwd=folder, env={**os.environ, **own}, timeout=240)
     assert done.returncode == 0, done.stderr
 
 
@@ -203,10 +199,10 @@ def test_a_package_that_is_not_there_is_named_with_its_extra(
     assert f"autotune_amp[{extra}]" in raised.value.next_step
 
 
-def test_none_of_them_is_imported_before_it_is_used() -> None:
+def test_none_of_them_is_imported_before_it_is_used(tmp_path: Path, fork_server: ForkServer) -> None:
     program = (
         "import sys, autotune_amp.integrations.sinks, autotune_amp.runtime.controller\n"
         "assert not {'tensorboard', 'wandb', 'mlflow', 'opentelemetry'} & set(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = fork_server.run(["-c", program], cwd=tmp_path, env=dict(os.environ))
     assert done.returncode == 0, done.stderr

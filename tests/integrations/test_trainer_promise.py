@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from test_trainer_workload import BATCH, another_process, padded, sentences, trainer, trial
 from torch import nn
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
-from transformers.integrations.integration_utils import TensorBoardCallback
 
 from autotune_amp import LossScale, Workload
 from autotune_amp.core.outcome import Measurement
@@ -22,6 +19,9 @@ from autotune_amp.precision import torch_state
 from autotune_amp.trial import worker
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.jobs import Trial
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 NUM_STEPS = 6
 
@@ -44,37 +44,12 @@ def outcome(live: Trainer, purpose: Any = "confirm", **candidate: Any) -> Measur
     return found
 
 
-class Heard(TrainerCallback):
-    """Takes 50 ms of every step, and asks for an evaluation and a checkpoint."""
-
-    events: ClassVar[list[str]] = []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        time.sleep(0.05)
-        control.should_save = control.should_evaluate = True
-
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        self.events.append("end")
-
-    def on_log(self, *args: Any, **kwargs: Any) -> None:
-        self.events.append("log")
-
-
-class Tracked(TensorBoardCallback):
-    """A tracker of the user's own."""
-
-    def __init__(self) -> None:
-        pass
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a tracker heard of a trial")
-
-    on_step_end = on_log = on_train_begin
-
-
 def test_a_confirmation_is_a_run_of_the_trainer_with_its_callbacks_that_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from trainer_samples import Heard, Tracked
+    from transformers import EarlyStoppingCallback
+
     out = tmp_path / "out"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Heard, "events", [])
@@ -93,24 +68,12 @@ def test_a_confirmation_is_a_run_of_the_trainer_with_its_callbacks_that_leaves_n
     assert not outcome(live, purpose="search").is_own_loop
 
 
-class Noting(Trainer):
-    """Notes what its passes are: samples, passes of a step, autocast."""
-
-    seen: ClassVar[set[tuple[int, int, torch.dtype | None]]] = set()
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        num_passes = self.current_gradient_accumulation_steps
-        self.seen.add((len(inputs["input_ids"]), num_passes, model.transformer.h[0].mlp.c_fc(ONES).dtype))
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-
-ONES = torch.ones(1, 16)
-
-
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("fp16", torch.float16)])
 def test_it_trains_as_the_setting_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: Any, dtype: torch.dtype
 ) -> None:
+    from trainer_samples import Noting
+
     monkeypatch.setattr(Noting, "seen", set())
     found = outcome(trainer(tmp_path, Noting), precision=precision, batch_size=2, accumulation_steps=3)
     assert (found.is_own_loop, found.why_not_own_loop) == (True, None)

@@ -6,24 +6,24 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor, nn
-from trainer_samples import Notes, arguments, rows
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from autotune_amp import AmpConfig, Workload
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.setting import Setting
 from autotune_amp.fingerprint import workload_parts
-from autotune_amp.integrations.transformers import AutotuneTrainer
 from autotune_amp.isolation.packing import pack, unpack
 from autotune_amp.trial.context import make_model
 from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.training import Training, make_training
+
+if TYPE_CHECKING:
+    from transformers import GPT2LMHeadModel, Trainer
+
 
 BATCH, VOCABULARY = 4, 64
 
@@ -42,6 +42,8 @@ def padded(samples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
 
 
 def gpt2() -> GPT2LMHeadModel:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     torch.manual_seed(0)
     shape: dict[str, Any] = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
     shape |= {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
@@ -53,16 +55,20 @@ def token_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tens
     return nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
 
 
-def trainer(folder: Path, kind: type[Trainer] = Trainer, *, loss: Any = None, **options: Any) -> Any:
+def trainer(folder: Path, kind: type[Trainer] | None = None, *, loss: Any = None, **options: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
     plain: dict[str, Any] = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
     plain |= {"weight_decay": 0.1, "per_device_train_batch_size": BATCH, "max_steps": 2}
     args = TrainingArguments(str(folder), **plain, **options)
-    return kind(gpt2(), args, train_dataset=sentences(), data_collator=padded, compute_loss_func=loss)
+    return (kind or Trainer)(gpt2(), args, train_dataset=sentences(), data_collator=padded, compute_loss_func=loss)
 
 
 @contextmanager
 def another_process() -> Iterator[None]:
     """Accelerate's state is the process's; what runs here finds none, as in a trial, and leaves none."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
     shared = [kind._shared_state for kind in (PartialState, AcceleratorState, GradientState)]
     before = [dict(state) for state in shared]
     try:
@@ -147,6 +153,9 @@ def test_after_a_training_that_took_the_learning_rate_to_nothing_a_trials_schedu
 
 
 def test_it_runs_under_the_trials_autocast_and_says_what_runs_today(tmp_path: Path) -> None:
+    from trainer_samples import Notes, arguments, rows
+    from transformers import Trainer
+
     live: Any = Trainer(
         Notes(),
         arguments(AmpConfig(precision="bf16", batch_size=BATCH, accumulation_steps=3), tmp_path),
@@ -165,6 +174,8 @@ def test_it_runs_under_the_trials_autocast_and_says_what_runs_today(tmp_path: Pa
 
 @pytest.mark.parametrize("weighs", [True, False])
 def test_it_weighs_passes_where_the_trainer_does_not_divide_by_their_number(tmp_path: Path, weighs: bool) -> None:
+    from transformers import Trainer
+
     class Own(Trainer):
         loss_is_scaled_for_ga = None if weighs else False  # by default the model says it
 
@@ -190,6 +201,11 @@ def test_two_trainers_made_alike_are_the_same_workload(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_searched_is_refused(tmp_path: Path) -> None:
+    from trainer_samples import arguments
+    from transformers import Trainer
+
+    from autotune_amp.integrations.transformers import AutotuneTrainer
+
     class Own(Trainer):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
             loss: Any = self.compute_loss(model, inputs)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from framework_samples import ambient
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
+from transformers.integrations.integration_utils import TensorBoardCallback
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.integrations.transformers import AutotuneTrainer
 
-WIDTH, BATCH = 4, 4
+WIDTH = 4
 LARGE = 1e6  # past what fp16 holds; harmless in bf16 and fp32
 Run = tuple[torch.dtype | None, torch.dtype, int]  # autocast, what a layer puts out, samples
 
@@ -46,6 +48,45 @@ class StepNumbers(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         kwargs["model"].step = state.global_step
+
+
+class Heard(TrainerCallback):
+    """Takes 50 ms of every step, and asks for an evaluation and a checkpoint."""
+
+    events: ClassVar[list[str]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        time.sleep(0.05)
+        control.should_save = control.should_evaluate = True
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self.events.append("end")
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        self.events.append("log")
+
+
+class Tracked(TensorBoardCallback):
+    """A tracker of the user's own."""
+
+    def __init__(self) -> None:
+        pass
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a tracker heard of a trial")
+
+    on_step_end = on_log = on_train_begin
+
+
+class Noting(Trainer):
+    """Notes what its passes are: samples, passes of a step, autocast."""
+
+    seen: ClassVar[set[tuple[int, int, torch.dtype | None]]] = set()
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        num_passes = self.current_gradient_accumulation_steps
+        self.seen.add((len(inputs["input_ids"]), num_passes, model.transformer.h[0].mlp.c_fc(torch.ones(1, 16)).dtype))
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
 
 def rows(num_rows: int, large: range = range(0)) -> list[dict[str, Tensor]]:

@@ -33,9 +33,13 @@ from autotune_amp.variants import fp8
 from autotune_amp.variants.prepare import values_for
 from autotune_amp.variants.subject import Trained
 
-pytest.importorskip("torchao")
 CPU = torch.device("cpu")
 RECIPES: tuple[Fp8Recipe, ...] = ("rowwise", "tensorwise")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _torchao() -> None:
+    pytest.importorskip("torchao")
 
 
 def config(recipe: Fp8Recipe = "rowwise", **fields: Any) -> AmpConfig:
