@@ -14,6 +14,7 @@ import gc
 import importlib
 import importlib.util
 import json
+import multiprocessing.process
 import os
 import runpy
 import select
@@ -27,7 +28,7 @@ import types
 from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 # What programs of tests import; nothing of ours, whose modules may look at the environment.
 PRELOADED = (
@@ -104,7 +105,7 @@ class ForkServer:
                 theirs.append(reads if number == 0 else writes)
                 ours.append(os.fdopen(writes, "wb") if number == 0 else os.fdopen(reads, "rb"))
             else:
-                theirs.append(os.dup(number if wanted is None else wanted))
+                theirs.append(os.dup({None: number, subprocess.STDOUT: theirs[-1]}.get(wanted, wanted)))
                 ours.append(None)
         status, theirs_status = os.pipe()
         theirs.append(theirs_status)
@@ -191,18 +192,30 @@ def _become(descriptors: list[int], mark_address: int, arguments: list[str], cwd
     os.environ.update(env)
     if MARK in env:
         ctypes.memmove(mark_address, env[MARK].encode(), MARK_LENGTH)
-    tempfile.tempdir = None
+    run_python(arguments)
+
+
+def run_python(arguments: Sequence[str]) -> NoReturn:
+    """Do what Python does with its command line, to the end of this process."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     atexit._clear()
+    tempfile.tempdir = None
+    multiprocessing.process.ORIGINAL_DIR = str(Path.cwd())  # type: ignore[attr-defined]
     status = 1
     try:
-        _run(arguments)
+        _customize_path()
+        _run_program(*arguments)
         status = 0
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
     finally:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -211,8 +224,12 @@ def _become(descriptors: list[int], mark_address: int, arguments: list[str], cwd
         os._exit(status)
 
 
-def _run(arguments: list[str]) -> None:
-    """Do what Python does with its command line, from the path on."""
+def _is_ours(file: str) -> bool:
+    return file in (__file__, "<frozen runpy>")
+
+
+def _customize_path() -> None:
+    """Put the folders of PYTHONPATH first on the path, without this file's, and run the `sitecustomize` of one."""
     own = str(Path(__file__).parent)
     rest = [entry for entry in sys.path if entry != own]
     named = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
@@ -221,18 +238,26 @@ def _run(arguments: list[str]) -> None:
     if customized is not None:
         sys.modules["sitecustomize"] = module = importlib.util.module_from_spec(customized)
         customized.loader.exec_module(module)
-    kind, *more = arguments
+
+
+def _run_program(kind: str, *arguments: str) -> None:
     if kind == "-m":
-        sys.argv = more
-        runpy.run_module(more[0], run_name="__main__", alter_sys=True)
-    elif kind == "-c":
-        sys.argv = ["-c", *more[1:]]
-        sys.modules["__main__"] = main = types.ModuleType("__main__")
-        exec(compile(more[0], "<string>", "exec"), vars(main))
-    else:
-        sys.argv = arguments
-        sys.path[0] = str(Path(kind).resolve().parent)
-        runpy.run_path(kind, run_name="__main__")
+        sys.argv = list(arguments)
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        return
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    if kind == "-c":
+        sys.argv = ["-c", *arguments[1:]]
+        exec(compile(arguments[0], "<string>", "exec", dont_inherit=True), vars(main))
+        return
+    # As the interpreter does, which names a script by its whole path and announces it to audit hooks.
+    path = str(Path.cwd() / kind)
+    sys.argv = [kind, *arguments]
+    sys.path[0] = str(Path(path).resolve().parent)
+    main.__file__ = path
+    text = Path(path).read_bytes()
+    sys.audit("cpython.run_file", path)
+    exec(compile(text, path, "exec", dont_inherit=True), vars(main))
 
 
 if __name__ == "__main__":

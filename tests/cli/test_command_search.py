@@ -63,7 +63,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_jobs_here(monkeypatch)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def found(shared_once: SharedOnce) -> Searched:
     """A search that recommends batch 16 over batch 4."""
     arguments = (*OPTIONS, "--budget", "600", *COMMAND)

@@ -36,7 +36,7 @@ TRIED = ("--try", "memory_format,compile,activation_checkpointing")
 SETTINGS = (*TRIED, "--budget", "60", "--baseline", "fp32:4", "--batch-size", "4:4", "--steps", "100")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def laid_out(shared_once: SharedOnce) -> Searched:
     return shared_once("laid out", lambda folder: searched(folder, WORKLOAD, "train.py:workload", *FP32, *SETTINGS))
 

@@ -23,7 +23,7 @@ def halves():
 """
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def found(shared_once: SharedOnce) -> Searched:
     def search(folder: Path) -> Searched:
         return searched(folder, WORKLOADS, *SEARCH, "--batch-size", "1:32", "--trials", "5", "--budget", "240")

@@ -12,13 +12,13 @@ from conftest import CommandLine, SharedOnce
 from real_searches import CHECKS, FOUND, FP32, TRAINING_TO_COME, WORKLOADS, Searched, searched
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def found(shared_once: SharedOnce) -> Searched:
     """A search that recommends: fp32 batch 16 over fp32 batch 4, with a failure at 32."""
     return shared_once("found", lambda folder: searched(folder, WORKLOADS, *FOUND, *TRAINING_TO_COME))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def failed(shared_once: SharedOnce) -> Searched:
     """A search in which nothing works: each batch size fails in a way of its own, and prints megabytes."""
     arguments = ("train.py:failing", *FP32, "--budget", "60", "--baseline", "fp32:4", "--batch-size", "4:32")

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.real_time, needs_two_cpus]
 SEARCH = ("train.py:plain", *FP32, "--baseline", "fp32:4", "--batch-size", "1:64", "--slots", "2", "--try", "none")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def found(shared_once: SharedOnce) -> Searched:
     def search(folder: Path) -> Searched:
         return searched(folder, WORKLOADS, *SEARCH, "--budget", "60")

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from backend_contract import BackendContract, Made
+from forked_python import ForkServer
 from forked_trials import forked_trials
 from listening import Listener
 
@@ -123,8 +124,8 @@ class Opened:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _trials_are_forked() -> Iterator[None]:
-    with forked_trials():
+def _trials_are_forked(fork_server: ForkServer) -> Iterator[None]:
+    with forked_trials(fork_server):
         yield
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from backend_contract import BackendContract, Made
 from conftest import needs_two_cpus
+from forked_python import ForkServer
 from forked_trials import forked_trials
 from listening import Listener
 from torch import nn
@@ -99,8 +100,8 @@ pytestmark = [needs_two_cpus, pytest.mark.usefixtures("nothing_left_at_once")]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _trials_are_forked() -> Iterator[None]:
-    with forked_trials():
+def _trials_are_forked(fork_server: ForkServer) -> Iterator[None]:
+    with forked_trials(fork_server):
         yield
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
+from forked_python import ForkServer
 from forked_trials import forked_trials
 from listening import Listener
 
@@ -45,8 +46,8 @@ def workload():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _trials_are_forked() -> Iterator[None]:
-    with forked_trials():
+def _trials_are_forked(fork_server: ForkServer) -> Iterator[None]:
+    with forked_trials(fork_server):
         yield
 
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from backend_contract import BackendContract, Made
 from conftest import needs_two_cpus
+from forked_python import ForkServer
 from forked_trials import forked_trials
 from hypothesis import given
 from hypothesis import strategies as st
@@ -131,8 +132,8 @@ def workload():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _trials_are_forked() -> Iterator[None]:
-    with forked_trials():
+def _trials_are_forked(fork_server: ForkServer) -> Iterator[None]:
+    with forked_trials(fork_server):
         yield
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-import forked_keeper
+from forked_keeper import TESTS
 
 
 def main() -> None:
@@ -21,10 +21,12 @@ def main() -> None:
         assert program == sys.executable
         os.environ.clear()
         os.environ.update(environment)
-        sys.path[:] = path
+        sys.path[:] = [TESTS, *path]
         for name in [name for name in sys.modules if name.partition(".")[0] == "autotune_amp"]:
             del sys.modules[name]
-        forked_keeper.run_python(arguments[1:])
+        import forked_python
+
+        forked_python.run_python(arguments[1:])
 
     os.execvpe = become  # type: ignore[assignment]
     from autotune_amp.cli import main as command_line

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser
 pytestmark = [pytest.mark.slow, pytest.mark.real_time]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def ran(shared_once: SharedOnce) -> Ran:
     def run(folder: Path) -> Ran:
         with command_line(folder) as cli:

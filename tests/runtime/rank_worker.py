@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rank_training import NUM_RANKS, Outcome, Scenario, train
 
 if TYPE_CHECKING:
-    from forked_trials import Forked
+    from forked_python import ForkedProcess, ForkServer
 
 START_SECONDS, RUN_SECONDS, GROUP_SECONDS = 120.0, 60.0, 20.0
 
@@ -24,10 +24,11 @@ START_SECONDS, RUN_SECONDS, GROUP_SECONDS = 120.0, 60.0, 20.0
 class Ranks:
     """Runs scenarios one after the other; starts new processes after one that failed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, server: ForkServer) -> None:
         self._folder = folder
+        self._server = server
         self._pipes: list[Connection] = []
-        self._processes: list[Forked] = []
+        self._processes: list[ForkedProcess] = []
 
     def run(self, scenario: Scenario) -> list[Outcome]:
         """What each rank saw. Raises `AssertionError` with the tracebacks where a rank failed, died or hung."""
@@ -43,14 +44,12 @@ class Ranks:
         return outcomes
 
     def _start(self) -> None:
-        from forked_trials import forking  # not above: a rank has no need of it, and does not find it
-
         # Not through `multiprocessing`: its resource tracker would outlive the tests.
         folder = tempfile.mkdtemp(dir=self._folder)
         for rank in range(NUM_RANKS):
             with Listener(f"{folder}/{rank}", "AF_UNIX") as listener:
-                command = [sys.executable, __file__, f"{folder}/{rank}", str(rank), f"{folder}/store"]
-                self._processes.append(forking().popen(command))
+                program = [__file__, f"{folder}/{rank}", str(rank), f"{folder}/store"]
+                self._processes.append(self._server.popen(program))
                 self._pipes.append(listener.accept())
         for pipe in self._pipes:
             assert _answer(pipe, START_SECONDS) == "ready"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_python import ForkServer
 from rank_training import (
     BATCH,
     CONFIG,
@@ -37,8 +38,8 @@ DEMOTION = (4, "demotion", "fp16", "bf16")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    started = Ranks(tmp_path_factory.mktemp("ranks"))
+def ranks(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> Iterator[Ranks]:
+    started = Ranks(tmp_path_factory.mktemp("ranks"), fork_server)
     yield started
     started.end()
 
