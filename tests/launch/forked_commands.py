@@ -5,6 +5,7 @@ imported torch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -64,9 +65,17 @@ class ForkedKeeper:
         os.kill(self.pid, signal.SIGKILL)
 
 
+@functools.cache
+def wait_until_up(server: ForkServer) -> None:
+    """Have it import torch first: a command's deadlines are none of its own."""
+    server.run(["-c", ""], cwd=Path.cwd(), env={})
+
+
 @contextlib.contextmanager
 def forked_commands(server: ForkServer) -> Iterator[None]:
     """Within it, a keeper is forked, and the command where it is a program of this Python that names torch."""
+
+    wait_until_up(server)
 
     def popen(command: Sequence[str], *, env: Mapping[str, str], **_: Any) -> ForkedKeeper:
         return ForkedKeeper(server, command, env)
