@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_python import ForkServer
 
 TRAIN = """
 import os
@@ -33,7 +32,7 @@ FILES = {
     "layers.py": "import torch\n\n\ndef make(width):\n    return torch.nn.Linear(width, 1)\n",
     "unrelated.py": "VALUE = 1\n",
 }
-OPTIONS = "budget=40, precision='fp32', batch_size=(4, 4), trials=1, device='cpu', quiet=True, out=OUT"
+OPTIONS = "budget=40, precision='fp32', batch_size=(4, 4), trials=1, try_='none', device='cpu', quiet=True, out=OUT"
 SEARCH = f"""
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -119,12 +118,19 @@ ROWS_TO_ASK: list[tuple[str | None, dict[str, Any]]] = [
 ]
 
 
-def python(code: str, *arguments: str | Path, text: str = "") -> str:
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, input=text, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+class Program:
+    """Runs Python programs to their end in a folder."""
+
+    def __init__(self, server: ForkServer, folder: Path) -> None:
+        self._server = server
+        self._folder = folder
+
+    def __call__(self, code: str, *arguments: str | Path, text: str = "") -> str:
+        environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+        given = ["-c", code, *map(str, arguments)]
+        done = self._server.run(given, cwd=self._folder, env=environment, stdin=text)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
 
 def written(folder: Path, file: str = "train.py", old: str = "", new: str = "") -> str:
@@ -137,7 +143,8 @@ def written(folder: Path, file: str = "train.py", old: str = "", new: str = "") 
 
 
 @pytest.mark.slow
-def test_the_cache_answers_what_it_holds_for_and_nothing_else(tmp_path: Path) -> None:
+def test_the_cache_answers_what_it_holds_for_and_nothing_else(fork_server: ForkServer, tmp_path: Path) -> None:
+    python = Program(fork_server, tmp_path)
     python(SEARCH, written(tmp_path / "searched"), tmp_path / "studies")
     outcomes = (tmp_path / "studies" / "cached" / "outcomes.jsonl").read_bytes()
     asked = [
