@@ -36,7 +36,7 @@ PRELOADED = (
     *("cloudpickle", "msgspec", "psutil", "rich", "typer"),
 )
 MARK, MARK_LENGTH = "AUTOTUNE_AMP_PROCESS", 32
-MAX_REQUEST_BYTES = 1 << 17
+MAX_REQUEST_BYTES, READY = 1 << 17, b"ready"
 
 
 class ForkedProcess:
@@ -81,6 +81,7 @@ class ForkServer:
                 env={**os.environ, MARK: "0" * MARK_LENGTH},
                 stdin=subprocess.DEVNULL,
             )
+        assert self._channel.recv(100) == READY, "the fork server did not start"  # imports are no program's time
 
     @property
     def pid(self) -> int:
@@ -105,7 +106,9 @@ class ForkServer:
                 theirs.append(reads if number == 0 else writes)
                 ours.append(os.fdopen(writes, "wb") if number == 0 else os.fdopen(reads, "rb"))
             else:
-                theirs.append(os.dup({None: number, subprocess.STDOUT: theirs[-1]}.get(wanted, wanted)))
+                theirs.append(
+                    os.dup(number if wanted is None else theirs[-1] if wanted == subprocess.STDOUT else wanted)
+                )
                 ours.append(None)
         status, theirs_status = os.pipe()
         theirs.append(theirs_status)
@@ -153,6 +156,7 @@ def _serve(channel: socket.socket, mark_address: int) -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    channel.send(READY)
     running: dict[int, tuple[int, int]] = {}  # a process's number and the pipe for its status, by its pidfd
     while True:
         for ready in select.select([channel.fileno(), *running], [], [])[0]:

@@ -68,6 +68,7 @@ class Measurer:
         gc.collect()
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
         torch.manual_seed(0)
         torch.set_float32_matmul_precision("high" if setting.precision == "tf32" else "highest")
         torch.backends.cudnn.allow_tf32 = True
@@ -180,6 +181,8 @@ class Measurer:
             "build_seconds": round(build_seconds, 4),
             "first_step_seconds": round(first_step_seconds, 4),
             "compile_seconds": round(forward_backward_seconds, 4) if setting.compile_mode else None,
+            # 0: the compiler left all to eager, as it does with an LSTM
+            "num_compiled_graphs": count_graphs() if setting.compile_mode else None,
             "num_warmup_groups": num_warmup_groups,
             "num_steps_before_within_5_percent": 1 + steady[0] * GROUP_STEPS,
             "group_step_ms": [round(1000 * group / GROUP_STEPS, 3) for group in groups],
@@ -206,6 +209,11 @@ class Measurer:
         except Exception:
             return False
         return True
+
+
+def count_graphs() -> int:
+    """Return how many graphs torch.compile has made since its counters were cleared."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def is_warm(groups: list[float], is_compiled: bool) -> bool:
