@@ -101,15 +101,15 @@ class ForkServer:
         ours: list[IO[bytes] | None] = []
         theirs = []
         for number, wanted in enumerate((stdin, stdout, stderr)):
+            ours.append(None)
             if wanted == subprocess.PIPE:
                 reads, writes = os.pipe()
                 theirs.append(reads if number == 0 else writes)
-                ours.append(os.fdopen(writes, "wb") if number == 0 else os.fdopen(reads, "rb"))
+                ours[-1] = os.fdopen(writes, "wb") if number == 0 else os.fdopen(reads, "rb")
+            elif wanted == subprocess.STDOUT:
+                theirs.append(os.dup(theirs[-1]))
             else:
-                theirs.append(
-                    os.dup(number if wanted is None else theirs[-1] if wanted == subprocess.STDOUT else wanted)
-                )
-                ours.append(None)
+                theirs.append(os.dup(number if wanted is None else wanted))
         status, theirs_status = os.pipe()
         theirs.append(theirs_status)
         environment = dict(os.environ if env is None else env)

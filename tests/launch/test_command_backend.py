@@ -263,7 +263,7 @@ def test_what_is_not_seen_to_train_says_why(script: str, local: LocalBackend, co
 def test_a_budget_for_less_than_a_search_says_what_would_do(
     script: str, local: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command_backend, "MIN_NUM_RUNS", 1000)
+    monkeypatch.setattr(command_backend, "MIN_NUM_RUNS", 1_000_000)
     with pytest.raises(BudgetTooSmallError, match="to its first step") as raised:
         described([sys.executable, script], local)
     assert "--budget" in raised.value.next_step
