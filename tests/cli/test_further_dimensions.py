@@ -11,6 +11,8 @@ from torch import nn
 import autotune_amp
 from autotune_amp.core.recommendation import Recommendation
 
+pytestmark = pytest.mark.slow
+
 # A step sleeps less where the convolution lies channels last: that wins on any machine.
 WORKLOAD = """
 import time

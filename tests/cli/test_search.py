@@ -11,6 +11,8 @@ import pytest
 from conftest import CommandLine, SharedOnce
 from real_searches import CHECKS, FOUND, FP32, TRAINING_TO_COME, WORKLOADS, Searched, searched
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def found(shared_once: SharedOnce) -> Searched:
@@ -140,7 +142,6 @@ def test_where_every_candidate_fails_every_reason_is_given_and_all_that_it_print
 # --- other kinds of search -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_an_effective_batch_size_is_kept_exactly_in_a_storage_of_the_users_own(cli: CommandLine) -> None:
     cli.write("train.py", WORKLOADS)
     options = ("--precision", "fp32", "--baseline", "fp32:4", "--effective-batch-size", "24", "--device", "cpu")
@@ -157,7 +158,6 @@ def test_an_effective_batch_size_is_kept_exactly_in_a_storage_of_the_users_own(c
     assert not (cli.folder / "studies/train-plain/study.db").exists()
 
 
-@pytest.mark.slow
 def test_the_embedded_default_needs_no_argument(cli: CommandLine) -> None:
     done = cli("search", "--budget", "40")
     assert done.code == 0, done.err
@@ -176,7 +176,6 @@ def fp16():
 CHECKED = ("--device", "cpu", "--baseline", "fp32:4", "--batch-size", "16:16", "--effective-batch-size", "free")
 
 
-@pytest.mark.slow
 def test_fp16_is_calibrated_once_and_says_what_its_loss_scale_is_based_on(tmp_path: Path) -> None:
     arguments = ("train.py:fp16", *CHECKED, "--budget", "90", "--precision", "fp16", "--steps", "3000")
     search = searched(tmp_path, WORKLOADS + FP16, *arguments)
