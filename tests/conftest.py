@@ -252,7 +252,7 @@ class CommandLine:
             done = self._server.run(arguments, cwd=self.folder, env=self.environment)
             return Finished(done.returncode, done.stdout, done.stderr)
         process = self.start_python(*arguments)
-        out, err = process.communicate(timeout=200)
+        out, err = process.communicate(timeout=280)
         return Finished(process.returncode, out, err)
 
     def search(self, *arguments: str) -> Finished:

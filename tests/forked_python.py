@@ -124,7 +124,7 @@ class ForkServer:
         return ForkedProcess(pid, status, ours)
 
     def run(
-        self, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str], stdin: str = "", timeout: float = 200.0
+        self, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str], stdin: str = "", timeout: float = 280.0
     ) -> subprocess.CompletedProcess[str]:
         """Run `python *arguments` to its end; with its whole session it is killed when `timeout` seconds are over."""
         with contextlib.ExitStack() as stack:

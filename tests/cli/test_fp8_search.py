@@ -41,7 +41,7 @@ ASKED = ("--precision", "fp8", "--try", "rowwise", "--baseline", "fp32:16", "--b
 @pytest.mark.slow
 def test_fp8_is_recommended_with_what_it_steps_down_to(cli: CommandLine) -> None:
     pytest.importorskip("torchao")
-    found = searched(cli.folder, WORKLOAD, "train.py:workload", *FP32, *ASKED, "--budget", "150", "--steps", "100000")
+    found = searched(cli.folder, WORKLOAD, "train.py:workload", *FP32, *ASKED, "--budget", "200", "--steps", "100000")
     assert found.done.code == 0, found.done.err
     config, evidence = found.document["config"], found.document["evidence"]
     assert (config["precision"], config["fp8_recipe"], config["compile"]) == ("fp8", "rowwise", "default")

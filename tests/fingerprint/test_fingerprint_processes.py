@@ -174,7 +174,7 @@ def write(folder: Path, files: dict[str, str]) -> Path:
 def original(tmp_path_factory: pytest.TempPathFactory) -> Fingerprint:
     folder = write(tmp_path_factory.mktemp("original"), FILES)
     # In a process of its own: the others are forked from one that draws its hash seed.
-    command = [sys.executable, folder / "train.py"]
+    command = [sys.executable, str(folder / "train.py")]
     (found,) = printed(subprocess.run(command, env=environment(PYTHONHASHSEED="1"), capture_output=True, text=True))
     return found
 
