@@ -49,7 +49,7 @@ needs_two_cpus = pytest.mark.skipif(
     not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs"
 )
 
-# Two workers and their children share the cores: a second thread of one waits for the core that another test has. What
+# The workers and their children share the cores: a second thread of one waits for the core that another test has. What
 # was set outside stands. Before anything imports torch, which reads it once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -87,16 +87,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def in_shares(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
     """Order tests so that each worker of `--dist worksteal`, which begins with an equal part of them in their order,
     has whole modules, those with slow tests first: no long test is the last one of all, and what a module's tests
-    share is made once. Modules with the same `xdist_group` count as one.
+    share is made once.
     """
-    groups: dict[object, list[pytest.Item]] = {}
+    modules: dict[Path, list[pytest.Item]] = {}
     for item in items:
-        mark = item.get_closest_marker("xdist_group")
-        groups.setdefault(mark.args if mark else item.path, []).append(item)
-    by_slowness = sorted(groups.values(), key=lambda group: -sum(map(is_slow, group)))
+        modules.setdefault(item.path, []).append(item)
     shares: list[list[pytest.Item]] = [[] for _ in range(num_workers)]
-    for number, group in enumerate(by_slowness):
-        shares[number % num_workers] += sorted(group, key=is_slow, reverse=True)
+    by_slowness = sorted(modules.values(), key=lambda module: -sum(map(is_slow, module)))
+    for number, module in enumerate(by_slowness):
+        share = shares[number % num_workers] if any(map(is_slow, module)) else min(shares, key=len)
+        share += sorted(module, key=is_slow, reverse=True)
     return list(itertools.chain.from_iterable(shares))
 
 
@@ -138,7 +138,7 @@ def _nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     assert (left, files) == (set(), [])
 
 
-standing: set[int] = set()  # processes that serve tests until the session ends
+standing: set[int] = set()  # numbers of the processes that serve tests until the session ends
 
 
 @pytest.fixture(scope="session")
@@ -177,8 +177,9 @@ def _left_beside(before: set[str]) -> set[str]:
 
 
 def _living() -> Iterator[str]:
-    """This process's children and threads, without the one that multiprocessing keeps, and those of the session."""
-    for process in psutil.Process().children():
+    """This process's children and those of the fork server, and threads; without the one that multiprocessing keeps."""
+    servers = [psutil.Process(pid) for pid in standing]
+    for process in itertools.chain.from_iterable(each.children() for each in [psutil.Process(), *servers]):
         if process.pid in standing:
             continue
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -252,7 +253,7 @@ class CommandLine:
             done = self._server.run(arguments, cwd=self.folder, env=self.environment)
             return Finished(done.returncode, done.stdout, done.stderr)
         process = self.start_python(*arguments)
-        out, err = process.communicate(timeout=280)
+        out, err = process.communicate(timeout=250)
         return Finished(process.returncode, out, err)
 
     def search(self, *arguments: str) -> Finished:
@@ -342,12 +343,14 @@ def shared_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     def once(name: str, make: Callable[[Path], T]) -> T:
         shared.mkdir(exist_ok=True)
         made = shared / f"{name}.pickle"
-        with filelock.FileLock(shared / f"{name}.lock"):
-            if is_repeated or not made.exists():
-                # Others may be reading what was made before.
-                folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=shared))
-                made.write_bytes(pickle.dumps(make(folder)))
-            value: T = pickle.loads(made.read_bytes())
+        if is_repeated or not made.exists():
+            with filelock.FileLock(shared / f"{name}.lock"):
+                if is_repeated or not made.exists():
+                    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=shared))
+                    (folder / "made").mkdir()
+                    (folder / "pickle").write_bytes(pickle.dumps(make(folder / "made")))
+                    (folder / "pickle").rename(made)  # at once: others may be reading what was made before
+        value: T = pickle.loads(made.read_bytes())
         return value
 
     return once

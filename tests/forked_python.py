@@ -1,8 +1,9 @@
 """Python processes for tests, forked from one that has imported torch: 0.1 s of a core for a start that takes 2 to 4.
 
-What a program sees is as in a process that was started: arguments, folder, environment, session, standard streams, exit
-handlers, and `sitecustomize` where it is on the path that its environment names; the kernel shows the mark of a trial's
-process in its environment. Only what happens before `import torch` is left out. Linux alone.
+A program sees its own arguments, folder, environment, session, standard streams and exit handlers, and the
+`sitecustomize` on the path that its environment names; the kernel shows its marks in its environment. What happens
+before `import torch` is left out, and what only the start of an interpreter reads, such as PYTHONHASHSEED, is the
+server's. Linux alone.
 """
 
 from __future__ import annotations
@@ -35,18 +36,19 @@ PRELOADED = (
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "numpy", "optuna", "sqlalchemy"),
     *("cloudpickle", "msgspec", "psutil", "rich", "typer"),
 )
-MARK, MARK_LENGTH = "AUTOTUNE_AMP_PROCESS", 32
+MARKS, MARK_LENGTH = ("AUTOTUNE_AMP_PROCESS", "AUTOTUNE_AMP_TEST_MARK"), 32
 MAX_REQUEST_BYTES, READY = 1 << 17, b"ready"
 
 
 class ForkedProcess:
-    """What tests use of `subprocess.Popen`, for a process that is a child of the fork server."""
+    """A process that the fork server started, with the methods of `subprocess.Popen` that tests use."""
 
     def __init__(self, pid: int, status: int, streams: Sequence[IO[bytes] | None]) -> None:
         self.pid = pid
         self.returncode: int | None = None
         self.stdin, self.stdout, self.stderr = streams
         self._status = status  # a pipe to which the exit status is written once
+        self._lock = threading.Lock()
 
     def poll(self) -> int | None:
         return self._ended_within(0.0)
@@ -58,13 +60,15 @@ class ForkedProcess:
         return self.returncode
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
     def _ended_within(self, seconds: float | None) -> int | None:
-        if self.returncode is None and select.select([self._status], [], [], seconds)[0]:
-            self.returncode = int(os.read(self._status, 100) or -signal.SIGKILL)
-            os.close(self._status)
+        with self._lock:
+            if self.returncode is None and select.select([self._status], [], [], seconds)[0]:
+                self.returncode = int(os.read(self._status, 100) or -signal.SIGKILL)
+                os.close(self._status)
         return self.returncode
 
 
@@ -78,7 +82,7 @@ class ForkServer:
             self._process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, MARK: "0" * MARK_LENGTH},
+                env={**os.environ, **dict.fromkeys(MARKS, "0" * MARK_LENGTH)},
                 stdin=subprocess.DEVNULL,
             )
         assert self._channel.recv(100) == READY, "the fork server did not start"  # imports are no program's time
@@ -124,7 +128,7 @@ class ForkServer:
         return ForkedProcess(pid, status, ours)
 
     def run(
-        self, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str], stdin: str = "", timeout: float = 280.0
+        self, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str], stdin: str = "", timeout: float = 250.0
     ) -> subprocess.CompletedProcess[str]:
         """Run `python *arguments` to its end; with its whole session it is killed when `timeout` seconds are over."""
         with contextlib.ExitStack() as stack:
@@ -150,7 +154,7 @@ class ForkServer:
         self._process.wait(60)
 
 
-def _serve(channel: socket.socket, mark_address: int) -> None:
+def _serve(channel: socket.socket, mark_addresses: dict[str, int]) -> None:
     """Fork for each request and answer with the number of the fork; write its exit status to the pipe it came with."""
     for name in PRELOADED:
         importlib.import_module(name)
@@ -176,14 +180,16 @@ def _serve(channel: socket.socket, mark_address: int) -> None:
                 for descriptor, (_, status) in running.items():
                     os.close(descriptor)
                     os.close(status)
-                _become(descriptors, mark_address, **json.loads(request))
+                _become(descriptors, mark_addresses, **json.loads(request))
             running[os.pidfd_open(pid)] = pid, descriptors.pop()
             for descriptor in descriptors:
                 os.close(descriptor)
             channel.send(str(pid).encode())
 
 
-def _become(descriptors: list[int], mark_address: int, arguments: list[str], cwd: str, env: dict[str, str]) -> None:
+def _become(
+    descriptors: list[int], mark_addresses: dict[str, int], arguments: list[str], cwd: str, env: dict[str, str]
+) -> None:
     """Turn this process into the one that was asked for; it does not return."""
     os.setsid()
     for number, descriptor in enumerate(descriptors[:3]):
@@ -194,8 +200,9 @@ def _become(descriptors: list[int], mark_address: int, arguments: list[str], cwd
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    if MARK in env:
-        ctypes.memmove(mark_address, env[MARK].encode(), MARK_LENGTH)
+    for name, address in mark_addresses.items():
+        ctypes.memmove(address, env.get(name, "0" * MARK_LENGTH).encode(), MARK_LENGTH)
+    sys.modules["numpy"].random.seed()
     run_python(arguments)
 
 
@@ -203,7 +210,6 @@ def run_python(arguments: Sequence[str]) -> NoReturn:
     """Do what Python does with its command line, to the end of this process."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    atexit._clear()
     tempfile.tempdir = None
     multiprocessing.process.ORIGINAL_DIR = str(Path.cwd())  # type: ignore[attr-defined]
     status = 1
@@ -268,6 +274,6 @@ if __name__ == "__main__":
     # The kernel shows the environment as it was given, on the stack; what Python sets later is elsewhere.
     _getenv = ctypes.CDLL(None).getenv
     _getenv.restype = ctypes.c_void_p
-    _address = _getenv(MARK.encode())
+    _addresses = {name: _getenv(name.encode()) for name in MARKS}
     with socket.socket(fileno=int(sys.argv[1])) as _channel:
-        _serve(_channel, _address)
+        _serve(_channel, _addresses)

@@ -18,7 +18,7 @@ FRAMEWORKS = {
 
 @cache
 def modules() -> dict[str, Path]:
-    """The file of each module that a test may import: the helpers beside it and the package's own."""
+    """Return the file of each module that a test may import: the helpers beside it and the package's own."""
     files = {path.stem: path for path in TESTS.rglob("*.py")}
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
@@ -31,9 +31,14 @@ def is_for_types_only(node: ast.AST) -> bool:
 
 
 def run_at_import(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that run when a module is imported: without the bodies of functions."""
+    """Yield the nodes that run when a module is imported: without the bodies of functions."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or is_for_types_only(child):
+        if isinstance(child, ast.Lambda) or is_for_types_only(child):
+            continue
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            for part in [*child.decorator_list, *child.args.defaults, *filter(None, child.args.kw_defaults)]:
+                yield part
+                yield from run_at_import(part)
             continue
         yield child
         yield from run_at_import(child)
@@ -41,7 +46,7 @@ def run_at_import(node: ast.AST) -> Iterator[ast.AST]:
 
 @cache
 def imported(path: Path) -> frozenset[str]:
-    """The modules that a file imports when it is imported itself, `pytest.importorskip` counted."""
+    """Return the modules that a file imports when it is imported itself, `pytest.importorskip` counted."""
     names: set[str] = set()
     for node in run_at_import(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -54,7 +59,7 @@ def imported(path: Path) -> frozenset[str]:
 
 
 def frameworks_behind(path: Path) -> set[str]:
-    """The chains of imports by which collecting this file imports a framework."""
+    """Return the chains of imports by which collecting this file imports a framework."""
     left, seen, found = [(path, path.name)], {path}, set()
     while left:
         current, chain = left.pop()

@@ -8,7 +8,7 @@ from conftest import CommandLine, Finished
 
 # One trial does not end the search by itself: a busy machine may take all of the budget.
 OPTIONS = (
-    "budget=90, trials=1, try_='none', precision='fp32', batch_size=(4, 8), effective_batch_size='free', "
+    "budget=90, trials=1, try_=['optimizer_impl'], precision='fp32', batch_size=(4, 8), effective_batch_size='free', "
     "baseline='fp32:4', device='cpu'"
 )
 

@@ -81,7 +81,7 @@ def test_slurms_end_of_a_job_saves_the_best_so_far_and_the_same_command_goes_on(
     known: list[dict[str, Any]] = []
     for _ in range(2):
         process = training.start("search", *SEARCH, "--json")
-        wait_for_lines(training, process, len(known) + 1)
+        wait_for_lines(training, process, len(known) + 2)
         training.terminate_all(process)
         out, err = process.communicate(timeout=60)
         assert process.returncode == 143, err

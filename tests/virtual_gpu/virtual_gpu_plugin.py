@@ -50,11 +50,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs a card where there is none and nobody asked for it."""
+    """Leave out the tests that need a card where there is none, unless nothing else was asked for."""
     if _is_virtual() or _asks_for_gpu(config.option.markexpr) or _num_real_cards():
         return
     without = [item for item in items if item.get_closest_marker("gpu") is None]
-    if len(without) < len(items):
+    if 0 < len(without) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
         items[:] = without
 
