@@ -82,7 +82,3 @@ def _compile(out: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"The virtual card could not be built:\n{' '.join(command)}\n{done.stderr}")
-
-
-if __name__ == "__main__" and why_not() is None:
-    build()
