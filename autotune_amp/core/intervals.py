@@ -14,6 +14,7 @@ from statistics import fmean
 TRIM_SHARE = 0.1  # the slowest steps dropped: a collection, a page fault, another process
 SPREAD_PRIOR = 0.05  # between processes 2.5 to 9.5 % was seen (studies/README.md, Timing); on the log scale
 PRIOR_WEIGHT = 3  # degrees of freedom the prior counts for; observed processes outweigh it from five on
+NUM_DEGREES_SEEN = 2  # from so many degrees of freedom on, whether one is faster is asked of what was seen alone
 
 # Student's t, 97.5 % quantile, 1 to 30 degrees of freedom: NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2.
 _T_TABLE = (
@@ -59,21 +60,46 @@ def prediction_interval(process_values: Sequence[float], others: Sequence[Sequen
     return _interval(groups, SPREAD_PRIOR, 1 + 1 / len(process_values))
 
 
-def ratio_interval(a_values: Sequence[float], b_values: Sequence[float]) -> tuple[float, float]:
+def ratio_interval(
+    a_values: Sequence[float], b_values: Sequence[float], others: Sequence[Sequence[float]] = ()
+) -> tuple[float, float]:
     """The 95 % interval of the mean ratio a / b, from pairs measured in the same round (one pair at least).
 
-    Pairing takes out what slows a whole round. The prior is that of `prediction_interval` times sqrt(2), since a
-    ratio has two processes in it. Raises `ValueError` when the lengths differ.
+    Pairing takes out what slows a whole round. The spread is that of these ratios and of `others`, those of other
+    candidates in the same rounds; with fewer than `NUM_DEGREES_SEEN` degrees of freedom of it the prior of
+    `prediction_interval` is added, times sqrt(2), since a ratio has two processes in it. Raises `ValueError` when the
+    lengths differ.
     """
-    logs = [math.log(a / b) for a, b in zip(a_values, b_values, strict=True)]
-    return _interval([logs], SPREAD_PRIOR * math.sqrt(2), 1 / len(logs))
+    ratios = [a / b for a, b in zip(a_values, b_values, strict=True)]
+    logs = [[math.log(ratio) for ratio in group] for group in (ratios, *others)]
+    return _interval(logs, SPREAD_PRIOR * math.sqrt(2), 1 / len(ratios), _prior_weight(logs))
 
 
-def _interval(groups: Sequence[Sequence[float]], spread_prior: float, share: float) -> tuple[float, float]:
+def apart_interval(
+    a_values: Sequence[float], b_values: Sequence[float], others: Sequence[Sequence[float]] = ()
+) -> tuple[float, float]:
+    """The 95 % interval of the ratio of the means of a and b, from processes that had no round in common.
+
+    The spread is pooled over both and the processes of `others`, with the prior as in `ratio_interval`.
+    """
+    groups = [[math.log(value) for value in values] for values in (a_values, b_values, *others)]
+    share = 1 / len(a_values) + 1 / len(b_values)
+    low, high = _interval(groups, SPREAD_PRIOR, share, _prior_weight(groups))
+    theirs = math.exp(fmean(groups[1]))
+    return low / theirs, high / theirs
+
+
+def _prior_weight(groups: Sequence[Sequence[float]]) -> int:
+    return 0 if sum(len(logs) - 1 for logs in groups) >= NUM_DEGREES_SEEN else PRIOR_WEIGHT
+
+
+def _interval(
+    groups: Sequence[Sequence[float]], spread_prior: float, share: float, prior_weight: int = PRIOR_WEIGHT
+) -> tuple[float, float]:
     """Around the mean of the first group of logs; `share` is its variance as a multiple of the spread's square."""
-    degrees = PRIOR_WEIGHT + sum(len(logs) - 1 for logs in groups)
+    degrees = prior_weight + sum(len(logs) - 1 for logs in groups)
     observed = sum((len(logs) - 1) * _variance(logs) for logs in groups if len(logs) > 1)
-    spread = math.sqrt((PRIOR_WEIGHT * spread_prior**2 + observed) / degrees)
+    spread = math.sqrt((prior_weight * spread_prior**2 + observed) / degrees)
     mean, half = fmean(groups[0]), t_quantile(degrees) * spread * math.sqrt(share)
     return math.exp(mean - half), math.exp(mean + half)
 

@@ -91,13 +91,15 @@ class SearchSummary(msgspec.Struct, frozen=True, kw_only=True):
     """How the search went. Checks and calibrations are no trials, and not counted.
 
     `search_id` names its lines in outcomes.jsonl; `warnings` are those of its circumstances, which no ranking changes.
-    `load` is what others did on the machine before the first trial.
+    `load` is what others did on the machine before the first trial, `start_seconds` what a new process takes until it
+    has the workload.
     """
 
     study: str
     num_trials: int
     num_failures: int
     seconds: float
+    start_seconds: float = 0.0
     was_interrupted: bool = False
     search_id: str = ""
     is_budget_spent: bool = False

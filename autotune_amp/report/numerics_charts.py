@@ -30,7 +30,7 @@ def fidelity(checks: Sequence[Fidelity]) -> Drawn:
     made = [check for check in checks if check.noise_ratio is not None]
     if not made:
         why = "; ".join(check.reason.rstrip(".") for check in checks)
-        return f"No chart of fidelity: {why or 'no precision below fp32 was worth a check'}."
+        return f"No chart of fidelity: {why or 'no precision below fp32 was checked'}."
     figure, rows = Figure(), [_WHOLE]
     for check in made:
         look = LOOKS[check.precision]
@@ -98,7 +98,7 @@ def calibrated(recommendation: Recommendation, records: Sequence[Record]) -> Cal
         why = answer.reason if isinstance(answer, Uncalibrated) else answer.refusal
         return f"fp16 batch {key.batch_size} has no loss scale: {why}"
     everywhere = [e.reason for e in recommendation.excluded if e.precision == "fp16" and e.batch_size is None]
-    why = everywhere[0].rstrip(".") if everywhere else "no fp16 candidate was fast enough to be confirmed, or asked for"
+    why = everywhere[0].rstrip(".") if everywhere else "no fp16 setting was calibrated"
     return f"fp16 was not calibrated: {why}"
 
 

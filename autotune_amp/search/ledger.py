@@ -18,7 +18,7 @@ from autotune_amp.precision.modes import MODES
 from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.loss_scales import Answer, Pair
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
-from autotune_amp.search.ranking import Merit, least_speed, merit, rank_for
+from autotune_amp.search.ranking import Merit, contenders, is_worth_a_change, least_speed, merit, rank_for
 from autotune_amp.search.space import Space, excluded_by_outcomes, with_accumulation_checked
 
 RIVAL = 0.10  # a rival within 10 % may overtake the winner in the confirmation: processes differ by a few percent
@@ -173,10 +173,10 @@ class Ledger:
 
     @cached_property
     def best(self) -> Record | None:
-        """The fastest trial so far, without what the checks rule out."""
+        """The fastest trial so far of what may be recommended."""
         if self._actual is not None:  # a limit that is only expected may cut off what is sound
             return self._actual.best
-        allowed = [(outcome.samples_per_second, r) for r, outcome in self._choices if self._harm(r.candidate) is None]
+        allowed = [(outcome.samples_per_second, r) for r, outcome in self._choices if r.candidate in self.merits]
         return max(allowed, key=lambda pair: pair[0])[1] if allowed else None
 
     @cached_property
@@ -213,13 +213,18 @@ class Ledger:
 
     @cached_property
     def ruled_out(self) -> dict[Setting, str]:
-        """What was measured and must not be recommended, with the reason that a check or a calibration gave."""
+        """What was measured and must not be recommended, with the reason that a check or a calibration gave.
+
+        Of what runs today that is a warning: it may be kept all the same.
+        """
         return {c: harm for c in self.measurements if (harm := self._harm(c)) is not None}
 
     @cached_property
     def merits(self) -> dict[Setting, Merit]:
-        """What may be recommended, in samples that reach the optimizer: all of them, at most, of uncalibrated fp16."""
-        allowed = {c: ours for c, ours in self.measurements.items() if c not in self.ruled_out}
+        """What may be recommended, what runs today among it whatever a check says, in samples that reach the optimizer:
+        all of them, at most, of uncalibrated fp16."""
+        today = self.space.baseline
+        allowed = {c: ours for c, ours in self.measurements.items() if c == today or c not in self.ruled_out}
         return {c: merit(ours, self.applied_share(c)) for c, ours in allowed.items()}
 
     @cached_property
@@ -230,12 +235,15 @@ class Ledger:
     @cached_property
     def pending_tiers(self) -> dict[Setting, int]:
         """The tiers of what may be recommended, while what awaits its check counts as faithful."""
-        return {c: ranking.tier(self.fidelity.get(ranking.check_key(c))) for c in self.merits}
+        return {c: self._tier(c, self.fidelity.get(ranking.check_key(c))) for c in self.merits}
 
     @cached_property
     def tiers(self) -> dict[Setting, int]:
         """The tiers of what may be recommended once the checks are over: what has none by now is *unchecked*."""
-        return {c: ranking.tier(self.verdict(c)) for c in self.merits}
+        return {c: self._tier(c, self.verdict(c)) for c in self.merits}
+
+    def _tier(self, setting: Setting, found: Fidelity | None) -> int:
+        return ranking.LAST_TIER if setting in self.ruled_out else ranking.tier(found)
 
     @cached_property
     def shortlist(self) -> Shortlist | None:
@@ -248,20 +256,26 @@ class Ledger:
         return self.shortlist_for(self.objective, self.tiers)
 
     def shortlist_for(self, objective: Objective, tiers: dict[Setting, int]) -> Shortlist | None:
-        """The winner and a runner-up: for speed the fastest of the others within 10 % of the fastest, else the next.
+        """The winner, what runs today where nothing is worth a change from it; and a runner-up: for speed the fastest
+        of the others within 10 % of the fastest, else the next.
 
         The runner-up is of a tier behind the others only where nothing else is left.
         """
         if not self.merits:
             return None
-        today = self.measured.get(self.space.baseline)
-        winner, *others = rank_for(objective, self.merits, least_speed=least_speed(objective, today), tiers=tiers)
-        others = [c for c in others if not c.as_found]
+        baseline, today = self.space.baseline, self.measured.get(self.space.baseline)
+        ranked = rank_for(objective, self.merits, least_speed=least_speed(objective, today), tiers=tiers)
+        winner = ranked[0]
+        if today is not None:
+            known = contenders(self.merits, tiers, baseline)
+            worth = (c for c in ranked if c in known and is_worth_a_change(objective, known[c], today))
+            winner = next(worth, baseline)
+        others = [c for c in ranked if c != winner and not c.as_found]
         sound = [c for c in others if tiers[c] == min(tiers[other] for other in others)]
         fastest = max(speed for c, speed in self.speeds.items() if c == winner or c in sound)
         rivals = [c for c in sound if objective == "speed" and self.speeds[c] >= (1 - RIVAL) * fastest]
         runner_up = max(rivals, key=lambda c: self.speeds[c]) if rivals else next(iter(sound), None)
-        return Shortlist(winner, runner_up, self.space.baseline)
+        return Shortlist(winner, runner_up, baseline)
 
     def applied_share(self, setting: Setting) -> float:
         """The share of the gradient that reaches the optimizer with the best loss scale; 1 where that is unknown."""

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from autotune_amp.core.dimensions import PRECISION
 from autotune_amp.core.evidence import Objective
 from autotune_amp.core.hardware import MachineLoad
 from autotune_amp.core.outcome import (
@@ -100,9 +99,14 @@ class Runs(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @property
+    def speeds(self) -> list[float]:
+        """Samples per second of each process."""
+        return [m.samples_per_second for m in self.measurements]
+
+    @property
     def speed(self) -> float:
         """Samples per second, the median over processes."""
-        return median(m.samples_per_second for m in self.measurements)
+        return median(self.speeds)
 
     @property
     def num_confirming(self) -> int:
@@ -270,9 +274,20 @@ def harm(known: Mapping[Setting, Fidelity], candidate: Setting) -> str | None:
     return found.reason.rstrip(".") if found is not None and found.verdict == "unfaithful" else None
 
 
+LAST_TIER = 3
+
+
 def tier(found: Fidelity | None) -> int:
-    """What ranks before what: fp32 and the faithful are in tier 0, then the unchecked, then the doubtful."""
-    return 0 if found is None else {"unchecked": 1, "doubtful": 2}.get(found.verdict, 0)
+    """What ranks before what: fp32 and the faithful are in tier 0, then the unchecked, the doubtful, the unfaithful."""
+    return 0 if found is None else {"unchecked": 1, "doubtful": 2, "unfaithful": LAST_TIER}.get(found.verdict, 0)
+
+
+def contenders(
+    merits: Mapping[Setting, Merit], tiers: Mapping[Setting, int], baseline: Setting
+) -> dict[Setting, Merit]:
+    """What may take the place of the baseline: what a config can express, and no check puts in a tier behind it."""
+    last = max(min(tiers.values()), tiers.get(baseline, 0))
+    return {c: found for c, found in merits.items() if tiers[c] <= last and not c.as_found}
 
 
 def exclusions(known: Mapping[Setting, Fidelity]) -> tuple[Exclusion, ...]:
@@ -383,25 +398,19 @@ def least_speed(objective: Objective, baseline: Merit | None) -> float:
     return (1 - PLATEAU) * baseline.samples_per_second if objective == "memory" and baseline is not None else 0.0
 
 
-def keeps_baseline(
-    objective: Objective, candidate: Setting, found: Merit, baseline: Setting, today: Merit | None
-) -> bool:
-    """Whether the choice is not worth a change from what the user runs today: a gain below 3 %.
+def is_worth_a_change(objective: Objective, found: Merit, today: Merit) -> bool:
+    """Say whether a choice gains 3 % on what the user runs today.
 
-    For speed and energy a choice with less to go wrong is worth it even where it loses less than that. For memory a
-    choice with the baseline's peak is worth it where it is 3 % faster, and one that is slower than the baseline never.
+    For memory a choice with today's peak is worth it where it is 3 % faster, and one that is slower than today never.
     """
-    if today is None or candidate.as_found:
-        return today is not None
-    is_safer = PRECISION.risk(candidate.precision) < PRECISION.risk(baseline.precision)
     if objective == "memory":
         if found.samples_per_second < least_speed(objective, today):
-            return True
+            return False
         is_faster = found.samples_per_second >= (1 + PLATEAU) * today.samples_per_second
         is_no_larger = SAME_MEMORY * found.peak_memory_bytes <= today.peak_memory_bytes
-        return found.peak_memory_bytes > (1 - PLATEAU) * today.peak_memory_bytes and not (is_faster and is_no_larger)
+        return found.peak_memory_bytes <= (1 - PLATEAU) * today.peak_memory_bytes or (is_faster and is_no_larger)
     if objective == "energy":
         if found.joules_per_sample is None or today.joules_per_sample is None:
-            return found.joules_per_sample is None
-        return found.joules_per_sample > today.joules_per_sample * (1 + PLATEAU if is_safer else 1 - PLATEAU)
-    return found.samples_per_second < today.samples_per_second * (1 - PLATEAU if is_safer else 1 + PLATEAU)
+            return found.joules_per_sample is not None
+        return found.joules_per_sample <= (1 - PLATEAU) * today.joules_per_sample
+    return found.samples_per_second >= (1 + PLATEAU) * today.samples_per_second

@@ -209,6 +209,7 @@ class _Search:
                 num_trials=len(ledger.trials),
                 num_failures=ledger.num_failures,
                 seconds=self.budget.elapsed(),
+                start_seconds=conditions.start_seconds,
                 was_interrupted=was_interrupted,
                 search_id=ledger.search_id,
                 is_budget_spent=self._is_spent or was_interrupted,

@@ -1,12 +1,19 @@
 from __future__ import annotations
 
 import math
+import random
 from statistics import fmean, variance
 
 import pytest
 from scipy import stats  # type: ignore[import-untyped]
 
-from autotune_amp.core.intervals import prediction_interval, ratio_interval, t_quantile, trimmed_interval
+from autotune_amp.core.intervals import (
+    apart_interval,
+    prediction_interval,
+    ratio_interval,
+    t_quantile,
+    trimmed_interval,
+)
 
 
 @pytest.mark.parametrize("degrees", [*range(1, 41), 60, 120, 1000])
@@ -47,7 +54,28 @@ def test_a_new_process_and_a_ratio_have_the_posterior_interval_of_their_logs_wit
     half = stats.t.ppf(0.975, 6) * spread * math.sqrt(1 + 1 / 3)
     expected = pytest.approx((100 * math.exp(-half), 100 * math.exp(half)), rel=1e-3)
     assert prediction_interval(ours, others) == expected
-    spread = math.sqrt((3 * 2 * 0.05**2 + 2 * variance(logs)) / 5)
-    half = stats.t.ppf(0.975, 5) * spread / math.sqrt(3)
+
+
+def test_a_ratio_has_the_spread_that_was_seen_and_the_prior_where_too_little_was() -> None:
+    ours, theirs = [80.0, 100.0, 125.0], [200.0] * 3
+    half = stats.t.ppf(0.975, 2) * math.sqrt(variance([math.log(value) for value in ours]) / 3)
     expected = pytest.approx((0.5 * math.exp(-half), 0.5 * math.exp(half)), rel=1e-3)
-    assert ratio_interval(ours, [200.0] * 3) == expected
+    assert ratio_interval(ours, theirs) == expected
+    half = stats.t.ppf(0.975, 3) * 0.05 * math.sqrt(2)  # of one process each, paired or not
+    expected = pytest.approx((2 * math.exp(-half), 2 * math.exp(half)), rel=1e-3)
+    assert ratio_interval([200.0], [100.0]) == expected
+    assert apart_interval([200.0], [100.0]) == expected
+    others = [[1.0, 1.01, 1.02]]
+    half = stats.t.ppf(0.975, 2) * math.sqrt(2 * variance([math.log(value) for value in others[0]]))
+    assert apart_interval([200.0], [100.0], others) == pytest.approx(
+        (2 * math.exp(-half), 2 * math.exp(half)), rel=1e-3
+    )
+
+
+def test_one_ratio_in_forty_lies_above_its_interval() -> None:
+    chance = random.Random(0)
+    num_above = 0
+    for _ in range(4000):
+        ratios = [math.exp(chance.gauss(0.0, 0.1)) for _ in range(3)]
+        num_above += ratio_interval(ratios, [1.0] * 3)[0] > 1
+    assert 0.015 < num_above / 4000 < 0.035

@@ -12,7 +12,7 @@ from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.evidence import PlainEnvironment
 from autotune_amp.core.outcome import CheckOutcome, Failure, FailureKind, Measurement, Outcome, Purpose, Record
-from autotune_amp.core.recommendation import Decision, Exclusion
+from autotune_amp.core.recommendation import Decision, Exclusion, SearchSummary
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import rate
 from autotune_amp.search.answer.decide import decide
@@ -29,6 +29,9 @@ def at(precision: Precision, batch_size: int, **more: Any) -> Setting:
 
 FP32, BF16, FP16 = at("fp32", 32), at("bf16", 64), at("fp16", 64)
 FOUND = at("fp32", 32, as_found=True)
+
+
+SPENT = SearchSummary(study="s", num_trials=1, num_failures=0, seconds=1.0, is_budget_spent=True)
 
 
 class Log:
@@ -97,7 +100,7 @@ def test_the_rule(measured_speeds: dict[Setting, float], winner: Setting) -> Non
 
 def test_what_was_measured_as_a_fallback_may_be_recommended_where_it_was_asked_for() -> None:
     half, full = at("fp16", 256), at("fp32", 256)
-    log = Log().add(FP32, 3000.0).add(half, 3576.0).add(full, 7150.0, "fallback")
+    log = Log().add(FP32, 3000.0).add(half, 4576.0).add(full, 7150.0, "fallback")
     config = decided(log).config
     assert (config.precision, config.batch_size) == ("fp32", 256)
     config = decided(log, space=Space(candidates=(FP32, half), baseline=FP32)).config
@@ -117,7 +120,7 @@ candidates = st.builds(
         ({FP32: 100.0, BF16: 200.0}, (BF16, FP32)),  # nobody close: the next in the ranking
         ({BF16: 198.0, FP16: 200.0, at("fp32", 64): 185.0}, (BF16, FP16)),
         ({BF16: 200.0, at("fp32", 64): 185.0, at("bf16", 128): 186.0}, (BF16, at("bf16", 128))),  # faster, not next
-        ({FOUND: 100.0, FP32: 90.0}, (FP32, None)),
+        ({FOUND: 100.0, FP32: 90.0}, (FOUND, FP32)),
         ({FOUND: 100.0}, (FOUND, None)),
     ],
 )
@@ -178,13 +181,52 @@ def test_what_there_is_stays_unless_three_percent_are_gained(speed: float, is_ke
         assert decision.warnings == ()
 
 
-@pytest.mark.parametrize(("speed", "expected"), [(98.0, "fp32"), (96.0, "bf16")])
-def test_less_to_go_wrong_for_as_much_is_worth_a_change(speed: float, expected: str) -> None:
-    log = Log().add(BF16, 100.0).add(FP32, 200.0).confirm(FP32, *[speed] * 3).confirm(BF16, 100.0, 100.0, 100.0)
-    decision = decided(log, baseline=BF16)
-    assert decision.config.precision == expected
-    if expected == "fp32":
-        assert "the baseline, bf16 batch 64. It has less to go wrong" in decision.reason
+def test_less_to_go_wrong_is_no_reason_to_be_slower_than_today() -> None:
+    log = Log().add(BF16, 100.0).add(FP32, 200.0).confirm(FP32, *[98.0] * 3).confirm(BF16, 100.0, 100.0, 100.0)
+    assert decided(log, baseline=BF16).config.precision == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("ours", "is_kept"),
+    [
+        ([120.0], True),  # of one process each nobody knows how they differ
+        ([130.0], False),
+        ([120.0, 121.0, 119.0], False),
+        ([150.0, 90.0, 120.0], True),
+    ],
+)
+def test_a_change_needs_a_gain_that_is_sure(ours: list[float], is_kept: bool) -> None:
+    log = Log().add(FP32, 100.0).add(BF16, 120.0).confirm(BF16, *ours).confirm(FP32, *[100.0] * len(ours))
+    decision = decided(log)
+    assert (decision.config.precision == "fp32") == is_kept
+    assert (f"{BF16} may be faster" in decision.reason) == is_kept
+
+
+def test_what_is_surely_faster_is_taken_where_the_fastest_is_not() -> None:
+    log = Log().add(FP32, 100.0).add(BF16, 200.0).add(FP16, 190.0).confirm(FP32, *[100.0] * 3)
+    log.confirm(BF16, 115.0).confirm(FP16, 113.0, 109.0, 117.0)
+    assert decided(log).config.precision == "fp16"
+
+
+ALONE = Space(candidates=(FP32, BF16), baseline=FP32)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"is_budget_spent": True}, ("in 75 s", "29 s to start", "Give --budget")),
+        ({"is_budget_spent": True, "was_interrupted": True}, ("interrupted", "same command again")),
+        ({}, ("--trials",)),
+    ],
+)
+def test_where_only_today_was_measured_that_is_what_is_said(fields: dict[str, Any], said: tuple[str, ...]) -> None:
+    search = SearchSummary(study="s", num_trials=1, num_failures=0, seconds=75.0, start_seconds=29.0, **fields)
+    decision = decided(Log().add(FP32, 100.0), space=ALONE, search=search, is_checked=False)
+    assert decision.reason.startswith("Only fp32 batch 32 was measured")
+    assert all(part in decision.reason for part in said), decision.reason
+    assert not any("less promising" in (row.reason or "") for row in decision.candidates)
+    compared = decided(Log().add(FP32, 100.0).add(BF16, 90.0), space=ALONE, search=search)
+    assert compared.reason.startswith("Keep what you have")
 
 
 def test_the_environment_alone_can_be_the_gain() -> None:
@@ -244,7 +286,7 @@ def test_the_speedup_interval_pairs_what_ran_in_the_same_round() -> None:
     log.confirm(BF16, 240.0, 200.0, 160.0).confirm(FP32, 120.0, 100.0, 80.0)  # the machine slows down
     paired = decided(log).evidence.speedup_interval
     crossed = Log().add(FP32, 100.0).add(BF16, 200.0)
-    crossed.confirm(BF16, 240.0, 200.0, 160.0).confirm(FP32, 80.0, 100.0, 120.0)
+    crossed.confirm(BF16, 480.0, 400.0, 320.0).confirm(FP32, 80.0, 100.0, 120.0)
     unpaired = decided(crossed).evidence.speedup_interval
     assert paired is not None
     assert unpaired is not None
@@ -330,7 +372,7 @@ def test_every_candidate_has_a_row_and_every_loss_its_reason() -> None:
     log = Log().add(FP32, 100.0).add(tried, 150.0).add(cut, measured(60.0, was_cut=True)).add(failed, OOM)
     log.confirm(tried, 140.0, 141.0, 142.0).confirm(FP32, 100.0, 100.0, 100.0)
     beyond = "bf16 batch 64 ran out of memory, and this needs at least as much"
-    decision = decided(log, space=space, is_budget_spent=True)
+    decision = decided(log, space=space, search=SPENT)
     assert len(decision.excluded) == 4
     rows = {(r.precision, r.batch_size): (r.status, r.samples_per_second, r.reason) for r in decision.candidates}
     assert rows == {
@@ -390,7 +432,7 @@ def test_a_step_down_without_a_plan_is_said(
     st.dictionaries(candidates.filter(lambda c: not c.as_found), st.floats(1.0, 1000.0), min_size=1, max_size=8),
     st.data(),
 )
-def test_what_is_recommended_was_measured_and_is_never_clearly_slower_than_the_best(
+def test_what_is_recommended_was_measured_and_is_near_the_best_where_that_is_surely_faster(
     given_speeds: dict[Setting, float], data: st.DataObject
 ) -> None:
     baseline = data.draw(st.sampled_from(sorted(given_speeds, key=str)))
@@ -401,7 +443,9 @@ def test_what_is_recommended_was_measured_and_is_never_clearly_slower_than_the_b
     config = decision.config
     chosen = at(config.precision, config.batch_size, accumulation_steps=config.accumulation_steps)
     assert decision.evidence.samples_per_second == given_speeds[chosen]
-    assert given_speeds[chosen] >= 0.97 / 1.03 * max(given_speeds.values()) * (1 - 1e-9)
+    assert given_speeds[chosen] >= given_speeds[baseline]
+    if max(given_speeds.values()) > 1.3 * given_speeds[baseline]:
+        assert given_speeds[chosen] >= 0.97 * max(given_speeds.values())
     assert decision.evidence.speedup == pytest.approx(given_speeds[chosen] / given_speeds[baseline])
     low, high = decision.evidence.samples_per_second_interval
     assert low < given_speeds[chosen] < high

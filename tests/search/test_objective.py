@@ -9,7 +9,7 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import Objective
 from autotune_amp.core.outcome import Measurement, Verdict
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.ranking import Merit, keeps_baseline, least_speed, rank, rank_for, tier
+from autotune_amp.search.ranking import Merit, is_worth_a_change, least_speed, rank, rank_for, tier
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Todo, next_todo
 from autotune_amp.search.stages.explore import smaller_seed
@@ -62,24 +62,25 @@ def test_energy(merits: dict[Setting, Merit], ranking: list[Setting]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("objective", "found", "today", "is_kept"),
+    ("objective", "found", "today", "is_worth_it"),
     [
-        ("memory", merit(100, 97.1), merit(100, 100), True),
-        ("memory", merit(100, 96.9), merit(100, 100), False),
-        ("memory", merit(103, 101), merit(100, 100), False),  # as much, and faster
-        ("memory", merit(150, 104), merit(100, 100), True),
-        ("memory", merit(96, 10), merit(100, 100), True),  # slower than what there is
-        ("memory", merit(96, 10), None, False),
-        ("energy", merit(50, joules=0.98), merit(100, joules=1.0), True),
-        ("energy", merit(50, joules=0.96), merit(100, joules=1.0), False),
-        ("energy", merit(50, joules=9.0), merit(100), False),
-        ("energy", merit(50), merit(100, joules=1.0), True),
+        ("speed", merit(102.9), merit(100), False),
+        ("speed", merit(103.1), merit(100), True),
+        ("memory", merit(100, 97.1), merit(100, 100), False),
+        ("memory", merit(100, 96.9), merit(100, 100), True),
+        ("memory", merit(103, 101), merit(100, 100), True),  # as much, and faster
+        ("memory", merit(150, 104), merit(100, 100), False),
+        ("memory", merit(96, 10), merit(100, 100), False),  # slower than what there is
+        ("energy", merit(50, joules=0.98), merit(100, joules=1.0), False),
+        ("energy", merit(50, joules=0.96), merit(100, joules=1.0), True),
+        ("energy", merit(50, joules=9.0), merit(100), True),
+        ("energy", merit(50), merit(100, joules=1.0), False),
     ],
 )
-def test_the_baseline_is_kept_unless_three_percent_are_gained(
-    objective: Objective, found: Merit, today: Merit | None, is_kept: bool
+def test_a_change_is_worth_it_from_three_percent_on(
+    objective: Objective, found: Merit, today: Merit, is_worth_it: bool
 ) -> None:
-    assert keeps_baseline(objective, BIG, found, FP32, today) == is_kept
+    assert is_worth_a_change(objective, found, today) == is_worth_it
 
 
 def searched() -> Log:

@@ -1,11 +1,13 @@
 """Records -> recommendation: the choice and its evidence. Pure: a finished outcomes.jsonl is ranked again anywhere.
 
-The first that `ranking.rank_for` ranks is chosen; what the user runs today stays unless that beats it by 3 %, and fp16
-counts only the share of the gradient that reaches the optimizer. Numbers are medians over processes, with intervals.
+The first that `ranking.rank_for` ranks and that surely gains 3 % on what runs today is chosen; without one that stays.
+fp16 counts only the share of the gradient that reaches the optimizer. Numbers are medians over processes, with
+intervals.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -27,7 +29,7 @@ from autotune_amp.core.evidence import (
     ProcessPeak,
     WorkersTried,
 )
-from autotune_amp.core.intervals import prediction_interval, ratio_interval
+from autotune_amp.core.intervals import apart_interval, prediction_interval, ratio_interval
 from autotune_amp.core.outcome import Description, Measurement, Purpose, Record
 from autotune_amp.core.recommendation import Decision, Recommendation, SearchSummary
 from autotune_amp.core.setting import Setting
@@ -57,56 +59,57 @@ def decide(
     ledger: Ledger,
     *,
     environment: Mapping[str, str],
-    is_budget_spent: bool = False,
+    search: SearchSummary | None = None,
     description: Description | None = None,
 ) -> Decision:
     """The choice, with its evidence, from the records of a search and of its confirmation.
 
-    The contenders were confirmed in `environment`, the recommended one, and the baseline in the user's own (a record's
-    empty environment). `is_budget_spent` says why settings are left untried. Where the confirmation was of another
-    objective's winner, this one's is chosen by the search's own trials, and is unconfirmed.
+    No choice is slower than what runs today, unless that failed: what speaks against today's numbers is a warning. The
+    contenders were confirmed in `environment`, the recommended one, and the baseline in the user's own (a record's
+    empty environment). `search` says how it ended. Where the confirmation was of another objective's winner, this
+    one's is chosen by the search's own trials, and is unconfirmed.
     Raises `ValueError` where nothing was measured that may be recommended, `InvalidRequestError` where nothing was that
     the objective asks for.
     """
-    records, space, merits, objective = ledger.records, ledger.space, ledger.merits, ledger.objective
-    top = min(ledger.tiers.values())
-    contenders = sound = {c: found for c, found in merits.items() if ledger.tiers[c] == top}
+    records, space, objective = ledger.records, ledger.space, ledger.objective
+    contenders = ranking.contenders(ledger.merits, ledger.tiers, space.baseline)
     baseline = best_runs(records, space.baseline, {})
     today = ranking.merit(baseline.measurements) if baseline.measurements else None
     if _was_confirmed(ledger, environment) and not baseline.has_share:
         confirmed = {
             c: ranking.merit(runs.measurements, ledger.applied_share(c))
-            for c in sound
-            if not c.as_found and (runs := confirm_runs(records, c, environment)).measurements
+            for c in contenders
+            if (runs := confirm_runs(records, c, environment)).measurements
         }
-        contenders = confirmed or sound
+        contenders = confirmed or contenders
     else:
         today = ledger.measured.get(space.baseline, today)  # trials of one kind are compared
-    if objective == "energy" and all(m.joules_per_sample is None for m in contenders.values()):
+    if objective == "energy" and all(m.joules_per_sample is None for m in ledger.merits.values()):
         raise InvalidRequestError(
             "--objective is 'energy', but no trial of this search has read what the device draws.",
             "Search with --objective energy --fresh: that says what is missing, and measures long enough.",
         )
-    candidate = ranking.rank_for(objective, contenders, least_speed=ranking.least_speed(objective, today))[0]
-    may_be_kept = space.baseline not in ledger.ruled_out and (
-        space.baseline in sound
-        or space.baseline not in merits
-        or not ranking.can_check(space.baseline, space)  # no budget would settle it, and it is what the user runs
-    )
-    is_kept = may_be_kept and ranking.keeps_baseline(objective, candidate, contenders[candidate], space.baseline, today)
+    least_speed = ranking.least_speed(objective, today)
+    ranked = ranking.rank_for(objective, contenders, least_speed=least_speed, tiers=ledger.tiers)
+    worth = [c for c in ranked if today is None or ranking.is_worth_a_change(objective, contenders[c], today)]
+    gains = {c: _gain(ledger, best_runs(records, c, environment), baseline) for c in worth}
+    candidate = next((c for c in worth if today is None or objective != "speed" or gains[c][0] > 1), None)
+    is_kept = candidate is None
     promised = {} if is_kept else dict(environment)
-    chosen = baseline if is_kept else best_runs(records, candidate, promised)
+    chosen = baseline if candidate is None else best_runs(records, candidate, promised)
     evidence = gather(ledger, chosen, baseline, promised, description)
     harmful = {e.precision for e in ranking.exclusions(ledger.fidelity)}
     plans = fallback_plans(records, chosen.candidate, harmful, may_add_steps=ledger.may_add_accumulation)
     loss_scale = ledger.loss_scale(chosen.candidate)
     config = AmpConfig.of(chosen.candidate, loss_scale=loss_scale, environment=promised, fallback=plans)
+    is_budget_spent = search is not None and search.is_budget_spent
     excluded = explain.excluded(ledger, is_budget_spent=is_budget_spent)
     why_uncalibrated = loss_scales.why_uncalibrated(ledger.scales, chosen.candidate)
+    unsure = next(((c, *gains[c]) for c in worth), None) if is_kept else None
     return Decision(
         config=config,
         evidence=evidence,
-        reason=explain.reason(ledger, chosen.candidate, evidence, contenders, today, is_kept=is_kept),
+        reason=explain.reason(ledger, chosen.candidate, evidence, contenders, today, unsure, search, is_kept=is_kept),
         warnings=explain.warnings(ledger, chosen, evidence, config, why_uncalibrated, description),
         excluded=excluded,
         candidates=explain.rows(ledger, excluded, environment),
@@ -114,6 +117,18 @@ def decide(
         variants=variants.rows(ledger, Setting.of(config), is_budget_spent=is_budget_spent),
         outlook=_outlook(ledger, evidence),
     )
+
+
+def _gain(ledger: Ledger, ours: Runs, today: Runs) -> tuple[float, float]:
+    """The 95 % interval of how many times as fast as today a setting is; (0, infinity) where nobody can say."""
+    interval = _speedup(ours, today, ledger.records)[1] if ours.measurements else None
+    if interval is not None:
+        return interval
+    # On several slots: trials beside others are compared with each other.
+    ones, others = (ledger.measurements.get(runs.candidate, []) for runs in (ours, today))
+    if not ones or not others:
+        return 0.0, math.inf
+    return apart_interval([m.samples_per_second for m in ones], [m.samples_per_second for m in others])
 
 
 def _outlook(ledger: Ledger, evidence: Evidence) -> Outlook | None:
@@ -197,11 +212,18 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _promise(runs: Runs, records: Sequence[Record]) -> tuple[float, float]:
-    """The prediction interval, widened to hold the median that it stands beside, and what others' load may change.
+    """The prediction interval, widened to hold the median that it stands beside, and what others' load may change."""
+    low, high = prediction_interval(runs.speeds, _other_processes(records, runs))
+    low_factor, high_factor = machine_load.interval_factors(runs.loads)
+    return low_factor * min(low, runs.speed), high_factor * max(high, runs.speed)
 
-    Its spread is pooled over all that was confirmed, and over the search's trials of what it measured again: they ran
-    on the same machine, and the latter further apart in time, so that they see it change its speed between minutes.
-    Others that were confirmed in the same processes are left out: of how far processes differ they say nothing new.
+
+def _other_processes(records: Sequence[Record], *known: Runs) -> list[list[float]]:
+    """Samples per second of each setting in its processes, without those that are `known`: how processes differ.
+
+    These are all that was confirmed, and the search's trials of what it measured again: they ran on the same machine,
+    and the latter further apart in time, so that they see it change its speed between minutes. What was confirmed in
+    the same processes is left out: of how far processes differ it says nothing new.
     """
     are_shared = ranking.were_processes_shared(records)
     groups: dict[tuple[Setting, Purpose, tuple[tuple[str, str], ...]], list[float]] = {}
@@ -213,13 +235,11 @@ def _promise(runs: Runs, records: Sequence[Record]) -> tuple[float, float]:
         if is_timed_well or (record.purpose == "confirm" and not are_shared):
             key = record.candidate, record.purpose, tuple(sorted(record.environment.items()))
             groups.setdefault(key, []).append(found.samples_per_second)
-    ours = [m.samples_per_second for m in runs.measurements]
     others = list(groups.values())
-    if ours in others:
-        others.remove(ours)
-    low, high = prediction_interval(ours, others)
-    low_factor, high_factor = machine_load.interval_factors(runs.loads)
-    return low_factor * min(low, runs.speed), high_factor * max(high, runs.speed)
+    for runs in known:
+        if runs.speeds in others:
+            others.remove(runs.speeds)
+    return others
 
 
 def _drifted(runs: Runs, records: Sequence[Record]) -> float | None:
@@ -241,27 +261,34 @@ def _drifted(runs: Runs, records: Sequence[Record]) -> float | None:
 def _speedup(
     chosen: Runs, baseline: Runs, records: Sequence[Record]
 ) -> tuple[float | None, tuple[float, float] | None]:
-    """The ratio of the medians, and the interval of the mean ratio over the rounds that both were run in.
-
-    Without such a round nothing says that the machine was the same for both: then the ends are those of their promises.
-    """
+    """The ratio of the medians, and the interval of the mean ratio over the rounds that both were run in, or without
+    such a round over the processes of both."""
     if not baseline.measurements:
         return None, None
     if chosen == baseline:
         return 1.0, (1.0, 1.0)
-    ours, theirs = (
-        {number: m.samples_per_second for number, m in zip(runs.rounds, runs.measurements, strict=False)}
-        for runs in (chosen, baseline)
-    )
     if chosen.is_on_slot != baseline.is_on_slot and not (chosen.num_confirming and baseline.num_confirming):
         return None, None  # a share of the CPU is slower than all of it, and so may be a card beside others
-    shared = sorted(ours.keys() & theirs.keys())
     ratio = chosen.speed / baseline.speed
-    if not shared:
-        (low, high), (their_low, their_high) = _promise(chosen, records), _promise(baseline, records)
-        return ratio, (low / their_high, high / their_low)
-    low, high = ratio_interval(*zip(*((ours[r], theirs[r]) for r in shared), strict=True))
+    others = _other_processes(records, chosen, baseline)
+    low, high = _ratio_in_rounds(chosen, baseline, records) or apart_interval(chosen.speeds, baseline.speeds, others)
     return ratio, (min(low, ratio), max(high, ratio))
+
+
+def _ratio_in_rounds(chosen: Runs, baseline: Runs, records: Sequence[Record]) -> tuple[float, float] | None:
+    """The interval of the ratio in rounds that both were run in; how it differs the others say too that were run in
+    them. None without such a round."""
+    ours, theirs = (dict(zip(runs.rounds, runs.speeds, strict=False)) for runs in (chosen, baseline))
+    shared = sorted(ours.keys() & theirs.keys())
+    if not shared:
+        return None
+    others: dict[Setting, list[float]] = {}
+    for record in ranking.counted(records):
+        setting, found = record.candidate, record.outcome
+        is_other = record.purpose == "confirm" and setting not in (chosen.candidate, baseline.candidate)
+        if is_other and isinstance(found, Measurement) and record.round in theirs:
+            others.setdefault(setting, []).append(found.samples_per_second / theirs[record.round])
+    return ratio_interval([ours[r] for r in shared], [theirs[r] for r in shared], list(others.values()))
 
 
 def _baseline_evidence(runs: Runs, records: Sequence[Record]) -> BaselineEvidence:
@@ -358,7 +385,7 @@ def recommend(
 
     `environment` is the one that the contenders were confirmed in. Raises what `decide` raises.
     """
-    decision = decide(ledger, environment=environment, is_budget_spent=search.is_budget_spent, description=workload)
+    decision = decide(ledger, environment=environment, search=search, description=workload)
     fields = msgspec.to_builtins(options)
     return Recommendation(
         **msgspec.structs.asdict(decision) | circumstances | {"warnings": (*decision.warnings, *search.warnings)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 
@@ -10,7 +11,7 @@ from msgspec.structs import replace
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.evidence import MIN_PROCESSES, Evidence, Objective
 from autotune_amp.core.outcome import Accumulation, Description, Failure
-from autotune_amp.core.recommendation import CandidateRow, Exclusion
+from autotune_amp.core.recommendation import CandidateRow, Exclusion, SearchSummary
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, number, rate, sentence, size
 from autotune_amp.hardware import machine_load
@@ -22,8 +23,11 @@ from autotune_amp.search.space import SAME_MEMORY, Space, without
 
 WIDE_INTERVAL = 0.2  # plus and minus; processes 5 % apart, as the prior has it, give 15 % with three, 13 % with five
 
+SECONDS_OF_A_TRIAL = 15.0  # with what may follow it, where a larger budget is proposed
+
 _WHOLE_DEVICE = "The joules are those of the whole device: what else ran on it while a trial was measured counts too."
 _UNTRIED = "not tried: less promising than what was measured"
+_ALONE = "not tried: the search ended before"
 _BUDGET_SPENT = "not tried: the budget ended"
 
 
@@ -33,19 +37,32 @@ def reason(
     evidence: Evidence,
     contenders: Mapping[Setting, Merit],
     today: Merit | None,
+    unsure: tuple[Setting, float, float] | None,
+    search: SearchSummary | None,
     *,
     is_kept: bool,
 ) -> str:
     """Why this one: what it gains, and why nothing better was taken.
 
-    The choice was made among the `contenders`; `today` is the baseline as it was held against them.
+    The choice was made among the `contenders`; `today` is the baseline as it was held against them. `unsure` is the
+    first of those that seemed to be worth a change, with the interval of its gain, where none surely was.
     """
     objective, baseline = ledger.objective, ledger.space.baseline
+    if is_kept and was_alone(ledger):
+        return _only_today(ledger, search)
     ours = today if is_kept and today is not None else contenders[chosen]
-    why_not_better = _why_not_better(ledger, ours, today, contenders, {chosen, baseline})
+    why_not_better = _why_not_better(ledger, ours, today, contenders, {chosen, baseline, *(unsure or ())[:1]})
     if is_kept:
         amount = "" if objective == "speed" else f", {_amount(objective, ours)}"
-        gain = f"Keep what you have: {baseline}{amount}; nothing was shown to be worth a change."
+        gain = f"Keep what you have: {baseline}{amount}; "
+        if unsure is None:
+            gain += f"of {count(len(ledger.measured), 'setting')} measured none was worth a change."
+        else:
+            setting, low, high = unsure
+            gain += (
+                f"{setting} may be faster, but that is not sure: {low:.2f} to {high:.2f} times as fast. "
+                "A larger --budget decides it."
+            )
     else:
         amount = "" if objective == "speed" else f"takes {_amount(objective, ours)} and "
         where = "in the recommended environment " if chosen == baseline else ""
@@ -55,9 +72,28 @@ def reason(
         else:
             beside = "" if objective == "speed" else f", {_amount(objective, today)}"
             gain += f", {evidence.speedup:.2f} times the baseline, {baseline}{beside}."
-            if objective == "speed" and evidence.speedup < 1 and ledger.tiers.get(baseline) == ledger.tiers[chosen]:
-                gain += " It has less to go wrong."
     return " ".join([gain, *why_not_better, *_loader_reason(chosen, evidence)])
+
+
+def was_alone(ledger: Ledger) -> bool:
+    """Say whether nothing was tried but what runs today, though there was more to try."""
+    return {r.candidate for r in ledger.trials} == {ledger.space.baseline} != set(ledger.space.candidates)
+
+
+def _only_today(ledger: Ledger, search: SearchSummary | None) -> str:
+    """Only one setting was measured: why, and what to do."""
+    said = f"Only {ledger.space.baseline} was measured"
+    if search is None:
+        return f"{said}, and nothing was compared with it."
+    if not search.is_budget_spent:
+        return f"{said}, and nothing was compared with it. Allow more --trials."
+    said += f" in {search.seconds:.0f} s"
+    if search.was_interrupted:
+        return f"{said}, before the search was interrupted. Run the same command again to go on."
+    spent = f": a process takes {search.start_seconds:.0f} s to start here" if search.start_seconds >= 1 else ""
+    num_precisions = len({c.precision for c in ledger.space.candidates})
+    needed = search.seconds + num_precisions * (search.start_seconds + SECONDS_OF_A_TRIAL)
+    return f"{said}{spent}. Give --budget {math.ceil(needed / 10) * 10} or leave it out."
 
 
 def _amount(objective: Objective, found: Merit) -> str:
@@ -83,14 +119,14 @@ def _share(objective: Objective, other: Merit, ours: Merit) -> float:
 def _why_not_better(
     ledger: Ledger, ours: Merit, today: Merit | None, contenders: Mapping[Setting, Merit], held: set[Setting]
 ) -> list[str]:
-    """Why the baseline is no choice, and a sentence about the best that is better than the choice, the `held` apart."""
-    objective, baseline, top = ledger.objective, ledger.space.baseline, min(ledger.tiers.values())
+    """A sentence about the best that is better than the choice, the `held` apart; nothing where none is."""
+    objective, last = ledger.objective, max(ledger.tiers[c] for c in contenders) if contenders else 0
 
     def why_not(other: Setting, found: Merit) -> str:
         verdict = ledger.verdict(other)
         if other in ledger.ruled_out:
             return f"is left out: {ledger.ruled_out[other]}"
-        if ledger.tiers[other] > top and verdict is not None:
+        if ledger.tiers[other] > last and verdict is not None:
             return f"is left out: {verdict.reason}"
         if found.samples_per_second < least_speed(objective, today):
             return "is slower than the baseline"
@@ -104,13 +140,12 @@ def _why_not_better(
         share = _share(objective, found, ours)
         if other not in held and not other.as_found and share < (1 if other in contenders else 1 - PLATEAU):
             better[other] = share, why_not(other, found)
-    said = [f"The baseline is no choice: {sentence(harm)}" for c, harm in ledger.ruled_out.items() if c == baseline]
-    if better:
-        other = min(better, key=lambda c: better[c])
-        share, why = better[other]
-        compared = f"is {1 / share:.2f} times as fast" if objective == "speed" else f"takes {share:.2f} of that"
-        said.append(f"{other} {compared} and {sentence(why)}")
-    return said
+    if not better:
+        return []
+    other = min(better, key=lambda c: better[c])
+    share, why = better[other]
+    compared = f"is {1 / share:.2f} times as fast" if objective == "speed" else f"takes {share:.2f} of that"
+    return [f"{other} {compared} and {sentence(why)}"]
 
 
 def _loader_reason(chosen: Setting, evidence: Evidence) -> list[str]:
@@ -141,7 +176,7 @@ def warnings(
         *space.notes,
         *_measuring_doubts(evidence),
         *_loader_doubts(evidence),
-        *_numerical_doubts(chosen, evidence, why_uncalibrated),
+        *_numerical_doubts(ledger, chosen, evidence, why_uncalibrated),
         *_missing_plans(space, config),
         *machine_load.doubts(evidence.load),
         *memory_doubts(description),
@@ -179,11 +214,13 @@ def _measuring_doubts(evidence: Evidence) -> list[str]:
     return found
 
 
-def _numerical_doubts(chosen: Runs, evidence: Evidence, why_uncalibrated: str | None) -> list[str]:
+def _numerical_doubts(ledger: Ledger, chosen: Runs, evidence: Evidence, why_uncalibrated: str | None) -> list[str]:
     found, fidelity, scale = [], evidence.fidelity, evidence.loss_scale
     num_skips = sum(m.num_skips for m in chosen.measurements)
-    if fidelity is not None and fidelity.verdict in ("unchecked", "doubtful"):
+    if fidelity is not None and fidelity.verdict != "faithful":
         found.append(f"{sentence(fidelity.reason)} {sentence(fidelity.next_step)}")
+    elif chosen.candidate in ledger.ruled_out:  # what runs today is kept all the same
+        found.append(f"{sentence(ledger.ruled_out[chosen.candidate])} Try --precision with another one.")
     if fidelity is not None and fidelity.later is not None and fidelity.later.verdict == "doubtful":
         found.append(f"{sentence(fidelity.later.reason)} Look at the losses of its first few hundred steps.")
     if fidelity is not None and fidelity.verdict == "faithful" and not fidelity.has_moved:
@@ -329,7 +366,9 @@ def rows(ledger: Ledger, exclusions: Sequence[Exclusion], environment: Mapping[s
         runs = ranking.best_runs(ours, candidate, {} if candidate == baseline else environment)
         failure = runs.failure if candidate == baseline else ranking.failures(ours).get(candidate)
         row = _row(runs, failure, exclusions)
-        if candidate in out and failure is None:
+        if row.reason == _UNTRIED and was_alone(ledger):
+            row = replace(row, reason=_ALONE)
+        if candidate in out and failure is None and candidate != baseline:
             row = replace(row, status="excluded", reason=out[candidate])
         table.append(row)
         again = ranking.confirm_runs(ours, candidate, environment)
