@@ -25,13 +25,14 @@ from autotune_amp.memory.results import MemoryProfile, MemoryRow
 from autotune_amp.memory.savings import savings
 from autotune_amp.precision.modes import MODES
 from autotune_amp.profile.gap import LOW
+from autotune_amp.search.conditions import is_hopeless
 from autotune_amp.search.options import SearchOptions, is_count
+from autotune_amp.search.planner import Budget
 from autotune_amp.search.profile_amp import refused_in, space_at
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import Budget, ProgressWatcher
+from autotune_amp.search.run import ProgressWatcher
 from autotune_amp.search.source import Opened, Source, loaded, message_of, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE
-from autotune_amp.search.stages.trials import is_hopeless
 from autotune_amp.trial.jobs import Trial
 
 DEADLINE_SECONDS = 600.0  # of one process

@@ -11,8 +11,9 @@ from autotune_amp.core.outcome import Failure, Fidelity
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.variants import FP8_RECIPE
 from autotune_amp.search.options import SearchOptions, is_count
+from autotune_amp.search.planner import Budget
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import Budget, ProgressWatcher
+from autotune_amp.search.run import ProgressWatcher
 from autotune_amp.search.source import Opened, Source, message_of, open_workload
 from autotune_amp.search.space import build_space
 from autotune_amp.trial.jobs import Check

@@ -9,8 +9,9 @@ from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.outcome import Failure
 from autotune_amp.precision.rules import AUTOCAST_DEVICES
 from autotune_amp.search.options import is_count
+from autotune_amp.search.planner import Budget
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import Budget, ProgressWatcher
+from autotune_amp.search.run import ProgressWatcher
 from autotune_amp.search.source import Source, loaded, message_of
 
 DEADLINE_SECONDS = 600.0

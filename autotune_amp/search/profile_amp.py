@@ -31,8 +31,9 @@ from autotune_amp.precision.modes import MODES
 from autotune_amp.profile.gap import LOW, Profile, gap, next_steps
 from autotune_amp.profile.results import AmpProfile, PrecisionRow, Verdict
 from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.planner import Budget
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import Budget, ProgressWatcher
+from autotune_amp.search.run import ProgressWatcher
 from autotune_amp.search.source import Opened, Source, loaded, message_of, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.trial.jobs import Trial

@@ -1,17 +1,13 @@
-"""How the stages of a search are run: ask for a job for every free slot, run it, write the record down; and the time
-that they have."""
+"""How the stages of a search are run: ask for a job for every free slot, run it, write the record down."""
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from msgspec.structs import replace
 
-from autotune_amp.core.errors import BudgetTooSmallError
 from autotune_amp.core.outcome import Failure, Measurement, Purpose, Record, after_steps
 from autotune_amp.core.setting import NUMERIC
 from autotune_amp.hardware.machine_load import LoadMeter
@@ -20,68 +16,21 @@ from autotune_amp.isolation.process import Watcher
 from autotune_amp.profile.gap import Profile
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.pending import expecting
+from autotune_amp.search.planner import Budget, Planner
 from autotune_amp.search.progress import Progress
 from autotune_amp.trial.jobs import Check, Trial
 
-# The confirmation takes at most this share of the budget, unless the device asks for more (`confirm.reserved_seconds`).
-CONFIRM_SHARE = 0.4
-CHECK_SHARE = 0.1  # kept back for the checks that follow the trials, where there is something to check
-
-
-class Budget:
-    """The seconds that a search may take from the moment it was asked for; `confirm_seconds` are the confirmation's.
-
-    Its jobs have them on each of `num_slots`.
-    """
-
-    def __init__(self, seconds: float, num_slots: int = 1) -> None:
-        self.seconds = seconds
-        self.num_slots = num_slots
-        self.confirm_seconds = CONFIRM_SHARE * seconds
-        self._started = time.monotonic()
-
-    @property
-    def slot_seconds(self) -> float:
-        """The seconds of all slots together."""
-        return self.seconds * self.num_slots
-
-    def elapsed(self) -> float:
-        """Seconds used."""
-        return time.monotonic() - self._started
-
-    def left(self) -> float:
-        """Seconds left for everything."""
-        return self.seconds - self.elapsed()
-
-    def left_for_search(self) -> float:
-        """Seconds left before the confirmation's share begins."""
-        return self.left() - self.confirm_seconds
-
-    def too_small(self, last_step_seconds: float | None) -> BudgetTooSmallError:
-        """The error of a budget that ended before anything was measured.
-
-        Twice the shortest trial there is, with what came before it, must fit in the search's share.
-        """
-        used_seconds = self.elapsed()
-        share = 1 - self.confirm_seconds / self.seconds - CHECK_SHARE
-        needed = (2 * used_seconds + 12 * (last_step_seconds or 0.0)) / share
-        return BudgetTooSmallError(
-            f"The budget of {self.seconds:g} s ended before anything was measured; "
-            f"{used_seconds:.0f} s had gone into loading, probing and building the workload and its first trials.",
-            f"Give --budget {math.ceil(needed / 10) * 10} or more.",
-        )
-
 
 class Stage(Protocol):
-    """One phase of a search: pure, but for what it counts of its own. Its share of the time it asks the budget for.
+    """One phase of a search: pure, but for what it counts of its own. What it may take it asks the planner for.
 
     One that `is_exclusive` builds on the last answer, and is asked only while nothing runs.
     """
 
     is_exclusive: ClassVar[bool]
 
-    def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | Profile | None:
-        """What the records and the budget ask for next, None where the stage is over, or waits for what runs."""
+    def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | Profile | None:
+        """What the records and the time left ask for next, None where the stage is over, or waits for what runs."""
 
 
 class RunsJobs(Protocol):
@@ -180,9 +129,9 @@ class Runner:
     `lost` are the jobs of slots that were lost, to be run once more: one that is lost a second time has failed.
     """
 
-    def __init__(self, backend: RunsJobs, ledger: Ledger, budget: Budget, watchers: Watchers) -> None:
+    def __init__(self, backend: RunsJobs, ledger: Ledger, planner: Planner, watchers: Watchers) -> None:
         self.ledger = ledger
-        self.budget = budget
+        self.planner = planner
         self._backend = backend
         self._watchers = watchers
         self._running: list[_Running] = []
@@ -215,7 +164,7 @@ class Runner:
         numbers = (*(r.number for r in self.ledger.records), *(running.number for running in self._running))
         number = 1 + max(numbers, default=0)
         watcher.progress.trial_started(number, job.candidate, _purpose(job), watcher.slot)
-        started = self.budget.elapsed()
+        started = self.planner.budget.elapsed()
         handle = self._backend.submit(job, slot)
         if meter is not None:  # after that has ended what ran there before
             meter.start()
@@ -256,7 +205,7 @@ class Runner:
             candidate=job.candidate,
             purpose=_purpose(job),
             outcome=outcome,
-            seconds=self.budget.elapsed() - ended.started,
+            seconds=self.planner.budget.elapsed() - ended.started,
             load=None if ended.meter is None else ended.meter.stop(),
             slot=watcher.slot,
             num_beside=ended.num_beside,
@@ -301,7 +250,7 @@ def _next(stages: Sequence[Stage], runner: Runner) -> Trial | Check | Profile | 
     for stage in stages:
         if expected is None or (pending and stage.is_exclusive):
             return None
-        job = stage.next(expected, runner.budget)
+        job = stage.next(expected, runner.planner)
         if job is not None or not pending:
             return job
     return None
@@ -325,7 +274,7 @@ def run_beside(stages: Mapping[Slot, MovableStage], runner: Runner) -> Iterator[
                 left[slot] = left.pop(lost)
                 left[slot].move(slot)
         for slot in [slot for slot in left if slot in runner.free]:
-            job = left[slot].next(runner.ledger, runner.budget)
+            job = left[slot].next(runner.ledger, runner.planner)
             if job is None:
                 del left[slot]
             else:

@@ -35,23 +35,18 @@ from autotune_amp.isolation.on_ray.slots import OnRay
 from autotune_amp.isolation.places import OneDevice, OnSlots, Places
 from autotune_amp.search.answer import explain
 from autotune_amp.search.answer.decide import recommend
+from autotune_amp.search.conditions import Conditions
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.planner import MIN_ROUNDS, Budget, Planner
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import Budget, ProgressWatcher, Runner, Stage, Watchers, run, run_beside
+from autotune_amp.search.run import ProgressWatcher, Runner, Stage, Watchers, run, run_beside
 from autotune_amp.search.source import Opened, Source, held_bytes, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
-from autotune_amp.search.stages.checks import AccumulationCheck, Checks, LaterChecks, LossScales
-from autotune_amp.search.stages.confirm import (
-    MIN_ROUNDS,
-    LargerBatches,
-    OneRank,
-    confirmation,
-    reserved_seconds,
-)
-from autotune_amp.search.stages.explore import exploring, left_to_explore, share_building
+from autotune_amp.search.stages.checks import Checks, LaterChecks, LossScales
+from autotune_amp.search.stages.confirm import LargerBatches, OneRank, confirmation
+from autotune_amp.search.stages.explore import exploring, share_building, untried_seed
 from autotune_amp.search.stages.fallbacks import Fallbacks
-from autotune_amp.search.stages.trials import MIN_TRIAL_SECONDS, Conditions
 from autotune_amp.search.stages.variants import LoaderWorkers, Variants
 from autotune_amp.search.storage import shared
 from autotune_amp.search.storage.folder import StudyFolder
@@ -183,15 +178,13 @@ class _Search:
             ready_seconds=opened.ready_seconds,
             max_trials=self._options.max_trials,
             like=self._like(fingerprint) if asks_others and not ledger.records else None,
-            # One that is forked from a process that builds for all takes no time to set up.
-            min_trial_seconds=MIN_TRIAL_SECONDS
-            + (0.0 if "share_build" in backend.abilities else opened.description.build_seconds),
         )
         was_interrupted, reason = False, ""
         try:
-            self._search(backend, ledger, conditions)
+            planner = Planner(conditions, self.budget)
+            self._search(backend, ledger, planner)
             backend.close()  # its memory and threads are not there in the user's own run either
-            self._confirm(ledger, conditions)
+            self._confirm(ledger, planner)
         except (KeyboardInterrupt, ClusterLostError) as error:
             was_interrupted = True
             reason = "Interrupted" if isinstance(error, KeyboardInterrupt) else error.message.rstrip(".")
@@ -252,57 +245,44 @@ class _Search:
         self._progress.note(line)
         self._warnings.append(line)
 
-    def _search(self, backend: Backend, ledger: Ledger, conditions: Conditions) -> None:
+    def _search(self, backend: Backend, ledger: Ledger, planner: Planner) -> None:
         """The stages before the confirmation."""
-        if conditions.shares_processes:
-            self.budget.confirm_seconds = reserved_seconds(self.budget.seconds, conditions.start_seconds)
-
-        runner = Runner(backend, ledger, self.budget, self._watchers)
-
-        def go(*stages: Stage) -> None:
-            share_building(backend, conditions, ledger, self.budget, self._progress)
-            for _ in run(stages, runner):
-                if not runner.pending:
-                    share_building(backend, conditions, ledger, self.budget, self._progress)
-
-        go(AccumulationCheck(conditions))  # before the study: it may take settings out of the space
+        runner = Runner(backend, ledger, planner, self._watchers)
         storage, owner = self._options.storage or self.folder.path / "study.db", str(self.folder.path.resolve())
         if self._options.storage is not None:  # which others may use from a folder of the same name
             owner = f"{platform.node()}:{owner}"
         study_of = partial(Study.open, storage, self.folder.path.name, ledger, owner=owner, seed=self._options.seed)
         with study_of(note=self._progress.note) as study:
             self.watcher.phase("searching")
-            checks, scales, fallbacks = Checks(conditions), LossScales(study), Fallbacks(conditions)
-            go(*exploring(conditions, study))
-            self._is_spent = left_to_explore(conditions, ledger, self.budget) <= conditions.min_trial_seconds
-            workers = LoaderWorkers(conditions, checks)
-            later = LaterChecks(conditions, checks)
-            # What computes faster may wait for its data again.
-            go(checks, scales, workers, Variants(conditions, checks), workers, later)
-            # A fallback may turn out faster than what it is one of: then it is a contender, and checked like any other.
-            go(fallbacks, later, scales, fallbacks)
+            share_building(backend, planner, ledger, self._progress)
+            for _ in run(before_confirmation(study), runner):
+                if not runner.pending:
+                    share_building(backend, planner, ledger, self._progress)
+            most, is_open = planner.conditions.max_trials, untried_seed(ledger, planner.conditions) is not None
+            is_out_of_time = not planner.may_try(ledger, planner.to_explore(ledger))
+            self._is_spent = is_out_of_time and (is_open or most is None or len(ledger.trials) < most)
             study.catch_up(ledger, is_over=True)
             if not study.is_there:
                 self._warnings.append("The study's storage is away, and lacks what was measured since.")
 
-    def _confirm(self, ledger: Ledger, conditions: Conditions) -> None:
+    def _confirm(self, ledger: Ledger, planner: Planner) -> None:
         """The stages in fresh processes."""
-        chosen = ledger.finalists
+        chosen, conditions = ledger.finalists, planner.conditions
         if chosen is None:
             return
 
         self.watcher.phase("confirming in fresh processes")
         place, are_ranked = conditions.hardware.device, self._options.ranks > 1
         with closing(self.places.confirming(place, are_shared=conditions.shares_processes)) as fresh:
-            runner = Runner(fresh, ledger, self.budget, self._watchers)
-            for _ in run([OneRank(conditions, 2 * MIN_ROUNDS)] if are_ranked else [], runner):
+            runner = Runner(fresh, ledger, planner, self._watchers)
+            for _ in run([OneRank(2 * MIN_ROUNDS)] if are_ranked else [], runner):
                 pass
-            for stages in confirmation(conditions, chosen, fresh.slots, ledger, self.budget):
+            for stages in confirmation(chosen, conditions.environment, fresh.slots, ledger):
                 for _ in run_beside(stages, runner):
                     pass
-            left: list[Stage] = [OneRank(conditions, 0)] if are_ranked else []
+            left: list[Stage] = [OneRank(0)] if are_ranked else []
             if self._options.batch_size is None and self._options.max_trials is None:  # its range is free
-                left.append(LargerBatches(conditions))
+                left.append(LargerBatches())
             for _ in run(left, runner):
                 pass
 
@@ -366,6 +346,16 @@ class _Search:
             )
         step_seconds = self._watchers.last_step_seconds
         return nothing_works(ledger, excluded, step_seconds is not None) or self.budget.too_small(step_seconds)
+
+
+def before_confirmation(study: Study) -> tuple[Stage, ...]:
+    """The stages of a search up to its confirmation, in their order."""
+    checks, scales, fallbacks = Checks(), LossScales(study), Fallbacks()
+    workers, later = LoaderWorkers(checks), LaterChecks(checks)
+    # What computes faster may wait for its data again.
+    on_the_winner = workers, Variants(checks), workers, later
+    # A fallback may turn out faster than what it is one of: then it is a contender, and checked like any other.
+    return *exploring(study), checks, scales, *on_the_winner, fallbacks, later, scales, fallbacks
 
 
 def _places(source: Source, options: SearchOptions, watchers: Watchers, warn: Callable[[str], None]) -> Places:

@@ -18,8 +18,9 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.memory.job import MemoryBreakdown
 from autotune_amp.memory.profile_memory import memory_job
+from autotune_amp.search.planner import Budget
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import Budget, ProgressWatcher
+from autotune_amp.search.run import ProgressWatcher
 from autotune_amp.search.source import open_workload, target
 
 HERE = Path(__file__).parent

@@ -7,7 +7,6 @@ intervals.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -29,8 +28,8 @@ from autotune_amp.core.evidence import (
     ProcessPeak,
     WorkersTried,
 )
-from autotune_amp.core.intervals import apart_interval, prediction_interval, ratio_interval
-from autotune_amp.core.outcome import Description, Measurement, Purpose, Record
+from autotune_amp.core.intervals import prediction_interval
+from autotune_amp.core.outcome import Description, Measurement, Record
 from autotune_amp.core.recommendation import Decision, Recommendation, SearchSummary
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware import machine_load
@@ -38,6 +37,7 @@ from autotune_amp.precision.modes import MODES
 from autotune_amp.search import loss_scales, ranking, variants
 from autotune_amp.search.answer import explain
 from autotune_amp.search.answer.together import ranks, slots
+from autotune_amp.search.gains import gain_interval, other_processes, speedup
 from autotune_amp.search.ledger import LOSS_SCALE, Ledger
 from autotune_amp.search.options import RANKING, SearchOptions
 from autotune_amp.search.ranking import PLATEAU, Runs, best_runs, confirm_runs, data_share
@@ -92,7 +92,7 @@ def decide(
     least_speed = ranking.least_speed(objective, today)
     ranked = ranking.rank_for(objective, contenders, least_speed=least_speed, tiers=ledger.tiers)
     worth = [c for c in ranked if today is None or ranking.is_worth_a_change(objective, contenders[c], today)]
-    gains = {c: _gain(ledger, best_runs(records, c, environment), baseline) for c in worth}
+    gains = {c: gain_interval(ledger, best_runs(records, c, environment), baseline) for c in worth}
     candidate = next((c for c in worth if today is None or objective != "speed" or gains[c][0] > 1), None)
     is_kept = candidate is None
     promised = {} if is_kept else dict(environment)
@@ -117,18 +117,6 @@ def decide(
         variants=variants.rows(ledger, Setting.of(config), is_budget_spent=is_budget_spent),
         outlook=_outlook(ledger, evidence),
     )
-
-
-def _gain(ledger: Ledger, ours: Runs, today: Runs) -> tuple[float, float]:
-    """The 95 % interval of how many times as fast as today a setting is; (0, infinity) where nobody can say."""
-    interval = _speedup(ours, today, ledger.records)[1] if ours.measurements else None
-    if interval is not None:
-        return interval
-    # On several slots: trials beside others are compared with each other.
-    ones, others = (ledger.measurements.get(runs.candidate, []) for runs in (ours, today))
-    if not ones or not others:
-        return 0.0, math.inf
-    return apart_interval([m.samples_per_second for m in ones], [m.samples_per_second for m in others])
 
 
 def _outlook(ledger: Ledger, evidence: Evidence) -> Outlook | None:
@@ -171,7 +159,7 @@ def gather(
         and (r.purpose, r.candidate, r.environment) == ("confirm", candidate, environment)
         and r.loss_scale in (None, ledger.loss_scale(candidate))
     ]
-    speedup, speedup_interval = _speedup(chosen, baseline, records)
+    ratio, ratio_interval = speedup(chosen, baseline, records)
     processes = [runs.num_confirming for runs in (chosen, baseline) if runs.measurements]
     low, high = _promise(chosen, records)
     drifted = _drifted(chosen, records)
@@ -183,8 +171,8 @@ def gather(
         step_seconds=median(m.step_seconds for m in chosen.measurements),
         peak_memory_bytes=max(m.peak_memory_bytes for m in chosen.measurements),
         baseline=_baseline_evidence(baseline, records),
-        speedup=speedup,
-        speedup_interval=speedup_interval,
+        speedup=ratio,
+        speedup_interval=ratio_interval,
         num_processes=len(chosen.measurements),
         is_confirmed=min(processes) >= MIN_PROCESSES,
         data_share=median(map(data_share, chosen.measurements)),
@@ -213,33 +201,9 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 def _promise(runs: Runs, records: Sequence[Record]) -> tuple[float, float]:
     """The prediction interval, widened to hold the median that it stands beside, and what others' load may change."""
-    low, high = prediction_interval(runs.speeds, _other_processes(records, runs))
+    low, high = prediction_interval(runs.speeds, other_processes(records, runs))
     low_factor, high_factor = machine_load.interval_factors(runs.loads)
     return low_factor * min(low, runs.speed), high_factor * max(high, runs.speed)
-
-
-def _other_processes(records: Sequence[Record], *known: Runs) -> list[list[float]]:
-    """Samples per second of each setting in its processes, without those that are `known`: how processes differ.
-
-    These are all that was confirmed, and the search's trials of what it measured again: they ran on the same machine,
-    and the latter further apart in time, so that they see it change its speed between minutes. What was confirmed in
-    the same processes is left out: of how far processes differ it says nothing new.
-    """
-    are_shared = ranking.were_processes_shared(records)
-    groups: dict[tuple[Setting, Purpose, tuple[tuple[str, str], ...]], list[float]] = {}
-    for record in records:
-        found = record.outcome
-        if not isinstance(found, Measurement):
-            continue
-        is_timed_well = record.purpose == "search" and found.num_steps >= NUM_STEPS_BEFORE_CUT  # beyond its warm-up
-        if is_timed_well or (record.purpose == "confirm" and not are_shared):
-            key = record.candidate, record.purpose, tuple(sorted(record.environment.items()))
-            groups.setdefault(key, []).append(found.samples_per_second)
-    others = list(groups.values())
-    for runs in known:
-        if runs.speeds in others:
-            others.remove(runs.speeds)
-    return others
 
 
 def _drifted(runs: Runs, records: Sequence[Record]) -> float | None:
@@ -256,39 +220,6 @@ def _drifted(runs: Runs, records: Sequence[Record]) -> float | None:
         return None
     searched = median(o.samples_per_second for o in measured)
     return None if 1 / DRIFT <= searched / runs.speed <= DRIFT else searched
-
-
-def _speedup(
-    chosen: Runs, baseline: Runs, records: Sequence[Record]
-) -> tuple[float | None, tuple[float, float] | None]:
-    """The ratio of the medians, and the interval of the mean ratio over the rounds that both were run in, or without
-    such a round over the processes of both."""
-    if not baseline.measurements:
-        return None, None
-    if chosen == baseline:
-        return 1.0, (1.0, 1.0)
-    if chosen.is_on_slot != baseline.is_on_slot and not (chosen.num_confirming and baseline.num_confirming):
-        return None, None  # a share of the CPU is slower than all of it, and so may be a card beside others
-    ratio = chosen.speed / baseline.speed
-    others = _other_processes(records, chosen, baseline)
-    low, high = _ratio_in_rounds(chosen, baseline, records) or apart_interval(chosen.speeds, baseline.speeds, others)
-    return ratio, (min(low, ratio), max(high, ratio))
-
-
-def _ratio_in_rounds(chosen: Runs, baseline: Runs, records: Sequence[Record]) -> tuple[float, float] | None:
-    """The interval of the ratio in rounds that both were run in; how it differs the others say too that were run in
-    them. None without such a round."""
-    ours, theirs = (dict(zip(runs.rounds, runs.speeds, strict=False)) for runs in (chosen, baseline))
-    shared = sorted(ours.keys() & theirs.keys())
-    if not shared:
-        return None
-    others: dict[Setting, list[float]] = {}
-    for record in ranking.counted(records):
-        setting, found = record.candidate, record.outcome
-        is_other = record.purpose == "confirm" and setting not in (chosen.candidate, baseline.candidate)
-        if is_other and isinstance(found, Measurement) and record.round in theirs:
-            others.setdefault(setting, []).append(found.samples_per_second / theirs[record.round])
-    return ratio_interval([ours[r] for r in shared], [theirs[r] for r in shared], list(others.values()))
 
 
 def _baseline_evidence(runs: Runs, records: Sequence[Record]) -> BaselineEvidence:

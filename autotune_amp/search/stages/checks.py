@@ -14,19 +14,16 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.ledger import RIVAL, Ledger
+from autotune_amp.search.planner import Planner
 from autotune_amp.search.ranking import check_key, rank
-from autotune_amp.search.run import Budget
 from autotune_amp.search.space import HOPELESS, Space
-from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Check, Trial
 
 NUM_PAIRS = 24  # of (init_scale, growth_interval) for one contender, the seeds among them
 MIN_CHECK_SECONDS = 0.5
-EARLY_SHARE = 0.3  # of the budget, for the checks that the rest of the search waits for: one may never end
 
-LATER_SHARE = 0.1  # of the budget, for checks of trained weights
-LATER_MARGIN = 0.7  # of their seconds: a busy machine takes longer than the first check did
+LATER_MARGIN = 0.7  # of the seconds of checks of trained weights: a busy machine takes longer than the first check did
 MIN_STEPS_BEFORE, MAX_STEPS_BEFORE = 50, 300  # fewer move the weights too little
 
 
@@ -37,69 +34,56 @@ class Todo(NamedTuple):
     setting: Setting
 
 
-@dataclass
 class AccumulationCheck:
     """One check on the user's own workload before anything accumulates."""
 
     is_exclusive: ClassVar[bool] = True
-    conditions: Conditions
 
-    def next(self, ledger: Ledger, budget: Budget) -> Check | None:
+    def next(self, ledger: Ledger, planner: Planner) -> Check | None:
         """The check, where something accumulates and nobody has made it."""
         if "accumulation" not in ledger.space.checks or not ledger.space.accumulates or ledger.accumulation is not None:
             return None
-        return self.conditions.accumulation_check(ledger, budget)
+        return planner.accumulation_check(ledger)
 
 
-@dataclass
 class Checks:
-    """Holds contenders against fp32 and calibrates fp16, until they are judged or the search's share is used.
-
-    All checks together take no more than `share` of the budget.
-    """
+    """Holds contenders against fp32 and calibrates fp16, until they are judged or the time is over."""
 
     is_exclusive: ClassVar[bool] = False
-    conditions: Conditions
-    share: float = 1.0
 
-    def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
+    def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
         """The check, calibration or trial that the choice of contenders waits for."""
-        used_seconds = sum(r.seconds for r in ledger.records if r.purpose in ("fidelity", "calibration"))
-        left_seconds = min(self.share * budget.seconds, self.share * budget.slot_seconds - used_seconds)
-        seconds = min(budget.left_for_search(), left_seconds)
-        todo = next_todo(ledger)
-        if todo is None or seconds <= MIN_CHECK_SECONDS:
+        todo, left = next_todo(ledger), planner.before_confirmation(ledger)
+        if todo is None or planner.budget.left() <= MIN_CHECK_SECONDS:
             return None
-        if todo.purpose == "search":
-            return self.conditions.search_trial(ledger, budget, todo.setting, seconds)
-        return self.conditions.check(todo.purpose, todo.setting, seconds)
+        if todo.purpose != "search":
+            return planner.check(ledger, todo.purpose, todo.setting)
+        return planner.trial(ledger, todo.setting, left) if planner.may_try(ledger, left) else None
 
 
 @dataclass
 class LaterChecks:
     """Looks once more at what is about to be recommended, on weights that a while of training in fp32 has moved.
 
-    What that rules out gives way to others, which are `checks`' to judge. All of it takes `LATER_SHARE` of the budget.
+    What that rules out gives way to others, which are `checks`' to judge.
     """
 
     is_exclusive: ClassVar[bool] = False
-    conditions: Conditions
     checks: Checks
 
-    def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
+    def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
         """The check that the last verdict calls for, else one of trained weights."""
-        if (job := self.checks.next(ledger, budget)) is not None:
+        if (job := self.checks.next(ledger, planner)) is not None:
             return job
         used_seconds = sum(
             r.seconds for r in ledger.records if isinstance(r.outcome, Fidelity) and r.outcome.num_steps_before
         )
-        left_seconds = min(LATER_SHARE * budget.seconds, LATER_SHARE * budget.slot_seconds - used_seconds)
-        seconds = min(budget.left_for_search(), left_seconds)
+        seconds = planner.extra_seconds(planner.before_confirmation(ledger), used_seconds)
         todo = next_later(ledger, seconds)
         if todo is None:
             return None
         setting, num_steps = todo
-        check = self.conditions.check("fidelity", _compare(setting, ledger.space).setting, seconds)
+        check = planner.conditions.check("fidelity", _compare(setting, ledger.space).setting, seconds)
         return replace(check, num_steps_before=num_steps)
 
 
@@ -110,11 +94,11 @@ class LossScales:
     is_exclusive: ClassVar[bool] = True
     study: Study
 
-    def next(self, ledger: Ledger, budget: Budget) -> None:
+    def next(self, ledger: Ledger, planner: Planner) -> None:
         """No job at all."""
         self.study.catch_up(ledger)
         for contender in filter(None, (ledger.finalists or ())[:2]):
-            self.study.suggest_pairs(contender.with_own_workers, NUM_PAIRS, budget)
+            self.study.suggest_pairs(contender.with_own_workers, NUM_PAIRS, lambda: planner.before_confirmation(ledger))
 
 
 def next_todo(ledger: Ledger) -> Todo | None:

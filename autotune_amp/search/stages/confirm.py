@@ -5,34 +5,32 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any, ClassVar, NamedTuple
 
 from msgspec.structs import replace
 
-from autotune_amp.core.outcome import Measurement, Purpose, Record
+from autotune_amp.core.outcome import Measurement, Purpose
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Slot
+from autotune_amp.search.conditions import Conditions
+from autotune_amp.search.gains import is_settled
 from autotune_amp.search.ledger import Ledger, Shortlist
+from autotune_amp.search.planner import (
+    CONFIRM_SECONDS,
+    MAX_CONFIRM_STEPS,
+    MIN_ROUNDS,
+    SAFETY,
+    Planner,
+    ending_seconds,
+)
 from autotune_amp.search.ranking import PLATEAU, beside, counted
-from autotune_amp.search.run import CONFIRM_SHARE, Budget
 from autotune_amp.search.space import HOPELESS, SEARCH_UP
-from autotune_amp.search.stages.trials import Conditions
-from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Trial
+from autotune_amp.trial.jobs import Trial
 
-NUM_ROUNDS, MIN_ROUNDS = 5, 3
+MAX_ROUNDS = 9  # beyond `MIN_ROUNDS` only while it is not sure whether a contender is faster than what runs today
 ALONE = -1  # the number of the round in which the baseline runs alone, before others beside one another
 NUM_ROUNDS_BESIDE = 4  # at the least, beside one another on several slots
-# Long enough to meet what a long run meets: a collection of garbage, a stall of the machine. Short steps fill the
-# time, long ones are fewer: it is the spread between processes that counts.
-MEASURE_SECONDS = 2.0
-MAX_STEPS = 400
-RUN_SECONDS = MEASURE_SECONDS + 0.5  # with the warm-up of a small model
-ENDING_SHARE = 0.25  # of the confirmation's time, for evaluations and checkpoints
-MAX_SHARE = 0.5  # of the budget
-SAFETY = 1.1  # an estimate of a process's seconds that turns out short must not break the budget
-# Of the first compilation's seconds, for one that the compiler's cache knows: 1.7 of 6.5 s for a convnet of six blocks.
-CACHED_SHARE = 0.3
+ENDING_SHARE = 0.1  # of the budget, for evaluations and checkpoints
 NUM_STEPS_FORESEEN = 14  # of an outlook's trial: a first step as long as three, the warm-up, the fewest measured
 
 
@@ -45,77 +43,73 @@ class Run(NamedTuple):
 
 
 class Confirm:
-    """Runs the `rounds`, which have their share of the budget: until no more than `until_seconds` of it are left, None
-    for those that the share begins with now. As many rounds run at the same time as there are slots in `num_beside`.
+    """Runs the `rounds` in the time that is left, those beyond the least as long as it is not settled who is faster.
 
-    What the search left over of its own goes to the winner and the baseline, until both are confirmed. A resumed search
-    runs only the rounds that are missing; what failed is not run again, and costs no other run more than the start of
-    another process. The workload's evaluation and checkpoint are run once for each setting in its environment.
-    All runs of a round are on one slot, of several on that named `slot`: what it ran of one elsewhere does not count.
+    The contenders run in the recommended `environment`, what runs today in the user's own. As many rounds run at the
+    same time as there are slots in `num_beside`. A resumed search runs only the rounds that are missing; what failed is
+    not run again, and costs no other run more than the start of another process. The workload's evaluation and
+    checkpoint are run once for each setting in its environment. All runs of a round are on one slot, of several on that
+    named `slot`: what it ran of one elsewhere does not count.
     """
 
     is_exclusive: ClassVar[bool] = True
 
     def __init__(
         self,
-        conditions: Conditions,
         shortlist: Shortlist,
-        rounds: Iterable[int] = range(NUM_ROUNDS),
-        until_seconds: float | None = None,
+        environment: dict[str, str],
+        rounds: Iterable[int] = range(MAX_ROUNDS),
         num_beside: int = 1,
         slot: str | None = None,
     ) -> None:
         self._slot = slot
-        self._conditions = conditions
         self._contenders = shortlist
+        self._environment = environment
         self._rounds = list(rounds)  # to come
         self._num_beside = num_beside
-        self._until = until_seconds
         self._is_begun = False
-        self._is_borrowing = False
         self._round = 0
         self._to_run: list[Run] = []  # of this round
         self._is_started = False  # the process that the next run of the round shares
 
-    def next(self, ledger: Ledger, budget: Budget) -> Trial | None:
+    def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
         """The next run of the round, or the first of another, None where the time or the rounds are over."""
+        conditions = planner.conditions
         if not self._is_begun:
             self._is_begun = True
-            self._until = confirmed_until(budget) if self._until is None else self._until
             self._contenders = _runnable(ledger, self._contenders)
-        elif self._conditions.shares_processes:
+        elif conditions.shares_processes:
             of_round = [r for r in ledger.records if (r.round, r.slot) == (self._round, self._slot)]
             self._is_started = bool(of_round) and isinstance(of_round[-1].outcome, Measurement)
         while not self._to_run:
-            if not self._rounds or (self._is_borrowing and self._rounds[0] >= MIN_ROUNDS):
+            if not self._rounds or (
+                self._num_beside == 1 and self._rounds[0] >= MIN_ROUNDS and self._is_settled(ledger)
+            ):
                 return None
             self._round, self._is_started = self._rounds.pop(0), False
             counting = [r for r in counted(ledger.records) if r.round == self._round]
             done = [(r.candidate, r.purpose, r.environment) for r in counting]
-            planned = [run for run in self._plan(ledger, budget) if run.setting not in ledger.failures]
+            planned = [run for run in self._plan(ledger, planner) if run.setting not in ledger.failures]
             if any(run not in done for run in planned):  # else it is whole, wherever it ran
                 here = [run for run, r in zip(done, counting, strict=True) if r.slot == self._slot]
                 self._to_run = [run for run in planned if run not in here]
         run = self._to_run.pop(0)
-        needed = self._cost(ledger, [run], 0 if self._is_started else 1)
-        if self._left(budget) < needed and run.setting in self._essential:  # those before it took longer than foreseen
-            self._borrow()
-        left = self._left(budget)
+        left, needed = planner.budget.left(), planner.runs_seconds(ledger, [run.setting], 0 if self._is_started else 1)
         if left < needed:
             self._to_run, self._rounds = [], []
             return None
-        ours = [_ending_seconds(r) for r in ledger.records if (r.candidate, r.purpose, r.environment) == run]
-        needs_ending = self._conditions.description.has_ending and run.purpose == "confirm" and set(ours) <= {None}
+        ours = [ending_seconds(r) for r in ledger.records if (r.candidate, r.purpose, r.environment) == run]
+        needs_ending = conditions.description.has_ending and run.purpose == "confirm" and set(ours) <= {None}
         return _confirming_trial(
-            self._conditions,
+            conditions,
             ledger,
             run.setting,
             run.environment,
             purpose=run.purpose,
             round=self._round,
-            num_steps=(MAX_STEPS, MAX_STEPS),
+            num_steps=(MAX_CONFIRM_STEPS, MAX_CONFIRM_STEPS),
             deadline_seconds=left,
-            ending_seconds=min(self._ending_left(ledger, budget), left - needed) if needs_ending else None,
+            ending_seconds=min(self._ending_left(ledger, planner), left - needed) if needs_ending else None,
         )
 
     def move(self, slot: Slot) -> None:
@@ -124,73 +118,47 @@ class Confirm:
             self._rounds.insert(0, self._round)
         self._to_run, self._slot = [], slot.name
 
-    def _plan(self, ledger: Ledger, budget: Budget) -> list[Run]:
-        ending_seconds = self._ending_left(ledger, budget) if self._round == 0 else 0.0
+    def _is_settled(self, ledger: Ledger) -> bool:
+        return is_settled(ledger, self._contenders, self._environment)
 
+    def _plan(self, ledger: Ledger, planner: Planner) -> list[Run]:
         def seconds_of(runs: Sequence[Run]) -> float:
-            return self._cost(ledger, runs, min(1, len(runs)) if self._conditions.shares_processes else len(runs))
+            num_starts = min(1, len(runs)) if planner.conditions.shares_processes else len(runs)
+            return planner.runs_seconds(ledger, [run.setting for run in runs], num_starts)
 
-        def planned() -> list[Run]:
-            left = self._left(budget) - ending_seconds
-            num_needed = max(1, math.ceil((MIN_ROUNDS - self._round) / self._num_beside))
-            return plan_round(self._contenders, self._conditions.environment, seconds_of, left, self._round, num_needed)
+        left = planner.budget.left() - (self._ending_left(ledger, planner) if self._round == 0 else 0.0)
+        num_needed = max(1, math.ceil((MIN_ROUNDS - self._round) / self._num_beside))
+        return plan_round(self._contenders, self._environment, seconds_of, left, self._round, num_needed)
 
-        runs = planned()
-        if not self._essential <= {run.setting for run in runs}:
-            self._borrow()
-            runs = planned()
-        return runs
-
-    @property
-    def _essential(self) -> set[Setting]:
-        """What this round must not be without."""
-        return {self._contenders.winner, self._contenders.baseline} if self._round < MIN_ROUNDS else set()
-
-    def _borrow(self) -> None:
-        """Go on in what the search left over, with what is essential."""
-        self._contenders, self._until, self._is_borrowing = self._contenders._replace(runner_up=None), 0.0, True
-        self._to_run = [run for run in self._to_run if run.setting in self._essential]
-
-    def _left(self, budget: Budget) -> float:
-        return budget.left() - (self._until or 0.0)
-
-    def _cost(self, ledger: Ledger, runs: Sequence[Run], num_starts: int) -> float:
-        starting = num_starts * start_seconds(ledger.records, self._conditions.start_seconds)
-        return SAFETY * (starting + sum(run_seconds(ledger, run.setting) for run in runs))
-
-    def _ending_left(self, ledger: Ledger, budget: Budget) -> float:
-        share = ENDING_SHARE * budget.confirm_seconds if self._conditions.description.has_ending else 0.0
-        return max(0.0, share - sum(_ending_seconds(r) or 0.0 for r in ledger.records))
+    def _ending_left(self, ledger: Ledger, planner: Planner) -> float:
+        share = ENDING_SHARE * planner.budget.seconds if planner.conditions.description.has_ending else 0.0
+        return max(0.0, share - sum(ending_seconds(r) or 0.0 for r in ledger.records))
 
 
 def confirmation(
-    conditions: Conditions, shortlist: Shortlist, slots: Sequence[Slot], ledger: Ledger, budget: Budget
+    shortlist: Shortlist, environment: dict[str, str], slots: Sequence[Slot], ledger: Ledger
 ) -> Iterator[Mapping[Slot, Confirm]]:
     """The rounds of a confirmation, as what is to run on the slots at the same time: on one slot all of them.
 
     On several the baseline runs alone, then as many rounds at once as there are slots. Where that turns out to make a
     difference, rounds are run alone, for as long as it does.
     """
-    until_seconds, alone = confirmed_until(budget), slots[0]
-    if len(slots) == 1:
-        yield {alone: Confirm(conditions, shortlist, range(NUM_ROUNDS), until_seconds, slot=alone.name)}
+    alone, found = slots[0], beside(ledger.records)
+    if len(slots) == 1 or (found is not None and found.is_different):  # known from before
+        yield {alone: Confirm(shortlist, environment, slot=alone.name)}
         return
     only_baseline = Shortlist(shortlist.baseline, None, shortlist.baseline)
-    found = beside(ledger.records)
-    if found is not None and found.is_different:  # known from before
-        yield {alone: Confirm(conditions, shortlist, range(NUM_ROUNDS), until_seconds, slot=alone.name)}
-        return
-    yield {alone: Confirm(replace(conditions, environment={}), only_baseline, [ALONE], until_seconds, slot=alone.name)}
+    yield {alone: Confirm(only_baseline, {}, [ALONE], slot=alone.name)}
     num_rounds = len(slots) * math.ceil(NUM_ROUNDS_BESIDE / len(slots))
     yield {
-        slot: Confirm(conditions, shortlist, range(place, num_rounds, len(slots)), until_seconds, len(slots), slot.name)
+        slot: Confirm(shortlist, environment, range(place, num_rounds, len(slots)), len(slots), slot.name)
         for place, slot in enumerate(slots)
     }
-    for number in range(NUM_ROUNDS):
+    for number in range(MAX_ROUNDS):
         found = beside(ledger.records)
         if found is not None and not found.is_different:
             return
-        yield {alone: Confirm(conditions, shortlist, [number], until_seconds, slot=alone.name)}
+        yield {alone: Confirm(shortlist, environment, [number], slot=alone.name)}
 
 
 def plan_round(
@@ -223,26 +191,6 @@ def plan_round(
     return next((runs for runs in (essential, [winner]) if seconds_of(runs) <= left_seconds), [])
 
 
-def confirmed_until(budget: Budget) -> float:
-    """What is left of the budget when a confirmation that begins now has used its share."""
-    return budget.left() - min(budget.confirm_seconds, budget.left())
-
-
-def reserved_seconds(budget_seconds: float, start_seconds: float) -> float:
-    """What is the confirmation's of a budget, where its processes are shared and take `start_seconds` to start.
-
-    That is its usual share, or more, up to half, where winner and baseline can be confirmed in that alone.
-    """
-    usual_seconds = CONFIRM_SHARE * budget_seconds
-    needed_seconds = SAFETY * MIN_ROUNDS * (start_seconds + 2 * RUN_SECONDS)
-    return needed_seconds if usual_seconds < needed_seconds <= MAX_SHARE * budget_seconds else usual_seconds
-
-
-def _ending_seconds(record: Record) -> float | None:
-    """What evaluation and checkpoint took, None where the process did not come as far."""
-    return record.outcome.ending_seconds if isinstance(record.outcome, Measurement) else None
-
-
 def _confirming_trial(
     conditions: Conditions, ledger: Ledger, setting: Setting, environment: dict[str, str], **fields: Any
 ) -> Trial:
@@ -253,7 +201,7 @@ def _confirming_trial(
         environment=environment,
         loss_scale=ledger.loss_scale(setting),
         hold_heap=False,  # the process starts with the variables, or is meant to run without them
-        measure_seconds=MEASURE_SECONDS,
+        measure_seconds=CONFIRM_SECONDS,
         **fields,
     )
 
@@ -267,36 +215,6 @@ def _runnable(ledger: Ledger, shortlist: Shortlist) -> Shortlist:
     return shortlist._replace(runner_up=None) if is_hopeless else shortlist
 
 
-def start_seconds(records: Sequence[Record], foreseen_seconds: float) -> float:
-    """What a process takes before its first step: as seen in the confirmation, else as foreseen."""
-    found = [r for r in records if r.round is not None and r.start_seconds and isinstance(r.outcome, Measurement)]
-    seen = [_start_seconds(r) for r in found]
-    return fmean(seen) if seen else foreseen_seconds
-
-
-def run_seconds(ledger: Ledger, setting: Setting) -> float:
-    """What a run takes from its first step to its ending: as seen, else as the search's trial foretells."""
-    ours = [r for r in ledger.records if r.candidate == setting and r.round is not None]
-    seen = [r.seconds - _start_seconds(r) - (_ending_seconds(r) or 0.0) for r in ours]
-    if seen:
-        return fmean(seen)
-    outcome = ledger.outcomes.get(setting)
-    if not isinstance(outcome, Measurement):
-        return 0.0
-    first_step_seconds = outcome.first_step_seconds * (CACHED_SHARE if setting.is_compiled else 1.0)
-    warm_up = first_step_seconds + NUM_WARMUP_STEPS * outcome.step_seconds
-    measuring = min(MAX_STEPS * outcome.step_seconds, MEASURE_SECONDS + outcome.step_seconds)
-    return warm_up + measuring
-
-
-def _start_seconds(record: Record) -> float:
-    """What came before the first step: starting the process, building, the accelerator. None of it in a kept one."""
-    found = record.outcome
-    is_kept = record.start_seconds == 0.0
-    own = found.build_seconds + found.context_seconds if isinstance(found, Measurement) and not is_kept else 0.0
-    return (record.start_seconds or 0.0) + own
-
-
 @dataclass
 class OneRank:
     """Runs what won once more on one rank, so that it is known what exchanging gradients costs.
@@ -305,52 +223,50 @@ class OneRank:
     """
 
     is_exclusive: ClassVar[bool] = True
-    conditions: Conditions
     num_others: int
 
-    def next(self, ledger: Ledger, budget: Budget) -> Trial | None:
+    def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
         """The trial, as a process of the confirmation would run it, where there is time for it."""
-        chosen, left = ledger.finalists, budget.left()
+        chosen, left = ledger.finalists, planner.budget.left()
         if chosen is None or any(record.purpose == "one_rank" for record in ledger.records):
             return None
-        seconds = start_seconds(ledger.records, self.conditions.start_seconds) + run_seconds(ledger, chosen.winner)
-        if left < SAFETY * (1 + self.num_others) * seconds:
+        if left < (1 + self.num_others) * planner.runs_seconds(ledger, [chosen.winner], 1):
             return None
         return _confirming_trial(
-            self.conditions,
+            planner.conditions,
             ledger,
             chosen.winner,
-            self.conditions.environment,
+            planner.conditions.environment,
             purpose="one_rank",
             num_ranks=1,
-            num_steps=(MAX_STEPS, MAX_STEPS),
+            num_steps=(MAX_CONFIRM_STEPS, MAX_CONFIRM_STEPS),
             deadline_seconds=left,
         )
 
 
-@dataclass
 class LargerBatches:
-    """Doubles the effective batch size, without accumulation, until memory, speed or the budget ends it.
+    """Doubles the effective batch size, without accumulation, until memory, speed or the time for extras ends it.
 
     What it measures is neither recommended nor stepped down to: it would ask for another learning rate.
     """
 
     is_exclusive: ClassVar[bool] = True
-    conditions: Conditions
 
-    def next(self, ledger: Ledger, budget: Budget) -> Trial | None:
+    def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
         """A trial of the next larger batch, as a process of the confirmation would run it."""
-        setting, left = next_larger(ledger, self.conditions.description.num_samples), budget.left()
+        setting = next_larger(ledger, planner.conditions.description.num_samples)
+        used_seconds = sum(record.seconds for record in ledger.records if record.purpose == "outlook")
         if setting is None:
             return None
-        seconds = MEASURE_SECONDS + NUM_STEPS_FORESEEN * setting.batch_size / max(ledger.speeds.values())
-        if left < SAFETY * (start_seconds(ledger.records, self.conditions.start_seconds) + seconds):
+        left = planner.extra_seconds(planner.budget.left(), used_seconds)
+        seconds = CONFIRM_SECONDS + NUM_STEPS_FORESEEN * setting.batch_size / max(ledger.speeds.values())
+        if left < SAFETY * (planner.start_seconds(ledger) + seconds):
             return None
         return _confirming_trial(
-            self.conditions,
+            planner.conditions,
             ledger,
             setting,
-            self.conditions.environment,
+            planner.conditions.environment,
             purpose="outlook",
             deadline_seconds=left,
         )

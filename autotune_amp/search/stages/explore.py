@@ -22,25 +22,23 @@ from autotune_amp.core.outcome import Measurement, Outcome
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Backend
-from autotune_amp.search import ranking
+from autotune_amp.search.conditions import Conditions, is_hopeless
 from autotune_amp.search.ledger import Ledger
+from autotune_amp.search.planner import Planner, num_timed_passes
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.ranking import PLATEAU, is_waiting
-from autotune_amp.search.run import CHECK_SHARE, Budget, Stage
+from autotune_amp.search.run import Stage
 from autotune_amp.search.space import Space, excluded_by_outcomes, without
-from autotune_amp.search.stages.checks import EARLY_SHARE, Checks
+from autotune_amp.search.stages.checks import AccumulationCheck, Checks
 from autotune_amp.search.stages.curve import Curves
-from autotune_amp.search.stages.trials import Conditions, is_hopeless
 from autotune_amp.search.storage.study import Study
-from autotune_amp.trial.jobs import MAX_TIMED_MICRO_BATCHES, NUM_WARMUP_STEPS, Check, Trial
+from autotune_amp.trial.jobs import Check, Trial
 
-LOADER_SHARE = 0.1  # of the budget, kept back for other numbers of loader workers, where the loader sets the speed
 MAX_PROCESSES = 4  # of one setting
 # Of the throughput: a trial that is expected to make less of a difference to the choice is not run. Mean regret and
 # seconds by other values are in studies/search_efficiency.
 LEAST_GAIN = 0.002
 NUM_STEPS_FORESEEN = 14  # of a trial: a first step as long as three, the warm-up, the fewest measured
-AFFORDABLE_MARGIN = 2.0
 WORTH_SHARING = 0.2  # of a trial
 MIN_SHARED_SECONDS = 0.5  # less is not worth a model that lies in memory and a process that may fail to share it
 BYTES_PER_PARAMETER = 4
@@ -49,43 +47,36 @@ MEMORY_MARGIN = 1.1  # the memory model is within 2 to 19 % (studies/README.md),
 
 @dataclass
 class _Explore(ABC):
-    """Tries settings until nothing promising is left, its share of the budget is used, or `max_trials` are done.
-
-    It leaves a share of the budget for the checks and for loader workers. fp16 that may win has its loss scale
-    calibrated at once, and the study is told with it.
-    """
+    """Tries settings until nothing promising is left, the time for it is used, or as many trials are done as may be."""
 
     is_exclusive: ClassVar[bool] = False
-    conditions: Conditions
     study: Study
 
-    def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
-        """The trial to run next, or the calibration of the last one."""
-        known = ledger.actual
-        last = known.records[-1] if known.records else None
-        if last is not None and last.purpose == "search" and ledger.awaits_calibration(last.candidate):
-            return self.conditions.check("calibration", last.candidate, budget.left_for_search())
-        self.study.catch_up(known)
-        left = left_to_explore(self.conditions, ledger, budget)
-        if not self.conditions.may_try(ledger, left):
-            return None
-        setting = self._next(ledger, left)
-        if setting is None:
-            return None
-        return self.conditions.search_trial(ledger, budget, self.study.ask(setting).setting, left)
+    def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
+        """The trial to run next."""
+        self.study.catch_up(ledger.actual)
+        left = self._left(ledger, planner)
+        setting = self._next(ledger, planner, left) if planner.may_try(ledger, left) else None
+        return None if setting is None else planner.trial(ledger, self.study.ask(setting).setting, left)
+
+    def _left(self, ledger: Ledger, planner: Planner) -> float:
+        return planner.to_explore(ledger)
 
     @abstractmethod
-    def _next(self, ledger: Ledger, left_seconds: float) -> Setting | None:
+    def _next(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
         """What to try next."""
 
 
 class Seeds(_Explore):
-    """What runs today, what was best for the same code before, and every precision at today's batch; for memory the
-    smaller batches of what takes the least."""
+    """What runs today, what was best for the same code before, and every precision at today's batch, in all the time
+    that there is: what was not compared cannot be recommended. For memory the smaller batches of what takes the least.
+    """
 
-    def _next(self, ledger: Ledger, left_seconds: float) -> Setting | None:  # noqa: ARG002
-        known, limit = ledger.ordinary_outcomes, self.conditions.memory_limit_bytes
-        seed = next_seed(self.conditions.hardware, ledger.space, known, limit, ledger.exclusions, self.conditions.like)
+    def _left(self, ledger: Ledger, planner: Planner) -> float:  # noqa: ARG002 - while they are not all compared
+        return planner.budget.left()
+
+    def _next(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:  # noqa: ARG002
+        seed = untried_seed(ledger, planner.conditions)
         return smaller_seed(ledger) if seed is None and ledger.objective == "memory" else seed
 
 
@@ -98,47 +89,53 @@ class Promising(_Explore):
 
     max_processes: int
 
-    def _next(self, ledger: Ledger, left_seconds: float) -> Setting | None:
+    def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
+        """The trial to run next, or the calibration of the last one: fp16 that may win has its loss scale calibrated at
+        once, and the study is told with it."""
+        known = ledger.actual
+        last = known.records[-1] if known.records else None
+        if last is not None and last.purpose == "search" and ledger.awaits_calibration(last.candidate):
+            return planner.check(ledger, "calibration", last.candidate)
+        return super().next(ledger, planner)
+
+    def _next(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
+        conditions = planner.conditions
         # More loader workers may end the wait for data, which decides nothing before.
-        is_held_up = self.conditions.may_add_workers and is_waiting(ledger.records)
+        is_held_up = conditions.may_add_workers and is_waiting(ledger.records)
         known = ledger.throughputs(without_waiting=is_held_up)
         throughputs = {c: found for c, found in known.items() if c == ledger.space.baseline or is_of_the_space(c)}
         if not throughputs:
-            untried = untried_settings(ledger, self.conditions.memory_limit_bytes)
+            untried = untried_settings(ledger, conditions.memory_limit_bytes)
             return min(untried, key=lambda c: c.batch_size, default=None)
         if ledger.objective == "memory":  # the fastest takes the most
             return None
         return next_promising(
             ledger,
-            self.conditions,
+            planner,
             throughputs,
             left_seconds,
-            [*worth_trying(ledger, self.conditions, throughputs), *healed_settings(ledger)],
+            [*worth_trying(ledger, conditions, throughputs), *healed_settings(ledger)],
             least_gain=LEAST_GAIN,
             max_processes=self.max_processes,
             most_luck=PLATEAU,
         )
 
 
-def exploring(conditions: Conditions, study: Study) -> tuple[Stage, ...]:
-    """The stages in their order: what leads is checked before its curve is explored, and before it is measured again.
+def exploring(study: Study) -> tuple[Stage, ...]:
+    """The stages in their order: every precision first; then what leads is checked before its curve is explored, and
+    before it is measured again.
 
     A check at the end may come too late, and what it rules out leaves its place to others.
     """
-    seeds, checks = Seeds(conditions, study), Checks(conditions, EARLY_SHARE)
-    first, again = Promising(conditions, study, 1), Promising(conditions, study, MAX_PROCESSES)
-    return seeds, checks, seeds, first, checks, seeds, again
+    seeds, checks = Seeds(study), Checks()
+    first, again = Promising(study, 1), Promising(study, MAX_PROCESSES)
+    return seeds, checks, AccumulationCheck(), seeds, first, checks, seeds, again
 
 
-def left_to_explore(conditions: Conditions, ledger: Ledger, budget: Budget) -> float:
-    """Seconds left before the share of the checks begins, and of other numbers of loader workers."""
-    space = ledger.space
-    is_checked = any(ranking.needs_check(c, space) for c in (*space.candidates, space.baseline))
-    share = is_checked * CHECK_SHARE + (conditions.may_add_workers and is_waiting(ledger.records)) * LOADER_SHARE
-    left = budget.left_for_search() - share * budget.seconds
-    is_known = any(isinstance(outcome, Measurement) for outcome in ledger.outcomes.values())
-    # While nothing has run there is nothing to confirm either, and building must not be all that the search does.
-    return left if is_known or 2 * conditions.setup_seconds < left else max(left, budget.left())
+def untried_seed(ledger: Ledger, conditions: Conditions) -> Setting | None:
+    """What is still to be measured before anything else: what runs today, and every precision at its batch."""
+    known, limit = ledger.ordinary_outcomes, conditions.memory_limit_bytes
+    return next_seed(conditions.hardware, ledger.space, known, limit, ledger.exclusions, conditions.like)
 
 
 def smaller_seed(ledger: Ledger) -> Setting | None:
@@ -157,7 +154,7 @@ def smaller_seed(ledger: Ledger) -> Setting | None:
 
 def next_promising(
     ledger: Ledger,
-    conditions: Conditions,
+    planner: Planner,
     throughputs: Mapping[Setting, Sequence[float]],
     left_seconds: float,
     untried: Sequence[Setting] = (),
@@ -176,7 +173,7 @@ def next_promising(
     if not throughputs or not choosable:
         return None
     curves = Curves(throughputs, untried)
-    setup_seconds = _setup_seconds(ledger.actual)
+    setup_seconds = planner.setup_seconds(ledger)
     fastest = max(m.samples_per_second for ours in ledger.measurements.values() for m in ours)
     num_tried = Counter(r.candidate for r in ledger.records if r.purpose == "search")
 
@@ -184,13 +181,13 @@ def next_promising(
         compiling = [m.first_step_seconds for m in ledger.measurements.get(setting, ()) if setting.is_compiled]
         # Without the wait for data, or by the joule, throughput is no speed.
         speed = fastest if ledger.objective == "energy" else min(fastest, curves.throughput(setting))
-        num_samples = setting.batch_size * _num_timed_passes(setting) * conditions.description.num_ranks
+        num_samples = setting.batch_size * num_timed_passes(setting) * planner.conditions.description.num_ranks
         return setup_seconds + max(compiling, default=0.0) + NUM_STEPS_FORESEEN * num_samples / speed
 
     def may_run(setting: Setting) -> bool:
         if (setting in ledger.measurements) != (setting in ledger.actual.measurements):
             return False  # its first process runs: what a second one is worth hangs on that
-        return num_tried[setting] < max_processes and AFFORDABLE_MARGIN * seconds(setting) < left_seconds
+        return num_tried[setting] < max_processes and seconds(setting) < left_seconds
 
     gains = curves.gains(choosable)
     worth = {c: gain / seconds(c) for c, gain in gains.items() if gain > least_gain and may_run(c)}
@@ -203,40 +200,19 @@ def next_promising(
     return chosen if was_lucky else None
 
 
-def _setup_seconds(ledger: Ledger) -> float:
-    """What a trial took beside its steps, in the median."""
-    found = []
-    for record in ledger.records:
-        measured, setting = record.outcome, record.candidate
-        if record.purpose == "search" and isinstance(measured, Measurement):
-            step_seconds = measured.step_seconds * _num_timed_passes(setting) / setting.accumulation_steps
-            num_steps = NUM_WARMUP_STEPS - 1 + measured.num_steps
-            found.append(record.seconds - measured.first_step_seconds - num_steps * step_seconds)
-    return max(0.0, median(found)) if found else 0.0
-
-
-def _num_timed_passes(setting: Setting) -> int:
-    return min(setting.accumulation_steps, MAX_TIMED_MICRO_BATCHES)
-
-
-def share_building(
-    backend: Backend, conditions: Conditions, ledger: Ledger, budget: Budget, progress: Progress
-) -> None:
-    """Share building among the trials to come if it is more than `WORTH_SHARING` of one, and say so.
-
-    Before the first measurement it is, where it would be even in a trial that measures for as long as it may. Where
-    time or memory is too short for a model more, every trial goes on building its own.
+def share_building(backend: Backend, planner: Planner, ledger: Ledger, progress: Progress) -> None:
+    """Share building among the trials to come if it is more than `WORTH_SHARING` of one, and say so, once the
+    precisions were compared. Where time or memory is too short for a model more, every trial goes on building its own.
     """
-    if "share_build" not in backend.abilities or backend.is_build_shared:
-        return
-    known, left_seconds = conditions.description, left_to_explore(conditions, ledger, budget)
-    trial = conditions.search_trial(ledger, budget, ledger.space.baseline, left_seconds)
-    building, context, rest = known.build_seconds, known.context_seconds, trial.measure_seconds or 0.0
+    conditions = planner.conditions
     searched = [r.outcome for r in ledger.records if r.purpose == "search" and isinstance(r.outcome, Measurement)]
     own = next((found for found in reversed(searched) if not found.is_build_shared), None)
-    if own is not None:
-        rest = own.first_step_seconds + own.num_steps * own.step_seconds
-        building, context = own.build_seconds, own.context_seconds
+    if "share_build" not in backend.abilities or backend.is_build_shared or own is None:
+        return
+    if untried_seed(ledger, conditions) is not None:
+        return
+    left_seconds, building, context = planner.to_explore(ledger), own.build_seconds, own.context_seconds
+    rest = own.first_step_seconds + own.num_steps * own.step_seconds
     share = (building + context) / (building + context + rest)
     if share <= WORTH_SHARING or max(building, context) < MIN_SHARED_SECONDS or left_seconds <= 2 * building:
         return
@@ -246,10 +222,11 @@ def share_building(
         backend.keep()
         return
     free = conditions.hardware.memory.available - conditions.memory_limit_bytes
-    if conditions.hardware.device == "cpu" and BYTES_PER_PARAMETER * known.num_parameters > free:
+    if conditions.hardware.device == "cpu" and BYTES_PER_PARAMETER * conditions.description.num_parameters > free:
         return  # the model of the process that the trials are forked from lies in the memory that they have
     progress.note(text + "it is built once and shared by the trials.")
     # One thread builds there, where a trial may have used several.
+    trial = planner.trial(ledger, ledger.space.baseline, left_seconds)
     reason = backend.share_build(trial, min(left_seconds, 4 * building + 5))
     if reason is not None:
         progress.note(f"It cannot be shared by forking, so one process is kept instead: {reason}.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import ClassVar
 
@@ -17,14 +16,12 @@ from autotune_amp.core.variants import FP8_RECIPE, VARIANTS
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import ranking
 from autotune_amp.search.ledger import Ledger
-from autotune_amp.search.run import Budget
-from autotune_amp.search.stages.trials import Conditions
+from autotune_amp.search.planner import MEASURE_SECONDS, Planner
 from autotune_amp.trial.jobs import Check, Trial
 
 MAX_FALLBACK_TRIES = 3
 
 
-@dataclass
 class Fallbacks:
     """Measures a plan for each precision with less to go wrong, at the effective batch size of each contender.
 
@@ -34,21 +31,24 @@ class Fallbacks:
     """
 
     is_exclusive: ClassVar[bool] = False
-    conditions: Conditions
 
-    def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
+    def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
         """The trial of a plan that nobody measured, or the check that it waits for."""
-        left = budget.left_for_search()
-        if left <= 0:
+        left = planner.before_confirmation(ledger)
+        if not planner.may_try(ledger, left):
             return None
         for contender in filter(None, (ledger.finalists or ())[:2]):
             for setting in missing_plans(ledger, contender):
                 is_split = setting.accumulation_steps > contender.accumulation_steps
                 if is_split and ledger.space.accumulation_withheld is None and ledger.accumulation is None:
-                    return self.conditions.accumulation_check(ledger, budget)
+                    return planner.accumulation_check(ledger)
                 if not is_split or ledger.may_add_accumulation:
-                    return self.conditions.trial(
-                        ledger, setting, purpose="fallback", measure_seconds=left / 3, deadline_seconds=left
+                    return planner.conditions.trial(
+                        ledger,
+                        setting,
+                        purpose="fallback",
+                        measure_seconds=min(MEASURE_SECONDS, left / 3),
+                        deadline_seconds=left,
                     )
         return None
 

@@ -14,17 +14,16 @@ from msgspec.structs import replace
 from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.profile.gap import Profile
+from autotune_amp.search.conditions import Conditions
 from autotune_amp.search.ledger import Ledger
+from autotune_amp.search.planner import Planner
 from autotune_amp.search.ranking import MAX_DATA_SHARE, PLATEAU, data_share, rank
-from autotune_amp.search.run import CHECK_SHARE, Budget
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.explore import is_of_the_space, next_promising, worth_trying
-from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.search.variants import next_setting, to_profile
 from autotune_amp.trial.jobs import Check, Trial
 
-SHARE = 0.3  # of the budget, for further dimensions: compiling alone takes tens of seconds
-PROFILE_SHARE = 0.05  # of the budget, for a profile of the winner
+PROFILE_SHARE = 0.05  # of the time that is left, for a profile of the winner
 TRACE_SECONDS, NUM_STEPS_FORESEEN = 2.0, 8  # of a profile: for its trace; warming up and under the profiler
 LEAST_GAIN = 0.005  # of the throughput: measuring again what gains a few percent takes a trial that may compile
 SHORT_WAIT = 0.05  # of a step: more workers have little left to gain
@@ -34,45 +33,35 @@ HANDOVER_SECONDS = 1e-3  # of a batch from a worker process: a shorter wait is n
 
 @dataclass
 class Variants:
-    """Tries the space's variants, in `SHARE` of the budget; the check of what won comes last, since each adds to it.
+    """Tries the space's variants; the check of what won comes last, since each adds to it.
 
     A profile of the winner's step comes first, where it costs little: it says what may gain most.
     """
 
     is_exclusive: ClassVar[bool] = False
-    conditions: Conditions
     checks: Checks
-    _num_before: int | None = None  # records, before the first of these trials
 
-    def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | Profile | None:
+    def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | Profile | None:
         """The profile, another trial, else the check that the leader calls for."""
-        if self._num_before is None:
-            known = ledger.actual.records
-            ours = (n for n, r in enumerate(known) if r.candidate.set_up or r.purpose == "profile")
-            self._num_before = next(ours, len(known))
-        used_seconds = sum(r.seconds for r in ledger.actual.records[self._num_before :])
-        left = min(budget.left_for_search(), SHARE * budget.seconds - used_seconds)
-        leader = to_profile(ledger)
-        if leader is not None and self._profile_seconds(ledger, leader) < min(left, PROFILE_SHARE * budget.seconds):
-            trial = self.conditions.trial(ledger, leader)
-            seconds = min(left, 2 * PROFILE_SHARE * budget.seconds)
+        left, leader = planner.to_explore(ledger), to_profile(ledger)
+        if leader is not None and self._profile_seconds(ledger, planner, leader) < PROFILE_SHARE * left:
+            trial = planner.conditions.trial(ledger, leader)
+            seconds = 2 * PROFILE_SHARE * left
             return Profile(device=trial.device, trial=trial, deadline_seconds=seconds, counts_flops=False)
-        setting = self._next(ledger, left) if self.conditions.may_try(ledger, left) else None
+        setting = self._next(ledger, planner, left) if planner.may_try(ledger, left) else None
         if setting is None:
-            return self.checks.next(ledger, budget)
-        if setting.is_compiled:  # whose seconds nobody knows: the share only says whether to begin
-            left = budget.left_for_search() - CHECK_SHARE * budget.seconds
-        return self.conditions.search_trial(ledger, budget, setting, left)
+            return self.checks.next(ledger, planner)
+        return planner.trial(ledger, setting, left)
 
-    def _profile_seconds(self, ledger: Ledger, leader: Setting) -> float:
+    def _profile_seconds(self, ledger: Ledger, planner: Planner, leader: Setting) -> float:
         step_seconds = min(m.step_seconds for m in ledger.measurements[leader])
-        return TRACE_SECONDS + self.conditions.setup_seconds + NUM_STEPS_FORESEEN * step_seconds
+        return TRACE_SECONDS + planner.setup_seconds(ledger) + NUM_STEPS_FORESEEN * step_seconds
 
-    def _next(self, ledger: Ledger, left_seconds: float) -> Setting | None:
+    def _next(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
         """What the last choice hangs on once more, else the next value: it builds on that choice."""
         throughputs, again = ledger.throughputs(), None
         if ledger.objective == "speed" and any(setting.set_up for setting in throughputs):
-            again = next_promising(ledger, self.conditions, throughputs, left_seconds, least_gain=LEAST_GAIN)
+            again = next_promising(ledger, planner, throughputs, left_seconds, least_gain=LEAST_GAIN)
         return again or next_setting(ledger)
 
 
@@ -84,25 +73,24 @@ class LoaderWorkers:
     """
 
     is_exclusive: ClassVar[bool] = False
-    conditions: Conditions
     checks: Checks
 
-    def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
+    def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
         """The check that the last trial calls for, else another trial."""
-        check, left = self.checks.next(ledger, budget), budget.left_for_search()
-        if check is not None or not self.conditions.may_try(ledger, left):
+        check, left = self.checks.next(ledger, planner), planner.before_confirmation(ledger)
+        if check is not None or not planner.may_try(ledger, left):
             return check
-        setting = self.setting(ledger) or self._promising(ledger, left)
-        return None if setting is None else self.conditions.search_trial(ledger, budget, setting, left)
+        setting = self.setting(ledger, planner.conditions) or self._promising(ledger, planner, left)
+        return None if setting is None else planner.trial(ledger, setting, left)
 
-    def setting(self, ledger: Ledger) -> Setting | None:
+    def setting(self, ledger: Ledger, conditions: Conditions) -> Setting | None:
         """What would be chosen if no step waited for its data, with more workers; None where there is nothing to gain.
 
         Their number is doubled up to that of the CPUs. That ends where the wait is short, where more workers failed,
         and where they are no faster than half as many and wait no less. The first worker is no test of that: it makes
         loading and training overlap, the second one doubles the loading.
         """
-        own_num_workers, num_cpus = self.conditions.description.num_workers, self.conditions.num_cpus
+        own_num_workers, num_cpus = conditions.description.num_workers, conditions.num_cpus
         searched = [r for r in ledger.records if r.purpose == "search"]
         waits = {
             r.candidate: data_share(r.outcome)
@@ -141,7 +129,7 @@ class LoaderWorkers:
         safer = replace(rank(held, tiers=tiers)[0], num_workers=leader.num_workers)
         return None if safer in tried else safer
 
-    def _promising(self, ledger: Ledger, left_seconds: float) -> Setting | None:
+    def _promising(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
         """With as many workers as end the wait the setting that is worth most a second, None where none is."""
         enough = [
             c.num_workers
@@ -159,10 +147,10 @@ class LoaderWorkers:
                 observed.setdefault(replace(setting, num_workers=num_workers), []).extend(throughputs)
         untried = [
             replace(c, num_workers=num_workers)
-            for c in worth_trying(ledger, self.conditions, observed)
+            for c in worth_trying(ledger, planner.conditions, observed)
             if all(c.precision != other.precision or c.batch_size < other.batch_size for other in failed)
         ]
-        return next_promising(ledger, self.conditions, observed, left_seconds, untried, least_gain=LEAST_GAIN)
+        return next_promising(ledger, planner, observed, left_seconds, untried, least_gain=LEAST_GAIN)
 
 
 def ladder(own_num_workers: int, num_cpus: int) -> Iterator[int]:

@@ -40,7 +40,6 @@ from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.loss_scales import DEFAULT_PAIR, LOG2_INIT_SCALES, Pair, scales_of, snapped
-from autotune_amp.search.run import Budget
 
 OF_THE_SPACE = tuple(dimension for dimension in DIMENSIONS if dimension.found_by == "curves")
 GROWTH_INTERVALS = (10, 20_000)
@@ -261,15 +260,15 @@ class Study:
             self.tell(self.ask(setting, pair), outcome)
         return known + missing
 
-    def suggest_pairs(self, setting: Setting, num_pairs: int, budget: Budget) -> None:
-        """Let the sampler suggest pairs for a calibrated setting until it has `num_pairs` or the time is over."""
+    def suggest_pairs(self, setting: Setting, num_pairs: int, left_seconds: Callable[[], float]) -> None:
+        """Let the sampler suggest pairs for a calibrated setting until it has `num_pairs` or no time is left."""
         known = self.answer_seeds(setting)
         if known is None:
             return
         for pair in known:  # a resumed search counts those of before
             self._ledger.replay(setting, pair)
         for _ in range(num_pairs - len(known)):
-            if budget.left_for_search() <= 0 or not self.is_there:
+            if left_seconds() <= 0 or not self.is_there:
                 return
             self.tell(self.ask(setting, None), self._ledger.outcomes[setting])
 

@@ -1,0 +1,94 @@
+"""By how much one setting is faster than another, with the interval that its processes leave. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from autotune_amp.core.intervals import apart_interval, ratio_interval
+from autotune_amp.core.outcome import Measurement, Purpose, Record
+from autotune_amp.core.setting import Setting
+from autotune_amp.search import ranking
+from autotune_amp.search.ledger import Ledger, Shortlist
+from autotune_amp.search.ranking import PLATEAU, Runs, confirm_runs
+from autotune_amp.trial.jobs import NUM_STEPS_BEFORE_CUT
+
+
+def gain_interval(ledger: Ledger, ours: Runs, today: Runs) -> tuple[float, float]:
+    """Return the 95 % interval of how many times as fast as today a setting is; (0, infinity) where nobody can say."""
+    interval = speedup(ours, today, ledger.records)[1] if ours.measurements else None
+    if interval is not None:
+        return interval
+    # On several slots: trials beside others are compared with each other.
+    ones, others = (ledger.measurements.get(runs.candidate, []) for runs in (ours, today))
+    if not ones or not others:
+        return 0.0, math.inf
+    return apart_interval([m.samples_per_second for m in ones], [m.samples_per_second for m in others])
+
+
+def is_settled(ledger: Ledger, chosen: Shortlist, environment: Mapping[str, str]) -> bool:
+    """Say whether the confirmation's rounds show of each contender that seems to be worth a change from what runs today
+    that it surely is faster."""
+    today = confirm_runs(ledger.records, chosen.baseline, {})
+    for setting in filter(None, chosen[:2]):
+        ours = confirm_runs(ledger.records, setting, environment)
+        if not ours.measurements or not today.measurements or ours == today:
+            continue
+        if ours.speed >= (1 + PLATEAU) * today.speed and gain_interval(ledger, ours, today)[0] <= 1:
+            return False
+    return True
+
+
+def speedup(chosen: Runs, baseline: Runs, records: Sequence[Record]) -> tuple[float | None, tuple[float, float] | None]:
+    """Return the ratio of the medians and the interval of the mean ratio, over the rounds that both were run in, or
+    without such a round over the processes of both."""
+    if not baseline.measurements:
+        return None, None
+    if chosen == baseline:
+        return 1.0, (1.0, 1.0)
+    if chosen.is_on_slot != baseline.is_on_slot and not (chosen.num_confirming and baseline.num_confirming):
+        return None, None  # a share of the CPU is slower than all of it, and so may be a card beside others
+    ratio = chosen.speed / baseline.speed
+    others = other_processes(records, chosen, baseline)
+    low, high = _ratio_in_rounds(chosen, baseline, records) or apart_interval(chosen.speeds, baseline.speeds, others)
+    return ratio, (min(low, ratio), max(high, ratio))
+
+
+def _ratio_in_rounds(chosen: Runs, baseline: Runs, records: Sequence[Record]) -> tuple[float, float] | None:
+    """The interval of the ratio in rounds that both were run in; how it differs the others say too that were run in
+    them. None without such a round."""
+    ours, theirs = (dict(zip(runs.rounds, runs.speeds, strict=False)) for runs in (chosen, baseline))
+    shared = sorted(ours.keys() & theirs.keys())
+    if not shared:
+        return None
+    others: dict[Setting, list[float]] = {}
+    for record in ranking.counted(records):
+        setting, found = record.candidate, record.outcome
+        is_other = record.purpose == "confirm" and setting not in (chosen.candidate, baseline.candidate)
+        if is_other and isinstance(found, Measurement) and record.round in theirs:
+            others.setdefault(setting, []).append(found.samples_per_second / theirs[record.round])
+    return ratio_interval([ours[r] for r in shared], [theirs[r] for r in shared], list(others.values()))
+
+
+def other_processes(records: Sequence[Record], *known: Runs) -> list[list[float]]:
+    """Return the samples per second of each setting's processes, which say how processes differ, without the `known`.
+
+    These are all that was confirmed, and the search's trials of what it measured again: they ran on the same machine,
+    and the latter further apart in time, so that they see it change its speed between minutes. What was confirmed in
+    the same processes is left out: of how far processes differ it says nothing new.
+    """
+    are_shared = ranking.were_processes_shared(records)
+    groups: dict[tuple[Setting, Purpose, tuple[tuple[str, str], ...]], list[float]] = {}
+    for record in records:
+        found = record.outcome
+        if not isinstance(found, Measurement):
+            continue
+        is_timed_well = record.purpose == "search" and found.num_steps >= NUM_STEPS_BEFORE_CUT  # beyond its warm-up
+        if is_timed_well or (record.purpose == "confirm" and not are_shared):
+            key = record.candidate, record.purpose, tuple(sorted(record.environment.items()))
+            groups.setdefault(key, []).append(found.samples_per_second)
+    others = list(groups.values())
+    for runs in known:
+        if runs.speeds in others:
+            others.remove(runs.speeds)
+    return others
