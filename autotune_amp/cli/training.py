@@ -33,8 +33,8 @@ _OF_THE_COMMAND_LINE = ("context", "value", "file", "dry_run", "as_json")  # no 
 def search(
     context: typer.Context,
     workload: Target = None,
-    budget: Annotated[float, option("SECONDS", "Seconds the whole search may take.")] = 110.0,
-    trials: Annotated[int | None, option("N", "At most this many trials.")] = None,
+    budget: Annotated[float, option("SECONDS", "Seconds the whole search may take; it ends once decided and confirmed.")] = 600.0,
+    trials: Annotated[int | None, option("N", "Settings to try at most; confirming the best is not counted.")] = None,
     device: Device = "auto",
     devices: Annotated[str | None, option("all|N,N", "NVIDIA cards to search on at the same time.")] = None,
     slots: Annotated[int | None, option("N", "Shares of the CPU to search on at the same time.")] = None,

@@ -37,7 +37,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     loss scale is judged over them, `DEFAULT_NUM_STEPS` where neither is given.
     """
 
-    budget_seconds: float = 110.0
+    budget_seconds: float = 600.0
     max_trials: int | None = None
     device: str = "auto"
     devices: tuple[int, ...] | Literal["all"] | None = None

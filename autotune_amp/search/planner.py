@@ -191,6 +191,8 @@ class Planner:
             spent = sum(r.seconds for r in ledger.records if r.candidate.precision == setting.precision)
             longest = max(r.seconds for r in ledger.records if isinstance(r.outcome, Measurement))
             seconds = min(seconds, HOPELESS_TIMES * longest - spent)
+        if setting.is_compiled:  # whose seconds nobody knows
+            seconds = min(seconds, self.budget.left() / 2)
         limits: dict[str, Any] = {"measure_seconds": min(MEASURE_SECONDS, self.budget.seconds / NUM_TRIALS_FORESEEN)}
         needs_energy = ledger.objective == "energy"
         if needs_energy:  # as long as a counter needs, however steady or slow the steps are

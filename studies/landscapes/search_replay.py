@@ -21,15 +21,14 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Slot
 from autotune_amp.isolation.places import ConfirmingProcesses
 from autotune_amp.search.answer.decide import decide
+from autotune_amp.search.conditions import Conditions
 from autotune_amp.search.ledger import Ledger
+from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.planner import Planner
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher, Runner, Watchers, run, run_beside
-from autotune_amp.search.stages.checks import Checks, LossScales
-from autotune_amp.search.stages.confirm import confirmation, reserved_seconds
-from autotune_amp.search.stages.explore import exploring
-from autotune_amp.search.stages.fallbacks import Fallbacks
-from autotune_amp.search.stages.trials import Conditions
-from autotune_amp.search.stages.variants import LoaderWorkers, Variants
+from autotune_amp.search.search import before_confirmation
+from autotune_amp.search.stages.confirm import confirmation
 from autotune_amp.search.storage import study as studies
 
 
@@ -88,10 +87,10 @@ class _Ends(Progress):
 def search_replay(
     landscape: Ground,
     seed: int,
-    budget_seconds: float = 110.0,
+    budget_seconds: float = SearchOptions().budget_seconds,
     num_slots: int = 1,
 ) -> Replayed:
-    """Search `landscape` as `search.search` does, on so many devices alike, without checking accumulation."""
+    """Search `landscape` as `search.search` does, on so many devices alike."""
     header, budget = landscape.header, ReplayBudget(budget_seconds, num_slots)
     described, ends = header.description, _Ends(budget)
     ledger = Ledger(landscape.space(), search_id="replay-1")
@@ -107,21 +106,15 @@ def search_replay(
     slots = [Slot("cuda", f"slot {number}", is_here=False) for number in range(num_slots)]  # each with its own memory
     backends = {slot: ReplayBackend(landscape, budget, seed + number) for number, slot in enumerate(slots)}
     watchers = Watchers(ProgressWatcher(ends, budget))
-    if conditions.shares_processes:
-        budget.confirm_seconds = reserved_seconds(budget_seconds, header.start_seconds)
-    study = _study(ledger, seed)
-    checks, scales, fallbacks = Checks(conditions), LossScales(study), Fallbacks(conditions)
-    workers = LoaderWorkers(conditions, checks)
-    on_the_winner = workers, Variants(conditions, checks), workers
-    ending = checks, scales, *on_the_winner, fallbacks, checks, scales, fallbacks
-    for _ in run((*exploring(conditions, study), *ending), Runner(Beside(backends), ledger, budget, watchers)):
+    planner, study = Planner(conditions, budget), _study(ledger, seed)
+    for _ in run(before_confirmation(study), Runner(Beside(backends), ledger, planner, watchers)):
         pass
     searched_seconds = budget.now
     if ledger.finalists is not None:
         are_shared = conditions.shares_processes
         fresh = {slot: ConfirmingProcesses(_always(backends[slot]), slot, are_shared=are_shared) for slot in slots}
-        runner = Runner(Beside(fresh), ledger, budget, watchers)
-        for stages in confirmation(conditions, ledger.finalists, slots, ledger, budget):
+        runner = Runner(Beside(fresh), ledger, planner, watchers)
+        for stages in confirmation(ledger.finalists, conditions.environment, slots, ledger):
             for _ in run_beside(stages, runner):
                 pass
     by_round = {record.round: seconds for seconds, record in ends.records if record.round is not None}

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from autotune_amp.search.stages.trials import Conditions
+from autotune_amp.search.planner import Planner
 from autotune_amp.trial.jobs import Trial
 
 
@@ -20,9 +20,9 @@ class Patch(NamedTuple):
 
 def steps(low: int, high: int) -> Patch:
     """Search trials of these many steps."""
-    original = Conditions.search_trial
+    original = Planner.trial
 
-    def search_trial(*args: Any) -> Trial:
+    def trial(*args: Any) -> Trial:
         return msgspec.structs.replace(original(*args), num_steps=(low, high))
 
-    return Patch(Conditions, "search_trial", search_trial)
+    return Patch(Planner, "trial", trial)

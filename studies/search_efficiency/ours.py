@@ -36,7 +36,7 @@ VARIANTS: dict[str, tuple[Patch, ...]] = {
     "4 steps": (steps(4, 4),),
     "8 steps": (steps(8, 8),),
     "no cut": (Patch(trials, "CUT_RATIO", math.inf),),
-    "2 rounds": (Patch(confirm, "NUM_ROUNDS", 2),),
+    "2 rounds": (Patch(confirm, "MAX_ROUNDS", 2),),
     "budget of 220 s": (_budget(220.0),),
     "no plateau": (Patch(ranking, "PLATEAU", 0.0),),
 }

@@ -11,7 +11,7 @@ from landscape import PROCESSES_A_CELL, Landscape, Process
 from replay import play
 
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.stages.confirm import MAX_STEPS, MEASURE_SECONDS
+from autotune_amp.search.planner import CONFIRM_SECONDS, MAX_CONFIRM_STEPS
 from autotune_amp.trial.jobs import Trial
 
 Rates = Mapping[Setting, float]
@@ -53,8 +53,8 @@ def confirming_spec(cell: Setting) -> Trial:
         candidate=cell,
         device="cpu",
         purpose="confirm",
-        num_steps=(MAX_STEPS, MAX_STEPS),
-        measure_seconds=MEASURE_SECONDS,
+        num_steps=(MAX_CONFIRM_STEPS, MAX_CONFIRM_STEPS),
+        measure_seconds=CONFIRM_SECONDS,
     )
 
 

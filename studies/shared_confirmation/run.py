@@ -26,8 +26,8 @@ from autotune_amp.core.outcome import Failure
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Isolation, LocalBackend
 from autotune_amp.isolation.process import Watcher
+from autotune_amp.search.planner import CONFIRM_SECONDS, MAX_CONFIRM_STEPS
 from autotune_amp.search.source import target
-from autotune_amp.search.stages.confirm import MAX_STEPS, MEASURE_SECONDS
 from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.memory import recommended_environment
 
@@ -84,7 +84,7 @@ class Measuring:
             candidate=candidate,
             device="cpu",
             purpose="confirm",
-            num_steps=(MAX_STEPS, MAX_STEPS),
+            num_steps=(MAX_CONFIRM_STEPS, MAX_CONFIRM_STEPS),
             measure_seconds=self._measure_seconds,
             deadline_seconds=DEADLINE_SECONDS,
             torch_state=self._state,
@@ -208,7 +208,7 @@ def write_table() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--measure-seconds", type=float, default=MEASURE_SECONDS)
+    parser.add_argument("--measure-seconds", type=float, default=CONFIRM_SECONDS)
     parser.add_argument("--num-steps", type=int, default=60)
     parser.add_argument("--minutes", type=float, default=13.0)
     parser.add_argument("--table-only", action="store_true")

@@ -31,16 +31,17 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.local import Ability, Slot
 from autotune_amp.search.answer.decide import decide
+from autotune_amp.search.conditions import Conditions
 from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.loss_scales import AllScales
+from autotune_amp.search.planner import Planner
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import Budget, ProgressWatcher, Runner, Stage, Watchers, run
+from autotune_amp.search.run import ProgressWatcher, Runner, Stage, Watchers, run
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Checks, LossScales
 from autotune_amp.search.stages.confirm import Confirm
 from autotune_amp.search.stages.explore import exploring, share_building
 from autotune_amp.search.stages.fallbacks import Fallbacks
-from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.search.storage.folder import StudyFolder
 from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Check, Trial
@@ -241,7 +242,7 @@ class _Given:
     def __init__(self, jobs: Sequence[Trial]) -> None:
         self._jobs = list(jobs)
 
-    def next(self, ledger: Ledger, budget: Budget) -> Trial | None:
+    def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
         return self._jobs.pop(0) if self._jobs else None
 
 
@@ -286,8 +287,12 @@ class ScriptedSearch:
         for _ in run([stage], self.runner(backend)):
             pass
 
+    @property
+    def planner(self) -> Planner:
+        return Planner(self.conditions, self.budget)
+
     def runner(self, backend: Any = None) -> Runner:
-        return Runner(backend or self.backend, self.ledger, self.budget, Watchers(self.watcher))
+        return Runner(backend or self.backend, self.ledger, self.planner, Watchers(self.watcher))
 
     def measure(self, *settings: Setting) -> None:
         """A trial of each, without limits."""
@@ -296,27 +301,27 @@ class ScriptedSearch:
     def explore(self, max_trials: int | None = None, *, is_checked: bool = False) -> None:
         """With the sharing of what is built between trials, as a real search has it."""
         with Study.open(self.storage, "scripted", self.ledger) as study:
-            self.share_building()
-            conditions = replace(self.conditions, max_trials=max_trials)
-            stages: list[Stage] = [*exploring(conditions, study), Checks(conditions), LossScales(study)]
+            self.conditions = replace(self.conditions, max_trials=max_trials)
+            stages: list[Stage] = [*exploring(study), Checks(), LossScales(study)]
             if not is_checked:
                 stages = [stage for stage in stages if not isinstance(stage, (Checks, LossScales))]
             for _ in run(stages, self.runner()):
                 self.share_building()
 
     def share_building(self) -> None:
-        share_building(self.backend, self.conditions, self.ledger, self.budget, self.watcher.progress)
+        share_building(self.backend, self.planner, self.ledger, self.watcher.progress)
 
     def measure_fallbacks(self) -> None:
-        self.run(Fallbacks(self.conditions))
+        self.run(Fallbacks())
 
-    def fresh(self, environment: dict[str, str], start_seconds: float) -> Conditions:
-        """The conditions where these variables are recommended and a process takes so long to its first step."""
+    def set_start(self, environment: dict[str, str], start_seconds: float) -> None:
+        """From now on these variables are recommended, and a process takes so long to its first step."""
         ready_seconds = start_seconds - self.conditions.setup_seconds
-        return replace(self.conditions, environment=environment, ready_seconds=ready_seconds)
+        self.conditions = replace(self.conditions, environment=environment, ready_seconds=ready_seconds)
 
     def confirm(self, chosen: Shortlist, environment: dict[str, str], start_seconds: float = 1.0) -> None:
-        self.run(Confirm(self.fresh(environment, start_seconds), chosen))
+        self.set_start(environment, start_seconds)
+        self.run(Confirm(chosen, environment))
 
     def decide(self, environment: Mapping[str, str]) -> Decision:
         return decide(self.ledger, environment=environment, description=self.conditions.description)

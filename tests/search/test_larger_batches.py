@@ -43,8 +43,9 @@ class Machine:
         self.searched.explore(is_checked=True)
         assert self.searched.ledger.finalists is not None
         self.searched.confirm(self.searched.ledger.finalists, {})
+        self.searched.set_start({}, 0.5)
         self.searched.budget.now = self.searched.budget.seconds - left_seconds
-        self.searched.run(LargerBatches(self.searched.fresh({}, 0.5)))
+        self.searched.run(LargerBatches())
         return self.searched.decide({})
 
     def beyond(self) -> list[str]:

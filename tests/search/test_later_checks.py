@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from scripted_backend import CHECK_SECONDS, candidate, fidelity, ledger_of
+from scripted_backend import candidate, fidelity, ledger_of
 from test_decide import Log, at, decided
 from test_whole_search import Machine, space
 
 from autotune_amp.core.outcome import CheckOutcome, Failure, FailureKind, Fidelity, GradientDamage, Record, Verdict
 from autotune_amp.core.setting import Setting
+from autotune_amp.search.planner import EXTRA_SHARE
 from autotune_amp.search.ranking import check_key, found_fidelity
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.checks import LATER_SHARE, MAX_STEPS_BEFORE, Checks, LaterChecks, next_later
+from autotune_amp.search.stages.checks import MAX_STEPS_BEFORE, Checks, LaterChecks, next_later
 from autotune_amp.trial.jobs import Check
 
 FP32, BF16, FP16 = at("fp32", 32), at("bf16", 64), at("fp16", 64)
@@ -106,7 +107,7 @@ def looked_at(folder: Path) -> tuple[Trained, list[Record]]:
     machine.explore(space(), is_checked=True)
     searched = machine.searched
     num_before = len(searched.records)
-    searched.run(LaterChecks(searched.conditions, Checks(searched.conditions)))
+    searched.run(LaterChecks(Checks()))
     return machine, list(searched.records[num_before:])
 
 
@@ -127,9 +128,12 @@ def test_what_gives_way_is_healed_and_looked_at_in_turn(tmp_path: Path) -> None:
 
 def test_it_keeps_to_its_share(tmp_path: Path) -> None:
     searched = looked_at(tmp_path)[0].searched
-    share = LATER_SHARE * searched.budget.seconds
-    deadlines = [check.deadline_seconds for check in searched.backend.checks if check.num_steps_before]
-    assert deadlines == [share, share - CHECK_SECONDS]
+    first, second = [check.deadline_seconds for check in searched.backend.checks if check.num_steps_before]
+    assert first is not None
+    assert second is not None
+    share = EXTRA_SHARE * searched.budget.now
+    assert 0 < first <= share
+    assert 0 < second <= share - CHECK_SECONDS
 
 
 @pytest.mark.parametrize(

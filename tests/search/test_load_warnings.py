@@ -18,8 +18,8 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.hardware import machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.search.ledger import Shortlist
+from autotune_amp.search.planner import MIN_ROUNDS
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.confirm import NUM_ROUNDS
 
 TODAY, FASTER = candidate("fp32", 32), candidate("fp32", 64)
 SPACE = Space(candidates=(TODAY, FASTER), baseline=TODAY)
@@ -70,7 +70,7 @@ def test_an_idle_machine_gives_no_word_and_the_same_interval() -> None:
     assert about_load(idle) == about_load(unread) == []
     assert idle.evidence.samples_per_second_interval == unread.evidence.samples_per_second_interval
     assert idle.evidence.load is not None
-    assert (idle.evidence.load.others_num_cores, idle.evidence.load.stolen_share) == (0.05, 0.01)
+    assert (idle.evidence.load.others_num_cores, idle.evidence.load.stolen_share) == pytest.approx((0.05, 0.01))
     assert records[0].load == IDLE
     assert msgspec.json.decode(msgspec.json.encode(records[0]), type=Record) == records[0]
 
@@ -93,7 +93,7 @@ def test_a_load_that_comes_and_goes_widens_the_lower_end() -> None:
     found, _ = searched(once)
     assert found.evidence.samples_per_second_interval == pytest.approx((low / 2, high))
     assert len(about_load(found)) == 1
-    assert found.evidence.num_processes == NUM_ROUNDS
+    assert found.evidence.num_processes == MIN_ROUNDS
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from scripted_backend import ScriptedSearch, candidate, described, hardware, mea
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Outcome
 from autotune_amp.core.recommendation import Decision
+from autotune_amp.search.planner import DEADLINE_RATIO
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.explore import exploring
-from autotune_amp.search.stages.trials import DEADLINE_RATIO
 from autotune_amp.search.stages.variants import LoaderWorkers
 from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Trial
@@ -53,9 +53,9 @@ class LoadingMachine:
 
     def search(self, max_trials: int | None = None) -> Decision:
         with Study.open("sqlite://", "scripted", self.ledger) as study:
-            conditions = msgspec.structs.replace(self.searched.conditions, max_trials=max_trials)
-            checks = Checks(conditions)
-            for stage in (*exploring(conditions, study), checks, LoaderWorkers(conditions, checks)):
+            self.searched.conditions = msgspec.structs.replace(self.searched.conditions, max_trials=max_trials)
+            checks = Checks()
+            for stage in (*exploring(study), checks, LoaderWorkers(checks)):
                 self.searched.run(stage)
             told = [trial.user_attrs["candidate"] for trial in study._study.trials]
         assert not any("worker" in name for name in told), "other workers are not in the study's space"
@@ -89,8 +89,7 @@ def test_workers_are_tried_until_the_wait_is_over_and_recommended() -> None:
     assert plan.samples_per_second == pytest.approx(100.0), "the plan below was measured with the same workers"
     rows = [(row.precision, row.num_workers) for row in decision.candidates if row.num_workers is not None]
     assert {("fp32", 4), ("bf16", 1), ("bf16", 2), ("bf16", 4)} <= set(rows)
-    conditions = machine.searched.conditions
-    resumed = LoaderWorkers(conditions, Checks(conditions)).setting(machine.ledger)
+    resumed = LoaderWorkers(Checks()).setting(machine.ledger, machine.searched.conditions)
     assert resumed is None, "a resumed search tries none of it again"
 
 
@@ -144,8 +143,7 @@ def test_a_steps_deadline_has_time_for_workers_that_start_anew(own: int, longer:
     found = measured(Trial(candidate=SPACE.baseline, device="cpu"), 100.0)
     machine.searched.backend._answer = lambda _: msgspec.structs.replace(found, first_step_seconds=8.0)
     machine.searched.measure(SPACE.baseline)
-    ours, budget = machine.searched.conditions, machine.searched.budget
-    spec = ours.search_trial(machine.ledger, budget, candidate("bf16", 32), 100.0)
+    spec = machine.searched.planner.trial(machine.ledger, candidate("bf16", 32), 100.0)
     step_deadline = DEADLINE_RATIO * 0.32 + longer
     assert spec.step_deadline_seconds == pytest.approx(step_deadline, rel=1e-3)
     assert spec.first_step_deadline_seconds == pytest.approx(step_deadline + 3 * 8.0, rel=1e-3)
@@ -179,14 +177,12 @@ def test_where_nothing_waits_any_more_what_the_wait_hid_is_explored_with_those_w
             for number in (None, 4)
         )
     )
-    stage = LoaderWorkers(searched.conditions, Checks(searched.conditions))
-    job = stage.next(machine.ledger, searched.budget)
+    job = LoaderWorkers(Checks()).next(machine.ledger, searched.planner)
     assert isinstance(job, Trial)
     assert (job.candidate.batch_size, job.candidate.num_workers) == (64, 4)
     still = RisingMachine(load_rate=10.0, num_cpus=4, own=2)
     still.searched.measure(
         *(msgspec.structs.replace(candidate("fp32", size), num_workers=n) for size in (16, 32) for n in (None, 4))
     )
-    stage = LoaderWorkers(still.searched.conditions, Checks(still.searched.conditions))
-    found = stage.next(still.ledger, still.searched.budget)
+    found = LoaderWorkers(Checks()).next(still.ledger, still.searched.planner)
     assert found is None or found.candidate.batch_size <= 32

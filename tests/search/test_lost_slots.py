@@ -18,9 +18,9 @@ from test_search_on_slots import BASELINE, SLOTS, SPACE, Listed, Timed, answer
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.isolation.local import Slot, SlotLostError
 from autotune_amp.search import ranking
+from autotune_amp.search.planner import MIN_ROUNDS
 from autotune_amp.search.ranking import PLATEAU
 from autotune_amp.search.run import Runner, Watchers, run
-from autotune_amp.search.stages.confirm import MIN_ROUNDS
 
 NAMES = [name for name in landscapes() if name.endswith(", 0 %")]
 
@@ -100,7 +100,7 @@ def test_a_round_whose_slot_goes_is_run_anew_and_whole_elsewhere() -> None:
 
 
 def runner_of(searched: ScriptedSearch, backend: Any) -> Runner:
-    return Runner(backend, searched.ledger, searched.budget, Watchers(searched.watcher))
+    return Runner(backend, searched.ledger, searched.planner, Watchers(searched.watcher))
 
 
 class Scripted(Timed):

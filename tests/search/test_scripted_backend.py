@@ -12,9 +12,8 @@ from scripted_backend import ScriptedBackend, ScriptedSearch, candidate, measure
 from autotune_amp.core.outcome import Outcome
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.ledger import Ledger
-from autotune_amp.search.run import Budget
+from autotune_amp.search.planner import Planner
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.trial.jobs import Check, Trial
 
 
@@ -39,21 +38,18 @@ class Smallest:
 
     is_exclusive: ClassVar[bool] = False
 
-    def __init__(self, conditions: Conditions) -> None:
-        self._conditions = conditions
-
-    def next(self, ledger: Ledger, budget: Budget) -> Trial | None:
+    def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
         untried = [c for c in ledger.space.candidates if c not in ledger.outcomes]
         smallest = min(untried, key=lambda c: c.batch_size, default=None)
         if smallest is None or ledger.failures:
             return None
-        return self._conditions.search_trial(ledger, budget, smallest, budget.left_for_search())
+        return planner.trial(ledger, smallest, planner.to_explore(ledger))
 
 
 def test_what_a_stage_of_ones_own_measures_is_decided_on() -> None:
     space = Space(candidates=tuple(candidate("fp32", b) for b in (32, 8, 16, 4)), baseline=candidate("fp32", 4))
     searched = ScriptedSearch(space, answer)
-    searched.run(Smallest(searched.conditions))
+    searched.run(Smallest())
     assert [record.candidate.batch_size for record in searched.records] == [4, 8, 16]
     assert searched.ledger.finalists is not None
     assert searched.decide({}).config.batch_size == 4

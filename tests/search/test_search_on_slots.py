@@ -18,10 +18,11 @@ from autotune_amp.isolation.local import Slot
 from autotune_amp.search import ranking
 from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.ledger import Ledger
+from autotune_amp.search.planner import MIN_ROUNDS, Planner
 from autotune_amp.search.ranking import PLATEAU
-from autotune_amp.search.run import Budget, Runner, Watchers, run
+from autotune_amp.search.run import Runner, Watchers, run
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.confirm import MIN_ROUNDS, NUM_ROUNDS_BESIDE
+from autotune_amp.search.stages.confirm import NUM_ROUNDS_BESIDE
 from autotune_amp.search.stages.explore import exploring
 from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Trial
@@ -185,7 +186,7 @@ SPACE = Space(candidates=tuple(candidate(p, b) for p in ("fp32", "bf16") for b i
 def on_slots(searched: ScriptedSearch, num_slots: int, backend: Any = None) -> Runner:
     slots = SLOTS[:num_slots]
     beside = backend or Beside(dict.fromkeys(slots, searched.backend))
-    return Runner(beside, searched.ledger, searched.budget, Watchers(searched.watcher))
+    return Runner(beside, searched.ledger, searched.planner, Watchers(searched.watcher))
 
 
 def answer(trial: Trial) -> Outcome:
@@ -196,8 +197,8 @@ def answer(trial: Trial) -> Outcome:
 def test_no_more_trials_than_asked_for(max_trials: int) -> None:
     searched = ScriptedSearch(SPACE, answer)
     with Study.open("sqlite://", "slots", searched.ledger) as study:
-        stages = exploring(replace(searched.conditions, max_trials=max_trials), study)
-        for _ in run(stages, on_slots(searched, 4)):
+        searched.conditions = replace(searched.conditions, max_trials=max_trials)
+        for _ in run(exploring(study), on_slots(searched, 4)):
             pass
     assert sum(r.purpose == "search" for r in searched.records) == max_trials
 
@@ -205,7 +206,7 @@ def test_no_more_trials_than_asked_for(max_trials: int) -> None:
 def test_the_study_knows_every_trial_and_its_slot() -> None:
     searched = ScriptedSearch(SPACE, answer)
     with Study.open("sqlite://", "slots", searched.ledger) as study:
-        for _ in run(exploring(searched.conditions, study), on_slots(searched, 4)):
+        for _ in run(exploring(study), on_slots(searched, 4)):
             pass
         study.catch_up(searched.ledger, is_over=True)
         told = {t.user_attrs["record"]: t.user_attrs["slot"] for t in study._study.trials}
@@ -223,7 +224,7 @@ class Listed:
         self._trials = [searched.conditions.trial(searched.ledger, setting) for setting in settings]
         self.asked_beside: list[int] = []
 
-    def next(self, ledger: Ledger, budget: Budget) -> Trial | None:
+    def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
         self.asked_beside.append(ledger.num_awaited)
         return self._trials.pop(0) if self._trials else None
 

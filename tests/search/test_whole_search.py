@@ -13,7 +13,6 @@ from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.search.ledger import Ledger, Shortlist
-from autotune_amp.search.run import CONFIRM_SHARE
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages import checks
 from autotune_amp.search.stages.explore import MAX_PROCESSES
@@ -100,7 +99,7 @@ def test_a_whole_search(tmp_path: Path) -> None:
     assert (fallback.samples_per_second, fallback.slowdown) == pytest.approx((100.0, 2.0))
     assert fallback.peak_memory_bytes == 2**26 * 64
     slow = [spec for spec in machine.searched.backend.specs if spec.candidate.precision == "fp16"]
-    assert 1 <= len(slow) <= 2, "a hopeless precision's row must say what happened, and costs a tenth of the budget"
+    assert 1 <= len(slow) <= 2, "a hopeless precision's row must say what happened, and costs little"
     assert all(spec.deadline_seconds is not None and spec.deadline_seconds <= 20.0 for spec in slow)
     assert sum(record.seconds for record in machine.ledger.records) < machine.searched.budget.seconds
 
@@ -114,7 +113,7 @@ def test_checks_that_never_end_leave_the_search_its_time(tmp_path: Path) -> None
     search.explore(is_checked=True)
     purposes = [r.purpose for r in search.records]
     assert purposes[purposes.index("fidelity") :].count("search") >= 3
-    assert search.budget.left_for_search() > 0
+    assert search.planner.before_confirmation(search.ledger) > 0
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -144,10 +143,9 @@ def test_on_any_machine_the_answer_was_measured_and_the_budget_kept(
         assert all(isinstance(record.outcome, Failure) for record in searched)
         return
     machine.searched.measure_fallbacks()
-    began = machine.searched.budget.now
     machine.confirm(chosen)
-    overrun = 2 * max(r.seconds for r in machine.ledger.records) + 60
-    assert machine.searched.budget.now - began <= CONFIRM_SHARE * budget + overrun
+    overrun = 2 * max(r.seconds for r in machine.ledger.records)
+    assert machine.searched.budget.now <= budget + overrun
     decision = machine.decide()
     assert any(r.candidate == chosen.winner for r in machine.ledger.records)
     assert any(

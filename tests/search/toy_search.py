@@ -52,8 +52,8 @@ def searched(folder: Path, harmful: str) -> dict[str, Any]:
     space = build_space(device, about, options)
     search = ScriptedSearch(space, answer, check_answer=check_answer, device=device, folder=folder)
     search.explore()
-    checking = Checks(search.conditions)
-    for stage in (checking, Variants(search.conditions, checking), Fallbacks(search.conditions)):
+    checking = Checks()
+    for stage in (checking, Variants(checking), Fallbacks()):
         search.run(stage)
     made = recommend(
         search.ledger,

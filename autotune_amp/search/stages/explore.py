@@ -209,9 +209,9 @@ def share_building(backend: Backend, planner: Planner, ledger: Ledger, progress:
     own = next((found for found in reversed(searched) if not found.is_build_shared), None)
     if "share_build" not in backend.abilities or backend.is_build_shared or own is None:
         return
-    if untried_seed(ledger, conditions) is not None:
-        return
     left_seconds, building, context = planner.to_explore(ledger), own.build_seconds, own.context_seconds
+    if untried_seed(ledger, conditions) is not None or not planner.may_try(ledger, left_seconds):
+        return
     rest = own.first_step_seconds + own.num_steps * own.step_seconds
     share = (building + context) / (building + context + rest)
     if share <= WORTH_SHARING or max(building, context) < MIN_SHARED_SECONDS or left_seconds <= 2 * building:

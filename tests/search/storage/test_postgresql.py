@@ -80,7 +80,7 @@ class Searching(ScriptedSearch):
     def search(self, owner: str = "") -> str:
         """Explore; returns the study's name in the storage."""
         with Study.open(self.url, self.name, self.ledger, owner=owner, note=self.notes.append) as study:
-            for stage in exploring(self.conditions, study):
+            for stage in exploring(study):
                 self.run(stage)
             self._before(-1)
             study.catch_up(self.ledger, is_over=True)

@@ -28,7 +28,6 @@ from autotune_amp.core.variants import FP8_RECIPE
 from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.loss_scales import Pair
-from autotune_amp.search.run import Budget
 from autotune_amp.search.space import Space
 from autotune_amp.search.storage import study as studies
 from autotune_amp.search.storage.study import Study, connected
@@ -264,7 +263,7 @@ def test_a_search_goes_on_without_a_storage_that_breaks(file: Path) -> None:
         without = study.ask(at("fp32", 16))
         assert (without.setting, without.trial) == (at("fp32", 16), None)
         study.tell(without, measured())
-        study.suggest_pairs(at("fp16", 32), 24, Budget(100.0))
+        study.suggest_pairs(at("fp16", 32), 24, lambda: 100.0)
         assert study.pairs(at("fp16", 32)) == []
     assert len(notes) == 1
     assert "trial_user_attributes" in notes[0]
