@@ -1,8 +1,8 @@
 """A whole search of ours on a recorded landscape: the real code of every step, on a clock of virtual seconds.
 
 What it measures is played back, so that a search takes well under a second. Left out are the pins of modules and the
-difference between the user's own environment and the recommended one, and of recorded landscapes, which know nothing of
-them, accumulation, other numbers of loader workers and further dimensions.
+difference between the user's own environment and the recommended one, and the outlook beyond the effective batch size;
+of recorded landscapes, which know nothing of them, accumulation, other numbers of loader workers and further dimensions.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher, Runner, Watchers, run, run_beside
-from autotune_amp.search.stages.checks import Checks, LossScales
+from autotune_amp.search.stages.checks import AccumulationCheck, Checks, LaterChecks, LossScales
 from autotune_amp.search.stages.confirm import confirmation, reserved_seconds
-from autotune_amp.search.stages.explore import exploring
+from autotune_amp.search.stages.explore import exploring, share_building
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.search.stages.variants import LoaderWorkers, Variants
@@ -91,10 +91,9 @@ def search_replay(
     budget_seconds: float = 110.0,
     num_slots: int = 1,
 ) -> Replayed:
-    """Search `landscape` as `search.search` does, on so many devices alike, without checking accumulation."""
+    """Search `landscape` as `search.search` does, on so many devices alike."""
     header, budget = landscape.header, ReplayBudget(budget_seconds, num_slots)
-    described, ends = header.description, _Ends(budget)
-    ledger = Ledger(landscape.space(), search_id="replay-1")
+    described = header.description
     conditions = Conditions(
         hardware=header.hardware,
         memory_limit_bytes=header.memory_limit_bytes,
@@ -106,22 +105,39 @@ def search_replay(
     )
     slots = [Slot("cuda", f"slot {number}", is_here=False) for number in range(num_slots)]  # each with its own memory
     backends = {slot: ReplayBackend(landscape, budget, seed + number) for number, slot in enumerate(slots)}
+    fresh = {
+        slot: ConfirmingProcesses(_always(backends[slot]), slot, are_shared=conditions.shares_processes)
+        for slot in slots
+    }
+    return play_search(landscape, conditions, budget, Beside(backends), Beside(fresh), seed)
+
+
+def play_search(
+    landscape: Ground, conditions: Conditions, budget: ReplayBudget, backend: Any, fresh: Any, seed: int
+) -> Replayed:
+    """Run the stages of a search on a `backend`, then those of its confirmation on `fresh` processes.
+
+    This is the only place that knows which stages there are, and in which order.
+    """
+    ends, ledger = _Ends(budget), Ledger(landscape.space(), search_id="replay-1")
     watchers = Watchers(ProgressWatcher(ends, budget))
     if conditions.shares_processes:
-        budget.confirm_seconds = reserved_seconds(budget_seconds, header.start_seconds)
+        budget.confirm_seconds = reserved_seconds(budget.seconds, conditions.start_seconds)
     study = _study(ledger, seed)
     checks, scales, fallbacks = Checks(conditions), LossScales(study), Fallbacks(conditions)
-    workers = LoaderWorkers(conditions, checks)
-    on_the_winner = workers, Variants(conditions, checks), workers
-    ending = checks, scales, *on_the_winner, fallbacks, checks, scales, fallbacks
-    for _ in run((*exploring(conditions, study), *ending), Runner(Beside(backends), ledger, budget, watchers)):
-        pass
+    workers, later = LoaderWorkers(conditions, checks), LaterChecks(conditions, checks)
+    on_the_winner = workers, Variants(conditions, checks), workers, later
+    ending = checks, scales, *on_the_winner, fallbacks, later, scales, fallbacks
+    runner = Runner(backend, ledger, budget, watchers)
+    share_building(backend, conditions, ledger, budget, ends)
+    for _ in run((AccumulationCheck(conditions), *exploring(conditions, study), *ending), runner):
+        if not runner.pending:
+            share_building(backend, conditions, ledger, budget, ends)
+    backend.close()
     searched_seconds = budget.now
     if ledger.finalists is not None:
-        are_shared = conditions.shares_processes
-        fresh = {slot: ConfirmingProcesses(_always(backends[slot]), slot, are_shared=are_shared) for slot in slots}
-        runner = Runner(Beside(fresh), ledger, budget, watchers)
-        for stages in confirmation(conditions, ledger.finalists, slots, ledger, budget):
+        runner = Runner(fresh, ledger, budget, watchers)
+        for stages in confirmation(conditions, ledger.finalists, fresh.slots, ledger, budget):
             for _ in run_beside(stages, runner):
                 pass
     by_round = {record.round: seconds for seconds, record in ends.records if record.round is not None}
