@@ -1,8 +1,8 @@
 """A whole search of ours on a recorded landscape: the real code of every step, on a clock of virtual seconds.
 
 What it measures is played back, so that a search takes well under a second. Left out are the pins of modules and the
-difference between the user's own environment and the recommended one, and the outlook beyond the effective batch size;
-of recorded landscapes, which know nothing of them, accumulation, other numbers of loader workers and further dimensions.
+difference between the user's own environment and the recommended one, and the outlook beyond the effective batch
+size; of recorded landscapes, which know nothing of them, accumulation, loader workers and further dimensions.
 """
 
 from __future__ import annotations
