@@ -61,7 +61,7 @@ class Host:
     @property
     def has_standby(self) -> bool:
         """Whether a process loads and stands by beside the one that runs jobs."""
-        return False
+        return not self.can_fork and not self.is_command and self.num_cores >= MIN_CORES_TO_STAND_BY
 
 
 class HostedForm(ClosedForm):
@@ -188,13 +188,6 @@ class HostBackend:
     def submit(self, job: Any, slot: Slot | None = None) -> Done:
         """Play the job; the clock moves once somebody waits for it."""
         waited, start_seconds, building = self._begin()
-        if job.deadline_seconds is not None and waited > 0:  # today's: the clock of a job counts the start
-            if waited >= job.deadline_seconds:
-                self._is_warm = False
-                message = "it was still loading the workload when its time was up"
-                ends_at = self._budget.now + job.deadline_seconds
-                return Done(Failure(kind="timeout", message=message), start_seconds, self._budget, ends_at)
-            job = replace(job, deadline_seconds=job.deadline_seconds - waited)
         played, seconds = self._trial(job, building) if isinstance(job, Trial) else self._check(job, building)
         found: Any = played
         if self._chance.random() < self._host.death_share:
