@@ -22,7 +22,7 @@ from host import (
     Processes,
     search_on,
 )
-from hosts import FACTORS, MAX_OVERRUN, Line, cases, covering, has_all, is_slower, searched, starts_fit
+from hosts import FACTORS, MAX_OVERRUN, Case, Line, cases, covering, has_all, is_slower, searched, starts_fit
 from measured import BY_HAND, CARD, MeasuredShape, measured_shapes
 from replay import ReplayBudget
 
@@ -267,3 +267,22 @@ def test_with_the_default_budget_every_answer_is_confirmed(lines: list[Line]) ->
 
 def test_a_search_that_cannot_load_the_workload_in_its_budget_has_no_answer() -> None:
     assert search_on(FORM, Host(60.0, 8.0), 0, 60.0) is None
+
+
+@needs_the_planner
+@pytest.mark.parametrize(
+    ("name", "host", "budget_seconds", "num_precisions", "most_regret"),
+    [
+        ("llama, batch kept", Host(10.0, 9.0), None, 4, 0.05),
+        ("resnet50, batch free", Host(10.0, 3.0), 150.0, 4, 0.05),
+        ("gpt, batch kept", Host(11.0, 0.0, is_command=True), 75.0, 2, 0.30),
+    ],
+)
+def test_three_trainings_on_a_card_end_where_a_person_would(
+    name: str, host: Host, budget_seconds: float | None, num_precisions: int, most_regret: float
+) -> None:
+    shape = next(shape for shape in measured_shapes() if shape.name == name)
+    line = searched(Case(ClosedForm(shape, 0.02, with_variants=True), host, budget_seconds, seed=0))
+    assert line["compared"] >= num_precisions
+    assert line["regret"] <= most_regret
+    assert line["gain"] > 2
