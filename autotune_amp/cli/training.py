@@ -33,7 +33,7 @@ _OF_THE_COMMAND_LINE = ("context", "value", "file", "dry_run", "as_json")  # no 
 def search(
     context: typer.Context,
     workload: Target = None,
-    budget: Annotated[float, option("SECONDS", "Seconds the whole search may take; it ends once decided and confirmed.")] = 600.0,
+    budget: Annotated[float, option("SECONDS", "Seconds at most; it ends once decided and confirmed.")] = 600.0,
     trials: Annotated[int | None, option("N", "Settings to try at most; confirming the best is not counted.")] = None,
     device: Device = "auto",
     devices: Annotated[str | None, option("all|N,N", "NVIDIA cards to search on at the same time.")] = None,

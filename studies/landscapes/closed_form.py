@@ -6,6 +6,7 @@ memory, and how much processes differ. A process is drawn when it is asked for. 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -47,9 +48,10 @@ class Shape:
     """What a training on a device would take, without noise.
 
     `pass_seconds` is a forward and backward pass of so many samples in a precision, `update_seconds` the optimizer's
-    part, `pass_bytes` the memory of a pass, `loading_seconds` that of a sample in one process. With `gains` values of
-    further dimensions change the pass's or the update's seconds by these factors; where a dimension does not stand
-    there, it has no other value. `effective_batch_size` None: it is free.
+    part, `pass_bytes` the memory of a pass, `loading_seconds` that of a sample in one process. With `gains` the values
+    of further dimensions (`variants`) change the pass's or the update's seconds by these factors.
+    `effective_batch_size` None: it is free. `sizes` are the least and the largest batch to try, None for the search's
+    own range.
     """
 
     name: str
@@ -62,6 +64,12 @@ class Shape:
     matmul_rates: Mapping[Precision, float] = field(default_factory=lambda: NATIVE)
     effective_batch_size: int | None = None
     gains: Mapping[str, float] = field(default_factory=dict)
+    variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: VARIANTS)
+    device: str = "cpu"
+    limit_bytes: int = LIMIT_BYTES
+    todays_batch_size: int = TODAYS_BATCH_SIZE
+    sizes: tuple[int, int] | None = (min(SIZES), max(SIZES))
+    is_as_found_strict: bool = True
 
     def step_seconds(self, setting: Setting) -> float:
         """One optimizer step, with what it waits for its data."""
@@ -72,22 +80,24 @@ class Shape:
         waiting = max(0.0, loading / num_workers - computing) if num_workers else loading
         return setting.accumulation_steps * (computing + waiting)
 
+    def first_step_seconds(self, setting: Setting) -> float:
+        """The first step of a process, with compilation."""
+        return 2 * self.step_seconds(setting) + (COMPILING_SECONDS if setting.is_compiled else 0.0)
+
     def _gain(self, setting: Setting, *, of_update: bool) -> float:
         kept = {n: v for n, v in setting.set_up.items() if (n == "optimizer_impl") == of_update}
         return math.prod(self.gains.get(value, 1.0) for value in kept.values())
 
     def data_seconds(self, setting: Setting) -> float:
         """The part of a step that waits for its data."""
-        return self.step_seconds(setting) - Shape.step_seconds(_without_loading(self), setting)
+        if not self.loading_seconds:
+            return 0.0
+        return self.step_seconds(setting) - dataclasses.replace(self, loading_seconds=0.0).step_seconds(setting)
 
     def memory_bytes(self, setting: Setting) -> float:
         """What counts against the limit."""
         accumulating = self.accumulating_bytes if setting.accumulation_steps > 1 else 0.0
         return self.held_bytes + accumulating + self.pass_bytes(setting.precision, setting.batch_size)
-
-
-def _without_loading(shape: Shape) -> Shape:
-    return Shape(**{**vars(shape), "loading_seconds": 0.0})
 
 
 class ClosedForm:
@@ -101,36 +111,36 @@ class ClosedForm:
 
     def space(self) -> Space:
         """What a search has of it."""
-        header, effective = self.header, self.shape.effective_batch_size
+        header, effective, sizes = self.header, self.shape.effective_batch_size, self.shape.sizes
         options = SearchOptions(
             precisions=header.precisions,
-            batch_size=(min(SIZES), max(SIZES) if effective is None else effective),
+            batch_size=sizes and (sizes[0], effective or sizes[1]),
             effective_batch_size=effective or "free",
-            baseline=("fp32", TODAYS_BATCH_SIZE),
         )
         space = build_space(header.hardware, header.description, options)
-        return msgspec.structs.replace(space, variants=VARIANTS if self.with_variants else {})
+        return msgspec.structs.replace(space, variants=dict(self.shape.variants) if self.with_variants else {})
 
     @cached_property
     def rates(self) -> dict[Setting, float]:
         """The true samples per second of every setting that can be had, 0 where memory is short."""
-        found = self.space()
+        found, num_cpus = self.space(), self.header.hardware.identity.num_cpus
         kinds = [
-            dict(zip(VARIANTS, values, strict=True))
-            for values in itertools.product(*(("", *found.variants.get(name, ())) for name in VARIANTS))
+            dict(zip(found.variants, values, strict=True))
+            for values in itertools.product(*(("", *values) for values in found.variants.values()))
         ]
-        workers = (None, 1, 2, 4) if self.shape.loading_seconds else (None,)
+        has_workers = self.header.description.num_workers is not None
+        workers = (None, *(num for num in (1, 2, 4, 8, 16) if num <= num_cpus and has_workers))
         settings = [
             msgspec.structs.replace(cell, num_workers=num, **{name: value for name, value in kind.items() if value})
             for cell in (*found.candidates, found.baseline)
-            for kind in kinds
+            for kind in (kinds[:1] if cell.as_found else kinds)  # no config can express that as found
             for num in workers
         ]
         return {setting: self.rate(setting) for setting in dict.fromkeys(settings)}
 
     def rate(self, setting: Setting) -> float:
         """True samples per second of any setting, 0 where memory is short."""
-        if self.shape.memory_bytes(setting) > LIMIT_BYTES:
+        if self.shape.memory_bytes(setting) > self.shape.limit_bytes:
             return 0.0
         return setting.effective_batch_size / self.shape.step_seconds(setting)
 
@@ -144,13 +154,13 @@ class ClosedForm:
         speed = math.exp(chance.gauss(0.0, self.noise))
         truth = self.shape.step_seconds(setting) * speed
         memory = self.shape.memory_bytes(setting)
-        if memory > LIMIT_BYTES:
+        if memory > self.shape.limit_bytes:
             out = Failure(kind="oom", message="it took more than its limit")
             return Process(cell=cell, outcome=out, seconds=SETUP_SECONDS + truth, deadline_seconds=math.inf)
         # Whole steps of it; a trial times fewer passes of a long window, which is left out.
         spread = STEP_NOISE_SHARE * self.noise
         steps = tuple(truth * math.exp(chance.gauss(0.0, spread)) for _ in range(NUM_STEPS))
-        first = 2 * truth + (COMPILING_SECONDS * speed if setting.is_compiled else 0.0)
+        first = self.shape.first_step_seconds(setting) * speed
         mean = sum(steps) / NUM_STEPS
         outcome = Measurement(
             step_seconds=mean,
@@ -198,12 +208,13 @@ class Repeated(ClosedForm):
 
 
 def _header(shape: Shape) -> Header:
+    limit, on_cpu = shape.limit_bytes, shape.device == "cpu"
     return Header(
         workload=shape.name,
         hardware=Hardware(
-            device="cpu",
-            identity=DeviceIdentity(type="cpu", name="in closed form", num_cpus=4, total_memory_bytes=LIMIT_BYTES),
-            memory=DeviceMemory(total=LIMIT_BYTES, free=LIMIT_BYTES, available=LIMIT_BYTES),
+            device=shape.device,
+            identity=DeviceIdentity(type=shape.device, name="in closed form", num_cpus=4, total_memory_bytes=limit),
+            memory=DeviceMemory(total=limit, free=limit, available=limit),
             precisions={
                 precision: Capability(
                     level="native" if rate >= 1 else "emulated", reason="made", matmul_flops_per_second=rate * 1e11
@@ -213,14 +224,14 @@ def _header(shape: Shape) -> Header:
         ),
         description=Description(
             name=shape.name,
-            batch_size=TODAYS_BATCH_SIZE,
+            batch_size=shape.todays_batch_size,
             num_samples=1_000_000,
             data="DataLoader, 0 workers",
             num_parameters=1000,
             num_trainable_parameters=1000,
             weights="fp32",
             as_found_precision="fp32",
-            is_as_found_strict=True,
+            is_as_found_strict=shape.is_as_found_strict,
             build_seconds=0.01,
             context_seconds=0.0,
             num_workers=0 if shape.loading_seconds else None,
@@ -230,11 +241,11 @@ def _header(shape: Shape) -> Header:
         torch_state={},
         precisions=tuple(shape.matmul_rates),
         batch_sizes=SIZES,
-        todays_batch_size=TODAYS_BATCH_SIZE,
-        memory_limit_bytes=LIMIT_BYTES,
+        todays_batch_size=shape.todays_batch_size,
+        memory_limit_bytes=limit,
         start_seconds=START_SECONDS,
-        holds_heap=True,
-        environment={"HELD": "1"},
+        holds_heap=on_cpu,
+        environment={"HELD": "1"} if on_cpu else {},
         settings={},
     )
 

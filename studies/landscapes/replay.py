@@ -232,7 +232,7 @@ class ReplayBackend:
         seconds = check_seconds(self.landscape, spec)
         if spec.deadline_seconds is not None and seconds > spec.deadline_seconds:
             return Failure(kind="timeout", message="its time was up"), spec.deadline_seconds
-        return _all_well(spec), seconds
+        return well(spec), seconds
 
     def keep(self) -> None:
         """Nothing is kept from job to job."""
@@ -260,6 +260,7 @@ class Beside:
     def __init__(self, backends: Mapping[Slot, Any]) -> None:
         self._backends = backends
         self.slots = tuple(backends)
+        self.abilities: frozenset[Ability] = frozenset()  # none that goes beyond jobs
 
     def submit(self, job: Any, slot: Slot) -> Done:
         """Play it back on the slot."""
@@ -287,7 +288,8 @@ def check_seconds(landscape: Ground, spec: Check) -> float:
     )
 
 
-def _all_well(spec: Check) -> CheckOutcome:
+def well(spec: Check) -> CheckOutcome:
+    """Return the outcome of a check that finds nothing wrong."""
     said: dict[str, Any] = {"reason": "It was replayed.", "next_step": "Check a real workload."}
     if spec.what == "accumulation":
         return Accumulation(verdict="mean", num_micro_batches=4, batch_size=spec.candidate.batch_size, **said)

@@ -1,8 +1,8 @@
 """A whole search of ours on a recorded landscape: the real code of every step, on a clock of virtual seconds.
 
 What it measures is played back, so that a search takes well under a second. Left out are the pins of modules and the
-difference between the user's own environment and the recommended one, and of recorded landscapes, which know nothing of
-them, accumulation, other numbers of loader workers and further dimensions.
+difference between the user's own environment and the recommended one, and the outlook beyond the effective batch
+size; of recorded landscapes, which know nothing of them, accumulation, loader workers and further dimensions.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher, Runner, Watchers, run, run_beside
 from autotune_amp.search.search import before_confirmation
 from autotune_amp.search.stages.confirm import confirmation
+from autotune_amp.search.stages.explore import share_building
 from autotune_amp.search.storage import study as studies
 
 
@@ -92,8 +93,7 @@ def search_replay(
 ) -> Replayed:
     """Search `landscape` as `search.search` does, on so many devices alike."""
     header, budget = landscape.header, ReplayBudget(budget_seconds, num_slots)
-    described, ends = header.description, _Ends(budget)
-    ledger = Ledger(landscape.space(), search_id="replay-1")
+    described = header.description
     conditions = Conditions(
         hardware=header.hardware,
         memory_limit_bytes=header.memory_limit_bytes,
@@ -105,16 +105,29 @@ def search_replay(
     )
     slots = [Slot("cuda", f"slot {number}", is_here=False) for number in range(num_slots)]  # each with its own memory
     backends = {slot: ReplayBackend(landscape, budget, seed + number) for number, slot in enumerate(slots)}
+    fresh = {
+        slot: ConfirmingProcesses(_always(backends[slot]), slot, are_shared=conditions.shares_processes)
+        for slot in slots
+    }
+    return play_search(landscape, conditions, budget, Beside(backends), Beside(fresh), seed)
+
+
+def play_search(
+    landscape: Ground, conditions: Conditions, budget: ReplayBudget, backend: Any, fresh: Any, seed: int
+) -> Replayed:
+    """Run the stages of a search on a `backend`, then those of its confirmation on `fresh` processes."""
+    ends, ledger = _Ends(budget), Ledger(landscape.space(), search_id="replay-1")
     watchers = Watchers(ProgressWatcher(ends, budget))
     planner, study = Planner(conditions, budget), _study(ledger, seed)
-    for _ in run(before_confirmation(study), Runner(Beside(backends), ledger, planner, watchers)):
-        pass
+    runner = Runner(backend, ledger, planner, watchers)
+    for _ in run(before_confirmation(study), runner):
+        if not runner.pending:
+            share_building(backend, planner, ledger, ends)
+    backend.close()
     searched_seconds = budget.now
     if ledger.finalists is not None:
-        are_shared = conditions.shares_processes
-        fresh = {slot: ConfirmingProcesses(_always(backends[slot]), slot, are_shared=are_shared) for slot in slots}
-        runner = Runner(Beside(fresh), ledger, planner, watchers)
-        for stages in confirmation(ledger.finalists, conditions.environment, slots, ledger):
+        runner = Runner(fresh, ledger, planner, watchers)
+        for stages in confirmation(ledger.finalists, conditions.environment, fresh.slots, ledger):
             for _ in run_beside(stages, runner):
                 pass
     by_round = {record.round: seconds for seconds, record in ends.records if record.round is not None}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from scripted_backend import candidate, fidelity, ledger_of
+from scripted_backend import CHECK_SECONDS, candidate, fidelity, ledger_of
 from test_decide import Log, at, decided
 from test_whole_search import Machine, space
 
