@@ -17,10 +17,11 @@ from truth import Rates, regret
 
 from autotune_amp.core.outcome import Measurement, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.search import ranking
-from autotune_amp.search.stages import confirm, explore, trials
+from autotune_amp.search import planner, ranking
+from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.stages import confirm, explore
 
-BUDGET_SECONDS = 110.0  # the default
+BUDGET_SECONDS = SearchOptions().budget_seconds
 
 
 def _budget(seconds: float) -> Patch:
@@ -35,7 +36,7 @@ VARIANTS: dict[str, tuple[Patch, ...]] = {
     "believes one lucky process": (Patch(explore, "PLATEAU", math.inf),),
     "4 steps": (steps(4, 4),),
     "8 steps": (steps(8, 8),),
-    "no cut": (Patch(trials, "CUT_RATIO", math.inf),),
+    "no cut": (Patch(planner, "CUT_RATIO", math.inf),),
     "2 rounds": (Patch(confirm, "MAX_ROUNDS", 2),),
     "budget of 220 s": (_budget(220.0),),
     "no plateau": (Patch(ranking, "PLATEAU", 0.0),),
