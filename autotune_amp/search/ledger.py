@@ -19,7 +19,7 @@ from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.loss_scales import Answer, Pair
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
 from autotune_amp.search.ranking import Merit, contenders, is_worth_a_change, least_speed, merit, rank_for
-from autotune_amp.search.space import Space, excluded_by_outcomes, with_accumulation_checked
+from autotune_amp.search.space import HOPELESS, Space, excluded_by_outcomes, with_accumulation_checked
 
 RIVAL = 0.10  # a rival within 10 % may overtake the winner in the confirmation: processes differ by a few percent
 # Less of either is as good as nothing, and would say nothing of other settings.
@@ -276,6 +276,13 @@ class Ledger:
         rivals = [c for c in sound if objective == "speed" and self.speeds[c] >= (1 - RIVAL) * fastest]
         runner_up = max(rivals, key=lambda c: self.speeds[c]) if rivals else next(iter(sound), None)
         return Shortlist(winner, runner_up, baseline)
+
+    def may_win(self, chosen: Shortlist) -> list[Setting]:
+        """The winner, and the runner-up where it is near enough to overtake it in the confirmation."""
+        speeds = {c: self.measured[c].samples_per_second for c in chosen[:2] if c in self.measured}
+        share = 1 - RIVAL if self.objective == "speed" else 1 / HOPELESS
+        least = share * speeds.get(chosen.winner, 0.0)
+        return [c for c in chosen[:2] if c is not None and (c == chosen.winner or speeds.get(c, math.inf) >= least)]
 
     def applied_share(self, setting: Setting) -> float:
         """The share of the gradient that reaches the optimizer with the best loss scale; 1 where that is unknown."""

@@ -35,7 +35,7 @@ CONFIRM_SECONDS, MAX_CONFIRM_STEPS = 2.0, 400  # what a confirming run measures
 # Of the first compilation's seconds, for one that the compiler's cache knows: 1.7 of 6.5 s for a convnet of six blocks.
 CACHED_SHARE = 0.3
 # Of what the search has taken so far, for each thing that decides nothing: trained weights, other effective batches.
-EXTRA_SHARE = 0.25
+EXTRA_SHARE = 0.15
 NUM_CHECK_PASSES = 31  # of a check of bf16 against fp32, in real searches
 CHECK_PATIENCE, CHECK_PATIENCE_SECONDS = 10.0, 30.0  # times what a check is foreseen to take, and seconds beyond that
 
@@ -44,6 +44,8 @@ HOPELESS_TIMES = 2.0  # the longest trial so far, for a precision whose matrix p
 MIN_TRIAL_SECONDS = 0.5
 DEADLINE_RATIO = 20.0  # a step so many times longer than the best throughput foretells is not waited for
 MIN_STEP_DEADLINE_SECONDS = 2.0  # a busy machine stalls a step for hundreds of milliseconds
+# The first step of EfficientNet took 0.7 s in fp32, 7.9 in fp16 and 11.9 in channels_last: cuDNN chooses its algorithms.
+MIN_FIRST_STEP_DEADLINE_SECONDS = 30.0
 METERED_SECONDS, MAX_METERED_STEPS = 1.0, 1000  # an energy counter is updated every 100 ms at worst
 MEASURE_SECONDS, NUM_TRIALS_FORESEEN = 7.0, 16  # a trial measures for so long at most, or a part of a small budget
 WORKER_START_SECONDS = 10.0  # a worker that is not forked imports torch first
@@ -140,17 +142,28 @@ class Planner:
     def confirmation_seconds(self, ledger: Ledger) -> float:
         """Seconds of the rounds that confirm the winner and what runs today, as far as they can be afforded: all, or
         one, or none."""
-        chosen = ledger.actual.finalists
+        chosen, num_slots = ledger.actual.finalists, self.budget.num_slots
         if chosen is None:
             return 0.0
-        runs = dict.fromkeys([(chosen.winner, bool(self.conditions.environment)), (chosen.baseline, False)])
-        num_starts = 1 if self.conditions.shares_processes else len(runs)
-        seconds = self.runs_seconds(ledger.actual, [setting for setting, _ in runs], num_starts)
-        num_needed = math.ceil(MIN_ROUNDS / self.budget.num_slots) + (self.budget.num_slots > 1)
+
+        def seconds_of(num_rounds: int) -> float:
+            runs: list[Setting] = []
+            num_starts = 0
+            for setting, environment in ((chosen.winner, self.conditions.environment), (chosen.baseline, {})):
+                if setting in runs and not environment:
+                    continue
+                done = ranking.confirm_runs(ledger.actual.records, setting, environment).num_confirming
+                missing = max(0, num_rounds - done)
+                runs += [setting] * missing
+                num_starts = max(num_starts, missing) if self.conditions.shares_processes else len(runs)
+            return self.runs_seconds(ledger.actual, runs, num_starts)
+
+        num_needed = math.ceil(MIN_ROUNDS / num_slots) + (num_slots > 1)
         if self._num_rounds is None:
-            affordable = (n for n, share in ((num_needed, 1.0), (1, 0.5)) if n * seconds <= share * self.budget.left())
+            left = self.budget.left()
+            affordable = (n for n, share in ((num_needed, 1.0), (1, 0.5)) if seconds_of(n) <= share * left)
             self._num_rounds = next(affordable, 0)
-        return self._num_rounds * seconds
+        return seconds_of(self._num_rounds)
 
     # -- what each may take --------------------------------------------------------------------------------------------
 
@@ -198,6 +211,8 @@ class Planner:
         if needs_energy:  # as long as a counter needs, however steady or slow the steps are
             limits["measure_seconds"] = min(METERED_SECONDS, limits["measure_seconds"])
             limits["num_steps"] = (MAX_METERED_STEPS, MAX_METERED_STEPS)
+        if conditions.are_trials_fresh:
+            limits["round"] = sum(r.candidate == setting and r.round is not None for r in ledger.records)
         trial = conditions.trial(ledger, setting, deadline_seconds=max(MIN_TRIAL_SECONDS, seconds), **limits)
         if best is None:
             return trial
@@ -213,7 +228,9 @@ class Planner:
             trial,
             cut_step_seconds=None if needs_energy else CUT_RATIO * setting.effective_batch_size / rate,
             step_deadline_seconds=step_deadline,
-            first_step_deadline_seconds=step_deadline + 3 * growth * first_step_seconds,
+            first_step_deadline_seconds=max(
+                MIN_FIRST_STEP_DEADLINE_SECONDS, step_deadline + 3 * growth * first_step_seconds
+            ),
         )
 
     def check(self, ledger: Ledger, what: CheckKind, setting: Setting) -> Check:

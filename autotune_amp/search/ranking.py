@@ -53,8 +53,10 @@ def failures(records: Sequence[Record]) -> dict[Setting, Failure]:
 
     A confirmation cut off by the budget does not, nor does the one run without the recommended environment, nor what
     is no more than an outlook, nor a search trial that overran its time where another of its candidate did not: the
-    machine stalled. What a check's failure says is for `found_fidelity`, `found_accumulation` and `loss_scales`.
+    machine stalled. Nor does a crash before there is a second one: anybody may kill a process. What a check's failure
+    says is for `found_fidelity`, `found_accumulation` and `loss_scales`.
     """
+    crashes: Counter[Setting] = Counter()
     ran = {r.candidate for r in records if r.purpose == "search" and isinstance(r.outcome, Measurement)}
     found: dict[Setting, Failure] = {}
     for record in records:
@@ -62,7 +64,9 @@ def failures(records: Sequence[Record]) -> dict[Setting, Failure]:
         if not isinstance(failure, Failure) or purpose in ("plain", "one_rank", "outlook") or not is_trial(record):
             continue
         is_stalled = purpose == "confirm" or (purpose == "search" and record.candidate in ran)
-        if failure.kind != "timeout" or not is_stalled:
+        crashes[record.candidate] += failure.kind == "crash"
+        is_first_crash = failure.kind == "crash" and crashes[record.candidate] == 1
+        if not is_first_crash and (failure.kind != "timeout" or not is_stalled):
             found.setdefault(record.candidate, failure)
     return found
 
@@ -162,9 +166,16 @@ def counted(records: Sequence[Record]) -> list[Record]:
 
 def confirm_runs(records: Sequence[Record], candidate: Setting, environment: Mapping[str, str]) -> Runs:
     """The confirmation processes of a candidate in exactly this environment."""
-    ours = [r for r in counted(records) if (r.candidate, r.purpose) == (candidate, "confirm")]
+    ours = [r for r in counted(records) if r.candidate == candidate and is_confirming(r)]
     ours = [r for r in ours if r.environment == environment]
     return Runs.of(candidate, ours, are_confirming=True)
+
+
+def is_confirming(record: Record) -> bool:
+    """Say whether a record is of a process of the confirmation, or of one that counts as such: a trial of a command."""
+    found = record.outcome
+    was_cut = isinstance(found, Measurement) and found.was_cut
+    return record.purpose == "confirm" or (record.purpose == "search" and record.round is not None and not was_cut)
 
 
 def best_runs(records: Sequence[Record], candidate: Setting, environment: Mapping[str, str]) -> Runs:
@@ -223,13 +234,18 @@ def found_fidelity(records: Sequence[Record]) -> dict[Setting, Fidelity]:
     ones where they are worse off.
 
     Only an unfaithful one is worse: a training that has nearly learned its few samples leaves little noise between
-    batches to hold rounding against, and what is healthy may look doubtful then (studies/fidelity).
+    batches to hold rounding against, and what is healthy may look doubtful then (studies/fidelity). A crash counts from
+    the second on, as of a trial.
     """
-    verdicts = [
-        (check_key(r.candidate), r.outcome if isinstance(r.outcome, Fidelity) else _of_failure(r))
-        for r in records
-        if r.purpose == "fidelity"
-    ]
+    verdicts, crashes = [], Counter[Setting]()
+    for record in records:
+        failure, key = record.outcome, check_key(record.candidate)
+        if record.purpose != "fidelity":
+            continue
+        is_crash = isinstance(failure, Failure) and failure.kind == "crash"
+        crashes[key] += is_crash
+        if not is_crash or crashes[key] > 1:
+            verdicts.append((key, failure if isinstance(failure, Fidelity) else _of_failure(record)))
     found: dict[Setting, Fidelity] = {}
     for key, ours in sorted(verdicts, key=lambda verdict: verdict[1].num_steps_before > 0):
         if ours.num_steps_before and ours.verdict != "unfaithful":

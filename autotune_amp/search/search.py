@@ -177,6 +177,7 @@ class _Search:
             seed=self._options.seed,
             ready_seconds=opened.ready_seconds,
             max_trials=self._options.max_trials,
+            are_trials_fresh=self._source.launch_line is not None,
             like=self._like(fingerprint) if asks_others and not ledger.records else None,
         )
         was_interrupted, reason = False, ""

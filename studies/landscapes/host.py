@@ -94,7 +94,9 @@ class HostedForm(ClosedForm):
             )
         hardware = self.header.hardware
         identity = replace(hardware.identity, num_cpus=host.num_cores)
-        self.header = replace(self.header, description=described, hardware=replace(hardware, identity=identity))
+        memory = replace(hardware.memory, available=2 * hardware.memory.available)  # the template's model has room
+        hardware = replace(hardware, identity=identity, memory=memory)
+        self.header = replace(self.header, description=described, hardware=hardware)
 
     @property
     def context_seconds(self) -> float:
@@ -192,6 +194,7 @@ class HostBackend:
         found: Any = played
         if self._chance.random() < self._host.death_share:
             found, seconds = Failure(kind="crash", message="its process was killed"), self._chance.random() * seconds
+            found = job.after(found, None)
         if isinstance(found, Measurement) and self._host.is_command:
             # The agent in the command counts from its start to the end of the first step.
             until = waited + found.first_step_seconds
@@ -308,6 +311,7 @@ def search_on(form: ClosedForm, host: Host, seed: int, budget_seconds: float) ->
         seed=seed,
         description=header.description,
         ready_seconds=0.0 if host.is_command else host.start_seconds,
+        are_trials_fresh=host.is_command,
     )
     fresh = ConfirmingProcesses(backend, searching.slots[0], are_shared=conditions.shares_processes)
     return play_search(landscape, conditions, budget, searching, fresh, seed)

@@ -46,14 +46,17 @@ class AccumulationCheck:
         return planner.accumulation_check(ledger)
 
 
+@dataclass
 class Checks:
-    """Holds contenders against fp32 and calibrates fp16, until they are judged or the time is over."""
+    """Holds the winner, and unless that is `only_winner` the runner-up too, against fp32 and calibrates fp16, until they
+    are judged or the time is over."""
 
     is_exclusive: ClassVar[bool] = False
+    only_winner: bool = False
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
         """The check, calibration or trial that the choice of contenders waits for."""
-        todo, left = next_todo(ledger), planner.before_confirmation(ledger)
+        todo, left = next_todo(ledger, only_winner=self.only_winner), planner.before_confirmation(ledger)
         if todo is None or planner.budget.left() <= MIN_CHECK_SECONDS:
             return None
         if todo.purpose != "search":
@@ -101,8 +104,9 @@ class LossScales:
             self.study.suggest_pairs(contender.with_own_workers, NUM_PAIRS, lambda: planner.before_confirmation(ledger))
 
 
-def next_todo(ledger: Ledger) -> Todo | None:
-    """What is still to be found out before the contenders can be confirmed; None where all are judged. Pure.
+def next_todo(ledger: Ledger, *, only_winner: bool = False) -> Todo | None:
+    """What is still to be found out before the contenders, or the `only_winner`, can be confirmed; None where all are
+    judged. Pure.
 
     Every answer adds a record that changes the next one: what is unfaithful leaves the shortlist to others. The
     baseline is a contender, since it may be kept; a runner-up that is hopelessly slow is not confirmed.
@@ -114,7 +118,8 @@ def next_todo(ledger: Ledger) -> Todo | None:
     if chosen is None:
         return None
     fastest = max(speeds[c] for c in chosen[:2] if c is not None)
-    for setting in dict.fromkeys(c for c in chosen if c is not None and c in speeds):
+    contenders = (chosen.winner,) if only_winner else chosen
+    for setting in dict.fromkeys(c for c in contenders if c is not None and c in speeds):
         if HOPELESS * speeds[setting] < speeds[chosen.winner] and setting != chosen.baseline:
             continue
         is_rival = setting == chosen.winner or speeds[setting] >= (1 - RIVAL) * fastest

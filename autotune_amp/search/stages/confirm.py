@@ -23,8 +23,8 @@ from autotune_amp.search.planner import (
     Planner,
     ending_seconds,
 )
-from autotune_amp.search.ranking import PLATEAU, beside, counted
-from autotune_amp.search.space import HOPELESS, SEARCH_UP
+from autotune_amp.search.ranking import PLATEAU, beside, counted, is_confirming
+from autotune_amp.search.space import SEARCH_UP
 from autotune_amp.trial.jobs import Trial
 
 MAX_ROUNDS = 9  # beyond `MIN_ROUNDS` only while it is not sure whether a contender is faster than what runs today
@@ -77,7 +77,8 @@ class Confirm:
         conditions = planner.conditions
         if not self._is_begun:
             self._is_begun = True
-            self._contenders = _runnable(ledger, self._contenders)
+            if self._contenders.runner_up not in ledger.may_win(self._contenders):
+                self._contenders = self._contenders._replace(runner_up=None)
         elif conditions.shares_processes:
             of_round = [r for r in ledger.records if (r.round, r.slot) == (self._round, self._slot)]
             self._is_started = bool(of_round) and isinstance(of_round[-1].outcome, Measurement)
@@ -88,7 +89,7 @@ class Confirm:
                 return None
             self._round, self._is_started = self._rounds.pop(0), False
             counting = [r for r in counted(ledger.records) if r.round == self._round]
-            done = [(r.candidate, r.purpose, r.environment) for r in counting]
+            done = [(r.candidate, "confirm" if is_confirming(r) else r.purpose, r.environment) for r in counting]
             planned = [run for run in self._plan(ledger, planner) if run.setting not in ledger.failures]
             if any(run not in done for run in planned):  # else it is whole, wherever it ran
                 here = [run for run, r in zip(done, counting, strict=True) if r.slot == self._slot]
@@ -204,15 +205,6 @@ def _confirming_trial(
         measure_seconds=CONFIRM_SECONDS,
         **fields,
     )
-
-
-def _runnable(ledger: Ledger, shortlist: Shortlist) -> Shortlist:
-    """The shortlist without a runner-up that a fresh process need not spend time on: one with no chance to win."""
-    if not ledger.measured.keys() >= {c for c in shortlist[:2] if c is not None}:  # one has failed since
-        return shortlist
-    speeds = {c: ledger.measured[c].samples_per_second for c in shortlist[:2] if c is not None}
-    is_hopeless = min(speeds.values()) * HOPELESS < speeds[shortlist.winner]
-    return shortlist._replace(runner_up=None) if is_hopeless else shortlist
 
 
 @dataclass

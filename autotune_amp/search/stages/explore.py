@@ -127,7 +127,7 @@ def exploring(study: Study) -> tuple[Stage, ...]:
 
     A check at the end may come too late, and what it rules out leaves its place to others.
     """
-    seeds, checks = Seeds(study), Checks()
+    seeds, checks = Seeds(study), Checks(only_winner=True)
     first, again = Promising(study, 1), Promising(study, MAX_PROCESSES)
     return seeds, checks, AccumulationCheck(), seeds, first, checks, seeds, again
 

@@ -37,7 +37,8 @@ class Fallbacks:
         left = planner.before_confirmation(ledger)
         if not planner.may_try(ledger, left):
             return None
-        for contender in filter(None, (ledger.finalists or ())[:2]):
+        chosen = ledger.finalists
+        for contender in () if chosen is None else ledger.may_win(chosen):
             for setting in missing_plans(ledger, contender):
                 is_split = setting.accumulation_steps > contender.accumulation_steps
                 if is_split and ledger.space.accumulation_withheld is None and ledger.accumulation is None:
