@@ -21,8 +21,8 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
 
     `environment` are the recommended variables. A fresh process takes `ready_seconds` until it has imported the
     workload. `max_trials` are those of the whole search, None for any number. `like` is what was best for the same code
-    asked for otherwise, None where nobody knows. `are_trials_fresh`: each has a process of its own from its start on, as
-    a command has, and counts as one of the confirmation.
+    asked for otherwise, None where nobody knows. `are_trials_fresh`: each has a process of its own from its start on,
+    as a command has, and counts as one of the confirmation.
     """
 
     hardware: Hardware

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from autotune_amp.core.evidence import MIN_PROCESSES
 from autotune_amp.core.intervals import apart_interval, ratio_interval
 from autotune_amp.core.outcome import Measurement, Purpose, Record
 from autotune_amp.core.setting import Setting
@@ -27,9 +28,13 @@ def gain_interval(ledger: Ledger, ours: Runs, today: Runs) -> tuple[float, float
 
 
 def is_settled(ledger: Ledger, chosen: Shortlist, environment: Mapping[str, str]) -> bool:
-    """Say whether the confirmation's rounds show of each contender that seems to be worth a change from what runs today
-    that it surely is faster."""
+    """Say whether enough processes measured winner and baseline, and show of each contender that seems to be worth a
+    change from what runs today that it surely is faster."""
     today = confirm_runs(ledger.records, chosen.baseline, {})
+    winner = confirm_runs(ledger.records, chosen.winner, environment)
+    running = [runs for runs in (winner, today) if runs.candidate not in ledger.failures]
+    if any(runs.num_confirming < MIN_PROCESSES for runs in running):
+        return False
     for setting in filter(None, chosen[:2]):
         ours = confirm_runs(ledger.records, setting, environment)
         if not ours.measurements or not today.measurements or ours == today:

@@ -140,6 +140,11 @@ class Ledger:
         """The records without the checks."""
         return [r for r in self.records if ranking.is_trial(r)]
 
+    @cached_property
+    def told(self) -> list[Record]:
+        """The trials that say something of their setting: all but a first crash."""
+        return ranking.without_first_crashes(self.trials)
+
     @property
     def num_failures(self) -> int:
         """Trials that failed; an outlook looks for the end of what fits."""

@@ -16,7 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from autotune_amp.core.errors import BudgetTooSmallError
-from autotune_amp.core.outcome import Measurement, Record
+from autotune_amp.core.outcome import Failure, Measurement, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.search import ranking
 from autotune_amp.search.conditions import Conditions, is_hopeless
@@ -44,7 +44,7 @@ HOPELESS_TIMES = 2.0  # the longest trial so far, for a precision whose matrix p
 MIN_TRIAL_SECONDS = 0.5
 DEADLINE_RATIO = 20.0  # a step so many times longer than the best throughput foretells is not waited for
 MIN_STEP_DEADLINE_SECONDS = 2.0  # a busy machine stalls a step for hundreds of milliseconds
-# The first step of EfficientNet took 0.7 s in fp32, 7.9 in fp16 and 11.9 in channels_last: cuDNN chooses its algorithms.
+# The first step of EfficientNet took 0.7 s in fp32, 7.9 in fp16, 11.9 in channels_last: cuDNN chooses its algorithms.
 MIN_FIRST_STEP_DEADLINE_SECONDS = 30.0
 METERED_SECONDS, MAX_METERED_STEPS = 1.0, 1000  # an energy counter is updated every 100 ms at worst
 MEASURE_SECONDS, NUM_TRIALS_FORESEEN = 7.0, 16  # a trial measures for so long at most, or a part of a small budget
@@ -100,6 +100,8 @@ class Planner:
 
     def setup_seconds(self, ledger: Ledger) -> float:
         """Seconds that a trial takes beside its steps: the median of what was seen, else as foreseen."""
+        if self.conditions.are_trials_fresh:
+            return self.start_seconds(ledger)
         found = []
         for record in ledger.actual.records:
             measured, setting = record.outcome, record.candidate
@@ -108,6 +110,13 @@ class Planner:
                 num_steps = NUM_WARMUP_STEPS - 1 + measured.num_steps
                 found.append(record.seconds - measured.first_step_seconds - num_steps * step_seconds)
         return max(0.0, median(found)) if found else self.conditions.setup_seconds
+
+    def waiting_seconds(self, ledger: Ledger) -> float:
+        """Seconds until a process is there for a trial: a failure has ended the one that was kept."""
+        records = ledger.actual.records
+        is_kept = any(r.start_seconds is not None for r in records)
+        has_failed = bool(records) and isinstance(records[-1].outcome, Failure)
+        return self.conditions.start_seconds if is_kept and has_failed else 0.0
 
     def run_seconds(self, ledger: Ledger, setting: Setting) -> float:
         """Seconds of a confirming run from its first step to its ending: as seen, else as the trial foretells."""
@@ -137,7 +146,8 @@ class Planner:
         if not isinstance(today, Measurement):
             return self.conditions.setup_seconds
         passes = NUM_CHECK_PASSES * ledger.space.check_batch_size / today.samples_per_second
-        return self.setup_seconds(ledger) + passes
+        num_processes = 2 if self.conditions.are_trials_fresh else 1  # one in each precision
+        return num_processes * self.setup_seconds(ledger) + passes
 
     def confirmation_seconds(self, ledger: Ledger) -> float:
         """Seconds of the rounds that confirm the winner and what runs today, as far as they can be afforded: all, or
@@ -189,7 +199,7 @@ class Planner:
         if ledger.num_awaited and most is not None:  # they are not for trying the baseline once more
             return False
         num_tried = ledger.num_awaited + sum(r.purpose in ranking.BEFORE_CONFIRMATION for r in ledger.records)
-        needed = max(MIN_TRIAL_SECONDS, self.setup_seconds(ledger))
+        needed = self.waiting_seconds(ledger) + max(MIN_TRIAL_SECONDS, self.setup_seconds(ledger))
         return left_seconds > needed and (most is None or num_tried < most)
 
     # -- jobs with their limits ----------------------------------------------------------------------------------------

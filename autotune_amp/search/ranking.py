@@ -56,19 +56,28 @@ def failures(records: Sequence[Record]) -> dict[Setting, Failure]:
     machine stalled. Nor does a crash before there is a second one: anybody may kill a process. What a check's failure
     says is for `found_fidelity`, `found_accumulation` and `loss_scales`.
     """
-    crashes: Counter[Setting] = Counter()
     ran = {r.candidate for r in records if r.purpose == "search" and isinstance(r.outcome, Measurement)}
     found: dict[Setting, Failure] = {}
-    for record in records:
+    for record in without_first_crashes([r for r in records if is_trial(r)]):
         failure, purpose = record.outcome, record.purpose
-        if not isinstance(failure, Failure) or purpose in ("plain", "one_rank", "outlook") or not is_trial(record):
+        if not isinstance(failure, Failure) or purpose in ("plain", "one_rank", "outlook"):
             continue
         is_stalled = purpose == "confirm" or (purpose == "search" and record.candidate in ran)
-        crashes[record.candidate] += failure.kind == "crash"
-        is_first_crash = failure.kind == "crash" and crashes[record.candidate] == 1
-        if not is_first_crash and (failure.kind != "timeout" or not is_stalled):
+        if failure.kind != "timeout" or not is_stalled:
             found.setdefault(record.candidate, failure)
     return found
+
+
+def without_first_crashes(records: Iterable[Record]) -> list[Record]:
+    """Return the records without the first crash of each candidate: anybody may kill a process, and it is run again."""
+    crashed, left = set[Setting](), []
+    for record in records:
+        is_crash = isinstance(record.outcome, Failure) and record.outcome.kind == "crash"
+        if not is_crash or record.candidate in crashed:
+            left.append(record)
+        elif is_crash:
+            crashed.add(record.candidate)
+    return left
 
 
 class Runs(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,15 +246,10 @@ def found_fidelity(records: Sequence[Record]) -> dict[Setting, Fidelity]:
     batches to hold rounding against, and what is healthy may look doubtful then (studies/fidelity). A crash counts from
     the second on, as of a trial.
     """
-    verdicts, crashes = [], Counter[Setting]()
-    for record in records:
-        failure, key = record.outcome, check_key(record.candidate)
-        if record.purpose != "fidelity":
-            continue
-        is_crash = isinstance(failure, Failure) and failure.kind == "crash"
-        crashes[key] += is_crash
-        if not is_crash or crashes[key] > 1:
-            verdicts.append((key, failure if isinstance(failure, Fidelity) else _of_failure(record)))
+    verdicts = [
+        (check_key(r.candidate), r.outcome if isinstance(r.outcome, Fidelity) else _of_failure(r))
+        for r in without_first_crashes(r for r in records if r.purpose == "fidelity")
+    ]
     found: dict[Setting, Fidelity] = {}
     for key, ours in sorted(verdicts, key=lambda verdict: verdict[1].num_steps_before > 0):
         if ours.num_steps_before and ours.verdict != "unfaithful":

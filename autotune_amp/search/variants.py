@@ -30,6 +30,8 @@ from autotune_amp.search.ranking import PLATEAU
 # Where no profile says more: what costs a trial alone comes before what compiles. Nothing is tried on top of weights in
 # low precision, which few checks find faithful.
 _ORDER = (MEMORY_FORMAT, OPTIMIZER_IMPL, COMPILE, FP8_RECIPE, ALLOCATOR, ACTIVATION_CHECKPOINTING, WEIGHTS)
+CUDA_GRAPHS = "reduce-overhead"
+LAUNCH_BOUND_SHARE = 0.8
 COMPILE_SECONDS = 5.0  # the first time, at the least: 6.5 s a convnet of six blocks, on 2 cores without AVX-512
 
 
@@ -88,7 +90,7 @@ def next_setting(ledger: Ledger) -> Setting | None:
     leader = _leader(ledger)
     if leader is None:
         return None
-    tried = {record.candidate for record in ledger.trials}
+    tried = {record.candidate for record in ledger.told}
     for dimension in ordered(ledger):
         for value in ledger.space.variants.get(dimension.name, ()):
             if _trials_of(ledger, dimension, value) or why_not_worth(ledger, dimension, value) is not None:
@@ -124,11 +126,25 @@ def why_not_worth(ledger: Ledger, dimension: Dimension[Any], value: Any) -> str 
         if seconds / 2 < COMPILE_SECONDS:
             steps = f"compiling takes longer than it could gain in {count(ledger.num_steps, 'step')}, which take"
             return f"{steps} {seconds:.0f} s: --fresh --steps N tries it for a longer training"
-        if dimension is COMPILE and _trials_of(ledger, COMPILE, "default"):
+        is_first = not _trials_of(ledger, COMPILE, "default")
+        # CUDA graphs help where launches bound the step, whatever the compiler's kernels gain.
+        if dimension is COMPILE and not is_first and not (value == CUDA_GRAPHS and _is_launch_bound(ledger, winner)):
             return "the default mode gained nothing"
     if dimension in FREES_MEMORY and wanted == "speed" and _beyond_memory(ledger, winner) is None:
         return "it frees memory, and there is no larger batch that lacks some"
     return None
+
+
+def _is_launch_bound(ledger: Ledger, setting: Setting) -> bool:
+    """Whether a pass of half the batch or less took about as long, in the same precision."""
+    passes = {
+        c.batch_size: min(m.step_seconds for m in ours) / c.accumulation_steps
+        for c, ours in ledger.measurements.items()
+        if c.precision == setting.precision and c.is_ordinary
+    }
+    ours = passes.get(setting.batch_size)
+    smaller = [seconds for size, seconds in passes.items() if 2 * size <= setting.batch_size]
+    return ours is not None and any(seconds > LAUNCH_BOUND_SHARE * ours for seconds in smaller)
 
 
 def _leader(ledger: Ledger) -> Setting | None:
@@ -186,6 +202,8 @@ def _beside(ledger: Ledger, winner: Setting) -> Iterator[Setting]:
     sizes = _of_its_precision(ledger, winner)
     if not winner.set_up:
         return
+    if winner.is_compiled:  # which takes tens of seconds, and a larger batch is what launches no longer stand against
+        sizes = [c for c in sizes if c.batch_size >= winner.batch_size]
     smaller = [c for c in sizes if c.batch_size < winner.batch_size][-1:]
     larger = [c for c in sizes if c.batch_size > winner.batch_size][:1]
     for neighbour in (*larger, *smaller):
@@ -204,7 +222,7 @@ def _of_its_precision(ledger: Ledger, setting: Setting) -> list[Setting]:
 
 
 def _trials_of(ledger: Ledger, dimension: Dimension[Any], value: Any) -> list[Record]:
-    ours = [r for r in ledger.trials if r.purpose == "search" and r.candidate != ledger.space.baseline]
+    ours = [r for r in ledger.told if r.purpose == "search" and r.candidate != ledger.space.baseline]
     if dimension is COMPILE:  # what fp8 brings along says nothing of compiling alone
         ours = [r for r in ours if r.candidate.precision != "fp8"]
     return [r for r in ours if dimension.value_in(r.candidate) == value]

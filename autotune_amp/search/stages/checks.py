@@ -48,8 +48,8 @@ class AccumulationCheck:
 
 @dataclass
 class Checks:
-    """Holds the winner, and unless that is `only_winner` the runner-up too, against fp32 and calibrates fp16, until they
-    are judged or the time is over."""
+    """Holds contenders against fp32 and calibrates fp16, until they are judged or the time is over: the winner, and the
+    runner-up too unless `only_winner`."""
 
     is_exclusive: ClassVar[bool] = False
     only_winner: bool = False
@@ -57,7 +57,7 @@ class Checks:
     def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
         """The check, calibration or trial that the choice of contenders waits for."""
         todo, left = next_todo(ledger, only_winner=self.only_winner), planner.before_confirmation(ledger)
-        if todo is None or planner.budget.left() <= MIN_CHECK_SECONDS:
+        if todo is None or planner.budget.left() <= max(MIN_CHECK_SECONDS, planner.check_seconds(ledger)):
             return None
         if todo.purpose != "search":
             return planner.check(ledger, todo.purpose, todo.setting)

@@ -32,7 +32,7 @@ from autotune_amp.search.space import Space, excluded_by_outcomes, without
 from autotune_amp.search.stages.checks import AccumulationCheck, Checks
 from autotune_amp.search.stages.curve import Curves
 from autotune_amp.search.storage.study import Study
-from autotune_amp.trial.jobs import Check, Trial
+from autotune_amp.trial.jobs import Trial
 
 MAX_PROCESSES = 4  # of one setting
 # Of the throughput: a trial that is expected to make less of a difference to the choice is not run. Mean regret and
@@ -52,7 +52,7 @@ class _Explore(ABC):
     is_exclusive: ClassVar[bool] = False
     study: Study
 
-    def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
+    def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
         """The trial to run next."""
         self.study.catch_up(ledger.actual)
         left = self._left(ledger, planner)
@@ -88,15 +88,6 @@ class Promising(_Explore):
     """
 
     max_processes: int
-
-    def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
-        """The trial to run next, or the calibration of the last one: fp16 that may win has its loss scale calibrated at
-        once, and the study is told with it."""
-        known = ledger.actual
-        last = known.records[-1] if known.records else None
-        if last is not None and last.purpose == "search" and ledger.awaits_calibration(last.candidate):
-            return planner.check(ledger, "calibration", last.candidate)
-        return super().next(ledger, planner)
 
     def _next(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
         conditions = planner.conditions

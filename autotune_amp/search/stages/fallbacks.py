@@ -38,7 +38,9 @@ class Fallbacks:
         if not planner.may_try(ledger, left):
             return None
         chosen = ledger.finalists
-        for contender in () if chosen is None else ledger.may_win(chosen):
+        contenders = [] if chosen is None else ledger.may_win(chosen)
+        # Compiling takes tens of seconds: of the runner-up that is not worth a plan that may never be one.
+        for contender in (c for number, c in enumerate(contenders) if number == 0 or not c.is_compiled):
             for setting in missing_plans(ledger, contender):
                 is_split = setting.accumulation_steps > contender.accumulation_steps
                 if is_split and ledger.space.accumulation_withheld is None and ledger.accumulation is None:
