@@ -157,7 +157,7 @@ def test_the_calibration_is_that_of_the_config_else_the_histogram_is_that_of_a_c
 
 def test_why_there_is_no_calibration() -> None:
     excluded = (Exclusion(precision="fp16", batch_size=None, reason="fp16 is slow."),)
-    for shown, why in ((recommendation(excluded=excluded), "fp16 is slow"), (recommendation(), "no fp16 candidate")):
+    for shown, why in ((recommendation(excluded=excluded), "fp16 is slow"), (recommendation(), "no fp16 setting")):
         assert why in str(calibrated(shown, []))
 
 

@@ -28,6 +28,7 @@ class Machine:
         self.searched = ScriptedSearch(
             space,
             self.answer,
+            1000.0,
             device=hardware({"fp32": 1.0, "tf32": None, "bf16": 3.0, "fp16": None, "fp8": None}),
             description=described(batch_size=KEPT),
         )
