@@ -187,10 +187,11 @@ class TerminalProgress(Progress):
         self._trials: dict[str, str] = {}  # and how far it is
         self._shown_details: set[str] = set()
 
-    def started(self, study: str, folder: str, budget_seconds: float) -> None:  # noqa: ARG002
-        """Say where the results go; from here to `ended` a terminal is live."""
+    def started(self, study: str, folder: str, budget_seconds: float | None) -> None:  # noqa: ARG002
+        """Say where the results go; from here to `ended` a terminal is live. No budget: until the search is decided."""
         self.work_started(budget_seconds)
-        self._screen.line(f"Study {folder}: {duration(budget_seconds)}. Ctrl-C keeps the best so far.")
+        how_long = "until it is decided and confirmed" if budget_seconds is None else duration(budget_seconds)
+        self._screen.line(f"Study {folder}: {how_long}. Ctrl-C keeps the best so far.")
 
     def work_started(self, budget_seconds: float | None) -> None:
         """From here to `ended` a terminal is live."""

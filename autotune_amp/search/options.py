@@ -17,6 +17,7 @@ from autotune_amp.core.variants import VARIANTS
 
 SEED_LIMIT = 2**32 - 10_000  # numpy's, with room for resumed trials, which add their number to the seed
 DEFAULT_NUM_STEPS = 10_000
+DEFAULT_BUDGET_SECONDS = 600.0  # at most: a search ends once it is decided and confirmed
 MAX_STEPS = 1_000_000  # a replay holds a number for each, and takes up to 0.1 s then
 
 # What changes nothing of what is measured, only what is chosen and said: a finished search is ranked again for these.
@@ -37,7 +38,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     loss scale is judged over them, `DEFAULT_NUM_STEPS` where neither is given.
     """
 
-    budget_seconds: float = 600.0
+    budget_seconds: float = DEFAULT_BUDGET_SECONDS
     max_trials: int | None = None
     device: str = "auto"
     devices: tuple[int, ...] | Literal["all"] | None = None

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from autotune_amp.core.errors import BudgetTooSmallError
 from autotune_amp.core.outcome import Failure, Measurement, Record
 from autotune_amp.core.setting import Setting
+from autotune_amp.core.text import count, duration
 from autotune_amp.search import ranking
 from autotune_amp.search.conditions import Conditions, is_hopeless
 from autotune_amp.search.ledger import Ledger
@@ -31,6 +32,7 @@ from autotune_amp.trial.jobs import (
 
 MIN_ROUNDS = 3  # of a confirmation
 SAFETY = 1.1  # an estimate of a process's seconds that turns out short must not break the budget
+FORESEEN_SECONDS = 2.0  # of a trial, from its first step on, while nothing was measured
 CONFIRM_SECONDS, MAX_CONFIRM_STEPS = 2.0, 400  # what a confirming run measures
 # Of the first compilation's seconds, for one that the compiler's cache knows: 1.7 of 6.5 s for a convnet of six blocks.
 CACHED_SHARE = 0.3
@@ -150,9 +152,9 @@ class Planner:
         return num_processes * self.setup_seconds(ledger) + passes
 
     def confirmation_seconds(self, ledger: Ledger) -> float:
-        """Seconds of the rounds that confirm the winner and what runs today, as far as they can be afforded: all, or
-        one, or none."""
-        chosen, num_slots = ledger.actual.finalists, self.budget.num_slots
+        """Seconds of the rounds that confirm what would win and what runs today, as far as they can be afforded: all,
+        or one, or none."""
+        chosen, num_slots = ledger.actual.shortlist, self.budget.num_slots
         if chosen is None:
             return 0.0
 
@@ -174,6 +176,24 @@ class Planner:
             affordable = (n for n, share in ((num_needed, 1.0), (1, 0.5)) if seconds_of(n) <= share * left)
             self._num_rounds = next(affordable, 0)
         return seconds_of(self._num_rounds)
+
+    def forecast(self, ledger: Ledger, *, may_fork: bool) -> str:
+        """Say what a start costs here, what comparing the precisions and confirming the best will take, in a line.
+
+        `may_fork`: trials are forked, and build their own model.
+        """
+        conditions, space = self.conditions, ledger.space
+        start = conditions.start_seconds
+        precisions = {c.precision for c in (*space.candidates, space.baseline)}
+        per_trial = start if conditions.are_trials_fresh else conditions.setup_seconds if may_fork else 0.0
+        comparing = len(precisions) * (per_trial + FORESEEN_SECONDS)
+        num_starts = 1 if conditions.shares_processes else 2
+        confirming = MIN_ROUNDS * (num_starts * start + 2 * (CONFIRM_SECONDS + 1))
+        return (
+            f"A process takes {duration(start)} to start here. Comparing {count(len(precisions), 'precision')} at "
+            f"batch {space.baseline.batch_size}: about {duration(comparing)}; then batch sizes and other settings, as "
+            f"far as they are worth it; confirming the best: about {duration(confirming)}."
+        )
 
     # -- what each may take --------------------------------------------------------------------------------------------
 

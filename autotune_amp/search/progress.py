@@ -10,7 +10,7 @@ from autotune_amp.core.setting import Setting
 class Progress:
     """Called from the search's own thread, in order; `tick` at least four times a second."""
 
-    def started(self, study: str, folder: str, budget_seconds: float) -> None:
+    def started(self, study: str, folder: str, budget_seconds: float | None) -> None:
         """The search has its folder and its budget."""
 
     def work_started(self, budget_seconds: float | None) -> None:

@@ -37,7 +37,7 @@ from autotune_amp.search.answer import explain
 from autotune_amp.search.answer.decide import recommend
 from autotune_amp.search.conditions import Conditions
 from autotune_amp.search.ledger import Ledger
-from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.options import DEFAULT_BUDGET_SECONDS, SearchOptions
 from autotune_amp.search.planner import MIN_ROUNDS, Budget, Planner
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher, Runner, Stage, Watchers, run, run_beside
@@ -79,7 +79,8 @@ def search_anew(
             answer = None if fingerprint is None or is_fresh else answer_for(fingerprint)
             if answer is not None:
                 return answer
-            progress.started(folder.path.name, str(folder.path), options.budget_seconds)
+            is_given = options.budget_seconds != DEFAULT_BUDGET_SECONDS
+            progress.started(folder.path.name, str(folder.path), options.budget_seconds if is_given else None)
             with search.backend() as backend:
                 source.keep_in(folder.path)
                 search.watcher.phase("loading the workload")
@@ -255,6 +256,8 @@ class _Search:
         study_of = partial(Study.open, storage, self.folder.path.name, ledger, owner=owner, seed=self._options.seed)
         with study_of(note=self._progress.note) as study:
             self.watcher.phase("searching")
+            if untried_seed(ledger, planner.conditions) is not None:
+                self._progress.note(planner.forecast(ledger, may_fork="share_build" in backend.abilities))
             share_building(backend, planner, ledger, self._progress)
             for _ in run(before_confirmation(study), runner):
                 if not runner.pending:

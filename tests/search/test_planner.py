@@ -1,0 +1,133 @@
+"""What jobs cost, as far as it was seen, and what of the time that is left each may take."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+from msgspec.structs import replace
+from scripted_backend import ScriptedSearch, candidate, described, hardware, measured
+
+from autotune_amp.core.outcome import Failure, Outcome
+from autotune_amp.search.planner import CONFIRM_SECONDS, MIN_ROUNDS, Planner
+from autotune_amp.search.space import Space
+from autotune_amp.trial.jobs import Trial
+
+FP32, BF16 = candidate("fp32", 32), candidate("bf16", 32)
+SPACE = Space(candidates=(FP32, BF16, candidate("bf16", 64)), baseline=FP32)
+
+
+def searched(
+    start_seconds: float = 10.0, budget_seconds: float = 300.0, device: str = "cuda:0", **fields: Any
+) -> ScriptedSearch:
+    """A search whose processes take so long to start; bf16 is twice as fast."""
+
+    def answer(trial: Trial) -> Outcome:
+        return measured(trial, 2000.0 if trial.candidate.precision == "bf16" else 1000.0)
+
+    found = ScriptedSearch(
+        SPACE,
+        answer,
+        budget_seconds,
+        device=replace(hardware({"fp32": 1.0, "bf16": 2.0}), device=device),
+        description=described(**fields),
+    )
+    found.set_start({}, start_seconds)
+    return found
+
+
+def test_nothing_is_kept_back_before_the_precisions_were_compared() -> None:
+    search = searched()
+    planner = search.planner
+    assert planner.to_explore(search.ledger) == search.budget.left()
+    search.measure(FP32, BF16)
+    assert planner.to_explore(search.ledger) < planner.before_confirmation(search.ledger) < search.budget.left()
+
+
+@pytest.mark.parametrize(("device", "starts_per_round"), [("cuda:0", 1), ("cpu", 2)])
+def test_the_confirmation_costs_its_rounds_with_their_starts(device: str, starts_per_round: int) -> None:
+    search = searched(start_seconds=10.0, device=device)
+    search.measure(FP32, BF16)
+    seconds = search.planner.confirmation_seconds(search.ledger)
+    least = MIN_ROUNDS * (starts_per_round * 10.0 + 2 * CONFIRM_SECONDS)
+    assert least < seconds < 1.5 * least
+
+
+@pytest.mark.parametrize(
+    ("budget_seconds", "num_rounds"), [(300.0, MIN_ROUNDS), (45.0, 1), (20.0, 0)], ids=["all", "one", "none"]
+)
+def test_where_not_all_rounds_can_be_afforded_there_is_one_or_none(budget_seconds: float, num_rounds: int) -> None:
+    search = searched(start_seconds=10.0, budget_seconds=budget_seconds)
+    search.measure(FP32, BF16)
+    planner = search.planner
+    each = planner.runs_seconds(search.ledger, [BF16, FP32], 1)
+    assert planner.confirmation_seconds(search.ledger) == pytest.approx(num_rounds * each)
+    search.budget.now += 1.0  # what is affordable is not asked again
+    assert planner.confirmation_seconds(search.ledger) == pytest.approx(num_rounds * each)
+
+
+def test_what_runs_of_a_command_have_measured_is_confirmed_already() -> None:
+    search = searched(start_seconds=11.0)
+    search.conditions = replace(search.conditions, are_trials_fresh=True)
+    search.backend.start_seconds = None
+    planner = search.planner
+    for setting in (FP32, BF16):
+        assert planner.trial(search.ledger, setting, 100.0).round == 0
+        search.run(_Once(setting))
+    assert planner.trial(search.ledger, FP32, 100.0).round == 1
+    assert planner.setup_seconds(search.ledger) == pytest.approx(11.0), "each starts anew"
+    rest = Planner(search.conditions, search.budget).confirmation_seconds(search.ledger)
+    search.conditions = replace(search.conditions, are_trials_fresh=False)
+    search.ledger.records = tuple(replace(r, round=None) for r in search.ledger.records)
+    search.ledger._forget()
+    assert rest == pytest.approx(2 / 3 * search.planner.confirmation_seconds(search.ledger), rel=0.05)
+
+
+class _Once:
+    """A stage of one trial with its limits."""
+
+    is_exclusive: ClassVar[bool] = False
+
+    def __init__(self, setting: Any) -> None:
+        self._left = [setting]
+
+    def next(self, ledger: Any, planner: Planner) -> Trial | None:
+        return planner.trial(ledger, self._left.pop(), 100.0) if self._left else None
+
+
+def test_a_failure_has_ended_the_process_that_was_kept() -> None:
+    search = searched(start_seconds=10.0)
+    search.backend.start_seconds = 0.0
+    search.measure(FP32)
+    assert search.planner.waiting_seconds(search.ledger) == 0.0
+    search.backend._answer = lambda _: Failure(kind="crash", message="it was killed")
+    search.measure(BF16)
+    assert search.planner.waiting_seconds(search.ledger) == pytest.approx(10.0)
+    assert not search.planner.may_try(search.ledger, 9.0)
+
+
+def test_no_more_is_tried_than_the_user_allows_whatever_it_is_for() -> None:
+    search = searched()
+    search.conditions = replace(search.conditions, max_trials=2)
+    search.measure(FP32)
+    assert search.planner.may_try(search.ledger, 100.0)
+    search.measure(BF16)
+    assert not search.planner.may_try(search.ledger, 100.0)
+
+
+def test_a_check_may_take_some_times_what_it_is_foreseen_to_and_half_of_what_is_left() -> None:
+    search = searched(budget_seconds=10_000.0)
+    search.measure(FP32, BF16)
+    check = search.planner.check(search.ledger, "fidelity", BF16)
+    assert check.deadline_seconds is not None
+    assert check.deadline_seconds < 100.0
+    search.budget.now = search.budget.seconds - 20.0
+    late = search.planner.check(search.ledger, "fidelity", BF16)
+    assert late.deadline_seconds is not None
+    assert 10.0 <= late.deadline_seconds <= 20.0
+
+
+def test_what_is_bought_is_said_before_the_first_trial() -> None:
+    said = searched(start_seconds=17.0).planner.forecast(searched().ledger, may_fork=False)
+    assert "17 s to start" in said
+    assert "2 precisions at batch 32" in said
