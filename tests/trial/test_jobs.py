@@ -1,13 +1,18 @@
-"""When a trial has measured enough."""
+"""When a trial has warmed up, and when it has measured enough."""
 
 from __future__ import annotations
 
+import math
+import random
+from statistics import fmean
 from typing import Any, Literal
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autotune_amp.core.setting import Setting
-from autotune_amp.trial.jobs import Trial, stop
+from autotune_amp.trial.jobs import MAX_FALLING_SECONDS, Trial, is_falling, stop
 
 FP32 = Setting(precision="fp32", batch_size=8)
 STEADY, RESTLESS = [0.1] * 8, [0.1, 0.3] * 4
@@ -49,3 +54,31 @@ def reason(
 )
 def test_what_ends_measuring(steps: list[float], fields: dict[str, Any], expected: str | None) -> None:
     assert reason(steps, **fields) == expected
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([1.3], True),  # nothing says yet that it is steady
+        ([1.36, 1.12, 1.18, 1.16], False),  # two groups no faster than the one before them
+        ([1.36, 1.12, 1.18, 1.16, 1.10, 0.91], True),
+        ([1.36, 1.12, 1.18, 1.16, 1.10, 0.91, 1.01, 1.02], False),
+        ([12.9, 1.0], True),  # the first holds what a shape costs once
+        ([12.9, 1.0, 0.99, 0.99], False),  # a percent is no fall
+        ([0.8, 1.0, 1.2], False),  # what rises is warm
+    ],
+)
+def test_a_warm_up_goes_on_while_its_steps_fall(groups: list[float], expected: bool) -> None:
+    assert is_falling(groups, 0.1) == expected
+    assert not is_falling(groups, MAX_FALLING_SECONDS), "what falls for ever is measured all the same"
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 2**32), spread=st.floats(0, 1))
+def test_noise_alone_does_not_go_on_for_long(seed: int, spread: float) -> None:
+    chance = random.Random(seed)
+    counts = []
+    for _ in range(100):
+        groups = [math.exp(chance.gauss(0, spread)) for _ in range(60)]
+        counts.append(next(n for n in range(1, 61) if not is_falling(groups[:n], 0.0)))
+    assert fmean(counts) < 6  # 4.2 are expected

@@ -284,7 +284,7 @@ def run_seconds(ledger: Ledger, setting: Setting) -> float:
     if not isinstance(outcome, Measurement):
         return 0.0
     first_step_seconds = outcome.first_step_seconds * (CACHED_SHARE if setting.is_compiled else 1.0)
-    warm_up = first_step_seconds + NUM_WARMUP_STEPS * outcome.step_seconds
+    warm_up = first_step_seconds + max(NUM_WARMUP_STEPS, outcome.num_unmeasured_steps) * outcome.step_seconds
     measuring = min(MAX_STEPS * outcome.step_seconds, MEASURE_SECONDS + outcome.step_seconds)
     return warm_up + measuring
 

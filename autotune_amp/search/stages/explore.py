@@ -210,7 +210,7 @@ def _setup_seconds(ledger: Ledger) -> float:
         measured, setting = record.outcome, record.candidate
         if record.purpose == "search" and isinstance(measured, Measurement):
             step_seconds = measured.step_seconds * _num_timed_passes(setting) / setting.accumulation_steps
-            num_steps = NUM_WARMUP_STEPS - 1 + measured.num_steps
+            num_steps = max(NUM_WARMUP_STEPS, measured.num_unmeasured_steps) - 1 + measured.num_steps
             found.append(record.seconds - measured.first_step_seconds - num_steps * step_seconds)
     return max(0.0, median(found)) if found else 0.0
 
