@@ -172,7 +172,7 @@ class _Steps:
         self._count_compilations = count_compilations
         # What workers load ahead during the slow first steps nobody waits for.
         num_ahead = math.ceil(training.num_loaded_ahead / training.spec.candidate.accumulation_steps)
-        self._num_warmup = max(training.spec.num_warmup_steps, NUM_WORST_STEPS + 1) + num_ahead
+        self._num_warmup = max(training.spec.num_warmup_steps[0], NUM_WORST_STEPS + 1) + num_ahead
         self._num_steps = self._num_together = self._num_samples = 0
         self._began = self._before = self._mark()
         self._first_step_seconds = 0.0
@@ -255,8 +255,12 @@ class _Steps:
         )
 
     def _still_falls(self) -> bool:
-        seconds = [group.step_seconds for group in self._warm_up]
-        return is_falling(seconds, sum(group.step_seconds * group.num_steps for group in self._warm_up))
+        return is_falling(
+            self._training.spec,
+            [group.step_seconds for group in self._warm_up],
+            num_steps=self._num_steps,
+            warming_seconds=sum(group.step_seconds * group.num_steps for group in self._warm_up),
+        )
 
     def _end_if_enough(self) -> None:
         spec, now = self._training.spec, time.perf_counter()

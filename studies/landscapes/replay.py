@@ -102,7 +102,6 @@ def _fail(process: Process, failure: Failure, spec: Trial, watch: _Watch) -> Pla
 def _measure(process: Process, recorded: Measurement, spec: Trial, watch: _Watch, chance: random.Random) -> Played:
     started, limits = watch.seconds, _limits(spec)
     first, *warmup = process.warmup_step_seconds
-    num_recorded = len(warmup)
     watch.take(first, next(limits))
     if spec.memory_limit_bytes is not None and recorded.reserved_memory_bytes > spec.memory_limit_bytes:
         return Played(Failure(kind="oom", message="it took more than its limit"), watch.seconds)
@@ -117,8 +116,12 @@ def _measure(process: Process, recorded: Measurement, spec: Trial, watch: _Watch
         watch.take(num_together * seconds, next(limits))
         return seconds
 
-    while not is_hopeless(spec, warmup) and is_falling(warmup, watch.seconds - warming):
+    num_taken = 1 + len(warmup)
+    while not is_hopeless(spec, warmup) and is_falling(
+        spec, warmup, num_steps=num_taken, warming_seconds=watch.seconds - warming
+    ):
         warmup.append(take_group())
+        num_taken += num_together
     if is_hopeless(spec, warmup):
         return Played(_measurement(recorded, spec, warmup, 1, was_cut=True), watch.seconds)
     fewest, most = (math.ceil(num_steps / num_together) for num_steps in spec.num_steps)
@@ -138,7 +141,7 @@ def _measure(process: Process, recorded: Measurement, spec: Trial, watch: _Watch
             training_seconds=watch.seconds - started,
         )
     found = _measurement(recorded, spec, groups, num_together, was_cut=reason == "cut")
-    num_taken = 1 + num_recorded + num_together * (len(warmup) - num_recorded + len(groups))
+    num_taken += num_together * len(groups)
     return Played(msgspec.structs.replace(found, num_steps_taken=num_taken), watch.seconds)
 
 

@@ -21,7 +21,9 @@ from landscape import Landscape
 BEGIN, END = "<!-- steady.py table -->", "<!-- end of steady.py's table -->"
 MEASURE_SECONDS = 2.0
 MIN_GROUPS = 4
+DEVICES = ((1, "cpu"), (4, "cuda"))  # by the steps that are timed together there
 STEADY_SPREAD = 0.02  # between the fastest and the slowest tenth of the groups in the last half
+SPECS = {num: Trial(candidate=Setting(precision="fp32", batch_size=1), device=device) for num, device in DEVICES}
 Rule = Callable[[Sequence[float], int], int]
 
 
@@ -69,9 +71,11 @@ def until_steady(group_seconds: Sequence[float], steps_per_group: int) -> int:
     num_least = three_steps((), steps_per_group)
     seconds = [group_seconds[min(step, num_least - 1)] for step in range(2)]
     warming_seconds = sum(seconds)
+    num_steps = 1 + num_least * steps_per_group
     for num, mean_seconds in enumerate(group_seconds[num_least:-1], num_least):
-        if not is_falling(seconds, warming_seconds):
+        if not is_falling(SPECS[steps_per_group], seconds, num_steps=num_steps, warming_seconds=warming_seconds):
             return num
+        num_steps += steps_per_group
         seconds.append(mean_seconds)
         warming_seconds += steps_per_group * mean_seconds
     return len(group_seconds) - 1
@@ -79,9 +83,7 @@ def until_steady(group_seconds: Sequence[float], steps_per_group: int) -> int:
 
 def measured(recorded: Recorded, num_warmup: int) -> float:
     """Return the mean step seconds that a search's trial would find after so many groups."""
-    spec = Trial(
-        candidate=Setting(precision="fp32", batch_size=1), device="cpu" if recorded.steps_per_group == 1 else "cuda"
-    )
+    spec = SPECS[recorded.steps_per_group]
     groups: list[float] = []
     for seconds in recorded.group_seconds[num_warmup:]:
         groups.append(seconds)

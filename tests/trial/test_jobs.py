@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune_amp.core.setting import Setting
-from autotune_amp.trial.jobs import MAX_FALLING_SECONDS, Trial, is_falling, stop
+from autotune_amp.trial.jobs import MAX_FALLING_SECONDS, MAX_WARMUP_STEPS, Trial, is_falling, stop
 
 FP32 = Setting(precision="fp32", batch_size=8)
 STEADY, RESTLESS = [0.1] * 8, [0.1, 0.3] * 4
@@ -56,6 +56,11 @@ def test_what_ends_measuring(steps: list[float], fields: dict[str, Any], expecte
     assert reason(steps, **fields) == expected
 
 
+def falls(groups: list[float], num_steps: int = 10, warming_seconds: float = 0.1) -> bool:
+    spec = Trial(candidate=FP32, device="cpu")
+    return is_falling(spec, groups, num_steps=num_steps, warming_seconds=warming_seconds)
+
+
 @pytest.mark.parametrize(
     ("groups", "expected"),
     [
@@ -69,8 +74,9 @@ def test_what_ends_measuring(steps: list[float], fields: dict[str, Any], expecte
     ],
 )
 def test_a_warm_up_goes_on_while_its_steps_fall(groups: list[float], expected: bool) -> None:
-    assert is_falling(groups, 0.1) == expected
-    assert not is_falling(groups, MAX_FALLING_SECONDS), "what falls for ever is measured all the same"
+    assert falls(groups) == expected
+    assert not falls(groups, warming_seconds=MAX_FALLING_SECONDS), "what falls for ever is measured all the same"
+    assert not falls(groups, num_steps=MAX_WARMUP_STEPS)
 
 
 @settings(deadline=None)
@@ -80,5 +86,5 @@ def test_noise_alone_does_not_go_on_for_long(seed: int, spread: float) -> None:
     counts = []
     for _ in range(100):
         groups = [math.exp(chance.gauss(0, spread)) for _ in range(60)]
-        counts.append(next(n for n in range(1, 61) if not is_falling(groups[:n], 0.0)))
+        counts.append(next(n for n in range(1, 61) if not falls(groups[:n])))
     assert fmean(counts) < 6  # 4.2 are expected
