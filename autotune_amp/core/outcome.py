@@ -83,6 +83,11 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
         """The measured optimizer steps."""
         return len(self.raw_step_seconds) * self.num_steps_together
 
+    @property
+    def num_unmeasured_steps(self) -> int:
+        """The optimizer steps that were taken beside the measured ones, most of them to warm up; 0 where unknown."""
+        return max(0, self.num_steps_taken - self.num_steps)
+
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="failure"):
     """A candidate that did not run; `message` is one sentence, `details` a traceback or the end of its output."""

@@ -138,15 +138,16 @@ class Scales:
         """log2 of the largest safe loss scale, for each calibrated pass that has one."""
         return [s for s in self.log2_scales if s > -math.inf]
 
-    def num_skips_among(self, pair: Pair, num_measured: int) -> int:
-        """Skips foretold for that many steps of a process, measured as `trial.timing` does: once warm-up is over.
+    def num_skips_among(self, pair: Pair, num_measured: int, num_warmup: int) -> int:
+        """Return how many of a process's measured steps should be skipped: those after its warm-up, which goes on until
+        the loss scale has come down.
 
         A trial trains with ``torch.amp.GradScaler``, which knows no bounds.
         """
-        num_foreseen = NUM_WARMUP_STEPS + 64 + num_measured
+        num_foreseen = num_warmup + 64 + num_measured
         trace = extend(self.log2_scales, num_foreseen, num_burst_steps=0, num_passes_per_step=self._accumulation_steps)
         steps = set(skips(trace, rule(pair)))
-        after_warmup = range(NUM_WARMUP_STEPS, num_foreseen - num_measured)
+        after_warmup = range(num_warmup, num_foreseen - num_measured)
         start = next((step for step in after_warmup if step - 1 not in steps), after_warmup.stop)
         return sum(start <= step < start + num_measured for step in steps)
 
@@ -237,16 +238,16 @@ def evidence(scales: AllScales, candidate: Setting, confirming: Sequence[Measure
         return None
     pair = found.best
     ours, defaults = found.replay(pair), found.of_gradscaler
-    nums_measured = [m.num_steps for m in confirming]
+    counts = [(m.num_steps, max(NUM_WARMUP_STEPS, m.num_unmeasured_steps)) for m in confirming]
     return LossScaleEvidence(
         num_steps=found.num_steps,
         num_skips=ours.num_skips,
         applied_share=ours.applied_share,
         default_num_skips=defaults.num_skips,
         default_applied_share=defaults.applied_share,
-        num_confirming_steps=sum(nums_measured),
+        num_confirming_steps=sum(num_measured for num_measured, _ in counts),
         num_skips_seen=sum(m.num_skips for m in confirming),
-        num_skips_foretold=sum(found.num_skips_among(pair, num) for num in nums_measured),
+        num_skips_foretold=sum(found.num_skips_among(pair, *count) for count in counts),
         num_calibrated_steps=len(found.log2_scales),
         log2_safe_scale_min=min(found.finite_log2_scales),
         log2_safe_scale_median=median(found.finite_log2_scales),

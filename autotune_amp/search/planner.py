@@ -109,7 +109,7 @@ class Planner:
             measured, setting = record.outcome, record.candidate
             if record.purpose == "search" and isinstance(measured, Measurement):
                 step_seconds = measured.step_seconds * num_timed_passes(setting) / setting.accumulation_steps
-                num_steps = NUM_WARMUP_STEPS - 1 + measured.num_steps
+                num_steps = num_warmup_steps(measured) - 1 + measured.num_steps
                 found.append(record.seconds - measured.first_step_seconds - num_steps * step_seconds)
         return max(0.0, median(found)) if found else self.conditions.setup_seconds
 
@@ -130,7 +130,7 @@ class Planner:
         if not isinstance(outcome, Measurement):
             return 0.0
         first_step_seconds = outcome.first_step_seconds * (CACHED_SHARE if setting.is_compiled else 1.0)
-        warm_up = first_step_seconds + NUM_WARMUP_STEPS * outcome.step_seconds
+        warm_up = first_step_seconds + num_warmup_steps(outcome) * outcome.step_seconds
         measuring = min(MAX_CONFIRM_STEPS * outcome.step_seconds, CONFIRM_SECONDS + outcome.step_seconds)
         return warm_up + measuring
 
@@ -274,6 +274,11 @@ class Planner:
         """Make the check of whether accumulated gradients equal those of the whole batch."""
         batch_size = min(ledger.space.check_batch_size, ledger.space.baseline.effective_batch_size)
         return self.check(ledger, "accumulation", Setting(precision="fp32", batch_size=batch_size))
+
+
+def num_warmup_steps(measured: Measurement) -> int:
+    """Return the steps that a trial took before it measured."""
+    return max(NUM_WARMUP_STEPS, measured.num_unmeasured_steps)
 
 
 def num_timed_passes(setting: Setting) -> int:

@@ -38,13 +38,14 @@ CheckKind: TypeAlias = Literal["fidelity", "calibration", "accumulation"]
 MAX_TIMED_MICRO_BATCHES = 4
 # An accelerator runs ahead of the host, so steps between two synchronisations are timed together.
 STEPS_PER_SYNC = 4
-NUM_WARMUP_STEPS = 3
+NUM_WARMUP_STEPS, MAX_WARMUP_STEPS = 3, 40
 COMPILING_SHARE = 0.85  # of a trial's seconds, where that tries compiling
 
 
 class Trial(Job[Measurement], frozen=True, kw_only=True):
     """One isolated run of one candidate.
 
+    `num_warmup_steps` [low, high] bounds the steps before the measured ones: they end between once none `is_falling`.
     `num_steps` [low, high] bounds the measured optimizer steps: measuring stops between them once the trimmed
     95 % interval of the step time is within `interval_share` of it, or after `measure_seconds`. After five steps a
     median above `cut_step_seconds` ends the trial early. `first_step_deadline_seconds`, with compilation, and
@@ -65,7 +66,7 @@ class Trial(Job[Measurement], frozen=True, kw_only=True):
     purpose: Purpose = "search"
     loss_scale: LossScale | None = None
     seed: int = 0
-    num_warmup_steps: int = NUM_WARMUP_STEPS
+    num_warmup_steps: tuple[int, int] = (NUM_WARMUP_STEPS, MAX_WARMUP_STEPS)
     num_steps: tuple[int, int] = (8, 40)
     interval_share: float = 0.05
     measure_seconds: float | None = None
@@ -243,6 +244,8 @@ def as_failure(problem: Failure | AutotuneAmpError) -> Failure:
     return Failure(kind="workload_error", message=problem.message, details=problem.next_step)
 
 
+# Of the warm-up after its first step. Set on ten trainings on an H200, held against CPUs (studies/real_card).
+NUM_STEADY_GROUPS, LEAST_FALL, MAX_FALLING_SECONDS = 2, 0.02, 0.5
 NUM_STEPS_BEFORE_CUT = 5
 DEADLINE_SHARE = 0.6
 # Warm-up steps that are all so many times over the cut end the trial at once: bf16 or fp16 that is merely emulated.
@@ -254,6 +257,21 @@ LEAST_ACCELERATOR_SECONDS = 0.25
 def is_hopeless(spec: Trial, warmup_step_seconds: Sequence[float]) -> bool:
     """Whether the warm-up after the first step, one step at least, says enough."""
     return spec.cut_step_seconds is not None and min(warmup_step_seconds) > HOPELESS_RATIO * spec.cut_step_seconds
+
+
+def is_falling(spec: Trial, group_seconds: Sequence[float], *, num_steps: int, warming_seconds: float) -> bool:
+    """Whether the step times of a warm-up still fall, so that measuring has to wait.
+
+    `group_seconds` are the step seconds of its steps after the first, then the mean ones of each group of steps;
+    `num_steps` counts them all. They fall as long as one of the last `NUM_STEADY_GROUPS` is faster than all before by
+    more than `LEAST_FALL`, and until `warming_seconds`, which they took together, reach `MAX_FALLING_SECONDS`: long
+    steps are steady from the second on. Noise alone costs few groups: the chance that one of the last two of n is the
+    fastest is 2 / n.
+    """
+    before, last = group_seconds[:-NUM_STEADY_GROUPS], group_seconds[-NUM_STEADY_GROUPS:]
+    if num_steps >= spec.num_warmup_steps[1] or warming_seconds >= MAX_FALLING_SECONDS:
+        return False
+    return not before or min(last) < (1 - LEAST_FALL) * min(before)
 
 
 def stop(

@@ -1,7 +1,8 @@
 """Times the steps of a framework's own training loop: whatever it does between them is in them.
 
 The loop takes its batches from its own loader. The last of each of its first two steps is swapped for the worst batch,
-where there is one: the second of them meets the optimizer's state. Both are part of the warm-up.
+where there is one: the second of them meets the optimizer's state. Both are part of the warm-up, which goes on for as
+long as the steps after them fall.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.trial import data
 from autotune_amp.trial.context import Optimizers
 from autotune_amp.trial.failures import NonFiniteError
-from autotune_amp.trial.jobs import stop
+from autotune_amp.trial.jobs import is_falling, stop
 from autotune_amp.trial.timing import MAX_COMPILING_STEPS, Report, Timing, groups_per_burst, num_backoffs
 from autotune_amp.trial.training import Training
 
@@ -171,10 +172,12 @@ class _Steps:
         self._count_compilations = count_compilations
         # What workers load ahead during the slow first steps nobody waits for.
         num_ahead = math.ceil(training.num_loaded_ahead / training.spec.candidate.accumulation_steps)
-        self._num_warmup = max(training.spec.num_warmup_steps, NUM_WORST_STEPS + 1) + num_ahead
+        self._num_warmup = max(training.spec.num_warmup_steps[0], NUM_WORST_STEPS + 1) + num_ahead
         self._num_steps = self._num_together = self._num_samples = 0
         self._began = self._before = self._mark()
         self._first_step_seconds = 0.0
+        self._warm_up: list[_Group] = []  # without the first steps, whose batch may be the worst
+        self._is_warm = False
         self._compiled: list[_Group] = []
         self._groups: list[_Group] = []
         self._loss = math.nan
@@ -185,15 +188,17 @@ class _Steps:
         self._num_steps += 1
         self._num_together += 1
         self._training.num_steps_taken += 1
-        is_warmup = self._num_steps <= self._num_warmup
-        if not is_warmup and self._num_together < spec.num_steps_per_report:
+        is_least_warmup = self._num_steps <= self._num_warmup
+        if not is_least_warmup and self._num_together < spec.num_steps_per_report:
             return
         synchronize(self._training.device)
         num_skips = num_backoffs(self._training, self._before.scale)
         group = _Group(self._num_together, self._before, self._mark(), self._num_samples, num_skips)
         self._check(loss)
-        if is_warmup:
+        if not self._is_warm:
             self._first_step_seconds = self._first_step_seconds or group.step_seconds
+            self._warm_up += [group] if self._num_steps > NUM_WORST_STEPS else []
+            self._is_warm = self._num_steps >= self._num_warmup and not self._still_falls()
             self._report(0, group.step_seconds)
         elif group.has_compiled and sum(one.num_steps for one in self._compiled) < MAX_COMPILING_STEPS:
             self._compiled.append(group)
@@ -247,6 +252,14 @@ class _Steps:
             self._supply.seconds,
             self._count_compilations(),
             self._training.loss_scale(),
+        )
+
+    def _still_falls(self) -> bool:
+        return is_falling(
+            self._training.spec,
+            [group.step_seconds for group in self._warm_up],
+            num_steps=self._num_steps,
+            warming_seconds=sum(group.step_seconds * group.num_steps for group in self._warm_up),
         )
 
     def _end_if_enough(self) -> None:

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.trial.failures import NonFiniteError
-from autotune_amp.trial.jobs import is_hopeless, stop
+from autotune_amp.trial.jobs import is_falling, is_hopeless, stop
 from autotune_amp.trial.training import BaseTraining
 
 
@@ -189,8 +189,10 @@ def _step_on_worst(training: BaseTraining, timer: _StepTimer, enter: Enter) -> f
 
 
 def _warm_up(training: BaseTraining, timer: _StepTimer, report: Report) -> list[_Timed]:
-    """The remaining warm-up steps, and as many more as a loop takes to its first update, fp16's scale to come down."""
-    spec = training.spec
+    """Time the remaining warm-up steps, and as many more as a loop takes to its first update and fp16's scale to come
+    down; then groups of steps until they have stopped falling."""
+    spec, began = training.spec, time.perf_counter()
+    num_least = spec.num_warmup_steps[0]
     steps: list[_Timed] = []
     while True:
         scale = training.loss_scale()
@@ -198,12 +200,23 @@ def _warm_up(training: BaseTraining, timer: _StepTimer, report: Report) -> list[
         report(0, steps[-1].seconds)
         is_skipping = num_backoffs(training, scale) > 0
         num_done = 1 + len(steps)
-        if num_done >= spec.num_warmup_steps and not is_skipping and training.has_stepped:
-            return steps
-        if num_done >= spec.num_warmup_steps + MAX_SCALE_SEARCH_STEPS:
+        if num_done >= num_least and not is_skipping and training.has_stepped:
+            break
+        if num_done >= num_least + MAX_SCALE_SEARCH_STEPS:
             raise NonFiniteError(
                 f"gradients still overflow at a loss scale of {training.loss_scale():g} after {num_done} steps"
             )
+    seconds = [step.seconds for step in steps]
+    while not is_hopeless(spec, seconds) and is_falling(
+        spec,
+        seconds,
+        num_steps=1 + sum(step.num_steps for step in steps),
+        warming_seconds=time.perf_counter() - began - timer.compiling_seconds,
+    ):
+        steps.append(timer.time_compiled(spec.num_steps_per_report))
+        seconds.append(steps[-1].seconds)
+        report(0, seconds[-1])
+    return steps
 
 
 def num_backoffs(training: BaseTraining, before: float | None) -> int:

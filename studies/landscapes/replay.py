@@ -19,7 +19,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Ability, Slot
 from autotune_amp.search.planner import Budget
 from autotune_amp.search.space import Space
-from autotune_amp.trial.jobs import Check, Trial, is_hopeless, stop
+from autotune_amp.trial.jobs import Check, Trial, is_falling, is_hopeless, stop
 
 # Of a check of bf16 and of a calibration in real searches (num_passes in their outcomes.jsonl): of a check half are in
 # fp32, of a calibration those of its histograms.
@@ -74,10 +74,10 @@ def play(process: Process, spec: Trial, header: Header, chance: random.Random, *
 
     A confirming process takes the header's `start_seconds` to its first step, nothing where another run has started it
     (`is_started`); another one takes what the recorded one took.
-    The warm-up is the recorded one. Measured steps are the recorded ones in their order; where more are asked for, they
-    are drawn from these. A recorded failure is that failure again; what a process that was killed at its deadline would
-    have done later nobody knows: it is a timeout once more, at the earliest of the deadlines that it met then and those
-    that it would meet now.
+    The warm-up is the recorded one, and as many of the recorded steps as go on falling. Measured steps are the next
+    ones in their order; where more are asked for than were recorded, they are drawn from these. A recorded failure is
+    that failure again; what a process that was killed at its deadline would have done later nobody knows: it is a
+    timeout once more, at the earliest of the deadlines that it met then and those that it would meet now.
     """
     setup_seconds = (0.0 if is_started else header.start_seconds) if spec.is_confirmation else process.setup_seconds
     try:
@@ -105,20 +105,32 @@ def _measure(process: Process, recorded: Measurement, spec: Trial, watch: _Watch
     watch.take(first, next(limits))
     if spec.memory_limit_bytes is not None and recorded.reserved_memory_bytes > spec.memory_limit_bytes:
         return Played(Failure(kind="oom", message="it took more than its limit"), watch.seconds)
+    warming = watch.seconds
     for seconds in warmup:
         watch.take(seconds, next(limits))
+    num_together = spec.num_steps_per_report
+    known = iter(recorded.raw_step_seconds)
+
+    def take_group() -> float:
+        seconds = next(known, None) or chance.choice(recorded.raw_step_seconds)
+        watch.take(num_together * seconds, next(limits))
+        return seconds
+
+    num_taken = 1 + len(warmup)
+    while not is_hopeless(spec, warmup) and is_falling(
+        spec, warmup, num_steps=num_taken, warming_seconds=watch.seconds - warming
+    ):
+        warmup.append(take_group())
+        num_taken += num_together
     if is_hopeless(spec, warmup):
         return Played(_measurement(recorded, spec, warmup, 1, was_cut=True), watch.seconds)
-    num_together = spec.num_steps_per_report
-    known = recorded.raw_step_seconds
     fewest, most = (math.ceil(num_steps / num_together) for num_steps in spec.num_steps)
     limit_seconds = math.inf if spec.measure_seconds is None else spec.measure_seconds
     warmed_up = watch.seconds
     groups: list[float] = []
     reason = None
     while reason is None:
-        groups.append(known[len(groups)] if len(groups) < len(known) else chance.choice(known))
-        watch.take(num_together * groups[-1], next(limits))
+        groups.append(take_group())
         reason = stop(
             spec,
             groups,
@@ -129,7 +141,8 @@ def _measure(process: Process, recorded: Measurement, spec: Trial, watch: _Watch
             training_seconds=watch.seconds - started,
         )
     found = _measurement(recorded, spec, groups, num_together, was_cut=reason == "cut")
-    return Played(found, watch.seconds)
+    num_taken += num_together * len(groups)
+    return Played(msgspec.structs.replace(found, num_steps_taken=num_taken), watch.seconds)
 
 
 def _limits(spec: Trial) -> Iterator[float | None]:

@@ -50,7 +50,7 @@ class Meter:
     def short(self, cell: Setting) -> Outcome:
         """The few steps of a batch-size finder."""
         steps = NUM_FINDER_STEPS - 1, NUM_FINDER_STEPS - 1
-        return self._run(Trial(candidate=cell, device="cpu", num_warmup_steps=1, num_steps=steps))
+        return self._run(Trial(candidate=cell, device="cpu", num_warmup_steps=(1, 1), num_steps=steps))
 
     def _run(self, trial: Trial) -> Outcome:
         found: Outcome = self._runner.submit(trial).result()

@@ -90,7 +90,7 @@ def _run(context: Context, header: Header, cell: Cell) -> Process:
     spec = Trial(
         candidate=cell.candidate,
         device=header.hardware.device,
-        num_warmup_steps=2,
+        num_warmup_steps=(2, 2),
         num_steps=(STEPS_PER_SYNC, STEPS_PER_SYNC),
         loss_scale=LOSS_SCALE if cell.precision == "fp16" else None,
         memory_limit_bytes=header.memory_limit_bytes,

@@ -105,7 +105,8 @@ class Opened:
 
     def trial(self, batch_size: int = 4, **fields: Any) -> Trial:
         candidate = Setting(precision="fp32", batch_size=batch_size)
-        return Trial(candidate=candidate, device="cpu", torch_state=self.state, num_steps=(1, 1), **fields)
+        steps: Any = {"num_warmup_steps": (3, 3), "num_steps": (1, 1)}
+        return Trial(candidate=candidate, device="cpu", torch_state=self.state, **steps, **fields)
 
     def run(self, batch_size: int = 4, **fields: Any) -> Measurement | Failure:
         return self.backend.submit(self.trial(batch_size, **fields)).result()

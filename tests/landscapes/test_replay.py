@@ -69,7 +69,15 @@ def test_what_is_slow_is_cut(cut_step_seconds: float, num_steps: int) -> None:
     assert isinstance(found.outcome, Measurement)
     assert found.outcome.was_cut == (cut_step_seconds < 0.1)
     assert len(steps(found)) == num_steps  # two steps of warm-up where it is hopeless
-    assert found.seconds == pytest.approx(SETUP_SECONDS + 0.7 + (0.0 if num_steps == 2 else 0.1 * num_steps))
+    assert found.seconds == pytest.approx(SETUP_SECONDS + 0.7 + (0.0 if num_steps == 2 else 0.1 * (1 + num_steps)))
+
+
+def test_recorded_steps_that_still_fall_are_part_of_the_warm_up() -> None:
+    found = played(process(FP32, (0.05, 0.04, *[0.03] * 20), warmup=(0.5, 0.07, 0.06)))
+    assert steps(found) == (0.03,) * 8
+    assert isinstance(found.outcome, Measurement)
+    assert (found.outcome.num_steps_taken, found.outcome.num_unmeasured_steps) == (8 + 8, 8)
+    assert found.seconds == pytest.approx(SETUP_SECONDS + 0.5 + 0.07 + 0.06 + 0.05 + 0.04 + 11 * 0.03)
 
 
 @pytest.mark.parametrize(

@@ -120,12 +120,13 @@ def test_a_window_of_passes_divides_the_loss_and_so_the_scale() -> None:
 
 def test_what_a_process_should_have_skipped_is_counted_as_the_trial_counts() -> None:
     known = scales(log2_scale=14.5)
-    assert known.num_skips_among(known.preferred, 400) == 0
+    assert known.num_skips_among(known.preferred, 400, 3) == 0
     pair = (2.0**14, 5)  # grows to 2^15 after five steps, which is one skip, and so on every six steps
     trace = extend(known.log2_scales, 100)
     assert skips(trace, LossScale(init_scale=pair[0], growth_interval=5))[:3] == [5, 11, 17]
-    assert known.num_skips_among(pair, 15) == 3  # after three steps of warm-up
-    assert known.num_skips_among((2.0**20, 2000), 50) == 0  # it comes down during the warm-up
+    assert known.num_skips_among(pair, 15, 3) == 3
+    assert known.num_skips_among(pair, 15, 7) == 2  # the first of the three was in the warm-up
+    assert known.num_skips_among((2.0**20, 2000), 50, 3) == 0  # it comes down during the warm-up
 
 
 def test_the_evidence_sets_what_was_seen_beside_what_was_foretold() -> None:

@@ -80,7 +80,7 @@ def test_what_runs_of_a_command_have_measured_is_confirmed_already() -> None:
     search.conditions = replace(search.conditions, are_trials_fresh=False)
     search.ledger.records = tuple(replace(r, round=None) for r in search.ledger.records)
     search.ledger._forget()
-    assert rest == pytest.approx(2 / 3 * search.planner.confirmation_seconds(search.ledger), rel=0.05)
+    assert rest == pytest.approx(2 / 3 * search.planner.confirmation_seconds(search.ledger), rel=0.3)
 
 
 class _Once:

@@ -107,7 +107,7 @@ def spec(state: dict[str, Any], **fields: Any) -> Check:
 
 def trial(state: dict[str, Any], **fields: Any) -> Trial:
     candidate = Setting(**{"precision": "fp32", "batch_size": 8, **fields})
-    return Trial(candidate=candidate, device="cpu", torch_state=state, num_steps=(4, 4))
+    return Trial(candidate=candidate, device="cpu", torch_state=state, num_warmup_steps=(3, 3), num_steps=(4, 4))
 
 
 def test_a_healthy_model_is_faithful_also_where_its_loss_takes_its_batch_apart(folder: Folder) -> None:

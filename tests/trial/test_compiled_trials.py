@@ -77,7 +77,7 @@ def payload(folder: Path, backend: str) -> Payload:
 
 def spec(batch_size: int = 4, **fields: Any) -> Trial:
     candidate = Setting(precision="fp32", batch_size=batch_size)
-    return Trial(**{"candidate": candidate, "device": "cpu", "num_steps": (2, 2), **fields})
+    return Trial(**{"candidate": candidate, "device": "cpu", "num_warmup_steps": (3, 3), "num_steps": (2, 2), **fields})
 
 
 def mean_square(model: nn.Module, batch: Tensor) -> Tensor:

@@ -1,13 +1,18 @@
-"""When a trial has measured enough."""
+"""When a trial has warmed up, and when it has measured enough."""
 
 from __future__ import annotations
 
+import math
+import random
+from statistics import fmean
 from typing import Any, Literal
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autotune_amp.core.setting import Setting
-from autotune_amp.trial.jobs import Trial, stop
+from autotune_amp.trial.jobs import MAX_FALLING_SECONDS, MAX_WARMUP_STEPS, Trial, is_falling, stop
 
 FP32 = Setting(precision="fp32", batch_size=8)
 STEADY, RESTLESS = [0.1] * 8, [0.1, 0.3] * 4
@@ -49,3 +54,37 @@ def reason(
 )
 def test_what_ends_measuring(steps: list[float], fields: dict[str, Any], expected: str | None) -> None:
     assert reason(steps, **fields) == expected
+
+
+def falls(groups: list[float], num_steps: int = 10, warming_seconds: float = 0.1) -> bool:
+    spec = Trial(candidate=FP32, device="cpu")
+    return is_falling(spec, groups, num_steps=num_steps, warming_seconds=warming_seconds)
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([1.3], True),  # nothing says yet that it is steady
+        ([1.36, 1.12, 1.18, 1.16], False),  # two groups no faster than the one before them
+        ([1.36, 1.12, 1.18, 1.16, 1.10, 0.91], True),
+        ([1.36, 1.12, 1.18, 1.16, 1.10, 0.91, 1.01, 1.02], False),
+        ([12.9, 1.0], True),  # the first holds what a shape costs once
+        ([12.9, 1.0, 0.99, 0.99], False),  # a percent is no fall
+        ([0.8, 1.0, 1.2], False),  # what rises is warm
+    ],
+)
+def test_a_warm_up_goes_on_while_its_steps_fall(groups: list[float], expected: bool) -> None:
+    assert falls(groups) == expected
+    assert not falls(groups, warming_seconds=MAX_FALLING_SECONDS), "what falls for ever is measured all the same"
+    assert not falls(groups, num_steps=MAX_WARMUP_STEPS)
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 2**32), spread=st.floats(0, 1))
+def test_noise_alone_does_not_go_on_for_long(seed: int, spread: float) -> None:
+    chance = random.Random(seed)
+    counts = []
+    for _ in range(100):
+        groups = [math.exp(chance.gauss(0, spread)) for _ in range(60)]
+        counts.append(next(n for n in range(1, 61) if not falls(groups[:n])))
+    assert fmean(counts) < 6  # 4.2 are expected

@@ -106,6 +106,7 @@ UNEVEN = [0.1, 0.9, 0.5]
         ([1.3] * 99, {"cut_step_seconds": 1.25}, 5, True),
         ([1.2] * 99, {"cut_step_seconds": 1.25}, 8, False),
         ([30.0] * 99, {"cut_step_seconds": 1.25}, 2, True),  # hopeless: those of the warm-up
+        ([0.03] * 99, {"cut_step_seconds": 0.0125}, 2, True),  # nobody waits for those to fall
         ([1.0, 30.0, *[1.0] * 99], {"cut_step_seconds": 1.25}, 8, False),  # one stall
     ],
 )
@@ -117,6 +118,29 @@ def test_how_long_is_measured(
     assert (len(found.raw_step_seconds), found.was_cut) == (num_measured, was_cut)
     assert found.first_step_seconds == steps[0]
     assert found.raw_step_seconds == pytest.approx(steps[training.num_updates - num_measured : training.num_updates])
+
+
+class FirstPages(Scripted):
+    """All of its time is the wait for data."""
+
+    def next_batch(self) -> str:
+        self.now += next(self._seconds)
+        return super().next_batch()
+
+    def forward_backward(self, batch: str, *, is_last: bool = True) -> torch.Tensor:
+        return torch.tensor(self.loss)
+
+
+@pytest.mark.parametrize("purpose", ["search", "confirm"])
+@pytest.mark.parametrize("is_data", [False, True])
+def test_measuring_waits_until_steps_stop_falling(clock: SimpleNamespace, purpose: Any, is_data: bool) -> None:
+    falling = [1.0, 0.06, 0.05, 0.055, 0.045, 0.04, 0.035, 0.037, 0.03]
+    seconds = itertools.chain(falling, constant(0.03))
+    training = FirstPages(seconds, purpose=purpose) if is_data else Scripted(seconds, purpose=purpose)
+    found = run(clock, training)
+    assert found.raw_step_seconds == pytest.approx((0.03,) * 8)
+    assert found.first_step_seconds == pytest.approx(1.0)
+    assert training.num_updates <= len(falling) + 2 + 8
 
 
 def test_seconds_of_compiling_are_not_measured_seconds(clock: SimpleNamespace) -> None:
@@ -166,7 +190,7 @@ def test_what_was_loaded_ahead_in_the_slow_first_step_does_not_hide_the_wait(
     training.num_ready = 1000
     run(clock, training)
     dropped = num_ready + 1 if num_ready else 0  # no more than the workers may hold, and the step after it
-    assert training.num_ready == 1000 - 3 - dropped - 8
+    assert training.num_ready == 1000 - 4 - dropped - 8
 
 
 class Bursting(Scripted):

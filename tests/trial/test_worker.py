@@ -185,6 +185,7 @@ class Job:
             candidate=Setting(precision="bf16", batch_size=2, accumulation_steps=accumulation_steps),
             device="cpu",
             purpose=purpose,
+            num_warmup_steps=(3, 3),
             num_steps=(2, 2),
             torch_state=torch_state.capture(),
             **({"ending_seconds": 60.0 if purpose == "confirm" else None} | fields),
