@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from autotune_amp.core.errors import AutotuneAmpError, BudgetTooSmallError, WorkloadError
 from autotune_amp.core.job import Job
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 Found = TypeVar("Found")
 Found_co = TypeVar("Found_co", covariant=True)
+Value = TypeVar("Value")
 Isolation: TypeAlias = Literal["forked", "kept", "fresh"]
 # fidelity, calibration, accumulation, profile: it answers such jobs, later: fidelity on trained weights too.
 # share_build: it can build the model once for all. energy: its trials say what the device drew.
@@ -226,10 +228,14 @@ class LocalBackend(WorkloadBackend):
 
     def share_build(self, job: Any, deadline_seconds: float) -> str | None:  # noqa: D102 - see Backend
         command = {"cmd": "share", "device": job.device, "state": job.torch_state, "seed": job.seed}
-        until = time.monotonic() + deadline_seconds
-        try:
+
+        def share(until: float) -> str | None:
             self._ready_process(until)
             reason: str | None = self._expect(command, until)
+            return reason
+
+        try:
+            reason = _within(deadline_seconds, share)
         except (BudgetTooSmallError, WorkloadError) as error:
             return f"it cannot be built in the process that trials are forked from: {error.message.splitlines()[0]}"
         if reason is None:
@@ -239,9 +245,10 @@ class LocalBackend(WorkloadBackend):
     def load(self, deadline_seconds: float) -> dict[str, Any]:
         """Start the process and import or unpack the workload; returns the torch state found after it.
 
-        Raises `WorkloadError` where the workload cannot be loaded, with the user's own traceback.
+        Raises `WorkloadError` where the workload cannot be loaded, with the user's own traceback, and
+        `BudgetTooSmallError` where that takes longer than the deadline.
         """
-        state: dict[str, Any] = self._load(time.monotonic() + deadline_seconds)
+        state: dict[str, Any] = _within(deadline_seconds, self._load)
         return state
 
     def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:
@@ -250,7 +257,7 @@ class LocalBackend(WorkloadBackend):
         Where jobs cannot be forked from a process that did so, one is kept for them.
         """
         self._device, self._num_threads = device, num_threads
-        opened = Opened(**self._open(time.monotonic() + deadline_seconds))
+        opened = Opened(**_within(deadline_seconds, self._open))
         if opened.why_not_forked is not None:
             self.keep()
         return opened
@@ -260,7 +267,7 @@ class LocalBackend(WorkloadBackend):
 
     def start(self, job: Job[Any], until: float | None, cpus: Sequence[int]) -> float | None:
         """Have a process run it, on these CPUs alone where there are some; returns what the process took to start, None
-        where it is forked."""
+        where it is forked. Raises `ProcessEndedError` where that is not there by `until`."""
         began = time.monotonic()
         is_there = self._process is not None and self._process.is_alive()
         self._device = job.device  # known by its number once it was probed
@@ -271,7 +278,8 @@ class LocalBackend(WorkloadBackend):
         return 0.0 if is_there else time.monotonic() - began
 
     def finish(self, job: Job[Found], until: float | None) -> tuple[Found | Failure, Found | None]:
-        """What the process found; with a failure that ended it also what it had found so far."""
+        """What the process found, which has to be ready by `until`; with a failure that ended it also what it had found
+        so far."""
         assert self._process is not None
         try:
             value = self._process.wait(until, job.deadlines, ends_with_exit=self.isolation == "forked")
@@ -314,21 +322,20 @@ class LocalBackend(WorkloadBackend):
         return self._expect({"cmd": "open", "device": self._device, "num_threads": self._num_threads}, until)
 
     def _expect(self, command: dict[str, Any] | None, until: float | None, data: bytes = b"") -> Any:
+        """What the process answers; raises `ProcessEndedError` where it does not by `until`."""
         assert self._process is not None
         try:
             if command is not None:
                 self._process.send(command, data)
             value = self._process.wait(until)
         except ProcessEndedError as ended:
+            if ended.failure.kind == "timeout":
+                self.close()
+                raise
             value = ended.failure
         if not isinstance(value, Failure):
             return value
         self.close()
-        if value.kind == "timeout":
-            raise BudgetTooSmallError(
-                "The budget ended before the workload was loaded.",
-                "Give a --budget of several times what importing and calling it takes.",
-            )
         details = f"\n{value.details.rstrip()}" if value.details else ""
         raise WorkloadError(
             f"{self._payload.target or 'The workload'} {CANNOT_BE_LOADED}: {value.message}.{details}",
@@ -336,11 +343,26 @@ class LocalBackend(WorkloadBackend):
         )
 
 
+def _within(seconds: float, load: Callable[[float], Value]) -> Value:
+    """What `load` returns, which is given the time to be ready by. Raises `BudgetTooSmallError` where it is not."""
+    try:
+        return load(time.monotonic() + seconds)
+    except ProcessEndedError:
+        raise BudgetTooSmallError(
+            f"T{_too_slow(seconds)[1:]}.",
+            "Give a --budget of several times what importing and calling it takes.",
+        ) from None
+
+
+def _too_slow(seconds: float) -> str:
+    return f"the workload takes more than {seconds:.0f} s to load"
+
+
 class Submitted(Generic[Found]):
     """A job in a process of this machine, and what the job asks for in its place."""
 
     def __init__(self, backend: LocalBackend, job: Job[Found], cpus: Sequence[int]) -> None:
-        seconds = job.deadlines.whole_seconds
+        seconds = job.loading_seconds
         self._until = None if seconds is None else time.monotonic() + seconds
         self._backend = backend
         self._cpus = cpus
@@ -348,18 +370,19 @@ class Submitted(Generic[Found]):
 
     def _start(self, job: Job[Found]) -> None:
         self._job = job
-        self._problem: AutotuneAmpError | None = None
+        self._problem: Failure | AutotuneAmpError | None = None
         self.start_seconds: float | None = None
         try:
             self.start_seconds = self._backend.start(job, self._until, self._cpus)
+        except ProcessEndedError as ended:
+            self._problem = ended.failure
         except AutotuneAmpError as error:
             self._problem = error
 
     def result(self) -> Found | Failure:
         """Wait for it, and run what the job asks for in its place after a failure."""
         while True:
-            problem: Failure | AutotuneAmpError | None = self._problem
-            so_far = None
+            problem, so_far = self._problem, None
             if problem is None:
                 try:
                     found, so_far = self._backend.finish(self._job, self._until)
@@ -368,6 +391,8 @@ class Submitted(Generic[Found]):
                     problem = found
                 except AutotuneAmpError as error:
                     problem = error
+            if isinstance(problem, Failure) and problem.is_loading:
+                problem = replace(problem, message=_too_slow(self._job.loading_seconds or 0.0))
             follows = self._job.after(problem, so_far)
             if not isinstance(follows, Job):
                 return follows

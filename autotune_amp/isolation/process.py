@@ -112,11 +112,12 @@ class Process:
     def wait(self, until: float | None, deadlines: Deadlines = _NO_DEADLINES, *, ends_with_exit: bool = False) -> Any:
         """The answer to the last message; raises `ProcessEndedError` if there is none, whoever ended the process.
 
-        `until` is a time on the monotonic clock; of the deadlines only those of steps count. A template's children
-        answer and then exit; `ends_with_exit` waits for that too.
+        `until` is a time on the monotonic clock before which the process has to be ready for its job, which has the
+        `deadlines` from then on. A template's children answer and then exit; `ends_with_exit` waits for that too.
         """
         answer: dict[str, Any] | None = None
         so_far: Any = None
+        is_ready = False
         allowed = limit = None
         phase = "building the workload"
         self._tail.clear()
@@ -127,7 +128,10 @@ class Process:
             if message is None:
                 raise ProcessEndedError(self._failure(self._end_status(), phase), so_far)
             event = message["event"] if message else None
-            if event == "first step":
+            if event == "ready":
+                is_ready = True
+                until = None if deadlines.whole_seconds is None else now + deadlines.whole_seconds
+            elif event == "first step":
                 phase, allowed = "in the first step", deadlines.first_step_seconds
             elif event == "compiling" and allowed is not None:
                 # Half of what is left, since a cache of the compiler's may have made quick the steps that the deadlines
@@ -165,7 +169,8 @@ class Process:
             if event == "exit":
                 raise ProcessEndedError(self._failure(message["status"], phase), so_far)
             if overdue is not None:
-                raise ProcessEndedError(Failure(kind="timeout", message=overdue), so_far)
+                is_loading = not is_ready and overdue != ENDED
+                raise ProcessEndedError(Failure(kind="timeout", message=overdue, is_loading=is_loading), so_far)
 
     def _next_message(self) -> dict[str, Any] | None:
         """The next message, an empty one if nothing came within a tick, None at the end of the process."""

@@ -32,7 +32,7 @@ import torch._dynamo  # optimizers import it, and it takes a second that no tria
 
 from autotune_amp.core import workload
 from autotune_amp.core.errors import AutotuneAmpError
-from autotune_amp.core.job import find_job
+from autotune_amp.core.job import READY, find_job
 from autotune_amp.core.outcome import Failure
 from autotune_amp.hardware.measuring import make_current
 from autotune_amp.isolation import packing
@@ -139,7 +139,10 @@ class Server:
                 state["num_threads"] = min(state["num_threads"], len(cpus))
             if hasattr(os, "sched_setaffinity"):
                 os.sched_setaffinity(0, cpus)
-        return find_job(kind, job).run(self._context, self._channel.send)
+        found = find_job(kind, job)
+        if not found.builds_first:
+            self._channel.send(READY)
+        return found.run(self._context, self._channel.send)
 
     def _torch_state(self) -> dict[str, Any]:
         state = torch_state.capture()

@@ -54,13 +54,16 @@ def failures(records: Sequence[Record]) -> dict[Setting, Failure]:
 
     A confirmation cut off by the budget does not, nor does the one run without the recommended environment, nor what
     is no more than an outlook, nor a search trial that overran its time where another of its candidate did not: the
-    machine stalled. What a check's failure says is for `found_fidelity`, `found_accumulation` and `loss_scales`.
+    machine stalled. A process that was still loading speaks against nothing. What a check's failure says is for
+    `found_fidelity`, `found_accumulation` and `loss_scales`.
     """
     ran = {r.candidate for r in records if r.purpose == "search" and isinstance(r.outcome, Measurement)}
     found: dict[Setting, Failure] = {}
     for record in records:
         failure, purpose = record.outcome, record.purpose
         if not isinstance(failure, Failure) or purpose in ("plain", "one_rank", "outlook") or not is_trial(record):
+            continue
+        if failure.is_loading:
             continue
         is_stalled = purpose == "confirm" or (purpose == "search" and record.candidate in ran)
         if failure.kind != "timeout" or not is_stalled:

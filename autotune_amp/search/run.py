@@ -57,17 +57,19 @@ class Budget:
         """Seconds left before the confirmation's share begins."""
         return self.left() - self.confirm_seconds
 
-    def too_small(self, last_step_seconds: float | None) -> BudgetTooSmallError:
-        """The error of a budget that ended before anything was measured.
+    def too_small(self, last_step_seconds: float | None, failure: Failure | None = None) -> BudgetTooSmallError:
+        """The error of a budget that ended before anything was measured, with the words of the failure that it ended
+        with.
 
         Twice the shortest trial there is, with what came before it, must fit in the search's share.
         """
         used_seconds = self.elapsed()
         share = 1 - self.confirm_seconds / self.seconds - CHECK_SHARE
         needed = (2 * used_seconds + 12 * (last_step_seconds or 0.0)) / share
+        spent = f"{used_seconds:.0f} s had gone into loading, probing and building the workload and its first trials"
         return BudgetTooSmallError(
-            f"The budget of {self.seconds:g} s ended before anything was measured; "
-            f"{used_seconds:.0f} s had gone into loading, probing and building the workload and its first trials.",
+            f"The budget of {self.seconds:g} s ended before anything was measured: "
+            f"{spent if failure is None else failure.message}.",
             f"Give --budget {math.ceil(needed / 10) * 10} or more.",
         )
 
@@ -216,7 +218,7 @@ class Runner:
         number = 1 + max(numbers, default=0)
         watcher.progress.trial_started(number, job.candidate, _purpose(job), watcher.slot)
         started = self.budget.elapsed()
-        handle = self._backend.submit(job, slot)
+        handle = self._backend.submit(replace(job, loading_seconds=max(0.0, self.budget.left())), slot)
         if meter is not None:  # after that has ended what ran there before
             meter.start()
         self._running.append(_Running(job, slot, number, handle, started, meter))

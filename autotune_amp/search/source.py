@@ -235,14 +235,15 @@ def open_workload(
     def ask(job: Job[Found]) -> Found | Failure:
         answer = backend.submit(job).result()
         if isinstance(answer, Failure) and answer.kind == "timeout":
-            raise budget.too_small(watcher.last_step_seconds)
+            raise budget.too_small(watcher.last_step_seconds, answer)
         return answer
 
     opened = backend.open(device, source.num_threads(), budget.left())
     ready_seconds = budget.elapsed() if opened.ready_seconds is None else opened.ready_seconds
     state = source.torch_state(opened.torch_state)
     watcher.phase("probing the device")
-    hardware = ask(Probe(device=device, torch_state=state, deadline_seconds=max(0.0, budget.left())))
+    left = max(0.0, budget.left())
+    hardware = ask(Probe(device=device, torch_state=state, deadline_seconds=left, loading_seconds=left))
     if isinstance(hardware, Failure):
         raise NothingWorksError(f"The probe failed: {hardware.message.rstrip('.')}.", "Try --device cpu.", ())
     watcher.phase("building the workload once")
@@ -253,6 +254,7 @@ def open_workload(
             has_tf32=hardware.has_tf32,
             baseline_batch_size=baseline_batch_size,
             deadline_seconds=max(0.0, budget.left()),
+            loading_seconds=max(0.0, budget.left()),
         )
     )
     if isinstance(description, Failure):

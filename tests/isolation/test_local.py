@@ -15,8 +15,10 @@ from backend_contract import BackendContract, Made
 from forked_python import ForkServer
 from forked_trials import forked_trials
 from listening import Listener
+from msgspec.structs import replace
 
 from autotune_amp.core.errors import BudgetTooSmallError
+from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation import process
@@ -296,7 +298,7 @@ class Scripted:
 
 
 READY: tuple[Any, ...] = (None, {}, {"torch_state": {}, "why_not_forked": None})
-OVERDUE = ProcessEndedError(Failure(kind="timeout", message="it took too long"))
+OVERDUE = ProcessEndedError(Failure(kind="timeout", message="it took too long", is_loading=True))
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, isolation: Isolation, *answers: Any) -> tuple[LocalBackend, Any]:
@@ -328,14 +330,43 @@ def test_a_process_in_which_a_job_failed_runs_no_other(
     assert [message["cmd"] for message in sent].count("load") == num_loads
 
 
-def test_time_that_ends_while_loading_is_a_small_budget_or_the_trials_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_that_ends_while_loading_is_a_small_budget_or_nobodys_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     backend, _ = scripted(monkeypatch, "kept", None, OVERDUE)
-    with pytest.raises(BudgetTooSmallError):
+    with pytest.raises(BudgetTooSmallError, match="more than 6 s to load"):
         backend.load(6.0)
-    backend, _ = scripted(monkeypatch, "fresh", None, OVERDUE)
-    found = backend.submit(CUDA_TRIAL).result()
-    assert isinstance(found, Failure)
-    assert found.kind == "timeout"
-    backend, _ = scripted(monkeypatch, "fresh", None, OVERDUE)
-    with pytest.raises(BudgetTooSmallError):
-        backend.submit(Describe(device="cpu")).result()
+    jobs: list[Job[Any]] = [replace(CUDA_TRIAL, loading_seconds=6.0), Describe(device="cpu", loading_seconds=6.0)]
+    for job in jobs:
+        backend, _ = scripted(monkeypatch, "kept", None, OVERDUE)
+        found = backend.submit(job).result()
+        assert isinstance(found, Failure)
+        assert (found.kind, found.is_loading) == ("timeout", True)
+        assert found.message == "the workload takes more than 6 s to load"
+
+
+SLOW = """
+import time
+import torch
+from torch import nn
+from autotune_amp import Workload
+
+BUILDING_SECONDS = 4.0
+
+def model():
+    time.sleep(BUILDING_SECONDS)
+    return nn.Linear(4, 1)
+
+def workload():
+    return Workload(model, lambda model, batch: model(batch).square().mean(), lambda size: torch.ones(size, 4))
+"""
+
+
+@pytest.mark.parametrize("isolation", [pytest.param("forked", marks=needs_fork), "kept"])
+def test_a_jobs_clock_starts_when_its_model_is_built(isolation: Isolation, tmp_path: Path) -> None:
+    """Building takes longer than the whole job may; it is loading, which has a deadline of its own."""
+    opened = Opened(tmp_path, isolation, text=SLOW)
+    with opened.backend:
+        late = opened.failure(4, deadline_seconds=60.0, loading_seconds=1.0)
+        assert (late.kind, late.is_loading) == ("timeout", True)
+        assert late.message == "the workload takes more than 1 s to load"
+        found = opened.run(4, deadline_seconds=3.0, loading_seconds=60.0)
+        assert isinstance(found, Measurement), found

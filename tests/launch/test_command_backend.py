@@ -260,6 +260,12 @@ def test_what_is_not_seen_to_train_says_why(script: str, local: LocalBackend, co
     assert named in f"{found.message} {found.details}"
 
 
+def test_a_command_that_never_imports_torch_is_told_so_and_not_to_wait_longer(local: LocalBackend) -> None:
+    with pytest.raises(WorkloadError, match="imported torch") as raised:
+        described([sys.executable, "-c", "import time; time.sleep(1000)", *BATCH], local, seconds=3.0)
+    assert "torch.optim" in raised.value.next_step
+
+
 def test_a_budget_for_less_than_a_search_says_what_would_do(
     script: str, local: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.ranking import PLATEAU, failures
+from autotune_amp.search.search import nothing_works
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.explore import LEAST_GAIN, MAX_PROCESSES, NUM_STEPS_FORESEEN, next_promising
 from autotune_amp.search.stages.trials import Conditions
@@ -60,6 +61,15 @@ def test_a_stall_while_measuring_again_does_not_rule_out_what_was_measured() -> 
     assert candidate("fp32", 64) in known(records).measured
     alone = record(10, candidate("fp32", 128), Failure(kind="timeout", message="still after step 3"))
     assert set(failures([*records, alone])) == {candidate("fp32", 128)}
+
+
+def test_a_process_that_was_still_loading_when_time_was_up_speaks_against_nothing() -> None:
+    slow = Failure(kind="timeout", message="the workload takes more than 9 s to load", is_loading=True)
+    ledger = known([record(1, candidate("bf16", 64), slow)])
+    assert ledger.failures == {}
+    assert ledger.outcomes == {}, "it may be tried again"
+    assert ledger.num_failures == 0
+    assert nothing_works(ledger, (), has_stepped=False) is None, "the budget was too small, and nothing is wrong"
 
 
 @pytest.mark.parametrize(("times", "is_run"), [(1.5, False), (2.5, True)])
