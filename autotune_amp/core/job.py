@@ -37,7 +37,7 @@ class Job(msgspec.Struct, Generic[Found], frozen=True, kw_only=True):
 
     Until its process is ready, a job has `loading_seconds`, None for any time; from then on `deadline_seconds`. The
     process is ready when it has loaded the workload, and for a job that `builds_first` once that has sent `READY`,
-    with its model built.
+    with its model built. One that `is_alone` has a process that runs no other job, before or after.
     """
 
     answer: ClassVar[Any]
@@ -47,6 +47,7 @@ class Job(msgspec.Struct, Generic[Found], frozen=True, kw_only=True):
     device: str
     deadline_seconds: float | None = None
     loading_seconds: float | None = None
+    is_alone: bool = False
     torch_state: dict[str, Any] = {}
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Where jobs run: processes of their own, forked, kept or fresh.
+"""Where jobs run: processes of their own, forked or kept.
 
 With several devices (`--devices`, `--slots`, `--ranks`):
 

@@ -1,4 +1,4 @@
-"""Backend: where jobs run; and the one of this machine, in processes that are forked, kept or fresh. No torch here."""
+"""Backend: where jobs run; and the one of this machine, in processes that are forked or kept. No torch here."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Failure
 from autotune_amp.distributed import is_from_launcher
 from autotune_amp.isolation.process import Process, ProcessEndedError, Watcher
+from autotune_amp.isolation.standby import Standby
+from autotune_amp.trial.jobs import Check, Trial
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -23,13 +25,14 @@ if TYPE_CHECKING:
 Found = TypeVar("Found")
 Found_co = TypeVar("Found_co", covariant=True)
 Value = TypeVar("Value")
-Isolation: TypeAlias = Literal["forked", "kept", "fresh"]
+Isolation: TypeAlias = Literal["forked", "kept"]
 # fidelity, calibration, accumulation, profile: it answers such jobs, later: fidelity on trained weights too.
 # share_build: it can build the model once for all. energy: its trials say what the device drew.
 Ability: TypeAlias = Literal["fidelity", "later", "calibration", "accumulation", "profile", "share_build", "energy"]
 
 _LOCAL: frozenset[Ability] = frozenset({"fidelity", "later", "calibration", "accumulation", "profile", "energy"})
 CANNOT_BE_LOADED = "cannot be loaded"
+_CLOCK_TICK = 1e-6  # seconds: what was waited for a process that was ready is small, and not nothing
 TRIAL_ENVIRONMENT = {
     "AUTOTUNE_AMP_TRIAL": "1",
     # User code asks torch.cuda.is_available() on import; answered by the CUDA runtime, no forked child could use it.
@@ -92,7 +95,7 @@ class Handle(Protocol[Found_co]):
 
     @property
     def start_seconds(self) -> float | None:
-        """What it waited for its process to start: 0.0 where one was there already, None if it was forked."""
+        """What it waited for its process: 0.0 only for one that has run a job before, None if it was forked."""
 
 
 class Backend(Protocol):
@@ -180,9 +183,10 @@ class Opened(NamedTuple):
 class LocalBackend(WorkloadBackend):
     """A `Backend` whose jobs run in processes of their own.
 
-    `isolation`: ``forked`` from a template that holds the workload, ``kept`` in one worker until a job fails, or a
-    ``fresh`` one for each; None forks where that is sound, else keeps. `environment` is laid over the caller's. They
-    see no other card than that of the `slot`, where there are several.
+    `isolation`: ``forked`` from a template that holds the workload, or ``kept`` in one worker until a job fails or has
+    to be alone; None forks where that is sound, else keeps. `environment` is laid over the caller's. They see no other
+    card than that of the `slot`, where there are several. A worker that is needed comes from the `standby`, which has
+    another one loaded while jobs run.
     """
 
     def __init__(
@@ -192,6 +196,7 @@ class LocalBackend(WorkloadBackend):
         watcher: Watcher,
         environment: dict[str, str] | None = None,
         slot: Slot | None = None,
+        standby: Standby | None = None,
     ) -> None:
         self.isolation: Isolation = isolation or ("forked" if can_fork() else "kept")
         self._payload = payload
@@ -199,7 +204,9 @@ class LocalBackend(WorkloadBackend):
         inherited = {name: value for name, value in os.environ.items() if not is_from_launcher(name)}
         of_slot = {} if slot is None else slot.environment
         self._environment = {**inherited, **TRIAL_ENVIRONMENT, **(environment or {}), **of_slot}
+        self._standby = standby
         self._process: Process | None = None
+        self._has_run = False  # a job in this process
         self._device = "cpu"
         self._num_threads: int | None = None
         self._share_command: dict[str, Any] | None = None
@@ -223,8 +230,9 @@ class LocalBackend(WorkloadBackend):
         return self._share_command is not None
 
     def keep(self) -> None:  # noqa: D102 - see Backend
-        self.close()
-        self.isolation, self._share_command = "kept", None
+        if self.isolation == "forked":
+            self.close()
+            self.isolation, self._share_command = "kept", None
 
     def share_build(self, job: Any, deadline_seconds: float) -> str | None:  # noqa: D102 - see Backend
         command = {"cmd": "share", "device": job.device, "state": job.torch_state, "seed": job.seed}
@@ -254,13 +262,18 @@ class LocalBackend(WorkloadBackend):
     def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:
         """Call the user's function once; `num_threads` None leaves the number to the user's code.
 
-        Where jobs cannot be forked from a process that did so, one is kept for them.
+        A process that did so, and from which jobs cannot be forked, runs them itself.
         """
         self._device, self._num_threads = device, num_threads
-        opened = Opened(**_within(deadline_seconds, self._open))
-        if opened.why_not_forked is not None:
-            self.keep()
-        return opened
+
+        def open_and_take_over(until: float) -> Opened:
+            opened = Opened(**self._open(until))
+            if opened.why_not_forked is not None:
+                self.isolation = "kept"
+                self._take_over(until)
+            return opened
+
+        return _within(deadline_seconds, open_and_take_over)
 
     def submit(self, job: Job[Found], slot: Slot | None = None) -> Submitted[Found]:  # noqa: D102 - see Backend
         return Submitted(self, job, () if slot is None else slot.cpus)
@@ -269,13 +282,20 @@ class LocalBackend(WorkloadBackend):
         """Have a process run it, on these CPUs alone where there are some; returns what the process took to start, None
         where it is forked. Raises `ProcessEndedError` where that is not there by `until`."""
         began = time.monotonic()
-        is_there = self._process is not None and self._process.is_alive()
         self._device = job.device  # known by its number once it was probed
+        if job.is_alone and self._has_run:
+            self.close()
         command = {"cmd": "run", "kind": job.kind(), "job": msgspec.to_builtins(job), "cpus": cpus}
-        self._ready_process(until).send(command)
+        process = self._ready_process(until)
+        process.send(command)
         if self.isolation == "forked":
             return None
-        return 0.0 if is_there else time.monotonic() - began
+        start_seconds = 0.0 if self._has_run else max(_CLOCK_TICK, time.monotonic() - began)
+        self._has_run = True
+        if self._standby is not None and isinstance(job, Trial | Check) and not job.is_alone:
+            with_job = {"cmd": "stand_by", "device": job.device, "state": job.torch_state, "seed": job.seed}
+            self._standby.begin(process, self._environment, with_job | self._load_arguments, self._payload.packed)
+        return start_seconds
 
     def finish(self, job: Job[Found], until: float | None) -> tuple[Found | Failure, Found | None]:
         """What the process found, which has to be ready by `until`; with a failure that ended it also what it had found
@@ -292,7 +312,7 @@ class LocalBackend(WorkloadBackend):
             return ended.failure, None if ended.so_far is None else converted(job, ended.so_far)
         if isinstance(value, dict) and value.get("outcome") == "failure":
             value = msgspec.convert(value, Failure)
-        if self.isolation == "fresh" or (self.isolation == "kept" and isinstance(value, Failure)):
+        if job.is_alone or (self.isolation == "kept" and isinstance(value, Failure)):
             self.close()
         if isinstance(value, Failure):
             return value, None
@@ -304,19 +324,42 @@ class LocalBackend(WorkloadBackend):
     def _ready_process(self, until: float | None) -> Process:
         if self._process is None or not self._process.is_alive():
             self.close()
-            self._load(until)
-            self._open(until)
+            if not self._has_taken_standby(until):
+                self._load(until)
+                self._open(until)
             if self._share_command is not None:
                 self._expect(self._share_command, until)
         assert self._process is not None
         return self._process
 
+    def _has_taken_standby(self, until: float | None) -> bool:
+        """Have the process that stands by run the jobs from now on, once it is loaded; false where there is none, or it
+        does not load beside another."""
+        if self._standby is None or self.isolation == "forked":
+            return False
+        self._process, self._has_run = self._standby.take(self._environment, self._watcher), False
+        if self._process is None:
+            return False
+        try:
+            for _ in ("ready", "standing by"):
+                self._expect(None, until)
+            self._take_over(until)
+        except WorkloadError:
+            return False
+        return True
+
+    def _take_over(self, until: float | None) -> None:
+        self._expect({"cmd": "take_over", "device": self._device}, until)
+
+    @property
+    def _load_arguments(self) -> dict[str, Any]:
+        target, path, packed = self._payload.target, self._payload.path, self._payload.packed
+        return {"target": target, "path": path, "num_packed_bytes": len(packed)}
+
     def _load(self, until: float | None) -> Any:
-        self._process = Process(self.isolation, self._environment, self._watcher)
-        packed = self._payload.packed
-        command = {"target": self._payload.target, "path": self._payload.path, "num_packed_bytes": len(packed)}
+        self._process, self._has_run = Process(self.isolation, self._environment, self._watcher), False
         self._expect(None, until)  # ready: what is written to one that never reads would block us
-        return self._expect({"cmd": "load", **command}, until, packed)
+        return self._expect({"cmd": "load", **self._load_arguments}, until, self._payload.packed)
 
     def _open(self, until: float | None) -> Any:
         return self._expect({"cmd": "open", "device": self._device, "num_threads": self._num_threads}, until)

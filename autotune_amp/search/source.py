@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         WorkloadBackend,
     )
     from autotune_amp.isolation.process import Watcher
+    from autotune_amp.isolation.standby import Standby
     from autotune_amp.search.run import ProgressWatcher
 
 _FINGERPRINT_SECONDS = 60.0
@@ -60,11 +61,12 @@ class Source:
         isolation: Isolation | None = None,
         environment: dict[str, str] | None = None,
         slot: Slot | None = None,
+        standby: Standby | None = None,
     ) -> WorkloadBackend:
         """Where its jobs run, in `environment` beyond the caller's; see `LocalBackend`."""
         from autotune_amp.isolation.local import LocalBackend
 
-        return LocalBackend(self.payload, isolation, watcher, environment, slot)
+        return LocalBackend(self.payload, isolation, watcher, environment, slot, standby)
 
     @property
     def launch_line(self) -> LaunchLine | None:

@@ -31,7 +31,7 @@ class Script(Process):
         self.left = deque(messages)
         self.sent: list[str] = []
         self.status = 0
-        self._watcher = Watcher()
+        self.watcher = Watcher()
         self._tail = deque(["last words"])
         self._folders = []
 

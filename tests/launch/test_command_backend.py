@@ -78,7 +78,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def local() -> Iterator[LocalBackend]:
     payload = Payload(target="autotune_amp.workloads:workload", path=tuple(sys.path))
-    with LocalBackend(payload, "fresh", Watcher()) as backend:
+    with LocalBackend(payload, "kept", Watcher()) as backend:
         yield backend
 
 
