@@ -63,6 +63,14 @@ def test_a_stall_while_measuring_again_does_not_rule_out_what_was_measured() -> 
     assert set(failures([*records, alone])) == {candidate("fp32", 128)}
 
 
+def test_a_job_may_load_for_as_long_as_the_search_has_time() -> None:
+    space = Space(candidates=(candidate("fp32", 64),), baseline=candidate("fp32", 64))
+    search = ScriptedSearch(space, lambda spec: measured(spec, 100.0), 50.0)
+    search.budget.now = 20.0
+    search.measure(space.baseline)
+    assert [spec.loading_seconds for spec in search.backend.specs] == [30.0]
+
+
 def test_a_process_that_was_still_loading_when_time_was_up_speaks_against_nothing() -> None:
     slow = Failure(kind="timeout", message="the workload takes more than 9 s to load", is_loading=True)
     ledger = known([record(1, candidate("bf16", 64), slow)])
