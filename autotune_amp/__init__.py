@@ -21,7 +21,7 @@ that): `cli → api → report → memory → search → profile → isolation, 
                       GradScaler's rule as arithmetic
       trial/          jobs, and in the child: builds, warms up, times, checks; `failures`: what is out of memory;
                       `worst_batch`: what memory is measured on
-      isolation/      where jobs run: forked, kept or fresh processes, behind one Backend
+      isolation/      where jobs run: forked or kept processes, behind one Backend
       launch/         a training command as that Backend; `agent/` is what runs inside it: hooks, guard, what is set
                       from outside
       profile/        where the time of a step goes, and what may gain by it

@@ -35,14 +35,14 @@ class ServerHere(Process):
     def __init__(self, mode: str, environment: dict[str, str], watcher: Watcher) -> None:
         from autotune_amp.isolation.server import Server
 
-        self._watcher = watcher
+        self.watcher = watcher
         self._messages = queue.Queue()
         self._printed = queue.SimpleQueue()
         self._tail = deque(maxlen=64)
         self._environment = environment
         self._imported: list[str] = []  # the workload's module, which another test may have by the same name
         self._channel = ChannelHere(self._messages)
-        self._server: Any = Server(self._channel, mode)  # type: ignore[arg-type] # all that it needs of a channel
+        self._server: Any = Server(self._channel, is_template=mode == "forked")  # type: ignore[arg-type] # all it needs of a channel
         self._messages.put({"event": "result", "value": "ready"})
 
     def is_alive(self) -> bool:

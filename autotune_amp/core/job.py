@@ -13,12 +13,13 @@ from autotune_amp.core.outcome import Failure
 
 Found = TypeVar("Found")
 Tell: TypeAlias = Callable[[dict[str, Any]], None]  # sends an event to the parent that waits
+READY = {"event": "ready"}
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds after which a job is ended, None for no limit: those of all of it, the start of its process included;
-    and those from the last sign of life to the end of its first step, and of any other step. A compilation that the job
-    is about may take `compiling_seconds`; any other takes half of what is left."""
+    """Seconds after which a job is ended, None for no limit: those of all of it, from the moment that its process is
+    ready; and those from the last sign of life to the end of its first step, and of any other step. A compilation that
+    the job is about may take `compiling_seconds`; any other takes half of what is left."""
 
     whole_seconds: float | None = None
     first_step_seconds: float | None = None
@@ -33,13 +34,20 @@ class Job(msgspec.Struct, Generic[Found], frozen=True, kw_only=True):
     that finds it, given what the process holds, the job, and what tells the parent. That module is imported in the
     process only, since it may need torch. `torch_state` is the caller's global torch state as
     `torch_state.capture` gave it.
+
+    Until its process is ready, a job has `loading_seconds`, None for any time; from then on `deadline_seconds`. The
+    process is ready when it has loaded the workload, and for a job that `builds_first` once that has sent `READY`,
+    with its model built. One that `is_alone` has a process that runs no other job, before or after.
     """
 
     answer: ClassVar[Any]
     work: ClassVar[str]
+    builds_first: ClassVar[bool] = False
 
     device: str
     deadline_seconds: float | None = None
+    loading_seconds: float | None = None
+    is_alone: bool = False
     torch_state: dict[str, Any] = {}
 
     @classmethod

@@ -90,11 +90,15 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="failure"):
-    """A candidate that did not run; `message` is one sentence, `details` a traceback or the end of its output."""
+    """A candidate that did not run; `message` is one sentence, `details` a traceback or the end of its output.
+
+    `is_loading`: time was up before its process was ready, which says nothing of the candidate.
+    """
 
     kind: FailureKind
     message: str
     details: str | None = None
+    is_loading: bool = False
 
 
 # A check or calibration that fails so tells of the precision; any other failure tells of the check itself.

@@ -1,4 +1,10 @@
-"""Where jobs run: processes of their own, forked, kept or fresh.
+"""Where jobs run: processes of their own, forked or kept.
+
+On a CPU, where the workload starts neither an accelerator nor threads, each job is forked from a process that has
+loaded it. Everywhere else jobs run one after the other in one process, until one fails in it. Where there are four
+cores and memory for it, a second process loads meanwhile and stands by (`standby`): it takes over, and is the fresh
+process of the confirmation. A job has its deadline from the moment that its process is ready; loading has one of its
+own.
 
 With several devices (`--devices`, `--slots`, `--ranks`):
 

@@ -1,33 +1,38 @@
-"""Backend: where jobs run; and the one of this machine, in processes that are forked, kept or fresh. No torch here."""
+"""Backend: where jobs run; and the one of this machine, in processes that are forked or kept. No torch here."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from autotune_amp.core.errors import AutotuneAmpError, BudgetTooSmallError, WorkloadError
 from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Failure
 from autotune_amp.distributed import is_from_launcher
 from autotune_amp.isolation.process import Process, ProcessEndedError, Watcher
+from autotune_amp.isolation.standby import Standby
+from autotune_amp.trial.jobs import Check, Trial
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 Found = TypeVar("Found")
 Found_co = TypeVar("Found_co", covariant=True)
-Isolation: TypeAlias = Literal["forked", "kept", "fresh"]
+Value = TypeVar("Value")
+Isolation: TypeAlias = Literal["forked", "kept"]
 # fidelity, calibration, accumulation, profile: it answers such jobs, later: fidelity on trained weights too.
 # share_build: it can build the model once for all. energy: its trials say what the device drew.
 Ability: TypeAlias = Literal["fidelity", "later", "calibration", "accumulation", "profile", "share_build", "energy"]
 
 _LOCAL: frozenset[Ability] = frozenset({"fidelity", "later", "calibration", "accumulation", "profile", "energy"})
 CANNOT_BE_LOADED = "cannot be loaded"
+_CLOCK_TICK = 1e-6  # seconds: what was waited for a process that was ready is small, and not nothing
 TRIAL_ENVIRONMENT = {
     "AUTOTUNE_AMP_TRIAL": "1",
     # User code asks torch.cuda.is_available() on import; answered by the CUDA runtime, no forked child could use it.
@@ -90,7 +95,7 @@ class Handle(Protocol[Found_co]):
 
     @property
     def start_seconds(self) -> float | None:
-        """What it waited for its process to start: 0.0 where one was there already, None if it was forked."""
+        """What it waited for its process: 0.0 only for one that has run a job before, None if it was forked."""
 
 
 class Backend(Protocol):
@@ -178,9 +183,10 @@ class Opened(NamedTuple):
 class LocalBackend(WorkloadBackend):
     """A `Backend` whose jobs run in processes of their own.
 
-    `isolation`: ``forked`` from a template that holds the workload, ``kept`` in one worker until a job fails, or a
-    ``fresh`` one for each; None forks where that is sound, else keeps. `environment` is laid over the caller's. They
-    see no other card than that of the `slot`, where there are several.
+    `isolation`: ``forked`` from a template that holds the workload, or ``kept`` in one worker until a job fails or has
+    to be alone; None forks where that is sound, else keeps. `environment` is laid over the caller's. They see no other
+    card than that of the `slot`, where there are several. A worker that is needed comes from the `standby`, which has
+    another one loaded while jobs run.
     """
 
     def __init__(
@@ -190,6 +196,7 @@ class LocalBackend(WorkloadBackend):
         watcher: Watcher,
         environment: dict[str, str] | None = None,
         slot: Slot | None = None,
+        standby: Standby | None = None,
     ) -> None:
         self.isolation: Isolation = isolation or ("forked" if can_fork() else "kept")
         self._payload = payload
@@ -197,7 +204,9 @@ class LocalBackend(WorkloadBackend):
         inherited = {name: value for name, value in os.environ.items() if not is_from_launcher(name)}
         of_slot = {} if slot is None else slot.environment
         self._environment = {**inherited, **TRIAL_ENVIRONMENT, **(environment or {}), **of_slot}
+        self._standby = standby
         self._process: Process | None = None
+        self._has_run = False  # a job in this process
         self._device = "cpu"
         self._num_threads: int | None = None
         self._share_command: dict[str, Any] | None = None
@@ -221,15 +230,20 @@ class LocalBackend(WorkloadBackend):
         return self._share_command is not None
 
     def keep(self) -> None:  # noqa: D102 - see Backend
-        self.close()
-        self.isolation, self._share_command = "kept", None
+        if self.isolation == "forked":
+            self.close()
+            self.isolation, self._share_command = "kept", None
 
     def share_build(self, job: Any, deadline_seconds: float) -> str | None:  # noqa: D102 - see Backend
         command = {"cmd": "share", "device": job.device, "state": job.torch_state, "seed": job.seed}
-        until = time.monotonic() + deadline_seconds
-        try:
+
+        def share(until: float) -> str | None:
             self._ready_process(until)
             reason: str | None = self._expect(command, until)
+            return reason
+
+        try:
+            reason = _within(deadline_seconds, share)
         except (BudgetTooSmallError, WorkloadError) as error:
             return f"it cannot be built in the process that trials are forked from: {error.message.splitlines()[0]}"
         if reason is None:
@@ -239,39 +253,53 @@ class LocalBackend(WorkloadBackend):
     def load(self, deadline_seconds: float) -> dict[str, Any]:
         """Start the process and import or unpack the workload; returns the torch state found after it.
 
-        Raises `WorkloadError` where the workload cannot be loaded, with the user's own traceback.
+        Raises `WorkloadError` where the workload cannot be loaded, with the user's own traceback, and
+        `BudgetTooSmallError` where that takes longer than the deadline.
         """
-        state: dict[str, Any] = self._load(time.monotonic() + deadline_seconds)
+        state: dict[str, Any] = _within(deadline_seconds, self._load)
         return state
 
     def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:
         """Call the user's function once; `num_threads` None leaves the number to the user's code.
 
-        Where jobs cannot be forked from a process that did so, one is kept for them.
+        A process that did so, and from which jobs cannot be forked, runs them itself.
         """
         self._device, self._num_threads = device, num_threads
-        opened = Opened(**self._open(time.monotonic() + deadline_seconds))
-        if opened.why_not_forked is not None:
-            self.keep()
-        return opened
+
+        def open_and_take_over(until: float) -> Opened:
+            opened = Opened(**self._open(until))
+            if opened.why_not_forked is not None:
+                self.isolation = "kept"
+                self._take_over(until)
+            return opened
+
+        return _within(deadline_seconds, open_and_take_over)
 
     def submit(self, job: Job[Found], slot: Slot | None = None) -> Submitted[Found]:  # noqa: D102 - see Backend
         return Submitted(self, job, () if slot is None else slot.cpus)
 
     def start(self, job: Job[Any], until: float | None, cpus: Sequence[int]) -> float | None:
         """Have a process run it, on these CPUs alone where there are some; returns what the process took to start, None
-        where it is forked."""
+        where it is forked. Raises `ProcessEndedError` where that is not there by `until`."""
         began = time.monotonic()
-        is_there = self._process is not None and self._process.is_alive()
         self._device = job.device  # known by its number once it was probed
+        if job.is_alone and self._has_run:
+            self.close()
         command = {"cmd": "run", "kind": job.kind(), "job": msgspec.to_builtins(job), "cpus": cpus}
-        self._ready_process(until).send(command)
+        process = self._ready_process(until)
+        process.send(command)
         if self.isolation == "forked":
             return None
-        return 0.0 if is_there else time.monotonic() - began
+        start_seconds = 0.0 if self._has_run else max(_CLOCK_TICK, time.monotonic() - began)
+        self._has_run = True
+        if self._standby is not None and isinstance(job, Trial | Check) and not job.is_alone:
+            with_job = {"cmd": "stand_by", "device": job.device, "state": job.torch_state, "seed": job.seed}
+            self._standby.begin(process, self._environment, with_job | self._load_arguments, self._payload.packed)
+        return start_seconds
 
     def finish(self, job: Job[Found], until: float | None) -> tuple[Found | Failure, Found | None]:
-        """What the process found; with a failure that ended it also what it had found so far."""
+        """What the process found, which has to be ready by `until`; with a failure that ended it also what it had found
+        so far."""
         assert self._process is not None
         try:
             value = self._process.wait(until, job.deadlines, ends_with_exit=self.isolation == "forked")
@@ -284,7 +312,7 @@ class LocalBackend(WorkloadBackend):
             return ended.failure, None if ended.so_far is None else converted(job, ended.so_far)
         if isinstance(value, dict) and value.get("outcome") == "failure":
             value = msgspec.convert(value, Failure)
-        if self.isolation == "fresh" or (self.isolation == "kept" and isinstance(value, Failure)):
+        if job.is_alone or (self.isolation == "kept" and isinstance(value, Failure)):
             self.close()
         if isinstance(value, Failure):
             return value, None
@@ -296,39 +324,61 @@ class LocalBackend(WorkloadBackend):
     def _ready_process(self, until: float | None) -> Process:
         if self._process is None or not self._process.is_alive():
             self.close()
-            self._load(until)
-            self._open(until)
+            if not self._has_taken_standby(until):
+                self._load(until)
+                self._open(until)
             if self._share_command is not None:
                 self._expect(self._share_command, until)
         assert self._process is not None
         return self._process
 
+    def _has_taken_standby(self, until: float | None) -> bool:
+        """Have the process that stands by run the jobs from now on, once it is loaded; false where there is none, or it
+        does not load beside another."""
+        if self._standby is None or self.isolation == "forked":
+            return False
+        self._process, self._has_run = self._standby.take(self._environment, self._watcher), False
+        if self._process is None:
+            return False
+        try:
+            for _ in ("ready", "standing by"):
+                self._expect(None, until)
+            self._take_over(until)
+        except WorkloadError:
+            return False
+        return True
+
+    def _take_over(self, until: float | None) -> None:
+        self._expect({"cmd": "take_over", "device": self._device}, until)
+
+    @property
+    def _load_arguments(self) -> dict[str, Any]:
+        target, path, packed = self._payload.target, self._payload.path, self._payload.packed
+        return {"target": target, "path": path, "num_packed_bytes": len(packed)}
+
     def _load(self, until: float | None) -> Any:
-        self._process = Process(self.isolation, self._environment, self._watcher)
-        packed = self._payload.packed
-        command = {"target": self._payload.target, "path": self._payload.path, "num_packed_bytes": len(packed)}
+        self._process, self._has_run = Process(self.isolation, self._environment, self._watcher), False
         self._expect(None, until)  # ready: what is written to one that never reads would block us
-        return self._expect({"cmd": "load", **command}, until, packed)
+        return self._expect({"cmd": "load", **self._load_arguments}, until, self._payload.packed)
 
     def _open(self, until: float | None) -> Any:
         return self._expect({"cmd": "open", "device": self._device, "num_threads": self._num_threads}, until)
 
     def _expect(self, command: dict[str, Any] | None, until: float | None, data: bytes = b"") -> Any:
+        """What the process answers; raises `ProcessEndedError` where it does not by `until`."""
         assert self._process is not None
         try:
             if command is not None:
                 self._process.send(command, data)
             value = self._process.wait(until)
         except ProcessEndedError as ended:
+            if ended.failure.kind == "timeout":
+                self.close()
+                raise
             value = ended.failure
         if not isinstance(value, Failure):
             return value
         self.close()
-        if value.kind == "timeout":
-            raise BudgetTooSmallError(
-                "The budget ended before the workload was loaded.",
-                "Give a --budget of several times what importing and calling it takes.",
-            )
         details = f"\n{value.details.rstrip()}" if value.details else ""
         raise WorkloadError(
             f"{self._payload.target or 'The workload'} {CANNOT_BE_LOADED}: {value.message}.{details}",
@@ -336,11 +386,26 @@ class LocalBackend(WorkloadBackend):
         )
 
 
+def _within(seconds: float, load: Callable[[float], Value]) -> Value:
+    """What `load` returns, which is given the time to be ready by. Raises `BudgetTooSmallError` where it is not."""
+    try:
+        return load(time.monotonic() + seconds)
+    except ProcessEndedError:
+        raise BudgetTooSmallError(
+            f"T{_too_slow(seconds)[1:]}.",
+            "Give a --budget of several times what importing and calling it takes.",
+        ) from None
+
+
+def _too_slow(seconds: float) -> str:
+    return f"the workload takes more than {seconds:.0f} s to load"
+
+
 class Submitted(Generic[Found]):
     """A job in a process of this machine, and what the job asks for in its place."""
 
     def __init__(self, backend: LocalBackend, job: Job[Found], cpus: Sequence[int]) -> None:
-        seconds = job.deadlines.whole_seconds
+        seconds = job.loading_seconds
         self._until = None if seconds is None else time.monotonic() + seconds
         self._backend = backend
         self._cpus = cpus
@@ -348,18 +413,19 @@ class Submitted(Generic[Found]):
 
     def _start(self, job: Job[Found]) -> None:
         self._job = job
-        self._problem: AutotuneAmpError | None = None
+        self._problem: Failure | AutotuneAmpError | None = None
         self.start_seconds: float | None = None
         try:
             self.start_seconds = self._backend.start(job, self._until, self._cpus)
+        except ProcessEndedError as ended:
+            self._problem = ended.failure
         except AutotuneAmpError as error:
             self._problem = error
 
     def result(self) -> Found | Failure:
         """Wait for it, and run what the job asks for in its place after a failure."""
         while True:
-            problem: Failure | AutotuneAmpError | None = self._problem
-            so_far = None
+            problem, so_far = self._problem, None
             if problem is None:
                 try:
                     found, so_far = self._backend.finish(self._job, self._until)
@@ -368,6 +434,8 @@ class Submitted(Generic[Found]):
                     problem = found
                 except AutotuneAmpError as error:
                     problem = error
+            if isinstance(problem, Failure) and problem.is_loading:
+                problem = replace(problem, message=_too_slow(self._job.loading_seconds or 0.0))
             follows = self._job.after(problem, so_far)
             if not isinstance(follows, Job):
                 return follows

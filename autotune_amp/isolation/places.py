@@ -6,42 +6,48 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from msgspec.structs import replace
+
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.hardware import identify
 from autotune_amp.isolation.local import Backend, Handle, Isolation, Slot, WorkloadBackend
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.isolation.ranks import RankedBackend
 from autotune_amp.isolation.slots import Found, Slots, WorkloadSlots, of_ranks
+from autotune_amp.isolation.standby import Standby
 from autotune_amp.trial.jobs import Trial
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Starts a backend of the workload's: who hears it, how it isolates jobs, variables beyond the caller's, its slot.
-Start: TypeAlias = Callable[[Watcher, Isolation | None, dict[str, str] | None, Slot | None], WorkloadBackend]
+# Starts a backend of the workload's: who hears it, how it isolates jobs, variables beyond the caller's, its slot, and
+# where its next process stands by.
+Start: TypeAlias = Callable[
+    [Watcher, Isolation | None, dict[str, str] | None, Slot | None, Standby | None], WorkloadBackend
+]
 WatcherOf: TypeAlias = Callable[[Slot], Watcher]
 
 
 class ConfirmingProcesses:
     """Where the confirmation's trials run: each in a process of its own, or those of a round in one (`are_shared`).
 
-    `make` starts a backend with such isolation and variables.
+    `make` starts a backend whose processes are kept, with such variables.
     """
 
-    def __init__(self, make: Callable[[Isolation, dict[str, str]], Backend], slot: Slot, *, are_shared: bool) -> None:
+    def __init__(self, make: Callable[[dict[str, str]], Backend], slot: Slot, *, are_shared: bool) -> None:
         self._make = make
         self.slots = (slot,)
-        self._isolation: Isolation = "kept" if are_shared else "fresh"
+        self._are_shared = are_shared
         self._round: int | None = None
         self._current: Backend | None = None
 
     def submit(self, job: Trial, slot: Slot | None = None) -> Handle[Any]:  # noqa: ARG002 - there is one
         """Start a trial."""
-        if self._current is None or self._isolation == "fresh" or job.round != self._round:
+        if self._current is None or not self._are_shared or job.round != self._round:
             self.close()
-            self._current = self._make(self._isolation, job.environment)
+            self._current = self._make(job.environment)
         self._round = job.round
-        return self._current.submit(job)
+        return self._current.submit(replace(job, is_alone=not self._are_shared))
 
     def wait(self, handles: Sequence[Handle[Any]]) -> Handle[Any]:
         """The one that runs: its `result` waits."""
@@ -90,6 +96,7 @@ class OneDevice(Places):
         self._start = start
         self._watcher = watcher_of(Slot(device))
         self._ranks = of_ranks(num_ranks, self.identity().type) if num_ranks > 1 else ()
+        self._standby = None if self._ranks else Standby()
 
     def identity(self) -> DeviceIdentity:  # noqa: D102 - see Places
         return identify(self.device)
@@ -98,13 +105,15 @@ class OneDevice(Places):
         return self._begin(None, None)
 
     def confirming(self, device: str, *, are_shared: bool) -> ConfirmingProcesses:  # noqa: D102 - see Places
-        return ConfirmingProcesses(self._begin, Slot(device), are_shared=are_shared)
+        return ConfirmingProcesses(partial(self._begin, "kept"), Slot(device), are_shared=are_shared)
 
     def close(self) -> None:
-        """There is nothing."""
+        """End the process that stands by."""
+        if self._standby is not None:
+            self._standby.close()
 
     def _begin(self, isolation: Isolation | None, environment: dict[str, str] | None) -> WorkloadBackend:
-        return on_ranks(self._ranks, self._start, self._watcher, isolation, environment)
+        return on_ranks(self._ranks, self._start, self._watcher, isolation, environment, self._standby)
 
 
 def on_ranks(
@@ -113,11 +122,12 @@ def on_ranks(
     watcher: Watcher,
     isolation: Isolation | None,
     environment: dict[str, str] | None,
+    standby: Standby | None = None,
 ) -> WorkloadBackend:
-    """A backend on these ranks together; without any on the device as it is."""
+    """A backend on these ranks together; without any on the device as it is, with its next process in `standby`."""
     if not ranks:
-        return start(watcher, isolation, environment, None)
-    return RankedBackend(ranks, lambda rank, heard: start(heard, isolation, environment, rank), watcher)
+        return start(watcher, isolation, environment, None, standby)
+    return RankedBackend(ranks, lambda rank, heard: start(heard, isolation, environment, rank, None), watcher)
 
 
 class OnSlots(Places):
@@ -137,14 +147,16 @@ class OnSlots(Places):
         return identify(self._first)
 
     def backend(self) -> WorkloadBackend:  # noqa: D102 - see Places
-        return WorkloadSlots(self._slots, lambda slot, heard: self._start(heard, None, None, slot), self._watcher_of)
+        return WorkloadSlots(
+            self._slots, lambda slot, heard: self._start(heard, None, None, slot, None), self._watcher_of
+        )
 
     def confirming(self, device: str, *, are_shared: bool) -> ConfirmingProcesses | Slots[ConfirmingProcesses]:
         """On every card; on a CPU with all of it, since the run to come has no less."""
 
         def make(slot: Slot, heard: Watcher) -> ConfirmingProcesses:
-            start = partial(self._start, heard)
-            return ConfirmingProcesses(lambda how, where: start(how, where, slot), slot, are_shared=are_shared)
+            start = partial(self._start, heard, "kept")
+            return ConfirmingProcesses(lambda variables: start(variables, slot, None), slot, are_shared=are_shared)
 
         if device == "cpu":
             return OneDevice(device, self._start, self._watcher_of).confirming(device, are_shared=are_shared)

@@ -73,7 +73,7 @@ class Process:
 
     def __init__(self, mode: str, environment: dict[str, str], watcher: Watcher) -> None:
         self._mark = uuid.uuid4().hex
-        self._watcher = watcher
+        self.watcher = watcher  # who hears what it tells from now on
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._printed: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._tail: deque[str] = deque(maxlen=64)
@@ -96,9 +96,14 @@ class Process:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self._popen.pid
+
     def is_alive(self) -> bool:
-        """Whether it runs."""
-        return self._popen.poll() is None
+        """Whether it runs. One that was killed is heard no more before the system says that it has ended."""
+        return self._popen.poll() is None and self._threads[0].is_alive()
 
     def send(self, message: dict[str, Any], data: bytes = b"") -> None:
         """Write one message, with raw bytes behind it."""
@@ -109,14 +114,21 @@ class Process:
         except BrokenPipeError:
             pass  # it died; `wait` says how
 
+    def send_beside(self, message: dict[str, Any], data: bytes) -> None:
+        """Write one message without waiting until the process has started and reads it."""
+        writer = threading.Thread(target=self.send, args=(message, data), daemon=True)
+        self._threads.append(writer)
+        writer.start()
+
     def wait(self, until: float | None, deadlines: Deadlines = _NO_DEADLINES, *, ends_with_exit: bool = False) -> Any:
         """The answer to the last message; raises `ProcessEndedError` if there is none, whoever ended the process.
 
-        `until` is a time on the monotonic clock; of the deadlines only those of steps count. A template's children
-        answer and then exit; `ends_with_exit` waits for that too.
+        `until` is a time on the monotonic clock before which the process has to be ready for its job, which has the
+        `deadlines` from then on. A template's children answer and then exit; `ends_with_exit` waits for that too.
         """
         answer: dict[str, Any] | None = None
         so_far: Any = None
+        is_ready = False
         allowed = limit = None
         phase = "building the workload"
         self._tail.clear()
@@ -127,7 +139,10 @@ class Process:
             if message is None:
                 raise ProcessEndedError(self._failure(self._end_status(), phase), so_far)
             event = message["event"] if message else None
-            if event == "first step":
+            if event == "ready":
+                is_ready = True
+                until = None if deadlines.whole_seconds is None else now + deadlines.whole_seconds
+            elif event == "first step":
                 phase, allowed = "in the first step", deadlines.first_step_seconds
             elif event == "compiling" and allowed is not None:
                 # Half of what is left, since a cache of the compiler's may have made quick the steps that the deadlines
@@ -143,7 +158,7 @@ class Process:
             elif event == "step":
                 phase = f"after step {message['number']}" if message["number"] else "warming up"
                 allowed = deadlines.step_seconds
-                self._watcher.step(message["number"], message["seconds"])
+                self.watcher.step(message["number"], message["seconds"])
             elif event in ("result", "failed", "error"):
                 answer, allowed = message, None
                 until = now + _EXIT_SECONDS
@@ -152,7 +167,7 @@ class Process:
             if event is not None and event != "so far":
                 limit = None if allowed is None else now + allowed
             overdue = None
-            if self._watcher.is_over():
+            if self.watcher.is_over():
                 overdue = ENDED
             elif until is not None and now > until:
                 overdue = f"it was still {phase} when its time was up"
@@ -165,13 +180,14 @@ class Process:
             if event == "exit":
                 raise ProcessEndedError(self._failure(message["status"], phase), so_far)
             if overdue is not None:
-                raise ProcessEndedError(Failure(kind="timeout", message=overdue), so_far)
+                is_loading = not is_ready and overdue != ENDED
+                raise ProcessEndedError(Failure(kind="timeout", message=overdue, is_loading=is_loading), so_far)
 
     def _next_message(self) -> dict[str, Any] | None:
         """The next message, an empty one if nothing came within a tick, None at the end of the process."""
         self._drain_output()
         heed()
-        self._watcher.tick()
+        self.watcher.tick()
         try:
             return self._messages.get(timeout=TICK_SECONDS)
         except queue.Empty:
@@ -180,7 +196,7 @@ class Process:
     def _drain_output(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                self._watcher.output(self._printed.get_nowait())
+                self.watcher.output(self._printed.get_nowait())
 
     def _kill_child(self) -> None:
         """Have the template kill the child it watches; a template that does not answer is killed itself."""
@@ -205,7 +221,7 @@ class Process:
 
     def end(self) -> None:
         """Kill the process and all that came of it, what left its group and outlived it too; then it is gone."""
-        self._watcher.ending()
+        self.watcher.ending()
         terminate_programs(lambda: marked(self._mark))
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._popen.pid, signal.SIGKILL)

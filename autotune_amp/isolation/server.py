@@ -1,8 +1,10 @@
 """The process that trials run in or are forked from; started by process.py, spoken to in lines of JSON.
 
 As a *template* (Linux) it loads the workload once with one thread and forks a child for each job; as a *worker* it runs
-jobs itself, one after the other. The parent speaks on standard input and hears on what was standard output when the
-process started; what the user's code prints goes to standard error. When the parent is gone, so is everything here.
+jobs itself, one after the other. A worker may stand by first: it loads and builds with one thread, at low priority,
+without the accelerator, and waits to take over from another one. The parent speaks on standard input and hears on what
+was standard output when the process started; what the user's code prints goes to standard error. When the parent is
+gone, so is everything here.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ import torch._dynamo  # optimizers import it, and it takes a second that no tria
 
 from autotune_amp.core import workload
 from autotune_amp.core.errors import AutotuneAmpError
-from autotune_amp.core.job import find_job
+from autotune_amp.core.job import READY, find_job
 from autotune_amp.core.outcome import Failure
+from autotune_amp.hardware.device import parse
 from autotune_amp.hardware.measuring import make_current
 from autotune_amp.isolation import packing
 from autotune_amp.isolation.marks import terminate_programs
@@ -73,13 +76,12 @@ class Channel:
 class Server:
     """Loads the workload and runs jobs."""
 
-    def __init__(self, channel: Channel, mode: str) -> None:
+    def __init__(self, channel: Channel, *, is_template: bool) -> None:
         self._channel = channel
-        self._mode = mode
-        self._is_template = mode == "forked"
+        self._is_template = is_template
         self._origin = ""
         self._context: Any = None
-        self._num_threads = 1  # what the user's code asked for, while a template is held at one
+        self._num_threads: int | None = None  # what the user's code asked for, while it is held at one
 
     def handle(self, command: dict[str, Any]) -> None:
         """Answer one command in this process, or say what went wrong; the user's code may raise anything."""
@@ -106,7 +108,7 @@ class Server:
             self._hold_threads()
             _note_starts()
         source = workload.import_target(target) if target else packing.unpack(packed)
-        self._context = Context(source, is_kept=self._mode == "kept", is_template=self._is_template)
+        self._context = Context(source, is_template=self._is_template)
         return self._torch_state()
 
     def open(self, device: str, num_threads: int | None) -> dict[str, Any]:
@@ -123,13 +125,37 @@ class Server:
             reason = self._why_not_fork(device, num_threads or state["num_threads"], "loading")
         return {"torch_state": state, "why_not_forked": reason}
 
+    def stand_by(self, device: str, state: dict[str, Any], seed: int, **load: Any) -> None:
+        """Do all that comes before a job on the device, as far as the device is not needed for it."""
+        _lower_priority()
+        self._hold_threads()
+        self.load(**load)
+        if not _needs_choosing(device):
+            self._context.open(self._origin)
+            torch_state.apply(state)
+            torch_state.seed(seed)
+            self._context.build_before(device, self._torch_state)
+
+    def take_over(self, device: str) -> None:
+        """Run jobs in this process from now on: it stood by, or is a template that cannot be forked."""
+        _put_priority_back()
+        torch.set_num_threads = _set_num_threads
+        if self._num_threads is not None:
+            _set_num_threads(self._num_threads)
+        gc.unfreeze()
+        self._is_template, self._num_threads = False, None
+        self._context.become_worker()
+        if _needs_choosing(device):
+            make_current(device)
+            self._context.open(self._origin)
+
     def share(self, device: str, state: dict[str, Any], seed: int) -> str | None:
         """Build the model once, as a trial would, for all children; returns why they could not work after it."""
         self._hold_threads()
         torch_state.apply(state)
         torch_state.seed(seed)
         self._context.share(self._torch_state)
-        return self._why_not_fork(device, self._num_threads, "building")
+        return self._why_not_fork(device, self._num_threads or 1, "building")
 
     def run(self, kind: str, job: dict[str, Any], cpus: Sequence[int]) -> Any:
         """Run a job in this process, on these CPUs alone and with no more threads, where there are some."""
@@ -139,15 +165,20 @@ class Server:
                 state["num_threads"] = min(state["num_threads"], len(cpus))
             if hasattr(os, "sched_setaffinity"):
                 os.sched_setaffinity(0, cpus)
-        return find_job(kind, job).run(self._context, self._channel.send)
+        found = find_job(kind, job)
+        self._context.is_kept = not (self._is_template or found.is_alone)
+        if not found.builds_first:
+            self._channel.send(READY)
+        return found.run(self._context, self._channel.send)
 
     def _torch_state(self) -> dict[str, Any]:
         state = torch_state.capture()
-        return {**state, "num_threads": self._num_threads} if self._is_template else state
+        return state if self._num_threads is None else {**state, "num_threads": self._num_threads}
 
     def _hold_threads(self) -> None:
-        """Stay at one thread while the user's code runs here, since a thread pool does not survive a fork and children
-        would hang on it. What that code asks for is only noted: trials take it over."""
+        """Stay at one thread while the user's code runs here: a thread pool does not survive a fork, so that children
+        would hang on it, and what stands by leaves the other cores to what is measured. What that code asks for is only
+        noted: trials take it over."""
 
         def note(num_threads: int) -> None:
             self._num_threads = num_threads
@@ -161,6 +192,49 @@ class Server:
         reason = why_not_fork(device, num_threads, done)
         gc.freeze()  # a collection in a child would copy every page that holds an object
         return reason
+
+
+def _needs_choosing(device: str) -> bool:
+    """Whether "cuda" in the user's code means this device only once it was made current, which starts its driver."""
+    return bool(parse(device)[1])
+
+
+# -- a process that stands by ------------------------------------------------------------------------------------------
+
+_LOWEST_PRIORITY = 19
+_priority_before: list[int] = []  # while it is lowered
+
+
+def _lower_priority() -> None:
+    """Give way to what is measured, where the system lets this be undone: without CAP_SYS_NICE, Linux does not.
+
+    Found out on a thread, whose priority is its own there.
+    """
+    own = os.getpriority(os.PRIO_PROCESS, 0) if sys.platform == "linux" else _LOWEST_PRIORITY
+    can_undo: list[bool] = []
+
+    def attempt() -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, _LOWEST_PRIORITY)
+            os.setpriority(os.PRIO_PROCESS, 0, own)
+            can_undo.append(True)
+
+    if own < _LOWEST_PRIORITY:
+        thread = threading.Thread(target=attempt)
+        thread.start()
+        thread.join()
+    if can_undo:
+        _priority_before.append(own)
+        os.setpriority(os.PRIO_PROCESS, 0, _LOWEST_PRIORITY)
+
+
+def _put_priority_back() -> None:
+    """Of every thread: what was started meanwhile has inherited it."""
+    while _priority_before:
+        own = _priority_before.pop()
+        for thread in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), own)
 
 
 # -- a process that others are forked from -----------------------------------------------------------------------------
@@ -218,16 +292,21 @@ def _try_everything(device: str, num_threads: int) -> int:
     return 0
 
 
-def run_template(channel: Channel, server: Server) -> None:
-    """Fork a child for each job and watch it and the parent at once."""
+def run_template(channel: Channel, server: Server) -> bool:
+    """Fork a child for each job and watch it and the parent at once. Whether it is to run jobs itself from now on."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what a trial leaves running becomes ours, to end
     while (command := channel.read()) is not None:
         if command["cmd"] == "run":
             own = {process.pid for process in psutil.Process().children(recursive=True)}
             if not _watch(channel, _fork(server, command), own):
-                return
+                return False
+        elif command["cmd"] == "take_over":
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+            server.handle(command)
+            return True
         elif command["cmd"] != "kill":  # of a child that has just ended
             server.handle(command)
+    return False
 
 
 def _fork(server: Server, command: dict[str, Any]) -> int:
@@ -284,8 +363,8 @@ def _watch(channel: Channel, pid: int, own: set[int]) -> bool:
 # -- a process that runs jobs itself -----------------------------------------------------------------------------------
 
 
-def run_worker(channel: Channel, server: Server) -> None:
-    """Load, then run jobs in this process while a thread listens for the parent's end."""
+def run_worker(channel: Channel, server: Server, *, is_loaded: bool) -> None:
+    """Load, or stand by, then run jobs in this process while a thread listens for the parent's end."""
     commands: queue.Queue[dict[str, Any]] = queue.Queue()
 
     def listen() -> None:
@@ -295,7 +374,7 @@ def run_worker(channel: Channel, server: Server) -> None:
         os._exit(1)
 
     _enter_trial()
-    if (load := channel.read()) is not None:  # its packed bytes follow, before any other command
+    if not is_loaded and (load := channel.read()) is not None:  # its packed bytes follow, before any other command
         server.handle(load)
     threading.Thread(target=listen, daemon=True).start()
     while True:
@@ -323,13 +402,12 @@ def _die_with(parent: int) -> None:
 
 
 def main(mode: str, parent: int) -> None:
-    """Serve until `parent` closes our input, as template of ``forked`` children, or ``kept`` or ``fresh`` worker."""
+    """Serve until `parent` closes our input, as template of ``forked`` children or as ``kept`` worker."""
     _die_with(parent)
     channel = Channel()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a text stream: nobody replaced it yet
-    server = Server(channel, mode)
+    is_template = mode == "forked"
+    server = Server(channel, is_template=is_template)
     channel.send({"event": "result", "value": "ready"})
-    if mode == "forked":
-        run_template(channel, server)
-    else:
-        run_worker(channel, server)
+    if not is_template or run_template(channel, server):
+        run_worker(channel, server, is_loaded=is_template)

@@ -129,6 +129,12 @@ class CommandBackend(WorkloadBackend):
         today = Setting(**{**assumed, **command.line.today_values})
         is_assumed = "batch_size" in command.line.placeholders and "batch_size" not in command.line.today_values
         first = self._observe(today, job.deadlines)
+        if isinstance(first, Failure) and first.is_loading:
+            raise WorkloadError(
+                f"No training step of torch was seen in the command: {first.message}.",
+                "Search a command that trains by a class of torch.optim; one that only starts slowly needs a larger "
+                "--budget.",
+            )
         if isinstance(first, Failure):
             return first
         rank, started = self._of_samples(today, first, job.deadlines)

@@ -158,9 +158,11 @@ def _of_exit(heard: Heard, seen: Seen) -> Literal["measured"] | Failure:
 
 def _overdue(heard: Heard, seen: Seen, deadlines: Deadlines) -> Failure | None:
     whole, first, step = deadlines.whole_seconds, deadlines.first_step_seconds, deadlines.step_seconds
+    is_loading = False  # of a command, its start and its building cannot be told from its first step
     if whole is not None and seen.seconds > whole:
         state = f"still running, with {count(heard.num_steps, 'step')}," if heard.torches else "still starting"
         message = f"it was {state} when its time of {whole:.0f} s was up"
+        is_loading = not heard.ranks
     elif not heard.num_steps and first is not None and seen.seconds > first:
         message = "no optimizer step was seen in time"
     elif heard.num_steps and step is not None and seen.seconds_since_step > step:
@@ -178,7 +180,8 @@ def _overdue(heard: Heard, seen: Seen, deadlines: Deadlines) -> Failure | None:
     silent = heard.silent if heard.world > 1 else []
     if 0 < len(silent) < len(heard.rank_by_pid):
         message += "; " + " and ".join(f"rank {heard.rank_by_pid[pid]}" for pid in sorted(silent)) + " hangs"
-    return Failure(kind="timeout", message=message, details=_stacks(heard, silent) or _tail(seen))
+    details = _stacks(heard, silent) or _tail(seen)
+    return Failure(kind="timeout", message=message, details=details, is_loading=is_loading)
 
 
 def _unseen(heard: Heard) -> str:

@@ -80,6 +80,7 @@ def check_job(
         device=hardware.device,
         seed=options.seed,
         deadline_seconds=seconds,
+        loading_seconds=seconds,
         memory_limit_bytes=options.limit_bytes(hardware.memory.available),
         torch_state=opened.torch_state,
     )

@@ -20,6 +20,7 @@ from autotune_amp.search.source import Source, folder_name
 if TYPE_CHECKING:
     from autotune_amp.isolation.local import Backend, Isolation, Slot, WorkloadBackend
     from autotune_amp.isolation.process import Watcher
+    from autotune_amp.isolation.standby import Standby
     from autotune_amp.launch.command import Command
 
 
@@ -97,6 +98,7 @@ class CommandSource(Source):
         isolation: Isolation | None = None,
         environment: dict[str, str] | None = None,
         slot: Slot | None = None,
+        standby: Standby | None = None,  # noqa: ARG002 - it is the command that is started again
     ) -> WorkloadBackend:
         """One that starts the command for each trial, one after the other: they may write the same files.
 

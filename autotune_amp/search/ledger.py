@@ -147,8 +147,9 @@ class Ledger:
 
     @property
     def num_failures(self) -> int:
-        """Trials that failed; an outlook looks for the end of what fits."""
-        return sum(isinstance(r.outcome, Failure) and r.purpose not in ("one_rank", "outlook") for r in self.trials)
+        """Trials that failed; an outlook looks for the end of what fits, and one that was still loading ran nothing."""
+        failed = [r.purpose for r in self.trials if isinstance(r.outcome, Failure) and not r.outcome.is_loading]
+        return sum(purpose not in ("one_rank", "outlook") for purpose in failed)
 
     @cached_property
     def failures(self) -> dict[Setting, Failure]:

@@ -69,13 +69,15 @@ class Budget:
         """Seconds left."""
         return self.seconds - self.elapsed()
 
-    def too_small(self, last_step_seconds: float | None) -> BudgetTooSmallError:
-        """The error of a budget that ended before anything was measured; twice the shortest trial there is must fit."""
+    def too_small(self, last_step_seconds: float | None, failure: Failure | None = None) -> BudgetTooSmallError:
+        """The error of a budget that ended before anything was measured, with the words of the failure that it ended
+        with; twice the shortest trial there is must fit."""
         used_seconds = self.elapsed()
         needed = 2 * used_seconds + 12 * (last_step_seconds or 0.0)
+        spent = f"{used_seconds:.0f} s had gone into loading, probing and building the workload and its first trials"
         return BudgetTooSmallError(
-            f"The budget of {self.seconds:g} s ended before anything was measured; "
-            f"{used_seconds:.0f} s had gone into loading, probing and building the workload and its first trials.",
+            f"The budget of {self.seconds:g} s ended before anything was measured: "
+            f"{spent if failure is None else failure.message}.",
             f"Give --budget {math.ceil(needed / 10) * 10} or more.",
         )
 

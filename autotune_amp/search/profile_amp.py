@@ -229,6 +229,7 @@ def _trial(precision: Precision, space: Space, opened: Opened) -> Trial:
         device=opened.hardware.device,
         loss_scale=LossScale() if MODES[precision].takes_scaler else None,
         deadline_seconds=DEADLINE_SECONDS,
+        loading_seconds=DEADLINE_SECONDS,
         memory_limit_bytes=SearchOptions().limit_bytes(opened.hardware.memory.available),
         torch_state=opened.torch_state,
     )

@@ -53,14 +53,16 @@ def failures(records: Sequence[Record]) -> dict[Setting, Failure]:
 
     A confirmation cut off by the budget does not, nor does the one run without the recommended environment, nor what
     is no more than an outlook, nor a search trial that overran its time where another of its candidate did not: the
-    machine stalled. Nor does a crash before there is a second one: anybody may kill a process. What a check's failure
-    says is for `found_fidelity`, `found_accumulation` and `loss_scales`.
+    machine stalled. Nor does a crash before there is a second one, since anybody may kill a process, nor a process that
+    was still loading. What a check's failure says is for `found_fidelity`, `found_accumulation` and `loss_scales`.
     """
     ran = {r.candidate for r in records if r.purpose == "search" and isinstance(r.outcome, Measurement)}
     found: dict[Setting, Failure] = {}
     for record in without_first_crashes([r for r in records if is_trial(r)]):
         failure, purpose = record.outcome, record.purpose
         if not isinstance(failure, Failure) or purpose in ("plain", "one_rank", "outlook"):
+            continue
+        if failure.is_loading:
             continue
         is_stalled = purpose == "confirm" or (purpose == "search" and record.candidate in ran)
         if failure.kind != "timeout" or not is_stalled:

@@ -165,7 +165,8 @@ class Runner:
         number = 1 + max(numbers, default=0)
         watcher.progress.trial_started(number, job.candidate, _purpose(job), watcher.slot)
         started = self.planner.budget.elapsed()
-        handle = self._backend.submit(job, slot)
+        left_seconds = max(0.0, self.planner.budget.left())
+        handle = self._backend.submit(replace(job, loading_seconds=left_seconds), slot)
         if meter is not None:  # after that has ended what ran there before
             meter.start()
         self._running.append(_Running(job, slot, number, handle, started, meter))

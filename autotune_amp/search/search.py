@@ -407,6 +407,7 @@ def nothing_works(ledger: Ledger, excluded: tuple[Exclusion, ...], has_stepped: 
             excluded,
         )
     failed = [(r.candidate, r.outcome) for r in ledger.trials if isinstance(r.outcome, Failure)]
+    failed = [(setting, failure) for setting, failure in failed if not failure.is_loading]
     if not failed or (has_stepped and all(failure.kind == "timeout" for _, failure in failed)):
         return None
     setting, first = next((pair for pair in failed if pair[1].kind == "workload_error"), failed[0])

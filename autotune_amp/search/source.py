@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         WorkloadBackend,
     )
     from autotune_amp.isolation.process import Watcher
+    from autotune_amp.isolation.standby import Standby
     from autotune_amp.search.run import ProgressWatcher
 
 _FINGERPRINT_SECONDS = 60.0
@@ -60,11 +61,12 @@ class Source:
         isolation: Isolation | None = None,
         environment: dict[str, str] | None = None,
         slot: Slot | None = None,
+        standby: Standby | None = None,
     ) -> WorkloadBackend:
         """Where its jobs run, in `environment` beyond the caller's; see `LocalBackend`."""
         from autotune_amp.isolation.local import LocalBackend
 
-        return LocalBackend(self.payload, isolation, watcher, environment, slot)
+        return LocalBackend(self.payload, isolation, watcher, environment, slot, standby)
 
     @property
     def launch_line(self) -> LaunchLine | None:
@@ -235,14 +237,15 @@ def open_workload(
     def ask(job: Job[Found]) -> Found | Failure:
         answer = backend.submit(job).result()
         if isinstance(answer, Failure) and answer.kind == "timeout":
-            raise budget.too_small(watcher.last_step_seconds)
+            raise budget.too_small(watcher.last_step_seconds, answer)
         return answer
 
     opened = backend.open(device, source.num_threads(), budget.left())
     ready_seconds = budget.elapsed() if opened.ready_seconds is None else opened.ready_seconds
     state = source.torch_state(opened.torch_state)
     watcher.phase("probing the device")
-    hardware = ask(Probe(device=device, torch_state=state, deadline_seconds=max(0.0, budget.left())))
+    left = max(0.0, budget.left())
+    hardware = ask(Probe(device=device, torch_state=state, deadline_seconds=left, loading_seconds=left))
     if isinstance(hardware, Failure):
         raise NothingWorksError(f"The probe failed: {hardware.message.rstrip('.')}.", "Try --device cpu.", ())
     watcher.phase("building the workload once")
@@ -253,6 +256,7 @@ def open_workload(
             has_tf32=hardware.has_tf32,
             baseline_batch_size=baseline_batch_size,
             deadline_seconds=max(0.0, budget.left()),
+            loading_seconds=max(0.0, budget.left()),
         )
     )
     if isinstance(description, Failure):

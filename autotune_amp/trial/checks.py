@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from autotune_amp.core.dimensions import PINNED_MODULES, PRECISION
 from autotune_amp.core.errors import AutotuneAmpError
-from autotune_amp.core.job import Tell
+from autotune_amp.core.job import READY, Tell
 from autotune_amp.core.outcome import MIN_CUT_SAMPLES, Accumulation, Calibration, CheckOutcome, Failure, Fidelity
 from autotune_amp.core.setting import NUMERIC
 from autotune_amp.core.variants import COMPILE, VARIANTS, WEIGHTS
@@ -59,10 +59,8 @@ def check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
 
 def _check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
     prepare(context, spec)
-    if spec.num_steps_before:
-        tell({"event": "phase", "name": f"training {spec.num_steps_before} steps in fp32"})
     try:
-        subject, num_steps = _subject(context, spec)
+        subject, num_steps = _subject(context, spec, tell)
     except CannotCutError as error:
         return accumulation.unchecked(str(error), spec.candidate.batch_size)
     except NotTrainedError as error:
@@ -126,14 +124,18 @@ class NotTrainedError(Exception):
     """Why there are no trained weights to look at."""
 
 
-def _subject(context: Context, spec: Check) -> tuple[Subject, int]:
+def _subject(context: Context, spec: Check, tell: Tell) -> tuple[Subject, int]:
     """The training as the setting has it, beside the one without; and the fp32 steps that its weights have taken."""
     device, wanted = torch.device(spec.device), spec.candidate.set_up
     batches = _batches(context.workload.data, spec)
     if device.type != "cpu":
         batches = [data.move(batch, device) for batch in batches]
     plain = _subject_of(context.workload, spec, context.model(device), batches)
-    num_steps = _train(plain, context.workload, spec) if spec.num_steps_before else 0
+    tell(READY)
+    num_steps = 0
+    if spec.num_steps_before:
+        tell({"event": "phase", "name": f"training {spec.num_steps_before} steps in fp32"})
+        num_steps = _train(plain, context.workload, spec)
     if not wanted:
         return plain, num_steps
     model = copied_model(plain.model, context.workload)

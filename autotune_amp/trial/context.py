@@ -320,9 +320,10 @@ def _like(
 
 class Context:
     """What a trial process holds: a template a model for the children it forks, built once on the CPU, a kept worker
-    that of its first trial, from whose first state every other starts. `build_memory` is what the model took."""
+    that of its first trial, from whose first state every other starts. `is_kept`: other jobs are to follow the one that
+    runs. `build_memory` is what the model took."""
 
-    def __init__(self, source: WorkloadSource, *, is_kept: bool, is_template: bool = False) -> None:
+    def __init__(self, source: WorkloadSource, *, is_kept: bool = False, is_template: bool = False) -> None:
         self.source = source
         self.is_kept = is_kept
         self.template_file_bytes = 0
@@ -338,6 +339,10 @@ class Context:
         self._workload = make_workload(self.source, origin)
         self.template_file_bytes = file_bytes() if self._is_template else 0
 
+    def become_worker(self) -> None:
+        """Run jobs in this process, from which none is forked any more."""
+        self._is_template, self.template_file_bytes = False, 0
+
     @property
     def workload(self) -> Workload:
         """The workload, once this is open."""
@@ -348,6 +353,16 @@ class Context:
         """Build the model for all children that are forked after this; `capture` reads the torch state they take."""
         self._model, self.build_memory = watched_build(lambda: make_model(self.workload))
         self._torch_state = capture()
+
+    def build_before(self, device: str, capture: Callable[[], dict[str, Any]]) -> None:
+        """Build the model for the first job to come, unless its own code puts it on the accelerator that the job is to
+        have: `build` of a loop mostly does."""
+        if device != "cpu" and self.workload.is_loop:
+            return
+        self.share(capture)
+        assert self._model is not None
+        if any(tensor.device.type != "cpu" for tensor in chain(self._model.parameters(), self._model.buffers())):
+            self._model = self.build_memory = None
 
     def model_for(self, setting: Setting, device: torch.device) -> nn.Module:
         """The model on the device for a trial of `setting`; one of its own in a kept worker, where the setting changes
@@ -362,15 +377,28 @@ class Context:
         """The model on the device, as first built."""
         if self._model is None:
             model, memory = watched_build(lambda: make_model(self.workload).to(device))
-            if self.is_kept and not any(map(is_lazy, model.state_dict().values())):
-                self._first_state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+            if self.is_kept:
                 self._model, self.build_memory, self._torch_state = model, memory, torch_state.capture()
+                self._keep_first_state()
             return model
         torch_state.apply(self._torch_state)
-        if self._first_state is not None:
-            self._model.zero_grad(set_to_none=True)
-            if isinstance(self._model, LoopState):
-                self._model.start_again(self._first_state)
-            else:
-                self._model.load_state_dict(self._first_state)
-        return self._model.to(device)
+        model = self._model
+        if self._first_state is None:
+            if self.is_kept:
+                self._keep_first_state()
+            return model.to(device)
+        model.zero_grad(set_to_none=True)
+        if isinstance(model, LoopState):
+            model.start_again(self._first_state)
+        else:
+            model.load_state_dict(self._first_state)
+        return model.to(device)
+
+    def _keep_first_state(self) -> None:
+        """Note what later jobs start from; a model whose first step makes parameters is built anew for each."""
+        assert self._model is not None
+        state = self._model.state_dict()
+        if any(map(is_lazy, state.values())):
+            self._model = self.build_memory = None
+        else:
+            self._first_state = {name: value.detach().cpu().clone() for name, value in state.items()}

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import msgspec
 
 from autotune_amp.core.config import LossScale
-from autotune_amp.core.errors import AutotuneAmpError, BudgetTooSmallError
+from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.hardware import DeviceIdentity, Hardware
 from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.job import Deadlines, Job, Tell
@@ -61,6 +61,7 @@ class Trial(Job[Measurement], frozen=True, kw_only=True):
 
     answer: ClassVar[Any] = Measurement
     work: ClassVar[str] = "autotune_amp.trial.worker:run"
+    builds_first: ClassVar[bool] = True
 
     candidate: Setting
     purpose: Purpose = "search"
@@ -147,6 +148,7 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
 
     answer: ClassVar[Any] = Fidelity | Calibration | Accumulation
     work: ClassVar[str] = "autotune_amp.trial.checks:check"
+    builds_first: ClassVar[bool] = True
 
     what: CheckKind
     candidate: Setting
@@ -166,7 +168,7 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
             return so_far
         failure = as_failure(problem)
         if failure.kind != "oom":
-            if not self.num_steps_before:
+            if not self.num_steps_before or failure.is_loading:
                 return failure
             if failure.kind in OF_THE_PRECISION:
                 next_step = mended(failure) or "Use another precision."
@@ -239,8 +241,6 @@ def as_failure(problem: Failure | AutotuneAmpError) -> Failure:
     """What ended a job whose search goes on, a process that could not load the workload among it."""
     if isinstance(problem, Failure):
         return problem
-    if isinstance(problem, BudgetTooSmallError):  # a process that loads it again
-        return Failure(kind="timeout", message="it was still loading the workload when its time was up")
     return Failure(kind="workload_error", message=problem.message, details=problem.next_step)
 
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import trimmed_interval
-from autotune_amp.core.job import Tell
+from autotune_amp.core.job import READY, Tell
 from autotune_amp.core.outcome import Description, Failure, Measurement, Outcome
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.workload import Workload
@@ -242,17 +242,18 @@ def clean(device: torch.device) -> None:
             torch.get_device_module(device).empty_cache()
 
 
-def follow(context: Context, spec: Follow, tell: Tell) -> Followed | Failure:  # noqa: ARG001 - rank 0 tells of steps
+def follow(context: Context, spec: Follow, tell: Tell) -> Followed | Failure:
     """Be one more rank of a trial; whatever goes wrong comes back as a `Failure`."""
-    return guarded(context, spec, lambda: _follow(context, spec))
+    return guarded(context, spec, lambda: _follow(context, spec, tell))
 
 
-def _follow(context: Context, spec: Follow) -> Followed:
+def _follow(context: Context, spec: Follow, tell: Tell) -> Followed:
     memory, _ = prepare(context, spec)
     with ranks.met(spec) as peers:
         assert peers is not None
         model = context.model_for(spec.candidate, torch.device(spec.device))
         with closing(make_training(context.workload, model, spec)) as training:
+            tell(READY)  # rank 0 tells of steps
             retries = memory.num_allocator_retries()
             with CompileWatch(peers.note_compiling):
                 peers.follow(training, memory.poll)
@@ -274,6 +275,7 @@ def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
             stack.enter_context(peers.led(training))
         device = training.device
         meter = EnergyMeter(counter_of(device.type, cuda.uuid(device) if device.type == "cuda" else None))
+        tell(READY)
         tell({"event": "first step"})
 
         def report(number: int, seconds: float) -> None:

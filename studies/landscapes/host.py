@@ -9,6 +9,7 @@ import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -141,7 +142,7 @@ class Processes:
 
 
 class HostBackend:
-    """A `Backend` that plays a landscape on a host: forked, kept or fresh processes, or runs of a command.
+    """A `Backend` that plays a landscape on a host: forked or kept processes, or runs of a command.
 
     A job's clock starts when its process has loaded and built, but for a build in a fork, which is part of the job.
     """
@@ -190,6 +191,10 @@ class HostBackend:
     def submit(self, job: Any, slot: Slot | None = None) -> Done:
         """Play the job; the clock moves once somebody waits for it."""
         waited, start_seconds, building = self._begin()
+        if job.loading_seconds is not None and waited > job.loading_seconds:
+            self._is_warm = False
+            slow = Failure(kind="timeout", message="the workload takes longer to load", is_loading=True)
+            return Done(slow, start_seconds, self._budget, self._budget.now + job.loading_seconds)
         played, seconds = self._trial(job, building) if isinstance(job, Trial) else self._check(job, building)
         found: Any = played
         if self._chance.random() < self._host.death_share:
@@ -201,7 +206,7 @@ class HostBackend:
             found = replace(found, build_seconds=until, context_seconds=0.0, first_step_seconds=until)
         elif isinstance(found, Measurement):
             found = replace(found, build_seconds=building, is_build_shared=self.is_build_shared)
-        self._is_warm = self.isolation == "kept" and not isinstance(found, Failure)
+        self._is_warm = self.isolation == "kept" and not isinstance(found, Failure) and not job.is_alone
         return Done(found, start_seconds, self._budget, self._budget.now + waited + seconds)
 
     def wait(self, handles: Sequence[Any]) -> Any:
@@ -299,7 +304,7 @@ def search_on(form: ClosedForm, host: Host, seed: int, budget_seconds: float) ->
     def backend(isolation: Isolation, environment: dict[str, str] | None = None) -> HostBackend:
         return HostBackend(landscape, processes, budget, chance, isolation, environment)
 
-    searching = backend("fresh" if host.is_command else "forked" if host.can_fork else "kept")
+    searching = backend("forked" if host.can_fork and not host.is_command else "kept")
     searching.open()
     if budget.left() <= 0:
         return None
@@ -313,5 +318,5 @@ def search_on(form: ClosedForm, host: Host, seed: int, budget_seconds: float) ->
         ready_seconds=0.0 if host.is_command else host.start_seconds,
         are_trials_fresh=host.is_command,
     )
-    fresh = ConfirmingProcesses(backend, searching.slots[0], are_shared=conditions.shares_processes)
+    fresh = ConfirmingProcesses(partial(backend, "kept"), searching.slots[0], are_shared=conditions.shares_processes)
     return play_search(landscape, conditions, budget, searching, fresh, seed)

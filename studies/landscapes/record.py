@@ -214,11 +214,12 @@ class Recorder:
             memory_limit_bytes=header.memory_limit_bytes,
             torch_state=header.torch_state,
             hold_heap=header.holds_heap and not is_fresh,
+            is_alone=is_fresh,
         )
         self._ears.forget()
         started = time.monotonic()
         if is_fresh:
-            with LocalBackend(self._payload, "fresh", self._ears, header.environment) as fresh:
+            with LocalBackend(self._payload, "kept", self._ears, header.environment) as fresh:
                 outcome = fresh.submit(spec).result()
                 seconds = time.monotonic() - started
         else:

@@ -24,7 +24,7 @@ from parts import PARTS
 from autotune_amp.core.intervals import prediction_interval
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.local import Isolation, LocalBackend
+from autotune_amp.isolation.local import LocalBackend
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.search.planner import CONFIRM_SECONDS, MAX_CONFIRM_STEPS
 from autotune_amp.search.source import target
@@ -57,17 +57,17 @@ class Measuring:
         self._environment = recommended_environment("cpu")
         self._measure_seconds = measure_seconds
         self.lines: list[Line] = []
-        with self._runner("kept") as runner:
+        with self._runner() as runner:
             runner.load(DEADLINE_SECONDS)
             self._state, *_ = runner.open("cpu", None, DEADLINE_SECONDS)
 
-    def _runner(self, isolation: Isolation) -> LocalBackend:
-        return LocalBackend(self._payload, isolation, Watcher(), self._environment)
+    def _runner(self) -> LocalBackend:
+        return LocalBackend(self._payload, "kept", Watcher(), self._environment)
 
     def shared(self, candidates: Sequence[Setting], number: int) -> float:
         """All of them in one fresh process; gives its seconds."""
         began = time.monotonic()
-        with self._runner("kept") as runner:
+        with self._runner() as runner:
             for position, candidate in enumerate(candidates):
                 self._measure(runner, candidate, how="shared", round=number, position=position)
         return time.monotonic() - began
@@ -75,7 +75,7 @@ class Measuring:
     def unshared(self, candidate: Setting) -> float:
         """One of them in a fresh process of its own; gives its seconds."""
         began = time.monotonic()
-        with self._runner("fresh") as runner:
+        with self._runner() as runner:
             self._measure(runner, candidate, how="unshared")
         return time.monotonic() - began
 
@@ -88,6 +88,7 @@ class Measuring:
             measure_seconds=self._measure_seconds,
             deadline_seconds=DEADLINE_SECONDS,
             torch_state=self._state,
+            is_alone=about["how"] == "unshared",
         )
         found = runner.submit(spec).result()
         if isinstance(found, Failure):

@@ -1,4 +1,4 @@
-"""Real processes: forked, kept and fresh ones, and what is left of them."""
+"""Real processes: forked and kept ones, and what is left of them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from backend_contract import BackendContract, Made
 from forked_python import ForkServer
 from forked_trials import forked_trials
 from listening import Listener
+from msgspec.structs import replace
 
 from autotune_amp.core.errors import BudgetTooSmallError
-from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.job import Job
+from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation import process
 from autotune_amp.isolation.local import Isolation, LocalBackend, Payload, can_fork
@@ -167,32 +169,22 @@ class TestKept(BackendContract):
         return kept.made
 
 
-@pytest.fixture(scope="module")
-def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
-    made = Opened(tmp_path_factory.mktemp("fresh"), "fresh")
-    with made.backend:
-        yield made
-
-
-class TestFresh(BackendContract):
+class TestAlone(BackendContract):
     @pytest.fixture
-    def made(self, fresh: Opened) -> Made:
-        return fresh.made
+    def made(self, kept: Opened) -> Made:
+        made = kept.made
+        trial, failing = replace(made.trial, is_alone=True), replace(made.failing, is_alone=True)
+        return Made(made.backend, trial, failing, made.failure_kind, replace(made.check, is_alone=True))
 
-    @pytest.fixture
-    def new(self, tmp_path: Path) -> Iterator[Made]:
-        made = Opened(tmp_path, "fresh")
-        with made.backend:
-            yield made.made
-
-    def test_each_trial_has_a_process_of_its_own(self, fresh: Opened) -> None:
-        fresh.backend.close()
-        before = len(set(fresh.listener.words("imported")))
+    def test_each_trial_has_a_process_of_its_own(self, kept: Opened) -> None:
+        assert isinstance(kept.run(), Measurement), "in a process that others may follow in"
+        kept.listener.text = ""
         for _ in range(2):
-            handle = fresh.backend.submit(fresh.trial())
+            handle = kept.backend.submit(kept.trial(is_alone=True))
             assert isinstance(handle.result(), Measurement)
             assert handle.start_seconds
-        assert len(set(fresh.listener.words("imported"))) == before + 2
+        assert isinstance(kept.run(), Measurement)
+        assert len(set(kept.listener.words("imported"))) == 3
 
 
 def test_a_template_loads_once_and_forks_for_each_trial(forked: Opened) -> None:
@@ -271,6 +263,21 @@ def test_a_trial_over_its_memory_limit_fails_cleanly(forked: Opened) -> None:
     assert isinstance(forked.run(4, memory_limit_bytes=1 << 29), Measurement)
 
 
+def test_no_process_of_ours_imports_torchao_before_fp8_is_tried(tmp_path: Path) -> None:
+    """It starts CUDA where it is imported, and nothing could be forked any more."""
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao/__init__.py").write_text("print('torchao', 'imported')")
+    opened = Opened(tmp_path, "kept")
+    with opened.backend:
+        assert isinstance(opened.backend.submit(Describe(device="cpu", torch_state=opened.state)).result(), Description)
+        candidate = Setting(precision="bf16", batch_size=4)
+        assert isinstance(opened.backend.submit(replace(opened.trial(), candidate=candidate)).result(), Measurement)
+        assert isinstance(opened.backend.submit(replace(opened.made.check)).result(), Fidelity)
+        assert isinstance(opened.run(), Measurement), "by whose end all before it was heard"
+        assert opened.listener.words("weight")
+        assert opened.listener.words("torchao") == []
+
+
 class Scripted:
     """A process that gives one answer after the other, and notes what it was sent."""
 
@@ -297,7 +304,7 @@ class Scripted:
 
 
 READY: tuple[Any, ...] = (None, {}, {"torch_state": {}, "why_not_forked": None})
-OVERDUE = ProcessEndedError(Failure(kind="timeout", message="it took too long"))
+OVERDUE = ProcessEndedError(Failure(kind="timeout", message="it took too long", is_loading=True))
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, isolation: Isolation, *answers: Any) -> tuple[LocalBackend, Any]:
@@ -310,13 +317,13 @@ CUDA_TRIAL = Trial(candidate=Setting(precision="fp32", batch_size=4), device="cu
 
 
 def test_a_process_opens_the_workload_for_the_trials_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that "cuda" in the user's function means that one; nobody else has told a backend of fresh processes."""
-    backend, sent = scripted(monkeypatch, "fresh", *READY, {"outcome": "failure", "kind": "crash", "message": "made"})
+    """So that "cuda" in the user's function means that one; nobody else has told a backend that was never opened."""
+    backend, sent = scripted(monkeypatch, "kept", *READY, {"outcome": "failure", "kind": "crash", "message": "made"})
     assert isinstance(backend.submit(CUDA_TRIAL).result(), Failure)
     assert [(message["cmd"], message.get("device")) for message in sent][1] == ("open", "cuda:1")
 
 
-@pytest.mark.parametrize(("isolation", "num_loads"), [("forked", 1), ("kept", 2), ("fresh", 2)])
+@pytest.mark.parametrize(("isolation", "num_loads"), [("forked", 1), ("kept", 2)])
 def test_a_process_in_which_a_job_failed_runs_no_other(
     isolation: Isolation, num_loads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,14 +336,43 @@ def test_a_process_in_which_a_job_failed_runs_no_other(
     assert [message["cmd"] for message in sent].count("load") == num_loads
 
 
-def test_time_that_ends_while_loading_is_a_small_budget_or_the_trials_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_that_ends_while_loading_is_a_small_budget_or_nobodys_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     backend, _ = scripted(monkeypatch, "kept", None, OVERDUE)
-    with pytest.raises(BudgetTooSmallError):
+    with pytest.raises(BudgetTooSmallError, match="more than 6 s to load"):
         backend.load(6.0)
-    backend, _ = scripted(monkeypatch, "fresh", None, OVERDUE)
-    found = backend.submit(CUDA_TRIAL).result()
-    assert isinstance(found, Failure)
-    assert found.kind == "timeout"
-    backend, _ = scripted(monkeypatch, "fresh", None, OVERDUE)
-    with pytest.raises(BudgetTooSmallError):
-        backend.submit(Describe(device="cpu")).result()
+    jobs: list[Job[Any]] = [replace(CUDA_TRIAL, loading_seconds=6.0), Describe(device="cpu", loading_seconds=6.0)]
+    for job in jobs:
+        backend, _ = scripted(monkeypatch, "kept", None, OVERDUE)
+        found = backend.submit(job).result()
+        assert isinstance(found, Failure)
+        assert (found.kind, found.is_loading) == ("timeout", True)
+        assert found.message == "the workload takes more than 6 s to load"
+
+
+SLOW = """
+import time
+import torch
+from torch import nn
+from autotune_amp import Workload
+
+BUILDING_SECONDS = 4.0
+
+def model():
+    time.sleep(BUILDING_SECONDS)
+    return nn.Linear(4, 1)
+
+def workload():
+    return Workload(model, lambda model, batch: model(batch).square().mean(), lambda size: torch.ones(size, 4))
+"""
+
+
+@pytest.mark.parametrize("isolation", [pytest.param("forked", marks=needs_fork), "kept"])
+def test_a_jobs_clock_starts_when_its_model_is_built(isolation: Isolation, tmp_path: Path) -> None:
+    """Building takes longer than the whole job may; it is loading, which has a deadline of its own."""
+    opened = Opened(tmp_path, isolation, text=SLOW)
+    with opened.backend:
+        late = opened.failure(4, deadline_seconds=60.0, loading_seconds=1.0)
+        assert (late.kind, late.is_loading) == ("timeout", True)
+        assert late.message == "the workload takes more than 1 s to load"
+        found = opened.run(4, deadline_seconds=3.0, loading_seconds=60.0)
+        assert isinstance(found, Measurement), found

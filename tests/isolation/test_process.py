@@ -19,7 +19,8 @@ from autotune_amp.isolation.process import Process, ProcessEndedError, Watcher
 FIRST, DONE = {"event": "first step"}, {"event": "result", "value": 5}
 STEP, COMPILING = {"event": "step", "number": 1, "seconds": 0.1}, {"event": "compiling"}
 SO_FAR = {"event": "so far", "value": 3}
-DEADLINES = Deadlines(first_step_seconds=10.0, step_seconds=2.0)
+READY = {"event": "ready"}
+DEADLINES = Deadlines(whole_seconds=40.0, first_step_seconds=10.0, step_seconds=2.0)
 
 
 class Script(Process):
@@ -30,7 +31,7 @@ class Script(Process):
         self.left = deque(messages)
         self.sent: list[str] = []
         self.status = 0
-        self._watcher = Watcher()
+        self.watcher = Watcher()
         self._tail = deque(["last words"])
         self._folders = []
 
@@ -72,6 +73,8 @@ class Script(Process):
         ([(1.0, FIRST), (1.0, STEP), (5.0, STEP)], 100.0, 4.0),
         ([(1.0, FIRST), (1.0, STEP), (1.5, SO_FAR), (1.5, STEP)], 100.0, 4.0),  # which is no sign of a step
         ([(30.0, FIRST)], 20.0, 20.0),
+        ([(90.0, READY), (0.0, FIRST), (9.0, STEP), (1.5, STEP), (1.5, STEP), (1.5, DONE)], 100.0, None),
+        ([(5.0, READY), (200.0, DONE)], 100.0, 45.0),  # the whole of it counts from there
         ([(1.0, FIRST), (1.0, COMPILING), (48.0, STEP), (1.0, DONE)], 100.0, None),  # half of what is left
         ([(1.0, FIRST), (1.0, COMPILING), (60.0, STEP)], 100.0, 51.0),
         ([(1.0, FIRST), (1.0, COMPILING), (60.0, STEP)], 8.0, 8.0),
@@ -88,6 +91,11 @@ def test_what_each_part_of_a_job_may_take(
         return
     assert script.failure(until, monkeypatch).kind == "timeout"
     assert ends_at < script.now <= ends_at + 0.5
+
+
+def test_time_that_is_up_before_the_process_is_ready_is_nobodys_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Script((30.0, READY)).failure(20.0, monkeypatch).is_loading
+    assert not Script((5.0, READY), (90.0, DONE)).failure(20.0, monkeypatch).is_loading
 
 
 def test_a_template_kills_a_child_that_is_late_and_one_that_answered_and_does_not_end(

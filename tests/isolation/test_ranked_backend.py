@@ -246,13 +246,13 @@ def test_a_port_that_was_taken_meanwhile_is_not_the_trial_s_failure(
     assert ports == []
 
 
-@pytest.mark.parametrize("isolation", ["kept", "fresh"])
-def test_processes_that_are_not_forked_train_together_too(tmp_path: Path, isolation: Isolation) -> None:
-    made = Opened(tmp_path, isolation)
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_processes_that_are_not_forked_train_together_too(tmp_path: Path, *, is_alone: bool) -> None:
+    made = Opened(tmp_path, "kept")
     with made.backend:
-        assert all(isinstance(made.run(size), Measurement) for size in (4, 9))
-        assert made.run(6).kind == "oom"
-        assert isinstance(made.run(4), Measurement)
+        assert all(isinstance(made.run(size, is_alone=is_alone), Measurement) for size in (4, 9))
+        assert made.run(6, is_alone=is_alone).kind == "oom"
+        assert isinstance(made.run(4, is_alone=is_alone), Measurement)
 
 
 def test_the_description_says_so(shared: Opened) -> None:

@@ -123,9 +123,9 @@ def test_one_that_stands_by_confirms_but_not_in_another_environment() -> None:
     played = Played(Host(START, BUILD, num_cores=16), "kept")
     played.backend.open()
     played.budget.now += START + BUILD
-    other = played.run(trial(), played.new("fresh", {"HELD": "1"}))
+    other = played.run(trial(), played.new("kept", {"HELD": "1"}))
     assert other[1] == START
-    fresh = played.run(trial(), played.new("fresh", {}))
+    fresh = played.run(trial(), played.new("kept", {}))
     assert fresh[1] == HAND_OVER_SECONDS
 
 
@@ -143,7 +143,7 @@ def test_a_fork_builds_unless_the_build_is_shared() -> None:
 
 
 def test_every_run_of_a_command_is_a_start_and_so_are_its_checks() -> None:
-    played = Played(Host(START, BUILD, is_command=True), "fresh")
+    played = Played(Host(START, BUILD, is_command=True), "kept")
     for _ in range(2):
         found, start_seconds, seconds = played.run(trial())
         assert start_seconds is None

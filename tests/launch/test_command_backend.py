@@ -78,7 +78,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def local() -> Iterator[LocalBackend]:
     payload = Payload(target="autotune_amp.workloads:workload", path=tuple(sys.path))
-    with LocalBackend(payload, "fresh", Watcher()) as backend:
+    with LocalBackend(payload, "kept", Watcher()) as backend:
         yield backend
 
 
@@ -258,6 +258,12 @@ def test_what_is_not_seen_to_train_says_why(script: str, local: LocalBackend, co
     _, found = described(filled, local, 30.0 if "-E" in command else SECONDS)
     assert isinstance(found, Failure), found
     assert named in f"{found.message} {found.details}"
+
+
+def test_a_command_that_never_imports_torch_is_told_so_and_not_to_wait_longer(local: LocalBackend) -> None:
+    with pytest.raises(WorkloadError, match="imported torch") as raised:
+        described([sys.executable, "-c", "import time; time.sleep(1000)", *BATCH], local, seconds=3.0)
+    assert "torch.optim" in raised.value.next_step
 
 
 def test_a_budget_for_less_than_a_search_says_what_would_do(

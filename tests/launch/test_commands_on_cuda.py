@@ -48,7 +48,7 @@ for epoch in range(1000):
 @pytest.fixture(scope="module")
 def local() -> Iterator[LocalBackend]:
     payload = Payload(target="autotune_amp.workloads:workload", path=tuple(sys.path))
-    with LocalBackend(payload, "fresh", Watcher()) as backend:
+    with LocalBackend(payload, "kept", Watcher()) as backend:
         yield backend
 
 

@@ -50,6 +50,16 @@ def test_no_step_has_three_reasons(heard: Heard, about: str, seen: dict[str, Any
     assert kind == ("timeout" if heard.pythons and "status" not in seen else "workload_error")
 
 
+@pytest.mark.parametrize(("heard", "is_loading"), [(PYTHON, True), (TORCH, True), (said.trained([8]), False)])
+def test_a_command_that_took_no_step_in_all_of_its_time_speaks_against_no_setting(
+    heard: Heard, *, is_loading: bool
+) -> None:
+    seen = Seen(seconds=101.0, seconds_since_step=1.0)
+    found = verdict(heard, seen, DEADLINES, is_enough=False, memory_limit_bytes=None)
+    assert isinstance(found, Failure)
+    assert (found.kind, found.is_loading) == ("timeout", is_loading)
+
+
 GLOO = said.error(100, "RuntimeError", "gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:5", 0, 2)
 LAUNCHER = said.error(1, "ChildFailedError", "train.py FAILED")
 

@@ -12,7 +12,7 @@ from scripted_backend import ScriptedBackend, ScriptedSearch, calibration, candi
 
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.local import Isolation, Slot
+from autotune_amp.isolation.local import Slot
 from autotune_amp.isolation.places import ConfirmingProcesses
 from autotune_amp.search.ledger import LOSS_SCALE, Shortlist
 from autotune_amp.search.loss_scales import Scales
@@ -49,7 +49,7 @@ class Machine:
     ) -> None:
         self.start_seconds, self.evaluation_seconds = start_seconds, evaluation_seconds
         self.speeds = {BF16: 2000.0, LARGER: 1950.0, FP32: 1000.0}
-        self.made: list[Isolation] = []
+        self.num_made = 0
         self.specs: list[Trial] = []
         self.failing: tuple[Setting, int] | None = None
         self.stalls: dict[tuple[Setting, int], float] = {}  # seconds more than foreseen
@@ -73,8 +73,8 @@ class Machine:
         self.searched.run(Confirm(shortlist, environment or {}), processes)
         return self.ledger.records[num_before:]
 
-    def make(self, isolation: Isolation, environment: dict[str, str]) -> ScriptedBackend:
-        self.made.append(isolation)
+    def make(self, environment: dict[str, str]) -> ScriptedBackend:
+        self.num_made += 1
         self.is_started = False
         backend = ScriptedBackend(self.answer, self.budget)
         backend.run = lambda spec: self.run(backend, spec)  # type: ignore[method-assign]
@@ -127,14 +127,15 @@ def test_a_round_is_one_process_on_an_accelerator_and_its_order_alternates() -> 
     records = machine.confirm()
     order = [str(c) for c in (BF16, LARGER, FP32)]
     assert names(records) == [order if number % 2 == 0 else order[::-1] for number in range(MIN_ROUNDS)]
-    assert machine.made == ["kept"] * MIN_ROUNDS
+    assert machine.num_made == MIN_ROUNDS
+    assert not any(spec.is_alone for spec in machine.specs)
 
 
 def test_a_run_keeps_a_process_of_its_own_on_a_cpu() -> None:
     machine = Machine()
     records = machine.confirm(HEAP)
     assert set(map(len, names(records))) == {1}
-    assert set(machine.made) == {"fresh"}
+    assert all(spec.is_alone for spec in machine.specs)
     assert not were_processes_shared(records)
     assert {spec.hold_heap for spec in machine.specs} == {False}, "its process starts with the variables, or without"
 

@@ -15,6 +15,7 @@ from autotune_amp.search.conditions import Conditions
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Budget, Planner
 from autotune_amp.search.ranking import PLATEAU, failures
+from autotune_amp.search.search import nothing_works
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.explore import LEAST_GAIN, MAX_PROCESSES, NUM_STEPS_FORESEEN, next_promising
 from autotune_amp.trial.jobs import Check, Trial
@@ -61,6 +62,23 @@ def test_a_stall_while_measuring_again_does_not_rule_out_what_was_measured() -> 
     assert candidate("fp32", 64) in known(records).measured
     alone = record(10, candidate("fp32", 128), Failure(kind="timeout", message="still after step 3"))
     assert set(failures([*records, alone])) == {candidate("fp32", 128)}
+
+
+def test_a_job_may_load_for_as_long_as_the_search_has_time() -> None:
+    space = Space(candidates=(candidate("fp32", 64),), baseline=candidate("fp32", 64))
+    search = ScriptedSearch(space, lambda spec: measured(spec, 100.0), 50.0)
+    search.budget.now = 20.0
+    search.measure(space.baseline)
+    assert [spec.loading_seconds for spec in search.backend.specs] == [30.0]
+
+
+def test_a_process_that_was_still_loading_when_time_was_up_speaks_against_nothing() -> None:
+    slow = Failure(kind="timeout", message="the workload takes more than 9 s to load", is_loading=True)
+    ledger = known([record(1, candidate("bf16", 64), slow)])
+    assert ledger.failures == {}
+    assert ledger.outcomes == {}, "it may be tried again"
+    assert ledger.num_failures == 0
+    assert nothing_works(ledger, (), has_stepped=False) is None, "the budget was too small, and nothing is wrong"
 
 
 @pytest.mark.parametrize(("times", "is_run"), [(0.9, False), (1.1, True)])

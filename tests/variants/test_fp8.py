@@ -324,7 +324,7 @@ def test_compiled_it_is_measured_and_checked(recipe: Fp8Recipe) -> None:
     path = (str(Path(__file__).parent), *sys.path)
     payload = Payload(target=f"{Path(fp8_samples.__file__)}:workload", path=path)
     setting = Setting(precision="fp8", batch_size=16, fp8_recipe=recipe, compile="default")
-    with LocalBackend(payload, "fresh", Watcher()) as backend:
+    with LocalBackend(payload, "kept", Watcher()) as backend:
         state = backend.load(120)
         backend.open("cpu", None, 120)
         found = backend.submit(Trial(candidate=setting, device="cpu", torch_state=state)).result()

@@ -324,7 +324,7 @@ def test_each_pair_gives_the_gradient_of_fp32(name: str, pair: tuple[str, str]) 
 def test_what_is_compiled_gives_the_gradient_of_fp32(name: str, names: tuple[str, ...]) -> None:
     # In a process of its own, as a search has it: the compiler leaves threads behind.
     payload = Payload(target=f"{Path(__file__).with_name('model_zoo.py')}:{name}_workload", path=tuple(sys.path))
-    with LocalBackend(payload, "fresh", Watcher()) as backend:
+    with LocalBackend(payload, "kept", Watcher()) as backend:
         state = backend.load(60)
         backend.open("cpu", None, 60)
         found = backend.submit(checking(names, deadline_seconds=250.0, torch_state=state)).result()

@@ -7,6 +7,7 @@ import platform
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import msgspec
 from autotune_amp import __version__
 from autotune_amp.core.job import find_job
 from autotune_amp.hardware import identify
-from autotune_amp.isolation.local import Isolation, LocalBackend, Payload, Slot, WorkloadBackend
+from autotune_amp.isolation.local import Isolation, LocalBackend, Payload, WorkloadBackend
 from autotune_amp.isolation.on_ray.messages import About, Error, Opening, Told, pack
 from autotune_amp.isolation.places import on_ranks
 from autotune_amp.isolation.process import Watcher
@@ -110,12 +111,7 @@ class Worker:
         num_ranks = self._opening.num_ranks
         ranks = of_ranks(num_ranks, identify(device).type) if num_ranks > 1 else ()
 
-        def start(
-            heard: Watcher, isolation: Isolation | None, environment: dict[str, str] | None, slot: Slot | None
-        ) -> WorkloadBackend:
-            return LocalBackend(self._payload, isolation, heard, environment, slot)
-
-        self._backend = on_ranks(ranks, start, self._ear, isolation, environment)
+        self._backend = on_ranks(ranks, partial(LocalBackend, self._payload), self._ear, isolation, environment)
 
     def _load(self, deadline_seconds: float) -> Any:
         return self._there.load(deadline_seconds)

@@ -247,7 +247,7 @@ class OnRay(Places):
 
         def make(slot: Slot, heard: Watcher) -> ConfirmingProcesses:
             return ConfirmingProcesses(
-                lambda isolation, variables: self._on_node(slot, heard, isolation, variables),
+                lambda variables: self._on_node(slot, heard, "kept", variables),
                 slot,
                 are_shared=are_shared,
             )
