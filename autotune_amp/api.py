@@ -80,7 +80,7 @@ def recommend_config(
     rank has that of the DataLoader; "free" lets the search change it.
     `try_` names what else to try: "auto" for what this model and device can have safely, "none", or names in a list:
     "compile", "memory_format" (or "channels_last"), "optimizer_impl" (or "fused", "foreach"), "fp8_recipe",
-    "activation_checkpointing", "allocator" and "weights".
+    "cudnn_benchmark", "activation_checkpointing", "allocator" and "weights".
     `memory_fraction` is the share of the available memory that a trial may take, `memory_limit` what each process of it
     may take in any case, as "16GiB" or in bytes: for a training on a smaller device than this one.
     `objective` is "speed", "memory" (the least, no slower than the baseline) or "energy". `steps` or `samples` is how

@@ -79,7 +79,7 @@ OBJECTIVE = option(
 TRY = typer.Option(
     "--try",
     help="What else to try: auto (what is safe), none, or some of compile, channels_last, optimizer_impl, "
-    "activation_checkpointing, allocator, fp8_recipe, weights, with commas.",
+    "activation_checkpointing, allocator, cudnn_benchmark, fp8_recipe, weights, with commas.",
     metavar="NAMES",
 )
 Steps = Annotated[

@@ -23,6 +23,7 @@ from autotune_amp.core.variants import (
     ActivationCheckpointing,
     Allocator,
     Compile,
+    CudnnBenchmark,
     Fp8Recipe,
     MemoryFormat,
     OptimizerImpl,
@@ -54,9 +55,10 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     `as_found` keeps the caller's own TF32 flags and autocast instead of the strict flags of `precision`: only the
     baseline is run so, and only where the two differ. `pinned_modules` run in fp32 whatever the precision.
     `num_workers` is the DataLoader's number of worker processes, None for the user's own number. `allocator` is how
-    CUDA's holds its memory, `weights` what fp32 parameters are kept in, `fp8_recipe` how fp8 scales what its linear
-    layers multiply, `optimizer_impl` whose loop the optimizer's step is, `compile` a mode of ``torch.compile``; with
-    `activation_checkpointing` the model's repeated blocks compute their activations again in the backward pass.
+    CUDA's holds its memory, `weights` what fp32 parameters are kept in, `cudnn_benchmark` whether cuDNN times its
+    algorithms, `fp8_recipe` how fp8 scales what its linear layers multiply, `optimizer_impl` whose loop the optimizer's
+    step is, `compile` a mode of ``torch.compile``; with `activation_checkpointing` the model's repeated blocks compute
+    their activations again in the backward pass.
     """
 
     precision: Precision
@@ -68,6 +70,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     allocator: Allocator = "as_found"
     weights: Weights = "as_found"
     memory_format: MemoryFormat = "contiguous"
+    cudnn_benchmark: CudnnBenchmark = "as_found"
     fp8_recipe: Fp8Recipe = "rowwise"
     activation_checkpointing: ActivationCheckpointing = "off"
     optimizer_impl: OptimizerImpl = "as_found"

@@ -15,6 +15,7 @@ from autotune_amp.core.dimensions import AROUND_FP8, PRECISION, Choices, Dimensi
 # Of each the default comes first, and then the others, those with less to go wrong before those with more.
 Weights: TypeAlias = Literal["as_found", "bf16"]
 MemoryFormat: TypeAlias = Literal["contiguous", "channels_last", "channels_last_3d"]
+CudnnBenchmark: TypeAlias = Literal["as_found", "on"]
 Fp8Recipe: TypeAlias = Literal["rowwise", "tensorwise"]  # of how many numbers share a scale: a row's or a tensor's
 Allocator: TypeAlias = Literal["as_found", "expandable_segments"]
 ActivationCheckpointing: TypeAlias = Literal["off", "blocks"]
@@ -75,6 +76,23 @@ class _Written(Variant):
 
     def export(self, value: str, target: str) -> Sequence[str] | None:
         return [self._line.format(value)] if target == "torch" and value != self.default else None
+
+
+class _CudnnBenchmark(_Written):
+    """cuDNN times its algorithms for each shape and takes the fastest, instead of by rules of thumb.
+
+    It affects no numerics that a check could hold against fp32: without it cuDNN may take any of the same algorithms.
+    """
+
+    affects = frozenset({"speed", "memory"})
+
+    def choices(self, hardware: Any, description: Any, options: Any) -> Choices[str]:
+        found = super().choices(hardware, description, options)
+        varies = description.sample_sizes or description.batch_sizes_seen or description.has_worst_batch
+        if options.variants is not None or not varies:
+            return found
+        reason = f"batches have several shapes, and each would be timed anew; --try {self.name} tries it all the same"
+        return Choices((), {**found.left_out, **dict.fromkeys(found.values, reason)})
 
 
 class _Weights(Variant):
@@ -152,6 +170,9 @@ WEIGHTS: Final = _Weights(
 MEMORY_FORMAT: Final = _Written(
     "memory_format", MemoryFormat, "{}", "model = model.to(memory_format=torch.{})  # a convolution's output follows"
 )
+CUDNN_BENCHMARK: Final = _CudnnBenchmark(
+    "cudnn_benchmark", CudnnBenchmark, "cudnn benchmark", "torch.backends.cudnn.benchmark = True"
+)
 FP8_RECIPE: Final = _Fp8Recipe("fp8_recipe", Fp8Recipe, "{}")
 ALLOCATOR: Final = _Allocator("allocator", Allocator, "{}")
 ACTIVATION_CHECKPOINTING: Final = Variant("activation_checkpointing", ActivationCheckpointing, "checkpointed {}")
@@ -167,4 +188,13 @@ COMPILE: Final = _Written(
 FREES_MEMORY: Final = (ALLOCATOR, ACTIVATION_CHECKPOINTING)
 # In the order in which they are set up: the allocator first, since the others allocate; the optimizer over weights as
 # they are kept; all of it is compiled.
-VARIANTS: Final = (ALLOCATOR, WEIGHTS, MEMORY_FORMAT, FP8_RECIPE, ACTIVATION_CHECKPOINTING, OPTIMIZER_IMPL, COMPILE)
+VARIANTS: Final = (
+    ALLOCATOR,
+    WEIGHTS,
+    MEMORY_FORMAT,
+    CUDNN_BENCHMARK,
+    FP8_RECIPE,
+    ACTIVATION_CHECKPOINTING,
+    OPTIMIZER_IMPL,
+    COMPILE,
+)

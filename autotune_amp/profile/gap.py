@@ -344,7 +344,7 @@ _PARTS_OF: dict[str, tuple[PartName, ...]] = {
     "optimizer_impl": ("optimizer", "idle"),  # what the host takes to launch its kernels
     "compile": ("casts", "fp32_operations", "idle", "rest"),
 }
-DIMENSIONS_OF_A_PROFILE: Final = frozenset({*_PARTS_OF, "memory_format", "fp8_recipe"})
+DIMENSIONS_OF_A_PROFILE: Final = frozenset({*_PARTS_OF, "memory_format", "cudnn_benchmark", "fp8_recipe"})
 _FP8_SHARE = 0.5  # of bf16's time, that a product takes on fp8 tensor cores at the least
 _MAX_SHARE = 0.99  # a whole step does not vanish
 
@@ -353,7 +353,7 @@ def max_speedups(found: Gap) -> dict[str, float]:
     """By dimension of the search, what a step gains at most by it: what would be left without the parts that it bears
     on. Only of those that a profile says something of."""
     shares = {name: sum(map(found.share, parts)) for name, parts in _PARTS_OF.items()}
-    shares["memory_format"] = found.convolution_share
+    shares["memory_format"] = shares["cudnn_benchmark"] = found.convolution_share
     products = found.share("matrix_products") + found.share("slow_matrix_products") - found.convolution_share
     shares["fp8_recipe"] = shares["compile"] + (1 - _FP8_SHARE) * products
     return {name: 1 / (1 - min(share, _MAX_SHARE)) for name, share in shares.items()}

@@ -32,9 +32,10 @@ print(model[0].weight.is_contiguous(memory_format=torch.channels_last), optimize
 ```
 
 The names in a `state_dict` stay what they were, without `_orig_mod.`, so checkpoints load with and without it. bf16
-weights (`--try weights`) have to be asked for: small updates round away on them, which the check counts. The
-allocator's setting is in `autotune-amp export --to env` too, for the whole process. A command's settings are those
-that it has placeholders for; none of this is tried on it.
+weights (`--try weights`) have to be asked for: small updates round away on them, which the check counts.
+`cudnn_benchmark` (`torch.backends.cudnn.benchmark = True`) is tried where a model has convolutions and its batches
+one shape. The allocator's setting is in `autotune-amp export --to env` too, for the whole process. A command's
+settings are those that it has placeholders for; none of this is tried on it.
 
 Beside plain PyTorch, where they are `model.compile(...)` (`prepare` compiles a bare `nn.Sequential` too, which that
 leaves alone before torch 2.15), `model.to(memory_format=...)` and a comment for the optimizer, they are said as:

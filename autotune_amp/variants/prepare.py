@@ -15,6 +15,7 @@ from autotune_amp.variants import (
     activation_checkpointing,
     allocator,
     compiling,
+    cudnn_benchmark,
     fp8,
     memory_format,
     optimizer_impl,
@@ -38,6 +39,7 @@ _PLACES: dict[str, _Place] = {
     "allocator": allocator,
     "weights": weights,
     "memory_format": memory_format,
+    "cudnn_benchmark": cudnn_benchmark,
     "fp8_recipe": fp8,
     "activation_checkpointing": activation_checkpointing,
     "optimizer_impl": optimizer_impl,
@@ -49,7 +51,7 @@ def prepare(config: Setting, model: Model, optimizer: Optimizers) -> tuple[Model
     """Set up on a model and its optimizer, or several in a list, what `config` says of them; returns the same objects.
 
     The model's weights, their memory format, its layers in fp8, its checkpointed blocks and its compilation, the
-    implementation of the optimizer's step, and for all that is allocated from now on CUDA's allocator. Everything else
+    implementation of the optimizer's step, and for the whole process cuDNN's benchmark and CUDA's allocator. All else
     is for the loop, the loader and a `PrecisionController`. Call it once the model is on its device, before
     ``DistributedDataParallel``; the optimizer may have taken steps. The names in both ``state_dict`` are those of
     before, so that a checkpoint loads with and without it. An optimizer's own holds its implementation: loaded

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.gpu
 VALUES: dict[str, Any] = {
     "allocator": "expandable_segments",
     "memory_format": "channels_last",
+    "cudnn_benchmark": "on",
     "activation_checkpointing": "blocks",
     "optimizer_impl": "fused",
 }

@@ -64,7 +64,7 @@ def trial(setting: Setting = FP32, **fields: Any) -> Trial:
 def step_seconds(found: Any) -> float:
     """Return the seconds of all steps of a measurement."""
     assert isinstance(found, Measurement), found
-    num_warmup_steps = 2  # after the first
+    num_warmup_steps = max(3, found.num_unmeasured_steps) - 1  # after the first
     return found.first_step_seconds + (num_warmup_steps + found.num_steps) * found.step_seconds
 
 

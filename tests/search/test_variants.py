@@ -227,6 +227,15 @@ def test_a_command_has_its_placeholders_alone() -> None:
     assert not any(space.variants_left_out["memory_format"])
 
 
+@pytest.mark.parametrize("varying", [{}, {"batch_sizes_seen": (3, 8)}, {"has_worst_batch": True}])
+def test_cudnn_times_its_algorithms_where_batches_have_one_shape_or_the_user_asks(varying: dict[str, Any]) -> None:
+    known = described(variants={"cudnn_benchmark": {"on": None}}, **varying)
+    for asked, expected in (("auto", not varying), ("cudnn_benchmark", True)):
+        space = build_space(hardware({"fp32": 1.0}), known, SearchOptions.from_user(try_=asked))
+        assert space.variants.get("cudnn_benchmark", ()) == (("on",) if expected else ())
+        assert expected or "several shapes" in space.variants_left_out["cudnn_benchmark"]["on"]
+
+
 def test_checkpointing_is_tried_at_the_batch_that_lacks_memory() -> None:
     options = {"effective_batch_size": "free", "batch_size": "8:128", "try_": "activation_checkpointing"}
     tried, found, winner = searched({"blocks": 0.99}, wall=32, options=options)

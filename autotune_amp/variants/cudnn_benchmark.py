@@ -1,0 +1,34 @@
+"""Whether cuDNN times its algorithms for each new shape of a convolution and takes the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn.modules.conv import _ConvNd
+
+from autotune_amp.variants.subject import Trained
+
+
+def has(value: str, trained: Trained) -> bool:  # noqa: ARG001 - the signature of all
+    """Whether this process has it so already."""
+    return torch.backends.cudnn.benchmark
+
+
+def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the signature of all
+    """Return why it cannot help, None where it can."""
+    if trained.device.type != "cuda":
+        return "cuDNN is CUDA's"
+    if not any(isinstance(module, _ConvNd) for module in trained.modules):
+        return "the model has no convolution"
+    return None
+
+
+def apply(value: str, trained: Trained) -> Callable[[], None]:  # noqa: ARG001 - the process has but one
+    """Switch it on for this process; the answer takes it back."""
+    torch.backends.cudnn.benchmark = True
+
+    def take_back() -> None:
+        torch.backends.cudnn.benchmark = False
+
+    return take_back
