@@ -28,6 +28,7 @@ from measured import measured_shapes
 from search_replay import setting_of
 from tables import head, put, row
 
+from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Failure, Measurement, Record
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.ranking import PLATEAU
@@ -126,19 +127,22 @@ def searched(case: Case) -> Line:
         else None,
         "confirmed": bool(evidence and evidence.is_confirmed),
         "seconds": round(replayed.records[-1][0], 1) if replayed is not None and records else None,
-        "compared": len(compared(records) & precisions),
+        "compared": len(compared(records, form.header.hardware) & precisions),
         "precisions": len(precisions),
     }
 
 
-def compared(records: Sequence[Record]) -> set[str]:
-    """Return the precisions that were tried: they were measured, or failed for another reason than time."""
-    return {
-        record.candidate.precision
-        for record in records
-        if isinstance(record.outcome, Measurement)
-        or (record.purpose == "search" and isinstance(record.outcome, Failure) and record.outcome.kind != "timeout")
-    }
+def compared(records: Sequence[Record], hardware: Hardware) -> set[str]:
+    """Return the precisions that the search knows: measured, or failed, of an emulated one also for want of time."""
+
+    def is_known(record: Record) -> bool:
+        emulated = hardware.precisions[record.candidate.precision].level == "emulated"
+        failure = record.outcome
+        return isinstance(failure, Measurement) or (
+            isinstance(failure, Failure) and (failure.kind != "timeout" or (emulated and not failure.is_loading))
+        )
+
+    return {r.candidate.precision for r in records if r.purpose == "search" and is_known(r)}
 
 
 def starts_fit(line: Line) -> bool:
