@@ -95,6 +95,18 @@ class _CudnnBenchmark(_Written):
         return Choices((), {**found.left_out, **dict.fromkeys(found.values, reason)})
 
 
+class _Compile(_Written):
+    """Of its modes the one that times every kernel is tried where the user names it alone."""
+
+    def choices(self, hardware: Any, description: Any, options: Any) -> Choices[str]:
+        found, slow = super().choices(hardware, description, options), "max-autotune-no-cudagraphs"
+        if options.variants is not None or slow not in found.values:
+            return found
+        why = "it times every kernel for minutes, more than 100 s of a model of 125 million parameters on an H200: "
+        left_out = {**found.left_out, slow: f"{why}--try {slow} tries it"}
+        return Choices(tuple(value for value in found.values if value != slow), left_out)
+
+
 class _Weights(Variant):
     def fits(self, value: str, setting: Any) -> bool:
         return value in (self.default, setting.precision)
@@ -179,7 +191,7 @@ ACTIVATION_CHECKPOINTING: Final = Variant("activation_checkpointing", Activation
 OPTIMIZER_IMPL: Final = _Written(
     "optimizer_impl", OptimizerImpl, "{} optimizer", "# Make the optimizer with {}=True beside its other arguments."
 )
-COMPILE: Final = _Written(
+COMPILE: Final = _Compile(
     "compile",
     Compile,
     "compiled ({})",

@@ -28,19 +28,18 @@ def gain_interval(ledger: Ledger, ours: Runs, today: Runs) -> tuple[float, float
 
 
 def is_settled(ledger: Ledger, chosen: Shortlist, environment: Mapping[str, str]) -> bool:
-    """Say whether enough processes measured winner and baseline, and show of each contender that seems to be worth a
-    change from what runs today that it surely is faster."""
+    """Say whether enough processes measured the contenders and what runs today, and show of each contender that seems
+    to be worth a change that it surely is faster."""
     today = confirm_runs(ledger.records, chosen.baseline, {})
-    winner = confirm_runs(ledger.records, chosen.winner, environment)
-    running = [runs for runs in (winner, today) if runs.candidate not in ledger.failures]
-    if any(runs.num_confirming < MIN_PROCESSES for runs in running):
+    ours = {c: confirm_runs(ledger.records, c, environment) for c in chosen[:2] if c is not None}
+    running = [today, *(runs for c, runs in ours.items() if c == chosen.winner or runs.num_confirming)]
+    if any(runs.num_confirming < MIN_PROCESSES and runs.candidate not in ledger.failures for runs in running):
         return False
-    for setting in filter(None, chosen[:2]):
-        ours = confirm_runs(ledger.records, setting, environment)
-        if not ours.measurements or not today.measurements or ours == today:
-            continue
-        if ours.speed >= (1 + PLATEAU) * today.speed and gain_interval(ledger, ours, today)[0] <= 1:
-            return False
+    for runs in ours.values():
+        if runs.measurements and today.measurements and runs != today:
+            seems_faster = runs.speed >= (1 + PLATEAU) * today.speed
+            if seems_faster and gain_interval(ledger, runs, today)[0] <= 1:
+                return False
     return True
 
 

@@ -273,7 +273,7 @@ def test_a_search_that_cannot_load_the_workload_in_its_budget_has_no_answer() ->
     ("name", "host", "budget_seconds", "num_precisions", "most_regret"),
     [
         ("llama, batch kept", Host(10.0, 9.0), None, 4, 0.05),
-        ("resnet50, batch free", Host(10.0, 3.0), 150.0, 4, 0.32),  # compiling, which gains a third, has no time
+        ("resnet50, batch free", Host(10.0, 3.0), 150.0, 4, 0.35),  # compiling, which gains a third, has no time
         ("resnet50, batch free", Host(10.0, 3.0), None, 4, 0.05),
         ("gpt, batch kept", Host(11.0, 0.0, is_command=True), 110.0, 4, 0.05),
     ],

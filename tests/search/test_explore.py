@@ -89,7 +89,7 @@ def test_what_promises_something_must_fit_into_the_time_left(times: float, is_ru
     took = Record(search_id="s", number=1, candidate=setting, purpose="search", outcome=found, seconds=20.0 + 12.0)
     ledger = known([took])
     seconds = 20.0 + NUM_STEPS_FORESEEN * 64 / 32.0  # no faster than what was measured
-    assert (promising(ledger, untried, left_seconds=times * seconds) is not None) == is_run
+    assert (promising(ledger, untried, left_seconds=times * seconds) == untried[0]) == is_run
 
 
 def test_what_stalls_again_and_again_is_left() -> None:

@@ -124,13 +124,13 @@ def test_each_value_is_tried_on_what_leads_and_kept_where_it_wins() -> None:
     """Some once more, since nobody knows that these processes do not differ."""
     tried, found, winner = searched(options={"steps": 100_000})
     in_order = list(dict.fromkeys(tuple(setting.set_up.values()) for setting in tried))
-    assert in_order[:5] == [
+    assert in_order[:4] == [
         ("channels_last",),
         ("channels_last", "foreach"),
         ("channels_last", "fused"),
         ("channels_last", "fused", "default"),
-        ("channels_last", "fused", "max-autotune-no-cudagraphs"),
     ]
+    assert "--try max-autotune" in str(found["compile", "max-autotune-no-cudagraphs"].reason)
     assert winner.set_up == {"memory_format": "channels_last", "optimizer_impl": "fused", "compile": "default"}
     assert {(row.value, row.status) for row in found.values() if row.status == "chosen"} == {
         (value, "chosen") for value in ("channels_last", "fused", "default")

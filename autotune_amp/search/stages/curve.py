@@ -46,7 +46,7 @@ class Curves:
         index = {setting: number for number, setting in enumerate(self.settings)}
         rows = np.array([index[setting] for setting, values in observed.items() for _ in values])
         logs = np.log(np.array(list(itertools.chain(*observed.values())), dtype=np.float64))
-        level = logs.mean()
+        level = self._level = float(logs.mean())
         prior, bending = _prior(self.settings)
         fits = [_fit(prior + bend**2 * bending, rows, logs - level, noise) for bend in BENDS for noise in NOISES]
         likelihoods = np.array([fit.log_likelihood for fit in fits])
@@ -54,18 +54,19 @@ class Curves:
         self._fits, self._weights = fits, weights / weights.sum()
         self.means: Array = level + np.average([fit.means for fit in fits], axis=0, weights=self._weights)
 
-    def gains(self, choosable: Collection[Setting]) -> dict[Setting, float]:
+    def gains(self, choosable: Collection[Setting], least: float = 0.0) -> dict[Setting, float]:
         """What one more process of each `choosable` setting is worth, as a share of the best throughput.
 
-        What was never measured cannot be chosen before it is. As the choice has it, what has less to go wrong may be up
-        to `PLATEAU` slower.
+        Below the `least`, that of what runs today, there is nothing to gain: that stays. What was never measured cannot
+        be chosen before it is. As the choice has it, what has less to go wrong may be up to `PLATEAU` slower.
         """
         order = sorted(range(len(self.settings)), key=lambda number: self.settings[number].risks)
         handicap = np.empty(len(order))
         handicap[order] = PLATEAU * np.arange(len(order)) / max(1, len(order) - 1)
         chosen = [number for number, setting in enumerate(self.settings) if setting in choosable]
         is_measured = np.array([number < self._num_observed for number in chosen])
-        gains = [fit.gains(chosen, handicap, is_measured) for fit in self._fits]
+        floor = math.log(least) - self._level if least > 0 else -math.inf
+        gains = [fit.gains(chosen, handicap, is_measured, floor) for fit in self._fits]
         found = np.average(gains, axis=0, weights=self._weights)
         return {self.settings[number]: float(gain) for number, gain in zip(chosen, found, strict=True)}
 
@@ -80,16 +81,17 @@ class _Fit(NamedTuple):
     noise: float
     log_likelihood: float
 
-    def gains(self, chosen: Sequence[int], handicap: Array, is_measured: npt.NDArray[np.bool_]) -> Array:
-        """The knowledge gradient of each chosen setting, where it or one that is measured is going to be chosen."""
+    def gains(self, chosen: Sequence[int], handicap: Array, is_measured: npt.NDArray[np.bool_], floor: float) -> Array:
+        """The knowledge gradient of each chosen setting, where it or one that is measured is going to be chosen, unless
+        all are below the floor."""
         values, covariance = (self.means - handicap)[chosen], self.covariance[np.ix_(chosen, chosen)]
         spread = np.sqrt(np.diag(covariance) + self.noise**2)
         changes = covariance / spread[:, None]  # of every mean, after a process of each that is so much off
         may_be_chosen = is_measured | np.eye(len(chosen), dtype=bool)
         values_after = values[None, :, None] + changes[:, :, None] * _NODES
-        best = np.where(may_be_chosen[:, :, None], values_after, -np.inf).max(axis=1)
+        best = np.maximum(np.where(may_be_chosen[:, :, None], values_after, -np.inf).max(axis=1), floor)
         # Where nothing can be chosen yet, whatever comes of a trial is worth it.
-        gains: Array = best @ _WEIGHTS / _WEIGHTS.sum() - values[is_measured].max(initial=values.min() - 1)
+        gains: Array = best @ _WEIGHTS / _WEIGHTS.sum() - values[is_measured].max(initial=max(values.min() - 1, floor))
         return gains
 
 

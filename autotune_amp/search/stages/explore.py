@@ -180,7 +180,7 @@ def next_promising(
             return False  # its first process runs: what a second one is worth hangs on that
         return num_tried[setting] < max_processes and seconds(setting) < left_seconds
 
-    gains = curves.gains(choosable)
+    gains = curves.gains(choosable, least=median(throughputs.get(ledger.space.baseline, [0.0])))
     worth = {c: gain / seconds(c) for c, gain in gains.items() if gain > least_gain and may_run(c)}
     if worth:  # between equals their order decides, and not how a CPU rounds
         return max(worth, key=lambda c: float(f"{worth[c]:.6g}"))
