@@ -18,11 +18,11 @@ from autotune_amp.core.workload import Workload
 from autotune_amp.distributed import answer_on_first, place
 from autotune_amp.interruption import interruptible
 from autotune_amp.report.files import keep_report
-from autotune_amp.search.cache import search
 from autotune_amp.search.command import CommandSource
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.source import Source, live, target
+from autotune_amp.search.storage.cache import search
 
 if TYPE_CHECKING:
     from autotune_amp.check.findings import CheckReport
@@ -143,7 +143,7 @@ def check_fidelity(
     the device does not have), `WorkloadError` (the workload cannot be loaded or built, or does not run in fp32 either),
     `NothingWorksError` (the device cannot be probed) and `BudgetTooSmallError` (the budget ended before it was loaded).
     """
-    from autotune_amp.search.check_fidelity import run_check
+    from autotune_amp.search.checks import run_check
 
     origin = _origin(workload, "check_fidelity", "check")
     with _shown(quiet) as progress:
@@ -170,7 +170,7 @@ def check_workload(
     Raises `InvalidRequestError` (a wrong option or device) and `WorkloadError` (the workload cannot be loaded or built,
     or one fp32 step of it does not work on the CPU).
     """
-    from autotune_amp.search.check_workload import run_look
+    from autotune_amp.search.checks import run_look
 
     origin = _origin(workload, "check_workload", "check")
     with _shown(quiet) as progress:

@@ -47,7 +47,7 @@ import json, os, platform, sys
 import torch
 from autotune_amp import recommend_config
 from autotune_amp import fingerprint
-from autotune_amp.search import cache, search
+from autotune_amp.search.storage import cache, search
 import msgspec
 
 OUT = sys.argv[1]

@@ -13,7 +13,7 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import BudgetTooSmallError, InvalidRequestError, WorkloadError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware, Level
 from autotune_amp.core.outcome import Description
-from autotune_amp.search.check_fidelity import check_job
+from autotune_amp.search.checks import check_job
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.source import Opened
 from autotune_amp.trial.jobs import Check

@@ -15,9 +15,9 @@ from autotune_amp.isolation.local import Handle, Slot, SlotLostError
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.profile.gap import Profile
 from autotune_amp.search.ledger import Ledger
-from autotune_amp.search.pending import expecting
 from autotune_amp.search.planner import Budget, Planner
 from autotune_amp.search.progress import Progress
+from autotune_amp.search.stages.pending import expecting
 from autotune_amp.trial.jobs import Check, Trial
 
 

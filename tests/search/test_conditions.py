@@ -14,13 +14,13 @@ from autotune_amp.core.recommendation import SearchInterruptedError
 from autotune_amp.hardware import machine_load
 from autotune_amp.search.answer.decide import memory_evidence
 from autotune_amp.search.answer.explain import memory_doubts
-from autotune_amp.search.cache import search
 from autotune_amp.search.conditions import Conditions
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.ranking import Runs
 from autotune_amp.search.source import target
 from autotune_amp.search.space import Space
+from autotune_amp.search.storage.cache import search
 
 LARGEST = tuple(range(512))
 SIZES = SampleSizes(

@@ -14,9 +14,9 @@ from autotune_amp.core.outcome import Measurement, Outcome
 from autotune_amp.core.setting import Setting
 from autotune_amp.profile.gap import Profile
 from autotune_amp.search.ledger import Ledger
-from autotune_amp.search.pending import expecting
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import next_todo
+from autotune_amp.search.stages.pending import expecting
 from autotune_amp.trial.jobs import Check, Trial
 
 SIZES = (8, 16, 32, 64, 128, 256)

@@ -18,11 +18,11 @@ from autotune_amp.core.outcome import Calibration, CheckOutcome, Outcome
 from autotune_amp.core.recommendation import Fingerprint, Recommendation, SearchSummary
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.answer.decide import cost_of_training, ranked_again, recommend, rerank
-from autotune_amp.search.cache import cached_answer
 from autotune_amp.search.loss_scales import scales_of
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.space import build_space
+from autotune_amp.search.storage.cache import cached_answer
 from autotune_amp.search.storage.folder import StudyFolder
 from autotune_amp.trial.jobs import Check, Trial
 
@@ -195,7 +195,7 @@ def test_a_cached_answer_is_ranked_again_only_where_another_is_asked_for(
 
 def test_a_plain_cached_answer_imports_nothing_for_it() -> None:
     program = (
-        "import sys, autotune_amp.search.cache\n"
+        "import sys, autotune_amp.search.storage.cache\n"
         "heavy = {'rich', 'optuna', 'filelock', 'numpy', 'torch', 'autotune_amp.search.answer.decide', "
         "'autotune_amp.search.ledger'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"

@@ -13,11 +13,10 @@ from test_rerank import HELD, OPTIONS, finished
 
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.recommendation import FORMAT, Fingerprint, Recommendation
-from autotune_amp.search import cache
 from autotune_amp.search.command import CommandSource
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.source import Source
-from autotune_amp.search.storage import shared
+from autotune_amp.search.storage import cache, shared
 from autotune_amp.search.storage.folder import StudyFolder
 from autotune_amp.search.storage.study import attributes, set_attribute
 

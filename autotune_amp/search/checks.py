@@ -1,22 +1,27 @@
-"""check_fidelity() behind its arguments: load, probe, describe and check one precision in a child, without a search."""
+"""The parent side of check_fidelity() and check_workload(): each runs one job in a child process, without a search."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
 
+from autotune_amp.check.findings import CheckReport, Look
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.outcome import Failure, Fidelity
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.variants import FP8_RECIPE
+from autotune_amp.precision.rules import AUTOCAST_DEVICES
 from autotune_amp.search.options import SearchOptions, is_count
 from autotune_amp.search.planner import Budget
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher
-from autotune_amp.search.source import Opened, Source, message_of, open_workload
+from autotune_amp.search.source import Opened, Source, loaded, message_of, open_workload
 from autotune_amp.search.space import build_space
 from autotune_amp.trial.jobs import Check
+
+WORKLOAD_DEADLINE_SECONDS = 600.0
 
 
 def run_check(
@@ -29,7 +34,7 @@ def run_check(
     seed: int,
     budget_seconds: float,
 ) -> Fidelity:
-    """Check in a child; see `autotune_amp.check_fidelity`, whose arguments these are."""
+    """Check one precision in a child; see `autotune_amp.check_fidelity`, whose arguments these are."""
     for name, given, is_right, wanted in (
         ("precision", precision, isinstance(precision, str), 'one name, such as "bf16"'),
         ("batch_size", batch_size, is_count(batch_size), "a whole number from 1 up, or left out"),
@@ -84,3 +89,39 @@ def check_job(
         memory_limit_bytes=options.limit_bytes(hardware.memory.available),
         torch_state=opened.torch_state,
     )
+
+
+def run_look(source: Source, progress: Progress, device: str, batch_size: int | None, seed: int) -> CheckReport:
+    """Check the workload in a child; see `autotune_amp.check_workload`, whose arguments these are."""
+    autocast_device = next((known for known in AUTOCAST_DEVICES if known == device), None)
+    if autocast_device is None:
+        known = ", ".join(AUTOCAST_DEVICES)
+        raise InvalidRequestError(f"--for is {device!r}; it must be one of {known}.", "Give --for cuda, for example.")
+    if not is_count(batch_size):
+        raise InvalidRequestError(
+            f"batch_size is {batch_size!r}; it must be a whole number from 1 up.", "Leave it out, or pass 8."
+        )
+    watcher = ProgressWatcher(progress, Budget(math.inf))
+    progress.work_started(None)
+    hidden = "steps cannot be recorded from outside"
+    instead = "Give a Workload, or search the command: its trials show what breaks."
+    with loaded(source, watcher, WORKLOAD_DEADLINE_SECONDS, hidden=hidden, next_step=instead) as backend:
+        opened = backend.open("cpu", source.num_threads(), WORKLOAD_DEADLINE_SECONDS)
+        watcher.phase(f"recording one fp32 step for {autocast_device}")
+        job = Look(
+            device="cpu",
+            autocast_device=autocast_device,
+            batch_size=batch_size,
+            seed=seed,
+            torch_state=source.torch_state(opened.torch_state),
+            deadline_seconds=WORKLOAD_DEADLINE_SECONDS,
+        )
+        found = backend.submit(job).result()
+    if isinstance(found, Failure):
+        if found.kind == "workload_error":
+            raise WorkloadError(*message_of(found))
+        raise WorkloadError(
+            f"The step could not be recorded: {found.kind}: {found.message}.",
+            "Mend it until one training step in fp32 works on its own on the CPU, with a smaller batch if need be.",
+        )
+    return found
