@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from autotune_amp.core.errors import AutotuneAmpError, BudgetTooSmallError, WorkloadError
 from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Failure
+from autotune_amp.core.text import duration
 from autotune_amp.distributed import is_from_launcher
 from autotune_amp.isolation.process import Process, ProcessEndedError, Watcher
 from autotune_amp.isolation.standby import Standby
@@ -392,13 +393,13 @@ def _within(seconds: float, load: Callable[[float], Value]) -> Value:
         return load(time.monotonic() + seconds)
     except ProcessEndedError:
         raise BudgetTooSmallError(
-            f"T{_too_slow(seconds)[1:]}.",
+            f"The workload takes more than the {duration(max(seconds, 0.0))} of the budget that were left to load it.",
             "Give a --budget of several times what importing and calling it takes.",
         ) from None
 
 
 def _too_slow(seconds: float) -> str:
-    return f"the workload takes more than {seconds:.0f} s to load"
+    return f"the workload takes more than {duration(seconds)} to load"
 
 
 class Submitted(Generic[Found]):

@@ -338,7 +338,7 @@ def test_a_process_in_which_a_job_failed_runs_no_other(
 
 def test_time_that_ends_while_loading_is_a_small_budget_or_nobodys_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     backend, _ = scripted(monkeypatch, "kept", None, OVERDUE)
-    with pytest.raises(BudgetTooSmallError, match="more than 6 s to load"):
+    with pytest.raises(BudgetTooSmallError, match=r"more than the 6\.0 s of the budget that were left to load it"):
         backend.load(6.0)
     jobs: list[Job[Any]] = [replace(CUDA_TRIAL, loading_seconds=6.0), Describe(device="cpu", loading_seconds=6.0)]
     for job in jobs:
@@ -346,7 +346,7 @@ def test_time_that_ends_while_loading_is_a_small_budget_or_nobodys_failure(monke
         found = backend.submit(job).result()
         assert isinstance(found, Failure)
         assert (found.kind, found.is_loading) == ("timeout", True)
-        assert found.message == "the workload takes more than 6 s to load"
+        assert found.message == "the workload takes more than 6.0 s to load"
 
 
 SLOW = """
@@ -373,6 +373,6 @@ def test_a_jobs_clock_starts_when_its_model_is_built(isolation: Isolation, tmp_p
     with opened.backend:
         late = opened.failure(4, deadline_seconds=60.0, loading_seconds=1.0)
         assert (late.kind, late.is_loading) == ("timeout", True)
-        assert late.message == "the workload takes more than 1 s to load"
+        assert late.message == "the workload takes more than 1.0 s to load"
         found = opened.run(4, deadline_seconds=3.0, loading_seconds=60.0)
         assert isinstance(found, Measurement), found
