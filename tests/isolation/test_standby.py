@@ -212,7 +212,7 @@ def test_the_one_that_stands_by_trains_as_the_first_did(shared: Search) -> None:
     shared.listener.text = ""
     kill(running(shared))
     for _ in range(3):
-        shared.measured()
+        shared.measured(num_warmup_steps=(3, 3))
     lines = shared.listener.text.splitlines()
     (built,) = [line for line in lines if line.startswith("built")]
     number = running(shared)
@@ -284,7 +284,7 @@ def test_one_that_takes_too_long_to_load_is_waited_for_no_longer_than_the_job_ma
             found = search.backend.submit(search.trial(loading_seconds=1.0)).result()
             assert isinstance(found, Failure)
             assert (found.kind, found.is_loading) == ("timeout", True)
-            assert found.message == "the workload takes more than 1 s to load"
+            assert found.message == "the workload takes more than 1.0 s to load"
         search.measured()
 
 

@@ -6,8 +6,8 @@ import pytest
 from profile_samples import host_step, measured, profiled
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.errors import BudgetTooSmallError, WorkloadError
-from autotune_amp.core.outcome import Profiled, ProfiledStep, Split
+from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.outcome import Failure, Profiled, ProfiledStep, Split
 from autotune_amp.core.setting import Setting
 from autotune_amp.profile.gap import Event, Profile, Trace, gap, max_speedups, next_steps, split, step_mark
 from autotune_amp.profile.results import Gap
@@ -108,7 +108,8 @@ def test_a_dimension_gains_at_most_the_parts_that_it_bears_on() -> None:
 
 def test_a_process_that_does_not_come_back_is_no_end_of_a_search() -> None:
     job = Profile(device="cpu", trial=Trial(candidate=Setting(precision="fp32", batch_size=1), device="cpu"))
-    assert job.after(BudgetTooSmallError("It ended.", "Give more."), None).kind == "timeout"
+    late = Failure(kind="timeout", message="It takes long to load.", is_loading=True)
+    assert job.after(late, None) == late
     assert job.after(WorkloadError("It is gone.", "Look."), None).message == "It is gone."
 
 
