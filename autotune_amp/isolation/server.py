@@ -36,6 +36,7 @@ from autotune_amp.core import workload
 from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.job import READY, find_job
 from autotune_amp.core.outcome import Failure
+from autotune_amp.hardware import identify
 from autotune_amp.hardware.device import parse
 from autotune_amp.hardware.measuring import make_current
 from autotune_amp.isolation import packing
@@ -263,10 +264,11 @@ def why_not_fork(device: str, num_threads: int, done: str) -> str | None:
     for device_type in ("cuda", "xpu"):
         if getattr(torch, device_type).is_initialized():
             return f"{done} the workload started {device_type} in its process{_started_at.get(device_type, '')}"
+    is_cpu = identify(device).type == "cpu"
     pid = os.fork()
     if pid == 0:
         os._exit(_try_everything(device, num_threads))
-    deadline = time.monotonic() + (_CANARY_SECONDS if device == "cpu" else _ACCELERATOR_CANARY_SECONDS)
+    deadline = time.monotonic() + (_CANARY_SECONDS if is_cpu else _ACCELERATOR_CANARY_SECONDS)
     while time.monotonic() < deadline:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:

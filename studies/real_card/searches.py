@@ -4,8 +4,9 @@ Usage: searches.py --minutes 8 --out FOLDER [--only NAME ...] [--device cpu --ti
 
 FOLDER/searches.jsonl gets one line for each training run, as it ends; runs that it holds for this device are skipped.
 Today's setting is fp32 at the batch size of `trainings.py`, as PyTorch's defaults have it, and the batch size is kept
-unless the name ends with "_free". The search has its default budget. What it answers is timed by `measurer.py` in a
-process of its own, beside today's setting, and so is what by_hand.jsonl has as the best at the batch sizes allowed.
+unless the name ends with "_free". The search has its default budget unless another is given. What it answers is timed
+by `measurer.py` in a process of its own, beside today's setting; the best by hand is that of by_hand.jsonl at the batch
+sizes that the search may use.
 """
 
 from __future__ import annotations
@@ -63,12 +64,14 @@ for each in (*ORDER, "resnet50"):  # searches.py:NAME for the command line
     globals()[each] = partial(workload, each)
 
 
-def searched(name: str, device: str, folder: Path) -> dict[str, Any]:
+def searched(name: str, device: str, folder: Path, budget: str | None) -> dict[str, Any]:
     """Run the search of a training run, as a command of its own; returns what it says, or how it failed."""
     training = named(name)
     command = [sys.executable, "-m", "autotune_amp", "search", f"{HERE / 'searches.py'}:{name}", "--json"]
     command += ["--device", device, "--out", str(folder), "--effective-batch-size"]
     command += ["free" if name.endswith("_free") else str(training.batch_size)]
+    if budget is not None:
+        command += ["--budget", budget]
     if training.name == "t5_small":
         command += ["--baseline", f"fp32:{training.batch_size}"]
     began = time.monotonic()
@@ -142,13 +145,13 @@ def known_best(name: str) -> dict[str, Any] | None:
     return max(ours, key=lambda line: line["samples_per_second"], default=None)
 
 
-def piece(name: str, device: str, out: Path) -> dict[str, Any]:
+def piece(name: str, device: str, out: Path, budget: str | None) -> dict[str, Any]:
     """One training run: its search, then by hand today's setting and what was answered."""
     import torch
 
     folder = Path(tempfile.mkdtemp())
     found = {"training": name, "device": torch.cuda.get_device_name() if device == "cuda" else device}
-    found |= searched(name, device, folder)
+    found |= {"budget": budget, **searched(name, device, folder, budget)}
     study = next(folder.glob("*/outcomes.jsonl"), None)
     if study is not None:
         kept = out / found["device"].replace(" ", "_") / name
@@ -203,6 +206,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--only", nargs="*", default=ORDER)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--budget")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--train")
@@ -225,7 +229,7 @@ def main() -> None:
         for name in given.only:
             if name in done or time.monotonic() + SECONDS_FORESEEN > ends:
                 continue
-            found = piece(name, given.device, given.out)
+            found = piece(name, given.device, given.out, given.budget)
             with path.open("a") as file:
                 file.write(json.dumps(found) + "\n")
             said = {key: value for key, value in found.items() if key not in ("said", "trained", "warnings")}
