@@ -102,7 +102,7 @@ class OneDevice(Places):
         return identify(self.device)
 
     def backend(self) -> WorkloadBackend:  # noqa: D102 - see Places
-        return self._begin(None, None)
+        return self._begin(None if self._ranks else isolation_on(self.identity().type), None)
 
     def confirming(self, device: str, *, are_shared: bool) -> ConfirmingProcesses:  # noqa: D102 - see Places
         return ConfirmingProcesses(partial(self._begin, "kept"), Slot(device), are_shared=are_shared)
@@ -130,6 +130,12 @@ def on_ranks(
     return RankedBackend(ranks, lambda rank, heard: start(heard, isolation, environment, rank, None), watcher)
 
 
+def isolation_on(device_type: str) -> Isolation | None:
+    """How jobs are isolated: on a card in one process that is kept, since each fork would start the card, and import
+    and build the model, anew; on a CPU as forks where that is sound."""
+    return None if device_type == "cpu" else "kept"
+
+
 class OnSlots(Places):
     """Several slots of this host, of which `device` is the first or has it."""
 
@@ -148,7 +154,11 @@ class OnSlots(Places):
 
     def backend(self) -> WorkloadBackend:  # noqa: D102 - see Places
         return WorkloadSlots(
-            self._slots, lambda slot, heard: self._start(heard, None, None, slot, None), self._watcher_of
+            self._slots,
+            lambda slot, heard: self._start(
+                heard, isolation_on("cpu" if slot.uuid is None else "cuda"), None, slot, None
+            ),
+            self._watcher_of,
         )
 
     def confirming(self, device: str, *, are_shared: bool) -> ConfirmingProcesses | Slots[ConfirmingProcesses]:
