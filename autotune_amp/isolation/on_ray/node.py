@@ -7,7 +7,6 @@ import platform
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +110,10 @@ class Worker:
         num_ranks = self._opening.num_ranks
         ranks = of_ranks(num_ranks, identify(device).type) if num_ranks > 1 else ()
 
-        self._backend = on_ranks(ranks, partial(LocalBackend, self._payload), self._ear, isolation, environment)
+        def start(heard: Watcher, isolation: Isolation | None, *others: Any) -> WorkloadBackend:
+            return LocalBackend(self._payload, isolation, heard, *others)
+
+        self._backend = on_ranks(ranks, start, self._ear, isolation, environment)
 
     def _load(self, deadline_seconds: float) -> Any:
         return self._there.load(deadline_seconds)
