@@ -47,7 +47,8 @@ import json, os, platform, sys
 import torch
 from autotune_amp import recommend_config
 from autotune_amp import fingerprint
-from autotune_amp.search.storage import cache, search
+from autotune_amp.search import search
+from autotune_amp.search.storage import cache
 import msgspec
 
 OUT = sys.argv[1]
