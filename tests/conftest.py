@@ -161,8 +161,8 @@ def nothing_left_at_once() -> Iterator[None]:
 
 def _files(temporary: Path) -> list[str]:
     """What was left in the folder for temporary files, without the compiler's cache, the file of eight characters that
-    `tempfile` writes in each process to see whether it may, and the folder in which multiprocessing receives what loader
-    workers send: a process may be killed before it removes those.
+    `tempfile` writes in each process to see whether it may, and the folder in which multiprocessing receives batches of
+    loader workers: a process may be killed before it removes those.
     """
     names = [path.name for path in temporary.iterdir()]
     return [name for name in names if not re.fullmatch(r"torchinductor_.*|pymp-.*|[a-z0-9_]{8}", name)]

@@ -86,7 +86,7 @@ def test_a_host_with_one_card_has_one_slot(virtual_machine: VirtualMachine, tmp_
     with command_line(tmp_path) as cli:
         cli.environment |= virtual_machine(num=1)
         target = cli.write("train.py", WORKLOAD)
-        done = cli.search(target, "--devices", "all", "--precision", "fp32", "--try", "none", "--budget", "40")
+        done = cli.search(target, "--devices", "all", "--precision", "fp32", "--try", "none", "--budget", "120")
     assert done.code == 0, done.err
     assert done.document["evidence"]["is_confirmed"]
     assert done.document["evidence"]["slots"] is None
