@@ -19,7 +19,7 @@ from autotune_amp.distributed import answer_on_first, place
 from autotune_amp.interruption import interruptible
 from autotune_amp.report.files import keep_report
 from autotune_amp.search.command import CommandSource
-from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.options import DEFAULT_BUDGET_SECONDS, SearchOptions
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.source import Source, live, target
 from autotune_amp.search.storage.cache import search
@@ -39,7 +39,7 @@ DEFAULT_TARGET = "autotune_amp.workloads:workload"
 def recommend_config(
     workload: WorkloadArgument = None,
     *,
-    budget: float = 600.0,
+    budget: float = DEFAULT_BUDGET_SECONDS,
     trials: int | None = None,
     device: str = "auto",
     devices: Sequence[int] | str | None = None,
@@ -68,8 +68,8 @@ def recommend_config(
     """Measure which precision and batch size to train `workload` with, or answer from the cache.
 
     `workload` is a Workload, a function that returns one, "path/file.py:function" or "package.module:function", or a
-    LaunchLine: any training command. The embedded one if left out. `budget` is the most
-    wall-clock seconds for everything; a search ends before, once it is decided and confirmed.
+    LaunchLine: any training command. The embedded one if left out. `budget` is wall-clock seconds for everything, at
+    most: a search ends before, once it is decided and confirmed.
     `devices` are NVIDIA cards to search on at the same time, "all" or their numbers as CUDA counts them; they must be
     of one model. `slots` is a number of shares of the CPU, for trials alone: what is promised is confirmed with all of
     it. `ray` is the address of a Ray cluster ("auto" for the one of this host), whose nodes are searched on at the same

@@ -96,7 +96,7 @@ class _CudnnBenchmark(_Written):
 
 
 class _Compile(_Written):
-    """Of its modes the one that times every kernel is tried where the user names it alone."""
+    """Leaves the mode that times every kernel out, unless the user names it."""
 
     def choices(self, hardware: Any, description: Any, options: Any) -> Choices[str]:
         found, slow = super().choices(hardware, description, options), "max-autotune-no-cudagraphs"

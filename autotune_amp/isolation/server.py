@@ -230,7 +230,7 @@ def _lower_priority() -> None:
 
 
 def _put_priority_back() -> None:
-    """Of every thread: what was started meanwhile has inherited it."""
+    """Give every thread its former priority back: those started meanwhile have inherited the lowered one."""
     while _priority_before:
         own = _priority_before.pop()
         for thread in Path("/proc/self/task").iterdir():

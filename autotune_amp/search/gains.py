@@ -53,8 +53,9 @@ def speedup(chosen: Runs, baseline: Runs, records: Sequence[Record]) -> tuple[fl
     if chosen.is_on_slot != baseline.is_on_slot and not (chosen.num_confirming and baseline.num_confirming):
         return None, None  # a share of the CPU is slower than all of it, and so may be a card beside others
     ratio = chosen.speed / baseline.speed
-    others = other_processes(records, chosen, baseline)
-    low, high = _ratio_in_rounds(chosen, baseline, records) or apart_interval(chosen.speeds, baseline.speeds, others)
+    low, high = _ratio_in_rounds(chosen, baseline, records) or apart_interval(
+        chosen.speeds, baseline.speeds, other_processes(records, chosen, baseline)
+    )
     return ratio, (min(low, ratio), max(high, ratio))
 
 

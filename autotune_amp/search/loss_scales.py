@@ -26,7 +26,7 @@ from autotune_amp.numerics.scaler_replay import (
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
 from autotune_amp.search.ranking import found_accumulation
-from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
+from autotune_amp.trial.jobs import num_warmup_steps
 
 Pair: TypeAlias = tuple[float, int]  # init_scale, growth_interval
 
@@ -238,7 +238,7 @@ def evidence(scales: AllScales, candidate: Setting, confirming: Sequence[Measure
         return None
     pair = found.best
     ours, defaults = found.replay(pair), found.of_gradscaler
-    counts = [(m.num_steps, max(NUM_WARMUP_STEPS, m.num_unmeasured_steps)) for m in confirming]
+    counts = [(m.num_steps, num_warmup_steps(m)) for m in confirming]
     return LossScaleEvidence(
         num_steps=found.num_steps,
         num_skips=ours.num_skips,

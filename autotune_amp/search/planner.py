@@ -24,10 +24,10 @@ from autotune_amp.search.conditions import Conditions, is_hopeless
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.trial.jobs import (
     MAX_TIMED_MICRO_BATCHES,
-    NUM_WARMUP_STEPS,
     Check,
     CheckKind,
     Trial,
+    num_warmup_steps,
 )
 
 MIN_ROUNDS = 3  # of a confirmation
@@ -278,11 +278,6 @@ class Planner:
         return self.check(ledger, "accumulation", Setting(precision="fp32", batch_size=batch_size))
 
 
-def num_warmup_steps(measured: Measurement) -> int:
-    """Return the steps that a trial took before it measured."""
-    return max(NUM_WARMUP_STEPS, measured.num_unmeasured_steps)
-
-
 def num_timed_passes(setting: Setting) -> int:
     """Return the forward and backward passes that a trial of the search times for a step."""
     return min(setting.accumulation_steps, MAX_TIMED_MICRO_BATCHES)
@@ -294,7 +289,7 @@ def ending_seconds(record: Record) -> float | None:
 
 
 def _start_seconds(record: Record) -> float:
-    """What came before the first step: starting the process, building, the accelerator. None of it in a kept one."""
+    """Return the seconds that a record's process took before its first step; a kept one took none for this record."""
     found = record.outcome
     is_kept = record.start_seconds == 0.0
     own = found.build_seconds + found.context_seconds if isinstance(found, Measurement) and not is_kept else 0.0

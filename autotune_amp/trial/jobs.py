@@ -254,6 +254,11 @@ HOPELESS_RATIO = 1.6
 LEAST_ACCELERATOR_SECONDS = 0.25
 
 
+def num_warmup_steps(measured: Measurement) -> int:
+    """Return the steps that a trial took before it measured, the least where its record does not say."""
+    return max(NUM_WARMUP_STEPS, measured.num_unmeasured_steps)
+
+
 def is_hopeless(spec: Trial, warmup_step_seconds: Sequence[float]) -> bool:
     """Whether the warm-up after the first step, one step at least, says enough."""
     return spec.cut_step_seconds is not None and min(warmup_step_seconds) > HOPELESS_RATIO * spec.cut_step_seconds

@@ -67,7 +67,14 @@ for each in (*ORDER, "resnet50"):  # searches.py:NAME for the command line
 def searched(name: str, device: str, folder: Path, budget: str | None) -> dict[str, Any]:
     """Run the search of a training run, as a command of its own; returns what it says, or how it failed."""
     training = named(name)
-    command = [sys.executable, "-m", "autotune_amp", "search", f"{HERE / 'searches.py'}:{name}", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "autotune_amp",
+        "search",
+        f"{os.path.relpath(HERE / 'searches.py')}:{name}",
+        "--json",
+    ]
     command += ["--device", device, "--out", str(folder), "--effective-batch-size"]
     command += ["free" if name.endswith("_free") else str(training.batch_size)]
     if budget is not None:
