@@ -103,10 +103,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", ta
 
 # A check or calibration that fails so tells of the precision; any other failure tells of the check itself.
 OF_THE_PRECISION: Final = ("unsupported", "nonfinite")
-Verdict: TypeAlias = Literal["faithful", "doubtful", "unfaithful", "unchecked"]
+# undecided: what was looked at shows no harm, and what would decide was not; unchecked: nothing was looked at.
+Verdict: TypeAlias = Literal["faithful", "undecided", "doubtful", "unfaithful", "unchecked"]
 
 
-DAMAGE_COLUMNS = ("module", "noise ratio", "cosine", "norm ratio", "flushed to 0")
+DAMAGE_COLUMNS = ("module", "noise ratio", "common error", "cosine", "norm ratio", "flushed to 0")
 _NUM_DAMAGED = 8  # modules that are shown
 
 
@@ -115,13 +116,16 @@ class GradientDamage(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     noise_ratio: float
+    common_error: float
+    common_error_interval: tuple[float, float]
     cosine: float
     norm_ratio: float
     flushed_share: float
 
     def cells(self) -> list[str]:
         """What stands under `DAMAGE_COLUMNS`."""
-        ratios = [number(value) for value in (self.noise_ratio, self.cosine, self.norm_ratio)]
+        values = (self.noise_ratio, self.common_error, self.cosine, self.norm_ratio)
+        ratios = [number(value) for value in values]
         return [one_line(self.name) or "outside of modules", *ratios, f"{100 * self.flushed_share:.3g} %"]
 
 
@@ -151,8 +155,11 @@ class Later(msgspec.Struct, frozen=True, kw_only=True):
 class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="fidelity"):
     """How faithful a precision's loss and gradients are to fp32, on the same weights, batches and draws.
 
-    `noise_ratio` is |g_low - g_32| over |g_32(A) - g_32(B)|: rounding noise against the noise between two batches of
-    `batch_size`. `loss_error` is relative to the fp32 loss. `gradient_cosine` and `gradient_norm_ratio` (low over fp32)
+    `noise_ratio` is the size of rounding's error of the gradient over the standard deviation of the fp32 gradient from
+    batch to batch of `batch_size`: noise of ratio r acts like a batch 1 + r^2 times smaller. `common_error` is the part
+    of that error that is the same in every batch, over the size of the gradient, with its 95 % interval: it harms,
+    where noise does not. `loss_error` is relative to the fp32 loss. `gradient_cosine` and `gradient_norm_ratio` (low
+    over fp32)
     are of the whole gradient, `flushed_share` the entries that count and are zero only in the low precision.
     `forward_max` is the largest magnitude a module put out, `format_max` the largest that the precision holds.
     `training_gap` is the mean distance between the losses of a paired training run over `num_paired_steps` steps, in
@@ -174,6 +181,8 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     next_step: str
     pinned_modules: tuple[str, ...] = ()
     noise_ratio: float | None = None
+    common_error: float | None = None
+    common_error_interval: tuple[float, float] | None = None
     loss_error: float | None = None
     gradient_cosine: float | None = None
     gradient_norm_ratio: float | None = None
@@ -220,6 +229,7 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
         )
         ratios = (
             ("noise", self.noise_ratio, "is what rounding does to the gradient over what another batch does to it"),
+            ("common", self.common_error, "of the gradient is an error that is the same in every batch"),
             ("direction", self.gradient_cosine, "is the cosine between the gradient and that of fp32"),
             ("length", self.gradient_norm_ratio, "is the length of the gradient over that of fp32"),
             ("training", self.training_gap, paired),
@@ -246,7 +256,7 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
 
     def _repr_html_(self) -> str:
         cells = [found.cells() for found in self.most_damaged()]
-        table = pieces.table(DAMAGE_COLUMNS, cells, num_numeric=4) if cells else ""
+        table = pieces.table(DAMAGE_COLUMNS, cells, num_numeric=5) if cells else ""
         return pieces.fragment(f"{self.heading()}: {self.verdict}", pieces.facts(self.facts()), table)
 
 

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 from autotune_amp.core.config import MIN_LOSS_SCALE
 from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.intervals import t_quantile
 from autotune_amp.core.outcome import GradientDamage, LowWeights
+from autotune_amp.numerics.grading import Parting
 from autotune_amp.numerics.passes import Gradients, Pass, Passes, Subject
 from autotune_amp.precision.forward_wrapper import parameters_by_name
 from autotune_amp.precision.modes import MODES
@@ -34,40 +36,68 @@ COUNTS = 2.0**-12
 MAX_OWN_NOISE = 0.1
 _NUM_HALVINGS = 4  # of a step's loss scale, before it is asked whether any will do
 _MAX_MODULES = 40  # rows of a chart
+_STRETCH = 2**22  # entries of each batch's error that are multiplied at a time
 
 
 @dataclass
 class Sums:
-    """Sums of squares over entries and batches, and counts; `+=` adds another's."""
+    """Sums over the entries of one parameter, or of several, and over batches; `+` adds another's.
 
-    difference: float = 0.0
+    `errors` [batch, batch] holds the products of what rounding does to the gradients of each two batches, `total` is
+    the squared length of the sum of all fp32 gradients, the others are sums of squares and products, and counts.
+    """
+
+    errors: Tensor
+    total: float = 0.0
     reference: float = 0.0
     low: float = 0.0
     product: float = 0.0
-    noise: float = 0.0
     num_counting: float = 0.0
     num_flushed: float = 0.0
 
-    def __iadd__(self, other: Sums) -> Sums:
-        for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
-        return self
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
     def damage(self, name: str) -> GradientDamage:
         """What is said of the parameter or module of this name.
 
-        The noise between batches is the yardstick of rounding's, or the gradient itself where they are all alike. The
-        cosine is 1 where both gradients are zero.
+        The variance between batches is the yardstick of rounding's, or the gradient itself where they are all alike.
+        The cosine is 1 where both gradients are zero.
         """
-        yardstick = self.noise if self.noise > 1e-12 * self.reference else self.reference
+        num_batches = len(self.errors)
+        square = self.reference / num_batches
+        between = (num_batches * self.reference - self.total) / (num_batches * max(1, num_batches - 1))
+        yardstick = between if num_batches > 1 and between > 1e-12 * square else square
         norms = math.sqrt(self.reference) * math.sqrt(self.low)
+        common, half = common_error(self.errors)
         return GradientDamage(
             name=name,
-            noise_ratio=math.sqrt(_ratio(self.difference, yardstick)),
+            noise_ratio=math.sqrt(_ratio(float(self.errors.trace()) / num_batches, yardstick)),
+            common_error=_root(_ratio(common, square)),
+            common_error_interval=(_root(_ratio(common - half, square)), _root(_ratio(common + half, square))),
             cosine=min(1.0, self.product / norms) if norms else float(self.reference == self.low),
             norm_ratio=math.sqrt(self.low / self.reference) if self.reference else 1.0,
             flushed_share=self.num_flushed / self.num_counting if self.num_counting else 0.0,
         )
+
+
+def common_error(errors: Tensor) -> tuple[float, float]:
+    """The squared length of the error that all batches share, and half the width of its 95 % interval.
+
+    `errors` [K, K] holds the products of the errors of K batches. The mean product of two different batches has no part
+    of the noise in each of them: what is left is common. The interval is the jackknife's, over batches; it is infinite
+    for fewer than three.
+    """
+    num_batches = len(errors)
+    if num_batches < 2:
+        return 0.0, math.inf
+    pairs = errors - torch.diag(errors.diagonal())
+    common = float(pairs.sum()) / (num_batches * (num_batches - 1))
+    if num_batches < 3:
+        return common, math.inf
+    left_out = (pairs.sum() - 2 * pairs.sum(1)) / ((num_batches - 1) * (num_batches - 2))
+    variance = (num_batches - 1) / num_batches * float((left_out - left_out.mean()).square().sum())
+    return common, t_quantile(num_batches - 1) * math.sqrt(variance)
 
 
 class Comparison(NamedTuple):
@@ -81,6 +111,65 @@ class Comparison(NamedTuple):
     modules: list[GradientDamage]
 
 
+class Gathered:
+    """Gradients of batches in the low precision and in fp32, gathered batch by batch, over the parameters in `names`.
+
+    Errors are kept in bf16, which changes no product of two by more than its rounding; nothing else is kept of a batch.
+    A parameter without a gradient has a zero one.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._errors: dict[str, list[Tensor]] = defaultdict(list)
+        self._totals: dict[str, Tensor] = {}
+        self._sums: dict[str, Sums] = {}
+        self._num_batches = 0
+
+    def add(self, low: Gradients, reference: Gradients) -> None:
+        """Add a batch; waits for the device."""
+        for name in dict.fromkeys(chain(reference, low)):
+            if name not in self._names:
+                continue
+            some = reference[name] if name in reference else low[name]
+            ours, theirs = (
+                torch.zeros_like(_dense(some)) if name not in gradients else _dense(gradients[name])
+                for gradients in (low, reference)
+            )
+            error = (ours - theirs).flatten().bfloat16()
+            errors = self._errors[name]
+            errors += [*[torch.zeros_like(error)] * (self._num_batches - len(errors)), error]
+            self._totals[name] = self._totals[name] + theirs.float() if name in self._totals else theirs.float()
+            counts = theirs.abs() > COUNTS * (theirs.abs().amax() if theirs.numel() else 0.0)
+            sums = self._sums.setdefault(name, Sums(torch.zeros(())))
+            sums.reference += _norm(theirs) ** 2
+            sums.low += _norm(ours) ** 2
+            sums.product += float((ours * theirs).sum())
+            sums.num_counting += float(counts.sum())
+            sums.num_flushed += float((counts & (ours == 0)).sum())
+        self._num_batches += 1
+
+    def compared(self) -> Comparison:
+        """What they say, of one batch at least."""
+        parameters: dict[str, Sums] = {}
+        modules: dict[str, Sums] = {}
+        nothing = torch.zeros(self._num_batches, self._num_batches, dtype=torch.float64)
+        whole = Sums(nothing)
+        for name, sums in self._sums.items():
+            errors = self._errors[name]
+            errors += [torch.zeros_like(errors[0])] * (self._num_batches - len(errors))
+            parameters[name] = replace(sums, errors=_products(errors), total=_norm(_wide(self._totals[name])) ** 2)
+            whole = whole + parameters[name]
+            module = name.rpartition(".")[0]
+            modules[module] = modules.get(module, Sums(nothing)) + parameters[name]
+        damages = [sums.damage(name) for name, sums in modules.items()]
+        noisiest = sorted(damages, key=attrgetter("noise_ratio"), reverse=True)[:_MAX_MODULES]
+        return Comparison(
+            whole=whole.damage(""),
+            parameters=[sums.damage(name) for name, sums in parameters.items()],
+            modules=[damage for damage in damages if damage in noisiest],
+        )
+
+
 def signals(gradients: Gradients, perturbed: Gradients) -> set[str]:
     """The parameters whose fp32 gradient survives another rounding, so that it can be held against."""
     return {
@@ -92,53 +181,37 @@ def signals(gradients: Gradients, perturbed: Gradients) -> set[str]:
 
 
 def compare(low: Sequence[Gradients], reference: Sequence[Gradients], names: Collection[str]) -> Comparison:
-    """Gradients of the same batches in the low precision and in fp32, over the parameters in `names`.
-
-    The noise is that between each batch and the next in fp32; `reference` may hold more batches than `low`. A parameter
-    without a gradient has a zero one.
-    """
-    parameters: dict[str, Sums] = {}
-    modules: dict[str, Sums] = defaultdict(Sums)
-    whole = Sums()
-    for name in dict.fromkeys(chain(*reference, *low)):
-        if name in names:
-            sums = parameters[name] = Sums()
-            for index, gradients in enumerate(low):
-                following = reference[(index + 1) % len(reference)]
-                sums += _sums(gradients.get(name), reference[index].get(name), following.get(name))
-            whole += sums
-            modules[name.rpartition(".")[0]] += sums
-    damages = [sums.damage(name) for name, sums in modules.items()]
-    noisiest = sorted(damages, key=attrgetter("noise_ratio"), reverse=True)[:_MAX_MODULES]
-    return Comparison(
-        whole=whole.damage(""),
-        parameters=[sums.damage(name) for name, sums in parameters.items()],
-        modules=[damage for damage in damages if damage in noisiest],
-    )
+    """Compare gradients of the same batches in the low precision and in fp32, over the parameters in `names`."""
+    gathered = Gathered(names)
+    for ours, theirs in zip(low, reference, strict=True):
+        gathered.add(ours, theirs)
+    return gathered.compared()
 
 
-def _sums(low: Tensor | None, reference: Tensor | None, other: Tensor | None) -> Sums:
-    some = next((tensor for tensor in (reference, low, other) if tensor is not None), None)
-    if some is None:
-        return Sums()
-    ours, theirs, others = (torch.zeros_like(_dense(some)) if t is None else _dense(t) for t in (low, reference, other))
-    counts = theirs.abs() > COUNTS * (theirs.abs().amax() if theirs.numel() else 0.0)
-    return Sums(
-        difference=_norm(ours - theirs) ** 2,
-        reference=_norm(theirs) ** 2,
-        low=_norm(ours) ** 2,
-        product=float((ours * theirs).sum()),
-        noise=_norm(theirs - others) ** 2,
-        num_counting=float(counts.sum()),
-        num_flushed=float((counts & (ours == 0)).sum()),
-    )
+def _products(errors: Sequence[Tensor]) -> Tensor:
+    """The products [K, K] of K flat tensors, in double precision, a stretch at a time."""
+    products = torch.zeros(len(errors), len(errors), dtype=torch.float64)
+    for start in range(0, errors[0].numel(), _STRETCH):
+        stretch = _wide(torch.stack([error[start : start + _STRETCH] for error in errors]))
+        products += (stretch @ stretch.T).cpu().double()
+    return products
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """In double precision, whose squares do not overflow; MPS has none."""
+    """Real, with every entry, in double precision, whose squares do not overflow."""
     dense = gradient.to_dense() if gradient.is_sparse else gradient
     dense = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
-    return dense if dense.device.type == "mps" else dense.double()
+    return _wide(dense)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In double precision; on MPS, which has none, in fp32."""
+    return tensor.float() if tensor.device.type == "mps" else tensor.double()
+
+
+def _root(share: float) -> float:
+    """The square root, 0 of what is below zero by chance."""
+    return math.sqrt(max(0.0, share))
 
 
 def _norm(tensor: Tensor) -> float:
@@ -168,8 +241,10 @@ def train(
     scale: float = 1.0,
     perturbation: float = 0.0,
     seed: int = 0,
+    order: Sequence[int] | None = None,
 ) -> Run:
-    """Train from the first weights, each of them first moved by up to `perturbation` times itself.
+    """Train from the first weights, each of them first moved by up to `perturbation` times itself, on the batches in
+    their own `order`, again and again, or another.
 
     Where gradients overflow, the scale is halved and the step tried again, so that all runs see the same batches; each
     such try is a skip. The model is left where training ended.
@@ -180,7 +255,7 @@ def train(
     losses: list[float] = []
     num_skips = 0
     for step in range(num_steps):
-        index = step % len(passes.subject.batches)
+        index = step % len(passes.subject.batches) if order is None else order[step]
         done, scale, num_more = finite_pass(passes, index, precision, scale, restores=False)
         num_skips += num_more
         if not done.is_finite:
@@ -217,6 +292,26 @@ def gap(low: Run, reference: Run, perturbed: Run) -> tuple[float, float]:
     steps = [after - before for before, after in zip(reference.losses, reference.losses[1:], strict=False)]
     scatter = pstdev(steps) / math.sqrt(2)
     return _ratio(distance, chance), _ratio(distance, scatter)
+
+
+def shuffled(num_steps: int, num_batches: int, order: int) -> list[int]:
+    """The batch of each step: all of them again and again, shuffled each time in a way that is the `order`'s own."""
+    generator = torch.Generator().manual_seed(order)
+    rounds = (torch.randperm(num_batches, generator=generator).tolist() for _ in range(-(-num_steps // num_batches)))
+    return list(chain.from_iterable(rounds))[:num_steps]
+
+
+def parting(low: Sequence[Run], fp32: Sequence[Run], num_batches: int) -> Parting:
+    """How far finite runs in the precision end from those in fp32, over the last `num_batches` steps of each, which
+    are one pass through all batches; each two saw them in the same order."""
+    ends = [fmean(run.losses[-num_batches:]) for run in fp32]
+    differences = [fmean(run.losses[-num_batches:]) - end for run, end in zip(low, ends, strict=True)]
+    return Parting(
+        excess=fmean(differences),
+        spread=max(max(values) - min(values) for values in (ends, differences)),
+        fall=fmean(abs(fmean(run.losses[:num_batches]) - end) for run, end in zip(fp32, ends, strict=True)),
+        num_steps=len(fp32[0].losses),
+    )
 
 
 def finite_pass(

@@ -1,7 +1,8 @@
 """Whether a precision learns what fp32 learns: the same weights, batches and draws in both, then a verdict.
 
-One step first, over three batches; then a short training run, over eight. Where the verdict is bad, the modules
-responsible are looked for, and tried in fp32.
+One step first, over four to eight batches; then a short training run, and a longer one, over the same batches in
+several orders, where the step leaves open whether rounding harms. Where the verdict is bad, the modules responsible are
+looked for, and tried in fp32.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ from autotune_amp.core.outcome import Fidelity, LowWeights, after_steps
 from autotune_amp.numerics.calibration import FIRST_GUESS, count_octaves, largest_safe_scale
 from autotune_amp.numerics.comparison import (
     Comparison,
+    Gathered,
     Run,
-    compare,
     finite_pass,
     gap,
     lost_updates,
+    parting,
     perturb,
+    shuffled,
     signals,
     train,
 )
 from autotune_amp.numerics.draws import DrawnInFp32
-from autotune_amp.numerics.grading import MAX_FORWARD_SHARE, Findings, Grade, grade, next_step
+from autotune_amp.numerics.grading import MAX_FORWARD_SHARE, Findings, Grade, grade, next_step, suspicion
 from autotune_amp.numerics.locate import OUTSIDE, bad_parameters, blown_up, first_wrong
 from autotune_amp.numerics.passes import Pass, Passes, Subject
 from autotune_amp.numerics.scaler_replay import starting_scale
@@ -49,15 +52,18 @@ from autotune_amp.precision.forward_wrapper import (
 )
 from autotune_amp.precision.modes import MODES
 
-NUM_BATCHES = 3  # held against each other in one step
+MIN_NUM_BATCHES, MAX_NUM_BATCHES = 4, 8  # held against each other in one step, as the time allows
+STEP_SHARE = 0.25  # of the check's seconds, after which no more than the fewest batches are looked at
 NUM_PAIRED_STEPS = 8
+NUM_ORDERS, LONG_STEPS = 3, (48, 24, 16)  # of the longer training: orders of the batches; steps, as the time allows
 REROUNDING = 2.0**-20  # moves weights enough for fp32 to round otherwise, and no more
 MAX_PINNED_SHARE = 0.05  # of the modules; one may always be pinned
 MAX_ROUNDS = 3
 _NUM_WORST = 5
 # Of the findings, what `Fidelity` says as it is.
 _SAID = (
-    *("loss_error", "noise_ratio", "flushed_share", "forward_max", "format_max"),
+    *("loss_error", "noise_ratio", "common_error", "common_error_interval", "flushed_share"),
+    *("forward_max", "format_max"),
     *("training_gap", "training_noise_gap", "has_moved"),
 )
 
@@ -72,6 +78,7 @@ def check(
     on_bad_verdict: Callable[[Fidelity], None] | None = None,
     label: str | None = None,
     num_steps_before: int = 0,
+    seconds: float = math.inf,
 ) -> Fidelity:
     """Hold `precision`, with `pinned_modules` in fp32, against fp32 on `subject`, whose model is left as it was.
 
@@ -81,12 +88,14 @@ def check(
     `label` is what the reason calls the precision with what else was set up; the weights were trained in fp32 for
     `num_steps_before`.
     `on_bad_verdict` is given a bad verdict before that search, which may take long, or take the process with it.
+    In fewer `seconds` than all takes fewer batches are looked at, then fewer steps trained, then none.
     """
     passes = Passes(subject)
     is_watched = not subject.is_compiled or MODES[precision].takes_scaler
     with watch_forward(subject.model, subject.device) if is_watched else nullcontext(_no_maxima) as read_maxima:
         try:
             experiment = Experiment(passes, precision, batch_size, read_maxima, label or precision, num_steps_before)
+            experiment.seconds = seconds
             attempt = experiment.attempt(tuple(pinned_modules))
             if attempt.grade.is_bad and experiment.takes_like_draws(attempt.pins):
                 attempt = experiment.attempt(attempt.pins)
@@ -155,7 +164,8 @@ class Experiment:
         self.fp32 = low if reference is subject else Passes(reference)
         if has_half_weights(reference.model):  # fp32 is a copy of the model
             self.fp32 = Passes(reference, in_fp32(reference.model, subject.device.type))
-        self._reference = [self.fp32.run(index, "fp32") for index in range(NUM_BATCHES)]
+        self.seconds = math.inf  # that all of it may take
+        self._first = self.fp32.run(0, "fp32")  # held against none: what is a signal, and how large it is
         self._reference_runs: list[Run] = []  # plain, and from weights that are rounded otherwise
         self._fp32_step_seconds: float | None = None
         self._has_moved = True  # False once fp32's own training run has moved no weight
@@ -163,14 +173,15 @@ class Experiment:
         self._low_weights = self._lost_updates()
 
     def attempt(self, pins: tuple[str, ...]) -> Attempt:
-        """One step, over the first batches; where that is not bad, a training run, at whose end the model is left."""
+        """One step, over the first batches; where that is not bad, a training run, and a longer one where that leaves
+        something open. The model is left where the first training ended."""
         self._read_maxima()  # of passes before
         with self.low.pinned(pins):
-            low, scale, has_safe_scale = self._low_passes()
+            low, reference, scale, has_safe_scale, comparison = self._steps()
             maxima = self._low_maxima({})
             found = Findings(
                 is_finite=low[-1].is_finite,
-                is_reference_finite=all(done.is_finite for done in self._reference),
+                is_reference_finite=all(done.is_finite for done in reference),
                 has_safe_scale=has_safe_scale,
                 forward_max=max(maxima.values(), default=None),
                 format_max=self._format_max,
@@ -178,35 +189,39 @@ class Experiment:
             )
             if not found.is_finite:
                 return Attempt(pins, scale, maxima, found, bad_index=len(low) - 1)
-            if not found.is_reference_finite:  # there is nothing to hold it to
+            if comparison is None:  # there is nothing to hold it to
                 return Attempt(pins, scale, maxima, found)
-            difference = math.hypot(*(a.loss - b.loss for a, b in zip(low, self._reference, strict=True)))
-            size = math.hypot(*(done.loss for done in self._reference))
-            reference = [done.gradients for done in self._reference]
-            sums = compare([done.gradients for done in low], reference, self.signals)
+            difference = math.hypot(*(a.loss - b.loss for a, b in zip(low, reference, strict=True)))
+            size = math.hypot(*(done.loss for done in reference))
+            whole = comparison.whole
             found = found._replace(
                 loss_error=difference / size if size else difference,
-                noise_ratio=sums.whole.noise_ratio,
-                flushed_share=sums.whole.flushed_share,
-                most_flushed=max(sums.parameters, key=attrgetter("flushed_share"), default=None),
-                noisiest=max(sums.parameters, key=attrgetter("noise_ratio"), default=None),
+                noise_ratio=whole.noise_ratio,
+                common_error=whole.common_error,
+                common_error_interval=whole.common_error_interval,
+                norm_ratio=whole.norm_ratio,
+                flushed_share=whole.flushed_share,
+                most_flushed=max(comparison.parameters, key=attrgetter("flushed_share"), default=None),
+                most_common=max(comparison.parameters, key=lambda one: one.common_error_interval[0], default=None),
             )
-            attempt = Attempt(pins, scale, maxima, found, comparison=sums)
-            if attempt.grade.verdict not in ("faithful", "doubtful"):
+            attempt = Attempt(pins, scale, maxima, found, comparison=comparison)
+            if attempt.grade.verdict == "unfaithful" or not self._has_time_for(3 * NUM_PAIRED_STEPS):
                 return attempt
             plain, perturbed = runs = self._fp32_runs()
             run = train(self.low, self.precision, NUM_PAIRED_STEPS, scale=scale)
-        are_finite = all(each.is_finite for each in (run, *runs))
-        training_gap, noise_gap = gap(run, plain, perturbed) if are_finite else (None, None)
-        maxima = self._low_maxima(maxima)
-        found = found._replace(
-            is_reference_finite=found.is_reference_finite and plain.is_finite,
-            forward_max=max(maxima.values(), default=None),
-            is_training_finite=run.is_finite,
-            training_gap=training_gap,
-            training_noise_gap=noise_gap,
-            has_moved=self._has_moved,
-        )
+            are_finite = all(each.is_finite for each in (run, *runs))
+            training_gap, noise_gap = gap(run, plain, perturbed) if are_finite else (None, None)
+            maxima = self._low_maxima(maxima)
+            found = found._replace(
+                is_reference_finite=found.is_reference_finite and plain.is_finite,
+                forward_max=max(maxima.values(), default=None),
+                is_training_finite=run.is_finite,
+                training_gap=training_gap,
+                training_noise_gap=noise_gap,
+                has_moved=self._has_moved,
+            )
+            if are_finite and self._has_moved and suspicion(found) is not None:
+                found = self._trained_longer(found, scale)
         return replace(attempt, found=found, training=run, forward_maxima=maxima)
 
     def takes_like_draws(self, pins: tuple[str, ...]) -> bool:
@@ -232,7 +247,7 @@ class Experiment:
         self.fp32.restore()
         perturb(self.fp32.model, REROUNDING, self._subject.seed)
         moved = self.fp32.run(0, "fp32", restores=False)
-        return signals(self._reference[0].gradients, moved.gradients)
+        return signals(self._first.gradients, moved.gradients)
 
     def report(self, attempt: Attempt, culprits: tuple[str, ...] = (), healing: tuple[str, ...] = ()) -> Fidelity:
         """What was found so far."""
@@ -259,7 +274,7 @@ class Experiment:
             num_skips=0 if training is None else training.num_skips,
             worst_parameters=tuple(sorted(parameters, key=attrgetter("noise_ratio"), reverse=True)[:_NUM_WORST]),
             modules=() if sums is None else tuple(sums.modules),
-            gradient_histogram=tuple(sorted(count_octaves(self._reference[0].gradients.values()).items())),
+            gradient_histogram=tuple(sorted(count_octaves(self._first.gradients.values()).items())),
             culprits=culprits,
             healing_pins=healing,
             low_weights=low_weights,
@@ -283,20 +298,58 @@ class Experiment:
         maxima = self._read_maxima().items()
         return {name: math.inf if math.isnan(m) else max(m, before.get(name, 0.0)) for name, m in maxima}
 
-    def _low_passes(self) -> tuple[list[Pass], float, bool]:
+    def _steps(self) -> tuple[list[Pass], list[Pass], float, bool, Comparison | None]:
+        """Passes over the first batches in the precision, all at one loss scale, as a training step has them, and in
+        fp32, without their gradients; the scale, whether it is safe, and what the gradients say where all are finite.
+        The first that is not ends them."""
         scale = 1.0
         if self._mode.takes_scaler:
             safe = largest_safe_scale(self.low, 0, self._log2_guess)
             if safe.log2_scale is None:
-                return [safe.last], MIN_LOSS_SCALE, False
+                return [safe.last], [self._first], MIN_LOSS_SCALE, False, None
             self._log2_guess = safe.log2_scale
             scale = starting_scale([safe.log2_scale])
         low: list[Pass] = []
-        while len(low) < NUM_BATCHES and all(done.is_finite for done in low):
+        reference: list[Pass] = []
+        gathered = Gathered(self.signals)
+        while len(low) < MAX_NUM_BATCHES and (len(low) < MIN_NUM_BATCHES or self._spent() < STEP_SHARE * self.seconds):
+            fp32 = self.fp32.run(len(low), "fp32")
             done, lower, _ = finite_pass(self.low, len(low), self.precision, scale, restores=True)
-            low = [*low, done] if lower == scale else []  # all at one scale, as a training step has them
-            scale = lower
-        return low, scale, not self._mode.takes_scaler or low[-1].is_finite
+            if lower != scale:
+                low, reference, gathered = [], [], Gathered(self.signals)
+                scale = lower
+                if done.is_finite:
+                    continue
+            low, reference = [*low, replace(done, gradients={})], [*reference, replace(fp32, gradients={})]
+            if not done.is_finite or not fp32.is_finite:
+                is_safe = not self._mode.takes_scaler or done.is_finite
+                return [*low[:-1], done], [*reference[:-1], fp32], scale, is_safe, None
+            gathered.add(done.gradients, fp32.gradients)
+        return low, reference, scale, True, gathered.compared()
+
+    def _spent(self) -> float:
+        return time.perf_counter() - self._started
+
+    def _has_time_for(self, num_steps: int) -> bool:
+        """Whether so many more passes fit, each as long as those so far, and half for what else is done."""
+        num_passes = self.low.num_passes + (0 if self.fp32 is self.low else self.fp32.num_passes)
+        return self._spent() * (1 + 1.5 * num_steps / num_passes) <= self.seconds
+
+    def _trained_longer(self, found: Findings, scale: float) -> Findings:
+        """What longer runs add, over the batches in several orders; nothing where not even the shortest fit."""
+        num_steps = next((num for num in LONG_STEPS if self._has_time_for(2 * NUM_ORDERS * num)), None)
+        if num_steps is None:
+            return found
+        num_batches = len(self._subject.batches)
+        orders = [shuffled(num_steps, num_batches, order) for order in range(NUM_ORDERS)]
+        low = [train(self.low, self.precision, num_steps, scale=scale, order=order) for order in orders]
+        fp32 = [train(self.fp32, "fp32", num_steps, order=order) for order in orders]
+        is_reference_finite, is_finite = (all(run.is_finite for run in runs) for runs in (fp32, low))
+        return found._replace(
+            is_reference_finite=is_reference_finite,
+            is_training_finite=is_finite,
+            parting=parting(low, fp32, num_batches) if is_finite and is_reference_finite else None,
+        )
 
     def _fp32_runs(self) -> list[Run]:
         if not self._reference_runs:

@@ -1,4 +1,7 @@
-"""The grade of a precision, from what was measured: faithful, doubtful or unfaithful, with the reason. Pure, no torch.
+"""The grade of a precision, from what was measured, with the reason. Pure, no torch.
+
+What is not finite, out of range or flushed harms, and so does an error that is the same in every batch. Noise does not:
+it is told, and where it might hide such an error a longer training decides.
 
 Limits: studies/fidelity has the table that they were set on, and the workloads that they were tried on after.
 """
@@ -11,19 +14,42 @@ from typing import NamedTuple
 
 from autotune_amp.core.outcome import GradientDamage, Verdict
 
-FAITHFUL_NOISE, UNFAITHFUL_NOISE = 0.2, 0.3  # rounding noise over the noise between batches
-MAX_PARAMETER_NOISE = 1.0  # the same of any one parameter
+NOISY = 0.25  # rounding noise over the noise between batches, which acts like a batch 6 % smaller
+# The error that all batches share, over the length of a gradient: what is surely as much may harm, what is surely more
+# than half does; and what may be as much as the third is not shown to be noise alone.
+MAX_COMMON_ERROR, UNFAITHFUL_COMMON_ERROR, UNRESOLVED_COMMON_ERROR = 0.02, 0.5, 0.2
+MAX_PARAMETER_COMMON_ERROR = 0.25  # the same of any one parameter
+MAX_NORM_RATIO = 2.0  # of the gradient's length over that in fp32, or the other way round
 MAX_FLUSHED_SHARE = 0.01  # of the gradient's entries that count
 MAX_PARAMETER_FLUSHED_SHARE = 0.5  # of any one parameter
 MAX_FORWARD_SHARE = 0.25  # of the format's largest number: two octaves for growth
 MAX_LOST_SHARE = 0.5  # of a step's updates to low-precision weights
 FAITHFUL_GAP = 5.0  # in units of what one rounding of the first weights does
-# Less rounding noise and a wider gap, which say nothing alone, are a doubt together: added after the examination.
-NOISE_WITH_GAP, GAP_WITH_NOISE = 0.1, 10.0
-FAITHFUL_SCATTER, UNFAITHFUL_SCATTER = 0.5, 1.0  # of the loss from batch to batch
+SUSPICIOUS_SCATTER = 0.5  # of the loss from batch to batch
+MAX_SPREADS = 1.0  # between losses in the precision and in fp32, over how far runs in another order of batches part
+MIN_FALL = 0.03  # of the loss's fall in fp32: what parts by less is no harm
 
-_ORDER: tuple[Verdict, ...] = ("faithful", "doubtful", "unfaithful")
+_ORDER: tuple[Verdict, ...] = ("faithful", "undecided", "doubtful", "unfaithful")
 _UNMOVED = "; that is of the first weights alone: no weight moved in the training run, as with a learning rate of 0"
+
+
+class Parting(NamedTuple):
+    """How far runs in the precision end from those in fp32 that saw the same batches in the same order.
+
+    `excess` is the mean of the loss's difference over several orders of the same batches, `spread` the largest distance
+    between two of the orders, of the differences or of fp32's own losses; `fall` is that of fp32's loss. All are in the
+    loss's unit, over a whole pass through the batches at the end of `num_steps` steps.
+    """
+
+    excess: float
+    spread: float
+    fall: float
+    num_steps: int
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the precision ends where no order of the batches takes fp32."""
+        return abs(self.excess) > MAX_SPREADS * self.spread and abs(self.excess) > MIN_FALL * self.fall
 
 
 class Findings(NamedTuple):
@@ -34,14 +60,18 @@ class Findings(NamedTuple):
     has_safe_scale: bool = True
     loss_error: float | None = None
     noise_ratio: float | None = None
+    common_error: float | None = None
+    common_error_interval: tuple[float, float] | None = None
+    norm_ratio: float | None = None
     flushed_share: float | None = None
-    noisiest: GradientDamage | None = None
+    most_common: GradientDamage | None = None
     most_flushed: GradientDamage | None = None
     forward_max: float | None = None
     format_max: float = math.inf
     is_training_finite: bool = True
     training_gap: float | None = None
     training_noise_gap: float | None = None
+    parting: Parting | None = None
     has_moved: bool = True
     lost_share: float | None = None
 
@@ -62,25 +92,60 @@ class Grade(NamedTuple):
         return self.verdict in ("doubtful", "unfaithful")
 
 
+def bias(found: Findings) -> str | None:
+    """The error that surely is the same in every batch and large, a clause without a full stop; None without one."""
+    least = 0.0 if found.common_error_interval is None else found.common_error_interval[0]
+    if found.common_error is not None and least > MAX_COMMON_ERROR:
+        return f"an error of {_percent(found.common_error)} of the gradient is the same in every batch"
+    parameter = found.most_common
+    if parameter is not None and parameter.common_error_interval[0] > MAX_PARAMETER_COMMON_ERROR:
+        share = _percent(parameter.common_error)
+        return f"an error of {share} of the gradient of {parameter.name} is the same in every batch"
+    return None
+
+
+def suspicion(found: Findings) -> str | None:
+    """What only a longer training decides, a clause without a full stop; None where nothing is left open. Pure."""
+    if (biased := bias(found)) is not None:
+        return biased
+    if found.norm_ratio is not None and not 1 / MAX_NORM_RATIO <= found.norm_ratio <= MAX_NORM_RATIO:
+        return f"its gradient is {found.norm_ratio:.2g} times as long as fp32's"
+    most = math.inf if found.common_error_interval is None else found.common_error_interval[1]
+    if found.noise_ratio is not None and found.noise_ratio >= NOISY and most > UNRESOLVED_COMMON_ERROR:
+        return f"its rounding error is {found.noise_ratio:.2g} times the noise between batches"
+    gap, scatter = found.training_gap, found.training_noise_gap
+    if gap is not None and scatter is not None and gap >= FAITHFUL_GAP and scatter >= SUSPICIOUS_SCATTER:
+        times = f"{gap:.2g} times as far as one rounding of the first weights takes it"
+        return f"within a few training steps its loss parts from fp32's, {times}"
+    return None
+
+
 def grade(found: Findings) -> Grade:
     """The worst that any of the findings says, and what says so."""
     if not found.is_reference_finite:
         return Grade("unchecked", "fp32 itself gives numbers that are not finite, so there is nothing to hold it to")
     grades = [*_one_step(found), *_training(found)]
     unmoved = "" if found.has_moved else _UNMOVED
-    if not grades:
+    if grades:
+        verdict = max((each.verdict for each in grades), key=_ORDER.index)
+        worst = [each for each in grades if each.verdict == verdict]
+        is_of_weights = all(each.is_of_weights for each in worst)
+        return Grade(verdict, "; ".join(each.reason for each in worst) + unmoved, is_of_weights)
+    if (suspected := suspicion(found)) is not None and found.parting is None:
+        return Grade("undecided", f"{suspected}, and no training was made that tells whether that harms" + unmoved)
+    noise = found.noise_ratio
+    if noise is None or noise < NOISY:
         return Grade("faithful", "its rounding noise is small beside what sampling does anyway" + unmoved)
-    verdict = max((each.verdict for each in grades), key=_ORDER.index)
-    worst = [each for each in grades if each.verdict == verdict]
-    is_of_weights = all(each.is_of_weights for each in worst)
-    return Grade(verdict, "; ".join(each.reason for each in worst) + unmoved, is_of_weights)
+    share = noise**2 / (1 + noise**2)
+    reason = f"its rounding adds as much noise as a batch {_percent(share)} smaller, and no error that batches share"
+    return Grade("faithful", reason + unmoved)
 
 
 def next_step(label: str, verdict: Verdict, pins: tuple[str, ...], *, is_of_weights: bool = False) -> str:
     """What the user does next. `pins`: modules that heal it once they run in fp32."""
     if verdict == "faithful":
         return f"Train in {label}."
-    if verdict == "unchecked":
+    if verdict in ("unchecked", "undecided"):
         return "Train a few hundred steps in fp32 and in this precision and compare the losses before relying on it."
     if is_of_weights:
         return "Keep the weights in fp32 (model.float()) and compute under autocast, or round updates stochastically."
@@ -96,19 +161,19 @@ def _one_step(found: Findings) -> Iterator[Grade]:
         at = "" if found.has_safe_scale else " at every loss scale"
         yield Grade("unfaithful", f"its loss or gradients are not finite{at}, where fp32's are")
         return
-    if found.noise_ratio is not None and found.noise_ratio >= FAITHFUL_NOISE:
-        verdict: Verdict = "unfaithful" if found.noise_ratio > UNFAITHFUL_NOISE else "doubtful"
-        yield Grade(verdict, f"its rounding noise is {found.noise_ratio:.2g} times the noise between batches")
+    if (biased := bias(found)) is not None:
+        assert found.common_error_interval is not None
+        if found.common_error_interval[0] > UNFAITHFUL_COMMON_ERROR:
+            yield Grade("unfaithful", biased)
+        elif found.parting is not None and not found.parting.is_apart:
+            yield Grade("doubtful", f"{biased}, though {found.parting.num_steps} training steps do not show it")
     if found.flushed_share is not None and found.flushed_share > MAX_FLUSHED_SHARE:
         share = f"{100 * found.flushed_share:.0f} %"
         yield Grade("unfaithful", f"{share} of the gradient's entries that count are flushed to zero")
-    flushed, noisiest = found.most_flushed, found.noisiest
+    flushed = found.most_flushed
     if flushed is not None and flushed.flushed_share > MAX_PARAMETER_FLUSHED_SHARE:
         share = f"{100 * flushed.flushed_share:.0f} %"
         yield Grade("unfaithful", f"{share} of the gradient of {flushed.name} are flushed to zero")
-    if noisiest is not None and noisiest.noise_ratio > MAX_PARAMETER_NOISE:
-        times = f"{noisiest.noise_ratio:.2g} times the noise between batches"
-        yield Grade("doubtful", f"the gradient of {noisiest.name} has {times}")
     if found.forward_max is not None and MAX_FORWARD_SHARE * found.format_max < found.forward_max < math.inf:
         end = f"where the format ends at {found.format_max:.5g}"
         yield Grade("unfaithful", f"activations reach {found.forward_max:.3g}, {end}")
@@ -121,13 +186,15 @@ def _training(found: Findings) -> Iterator[Grade]:
     if not found.is_training_finite:
         yield Grade("unfaithful", "within a few training steps it is no longer finite, where fp32 is")
         return
-    gap, scatter, noise = found.training_gap, found.training_noise_gap, found.noise_ratio
-    if gap is None or scatter is None:
-        return
-    apart = "within a few training steps its loss parts from fp32's"
-    times = f"{gap:.2g} times as far as one rounding of the first weights takes it"
-    if gap >= FAITHFUL_GAP and scatter >= FAITHFUL_SCATTER:
-        verdict: Verdict = "unfaithful" if scatter > UNFAITHFUL_SCATTER else "doubtful"
-        yield Grade(verdict, f"{apart} by {scatter:.2g} times the scatter between batches, {times}")
-    elif gap >= GAP_WITH_NOISE and noise is not None and noise >= NOISE_WITH_GAP:
-        yield Grade("doubtful", f"its rounding noise is {noise:.2g} of the noise between batches, and {apart} {times}")
+    if found.parting is not None and found.parting.is_apart:
+        excess, fall = found.parting.excess, found.parting.fall
+        where = "above" if excess > 0 else "below"
+        share = f", {_percent(abs(excess) / fall)} of its fall" if fall else ""
+        steps = f"after {found.parting.num_steps} steps on the same batches"
+        yield Grade(
+            "unfaithful", f"{steps} its loss is {abs(excess):.2g} {where} fp32's{share}, in every order of them"
+        )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %" if share < 1 else f"{100 * share:.0f} %"

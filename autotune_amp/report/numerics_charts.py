@@ -11,7 +11,7 @@ from plotly.graph_objects import Bar, Figure
 from autotune_amp.core.outcome import Fidelity, Record
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.text import count, exact, one_line
-from autotune_amp.numerics.grading import FAITHFUL_NOISE, UNFAITHFUL_NOISE
+from autotune_amp.numerics.grading import NOISY
 from autotune_amp.report.charts import LOOKS, Drawn, framed, marks, rule, said
 from autotune_amp.search import loss_scales
 from autotune_amp.search.loss_scales import DEFAULT_PAIR, Pair, Scales, Uncalibrated
@@ -55,8 +55,7 @@ def fidelity(checks: Sequence[Fidelity]) -> Drawn:
                 marker={"color": look.color, "size": 10, "symbol": look.symbol + "-open" * bool(pinned)},
             )
         )
-    figure.add_trace(rule("whole: doubtful from here", [FAITHFUL_NOISE] * 2, (-0.4, 0.4), dash="dash"))
-    figure.add_trace(rule("whole: unfaithful from here", [UNFAITHFUL_NOISE] * 2, (-0.4, 0.4)))
+    figure.add_trace(rule("whole: as a smaller batch from here", [NOISY] * 2, (-0.4, 0.4), dash="dash"))
     framed(figure, 230 + 24 * len(rows))
     figure.update_xaxes(type="log", title_text="noise ratio", exponentformat="power")
     labels = list(map(label, rows))

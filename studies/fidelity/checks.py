@@ -1,6 +1,6 @@
 """The check of each precision on each case of a zoo, over seeds; appends what is missing to raw/checks_<zoo>.jsonl.
 
-Usage: checks.py --zoo healthy|sick|sick_later|held_out [--seeds 10] [--device cpu] [--suffix after] [--only NAME ...]
+Usage: checks.py --zoo healthy|sick|sick_later|held_out|field [--seeds 10] [--device cpu] [--suffix after] [--only NAME ...]
 With --steps-before 300 on weights trained in fp32 for so many steps: raw/later_<zoo>.jsonl.
 """
 

@@ -28,6 +28,7 @@ ZOOS = {  # the module, and the cases in it
     "sick": ("zoo_sick", ("SICK",)),
     "sick_later": ("zoo_sick_later", ("SICK_LATER",)),
     "held_out": ("zoo_held_out", ("HELD_OUT_HEALTHY", "HELD_OUT_SICK")),
+    "field": ("zoo_field", ("FIELD",)),
 }
 
 
