@@ -117,7 +117,7 @@ class GradientDamage(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     noise_ratio: float
     common_error: float
-    common_error_interval: tuple[float, float]
+    common_error_interval: tuple[float, float] | None
     cosine: float
     norm_ratio: float
     flushed_share: float

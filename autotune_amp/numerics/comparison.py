@@ -70,31 +70,32 @@ class Sums:
         yardstick = between if num_batches > 1 and between > 1e-12 * square else square
         norms = math.sqrt(self.reference) * math.sqrt(self.low)
         common, half = common_error(self.errors)
+        least, most = (_root(_ratio(common + side * (half or 0.0), square)) for side in (-1, 1))
         return GradientDamage(
             name=name,
             noise_ratio=math.sqrt(_ratio(float(self.errors.trace()) / num_batches, yardstick)),
             common_error=_root(_ratio(common, square)),
-            common_error_interval=(_root(_ratio(common - half, square)), _root(_ratio(common + half, square))),
+            common_error_interval=None if half is None else (least, most),
             cosine=min(1.0, self.product / norms) if norms else float(self.reference == self.low),
             norm_ratio=math.sqrt(self.low / self.reference) if self.reference else 1.0,
             flushed_share=self.num_flushed / self.num_counting if self.num_counting else 0.0,
         )
 
 
-def common_error(errors: Tensor) -> tuple[float, float]:
+def common_error(errors: Tensor) -> tuple[float, float | None]:
     """The squared length of the error that all batches share, and half the width of its 95 % interval.
 
     `errors` [K, K] holds the products of the errors of K batches. The mean product of two different batches has no part
-    of the noise in each of them: what is left is common. The interval is the jackknife's, over batches; it is infinite
-    for fewer than three.
+    of the noise in each of them: what is left is common. The interval is the jackknife's, over batches: None for
+    fewer than three.
     """
     num_batches = len(errors)
     if num_batches < 2:
-        return 0.0, math.inf
+        return 0.0, None
     pairs = errors - torch.diag(errors.diagonal())
     common = float(pairs.sum()) / (num_batches * (num_batches - 1))
     if num_batches < 3:
-        return common, math.inf
+        return common, None
     left_out = (pairs.sum() - 2 * pairs.sum(1)) / ((num_batches - 1) * (num_batches - 2))
     variance = (num_batches - 1) / num_batches * float((left_out - left_out.mean()).square().sum())
     return common, t_quantile(num_batches - 1) * math.sqrt(variance)
@@ -302,15 +303,22 @@ def shuffled(num_steps: int, num_batches: int, order: int) -> list[int]:
 
 
 def parting(low: Sequence[Run], fp32: Sequence[Run], num_batches: int) -> Parting:
-    """How far finite runs in the precision end from those in fp32, over the last `num_batches` steps of each, which
-    are one pass through all batches; each two saw them in the same order."""
-    ends = [fmean(run.losses[-num_batches:]) for run in fp32]
-    differences = [fmean(run.losses[-num_batches:]) - end for run, end in zip(low, ends, strict=True)]
+    """How far finite runs in the precision are from those in fp32 in each pass through all `num_batches`; each two runs
+    saw the batches in the same order."""
+    num_rounds = len(fp32[0].losses) // num_batches
+    rounds = [slice(number * num_batches, (number + 1) * num_batches) for number in range(num_rounds)]
+    theirs = [[fmean(run.losses[one]) for run in fp32] for one in rounds]
+    differences = [
+        [fmean(run.losses[one]) - mean for run, mean in zip(low, means, strict=True)]
+        for one, means in zip(rounds, theirs, strict=True)
+    ]
     return Parting(
-        excess=fmean(differences),
-        spread=max(max(values) - min(values) for values in (ends, differences)),
-        fall=fmean(abs(fmean(run.losses[:num_batches]) - end) for run, end in zip(fp32, ends, strict=True)),
-        num_steps=len(fp32[0].losses),
+        distance=fmean(abs(fmean(each)) for each in differences),
+        spread=fmean(
+            max(max(means) - min(means), max(each) - min(each)) for means, each in zip(theirs, differences, strict=True)
+        ),
+        fall=abs(fmean(theirs[0]) - fmean(theirs[-1])),
+        num_steps=num_rounds * num_batches,
     )
 
 

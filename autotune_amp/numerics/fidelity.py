@@ -37,7 +37,15 @@ from autotune_amp.numerics.comparison import (
     train,
 )
 from autotune_amp.numerics.draws import DrawnInFp32
-from autotune_amp.numerics.grading import MAX_FORWARD_SHARE, Findings, Grade, grade, next_step, suspicion
+from autotune_amp.numerics.grading import (
+    MAX_FORWARD_SHARE,
+    Findings,
+    Grade,
+    grade,
+    least_common_error,
+    next_step,
+    suspicion,
+)
 from autotune_amp.numerics.locate import OUTSIDE, bad_parameters, blown_up, first_wrong
 from autotune_amp.numerics.passes import Pass, Passes, Subject
 from autotune_amp.numerics.scaler_replay import starting_scale
@@ -53,7 +61,8 @@ from autotune_amp.precision.forward_wrapper import (
 from autotune_amp.precision.modes import MODES
 
 MIN_NUM_BATCHES, MAX_NUM_BATCHES = 4, 8  # held against each other in one step, as the time allows
-STEP_SHARE = 0.25  # of the check's seconds, after which no more than the fewest batches are looked at
+# Of the check's seconds, after which no more than the fewest batches are looked at, and than two.
+STEP_SHARE, SHORT_SHARE = 0.25, 0.5
 NUM_PAIRED_STEPS = 8
 NUM_ORDERS, LONG_STEPS = 3, (48, 24, 16)  # of the longer training: orders of the batches; steps, as the time allows
 REROUNDING = 2.0**-20  # moves weights enough for fp32 to round otherwise, and no more
@@ -202,7 +211,7 @@ class Experiment:
                 norm_ratio=whole.norm_ratio,
                 flushed_share=whole.flushed_share,
                 most_flushed=max(comparison.parameters, key=attrgetter("flushed_share"), default=None),
-                most_common=max(comparison.parameters, key=lambda one: one.common_error_interval[0], default=None),
+                most_common=max(comparison.parameters, key=least_common_error, default=None),
             )
             attempt = Attempt(pins, scale, maxima, found, comparison=comparison)
             if attempt.grade.verdict == "unfaithful" or not self._has_time_for(3 * NUM_PAIRED_STEPS):
@@ -312,7 +321,7 @@ class Experiment:
         low: list[Pass] = []
         reference: list[Pass] = []
         gathered = Gathered(self.signals)
-        while len(low) < MAX_NUM_BATCHES and (len(low) < MIN_NUM_BATCHES or self._spent() < STEP_SHARE * self.seconds):
+        while self._has_time_for_batch(len(low)):
             fp32 = self.fp32.run(len(low), "fp32")
             done, lower, _ = finite_pass(self.low, len(low), self.precision, scale, restores=True)
             if lower != scale:
@@ -326,6 +335,10 @@ class Experiment:
                 return [*low[:-1], done], [*reference[:-1], fp32], scale, is_safe, None
             gathered.add(done.gradients, fp32.gradients)
         return low, reference, scale, True, gathered.compared()
+
+    def _has_time_for_batch(self, num_batches: int) -> bool:
+        share = STEP_SHARE if num_batches >= MIN_NUM_BATCHES else SHORT_SHARE
+        return num_batches < 2 or (num_batches < MAX_NUM_BATCHES and self._spent() < share * self.seconds)
 
     def _spent(self) -> float:
         return time.perf_counter() - self._started

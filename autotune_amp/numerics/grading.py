@@ -16,9 +16,10 @@ from autotune_amp.core.outcome import GradientDamage, Verdict
 
 NOISY = 0.25  # rounding noise over the noise between batches, which acts like a batch 6 % smaller
 # The error that all batches share, over the length of a gradient: what is surely as much may harm, what is surely more
-# than half does; and what may be as much as the third is not shown to be noise alone.
-MAX_COMMON_ERROR, UNFAITHFUL_COMMON_ERROR, UNRESOLVED_COMMON_ERROR = 0.02, 0.5, 0.2
-MAX_PARAMETER_COMMON_ERROR = 0.25  # the same of any one parameter
+# than half does; and what may be as much as the last, or as the one before without much noise, is to be decided.
+MAX_COMMON_ERROR, UNFAITHFUL_COMMON_ERROR = 0.02, 0.5
+QUIET_COMMON_ERROR, NOISY_COMMON_ERROR = 0.05, 0.2
+MAX_PARAMETER_COMMON_ERROR = 0.5  # the same of any one parameter
 MAX_NORM_RATIO = 2.0  # of the gradient's length over that in fp32, or the other way round
 MAX_FLUSHED_SHARE = 0.01  # of the gradient's entries that count
 MAX_PARAMETER_FLUSHED_SHARE = 0.5  # of any one parameter
@@ -26,30 +27,29 @@ MAX_FORWARD_SHARE = 0.25  # of the format's largest number: two octaves for grow
 MAX_LOST_SHARE = 0.5  # of a step's updates to low-precision weights
 FAITHFUL_GAP = 5.0  # in units of what one rounding of the first weights does
 SUSPICIOUS_SCATTER = 0.5  # of the loss from batch to batch
-MAX_SPREADS = 1.0  # between losses in the precision and in fp32, over how far runs in another order of batches part
-MIN_FALL = 0.03  # of the loss's fall in fp32: what parts by less is no harm
+MIN_FALL = 0.02  # of the loss's fall in fp32: what parts by less is no harm
 
 _ORDER: tuple[Verdict, ...] = ("faithful", "undecided", "doubtful", "unfaithful")
 _UNMOVED = "; that is of the first weights alone: no weight moved in the training run, as with a learning rate of 0"
 
 
 class Parting(NamedTuple):
-    """How far runs in the precision end from those in fp32 that saw the same batches in the same order.
+    """How far training in the precision parts from training in fp32 on the same batches in the same order.
 
-    `excess` is the mean of the loss's difference over several orders of the same batches, `spread` the largest distance
-    between two of the orders, of the differences or of fp32's own losses; `fall` is that of fp32's loss. All are in the
-    loss's unit, over a whole pass through the batches at the end of `num_steps` steps.
+    `distance` is between the mean losses of a pass through the batches, over several orders of them, in the mean of all
+    passes; `spread` the same between two of the orders, the largest, of fp32's losses or of the differences; `fall` is
+    that of fp32's loss from the first pass to the last. All are in the loss's unit.
     """
 
-    excess: float
+    distance: float
     spread: float
     fall: float
     num_steps: int
 
     @property
     def is_apart(self) -> bool:
-        """Whether the precision ends where no order of the batches takes fp32."""
-        return abs(self.excess) > MAX_SPREADS * self.spread and abs(self.excess) > MIN_FALL * self.fall
+        """Whether the precision goes where no order of the batches takes fp32."""
+        return self.distance > max(self.spread, MIN_FALL * self.fall)
 
 
 class Findings(NamedTuple):
@@ -92,13 +92,18 @@ class Grade(NamedTuple):
         return self.verdict in ("doubtful", "unfaithful")
 
 
+def least_common_error(damage: GradientDamage) -> float:
+    """The least that the error which all batches share may be, over the size of the gradient; 0 where nobody knows."""
+    return 0.0 if damage.common_error_interval is None else damage.common_error_interval[0]
+
+
 def bias(found: Findings) -> str | None:
     """The error that surely is the same in every batch and large, a clause without a full stop; None without one."""
     least = 0.0 if found.common_error_interval is None else found.common_error_interval[0]
     if found.common_error is not None and least > MAX_COMMON_ERROR:
         return f"an error of {_percent(found.common_error)} of the gradient is the same in every batch"
     parameter = found.most_common
-    if parameter is not None and parameter.common_error_interval[0] > MAX_PARAMETER_COMMON_ERROR:
+    if parameter is not None and least_common_error(parameter) > MAX_PARAMETER_COMMON_ERROR:
         share = _percent(parameter.common_error)
         return f"an error of {share} of the gradient of {parameter.name} is the same in every batch"
     return None
@@ -111,8 +116,10 @@ def suspicion(found: Findings) -> str | None:
     if found.norm_ratio is not None and not 1 / MAX_NORM_RATIO <= found.norm_ratio <= MAX_NORM_RATIO:
         return f"its gradient is {found.norm_ratio:.2g} times as long as fp32's"
     most = math.inf if found.common_error_interval is None else found.common_error_interval[1]
-    if found.noise_ratio is not None and found.noise_ratio >= NOISY and most > UNRESOLVED_COMMON_ERROR:
+    if found.noise_ratio is not None and found.noise_ratio >= NOISY and most > NOISY_COMMON_ERROR:
         return f"its rounding error is {found.noise_ratio:.2g} times the noise between batches"
+    if QUIET_COMMON_ERROR < most < math.inf and found.noise_ratio is not None and found.noise_ratio < NOISY:
+        return f"an error of up to {_percent(most)} of the gradient may be the same in every batch"
     gap, scatter = found.training_gap, found.training_noise_gap
     if gap is not None and scatter is not None and gap >= FAITHFUL_GAP and scatter >= SUSPICIOUS_SCATTER:
         times = f"{gap:.2g} times as far as one rounding of the first weights takes it"
@@ -187,13 +194,10 @@ def _training(found: Findings) -> Iterator[Grade]:
         yield Grade("unfaithful", "within a few training steps it is no longer finite, where fp32 is")
         return
     if found.parting is not None and found.parting.is_apart:
-        excess, fall = found.parting.excess, found.parting.fall
-        where = "above" if excess > 0 else "below"
-        share = f", {_percent(abs(excess) / fall)} of its fall" if fall else ""
-        steps = f"after {found.parting.num_steps} steps on the same batches"
-        yield Grade(
-            "unfaithful", f"{steps} its loss is {abs(excess):.2g} {where} fp32's{share}, in every order of them"
-        )
+        distance, spread, fall, num_steps = found.parting
+        share = f", {_percent(distance / fall)} of its fall" if fall else ""
+        farther = f", and other orders of the batches take fp32 {spread:.2g} from itself"
+        yield Grade("unfaithful", f"in {num_steps} steps its loss is {distance:.2g} from fp32's{share}{farther}")
 
 
 def _percent(share: float) -> str:

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from autotune_amp.memory.results import MemoryProfile
 
 _NAME_WIDTH = 40
-_STYLES = {"faithful": "bold green", "doubtful": "yellow", "unfaithful": "bold red", "unchecked": "yellow"}
+_STYLES = {"faithful": "bold green", "unfaithful": "bold red"}
 
 
 def print_fidelity(fidelity: Fidelity, console: Console) -> None:
     """The verdict with its reason and the next step, the numbers behind it, and the most damaged modules."""
     heading = Text(f"{fidelity.heading()}: ")
-    console.print(heading.append(fidelity.verdict, _STYLES[fidelity.verdict]))
+    console.print(heading.append(fidelity.verdict, _STYLES.get(fidelity.verdict, "yellow")))
     if fidelity.modules:
         first, *numbers, last = DAMAGE_COLUMNS
         table = new_table(first, *numbers, last=last, first_width=_NAME_WIDTH)

@@ -14,7 +14,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.core.variants import FP8_RECIPE
 from autotune_amp.precision.rules import AUTOCAST_DEVICES
 from autotune_amp.search.options import SearchOptions, is_count
-from autotune_amp.search.planner import Budget
+from autotune_amp.search.planner import IN_TIME, Budget
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher
 from autotune_amp.search.source import Opened, Source, loaded, message_of, open_workload
@@ -85,6 +85,7 @@ def check_job(
         device=hardware.device,
         seed=options.seed,
         deadline_seconds=seconds,
+        aim_seconds=IN_TIME * seconds,
         loading_seconds=seconds,
         memory_limit_bytes=options.limit_bytes(hardware.memory.available),
         torch_state=opened.torch_state,

@@ -277,7 +277,8 @@ class Ledger:
             worth = (c for c in ranked if c in known and is_worth_a_change(objective, known[c], today))
             winner = next(worth, baseline)
         others = [c for c in ranked if c != winner and not c.as_found]
-        sound = [c for c in others if tiers[c] == min(tiers[other] for other in others)]
+        least = max(ranking.UNDECIDED_TIER, min((tiers[c] for c in others), default=0))
+        sound = [c for c in others if tiers[c] <= least]
         fastest = max(speed for c, speed in self.speeds.items() if c == winner or c in sound)
         rivals = [c for c in sound if objective == "speed" and self.speeds[c] >= (1 - RIVAL) * fastest]
         runner_up = max(rivals, key=lambda c: self.speeds[c]) if rivals else next(iter(sound), None)
@@ -357,7 +358,8 @@ class Ledger:
         """Those of the settings, measured or not, that a config can express and that no others come before by what the
         checks say."""
         tiers = {c: ranking.tier(self.fidelity.get(ranking.check_key(c))) for c in settings if not c.as_found}
-        return {c for c, tier in tiers.items() if tier == min(tiers.values())}
+        least = max(ranking.UNDECIDED_TIER, min(tiers.values(), default=0))
+        return {c for c, tier in tiers.items() if tier <= least}
 
     def break_even_steps(self, setting: Setting) -> float | None:
         """Optimizer steps after which compiling a setting has paid: what its first compilation took, over what a step

@@ -39,6 +39,8 @@ CACHED_SHARE = 0.3
 # Of what the search has taken so far, for each thing that decides nothing: trained weights, other effective batches.
 EXTRA_SHARE = 0.15
 NUM_CHECK_PASSES = 31  # of a check of bf16 against fp32, in real searches
+IN_TIME = 0.7  # of a job's deadline, in which it ends by itself, with less looked at
+CHECK_SHARE = 0.1  # of the budget, that one check aims to take
 CHECK_PATIENCE, CHECK_PATIENCE_SECONDS = 10.0, 30.0  # times what a check is foreseen to take, and seconds beyond that
 
 CUT_RATIO = 1.25  # median of five steps against the best: cuts equals 4 % of the time (studies/README.md)
@@ -270,7 +272,9 @@ class Planner:
         what is left at the most, or all that the confirmation leaves."""
         most = max(self.before_confirmation(ledger), self.budget.left() / 2)
         patience = CHECK_PATIENCE * self.check_seconds(ledger) + CHECK_PATIENCE_SECONDS
-        return self.conditions.check(what, setting, min(most, patience))
+        check = self.conditions.check(what, setting, min(most, patience))
+        aim = min(CHECK_SHARE * self.budget.seconds, IN_TIME * min(most, patience))
+        return replace(check, aim_seconds=aim if aim < math.inf else None)
 
     def accumulation_check(self, ledger: Ledger) -> Check:
         """Make the check of whether accumulated gradients equal those of the whole batch."""

@@ -1,8 +1,9 @@
 """What the records of a search say of each setting: how it ran, what speaks against it, and how settings rank. Pure.
 
-What does not learn what fp32 learns is out, what nobody checked comes after fp32 and what was shown to be faithful, and
+What does not learn what fp32 learns is out, what nobody checked comes after fp32 and what a check found no harm in, and
 what is doubtful comes last. Among the others `rank_for` decides. Speed: on the plateau, within 3 % of the fastest, wins
-the precision with the least to go wrong at run time, then the smallest batch (`Setting.risks`). Memory: the least peak
+what is decided over what is undecided, then the precision with the least to go wrong at run time, then the smallest
+batch (`Setting.risks`). Memory: the least peak
 of what is no slower than the baseline; peaks within 2 % are alike, and speed decides. Energy: the least joules per
 sample, and within 3 % what has the least to go wrong.
 """
@@ -296,19 +297,23 @@ def harm(known: Mapping[Setting, Fidelity], candidate: Setting) -> str | None:
     return found.reason.rstrip(".") if found is not None and found.verdict == "unfaithful" else None
 
 
-LAST_TIER = 3
+UNDECIDED_TIER = 1
+_TIERS: dict[Verdict, int] = {"undecided": UNDECIDED_TIER, "unchecked": 2, "doubtful": 3, "unfaithful": 4}
+LAST_TIER = max(_TIERS.values())
 
 
 def tier(found: Fidelity | None) -> int:
-    """What ranks before what: fp32 and the faithful are in tier 0, then the unchecked, the doubtful, the unfaithful."""
-    return 0 if found is None else {"unchecked": 1, "doubtful": 2, "unfaithful": LAST_TIER}.get(found.verdict, 0)
+    """What ranks before what: fp32 and the faithful are in tier 0, then the undecided, which give way to them at equal
+    speed alone, the unchecked, the doubtful, the unfaithful."""
+    return 0 if found is None else _TIERS.get(found.verdict, 0)
 
 
 def contenders(
     merits: Mapping[Setting, Merit], tiers: Mapping[Setting, int], baseline: Setting
 ) -> dict[Setting, Merit]:
-    """What may take the place of the baseline: what a config can express, and no check puts in a tier behind it."""
-    last = max(min(tiers.values()), tiers.get(baseline, 0))
+    """What may take the place of the baseline: what a config can express, and no check puts in a tier behind it; what
+    is undecided too."""
+    last = max(min(tiers.values()), tiers.get(baseline, 0), UNDECIDED_TIER)
     return {c: found for c, found in merits.items() if tiers[c] <= last and not c.as_found}
 
 
@@ -373,8 +378,8 @@ def joules_per_sample(measurements: Iterable[Measurement]) -> float | None:
 def rank(measured: Mapping[Setting, float], tiers: Mapping[Setting, int] | None = None) -> list[Setting]:
     """Candidates by speed, from their samples per second: the winner, then the winner without it, and so on.
 
-    Lower tiers come first, 0 where `tiers` does not say; in each, candidates as found come last, since a config cannot
-    express them.
+    Lower tiers come first, 0 where `tiers` does not say, and the undecided with it; in each, candidates as found come
+    last, since a config cannot express them.
     """
     return rank_for("speed", {c: Merit(speed, 0, None) for c, speed in measured.items()}, tiers=tiers)
 
@@ -402,11 +407,12 @@ def rank_for(
             close = [c for c, drawn in joules.items() if (1 - PLATEAU) * drawn <= min(joules.values())]
         else:
             close = [c for c, speed in speeds.items() if speed >= (1 - PLATEAU) * max(speeds.values())]
-        return min(close, key=lambda c: c.risks)
+        return min(close, key=lambda c: (known.get(c, 0), c.risks))
 
+    known = tiers or {}
     groups: dict[tuple[int, bool], list[Setting]] = {}
     for candidate in merits:
-        groups.setdefault(((tiers or {}).get(candidate, 0), candidate.as_found), []).append(candidate)
+        groups.setdefault((max(UNDECIDED_TIER, known.get(candidate, 0)), candidate.as_found), []).append(candidate)
     ranking: list[Setting] = []
     for _, left in sorted(groups.items(), key=lambda item: item[0]):
         while left:

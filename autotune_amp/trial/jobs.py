@@ -143,7 +143,7 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
 
     `num_batches` different batches of its size are used, fewer samples where they do not fit into memory. `find_pins`:
     look for modules that make the precision faithful when they run in fp32. Fidelity is looked at once the weights were
-    trained in fp32 for `num_steps_before`.
+    trained in fp32 for `num_steps_before`. In `aim_seconds` it looks at what can be looked at in them.
     """
 
     answer: ClassVar[Any] = Fidelity | Calibration | Accumulation
@@ -154,6 +154,7 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
     candidate: Setting
     find_pins: bool = True
     num_steps_before: int = 0
+    aim_seconds: float | None = None
     seed: int = 0
     num_batches: int = 12
     memory_limit_bytes: int | None = None

@@ -1,6 +1,7 @@
 """The check of each precision on each case of a zoo, over seeds; appends what is missing to raw/checks_<zoo>.jsonl.
 
-Usage: checks.py --zoo healthy|sick|sick_later|held_out|field [--seeds 10] [--device cpu] [--suffix after] [--only NAME ...]
+Usage: checks.py --zoo healthy|sick|sick_later|held_out|field [--seeds 10] [--device cpu] [--suffix after]
+       [--precisions bf16 ...] [--only NAME ...]
 With --steps-before 300 on weights trained in fp32 for so many steps: raw/later_<zoo>.jsonl.
 """
 
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--suffix", default="", help="for a round after a change: checks_<zoo>_<suffix>.jsonl")
     parser.add_argument("--steps-before", type=int, default=0)
+    parser.add_argument("--precisions", nargs="*", default=[])
     parser.add_argument("--only", nargs="*", default=[])
     options = parser.parse_args()
     common.quieten()
@@ -55,6 +57,8 @@ def main() -> None:
     raw = common.RawFile(common.raw_path(name, device), keys)
     for case in common.cases(options.zoo, options.only):
         for precision in precisions(case, device):
+            if options.precisions and precision not in options.precisions:
+                continue
             expected = common.expected(case, precision)
             truth = {"expected": expected, "culprit": case.culprit, "is_healable": case.is_healable}
             for seed in range(options.seeds):

@@ -1,7 +1,7 @@
 """The models of the field at their real depth, as torchvision, timm and transformers build them; all are healthy.
 
-Each is trained in bf16 by a published recipe, or has no part that a recipe keeps in fp32. Inputs are small (64 pixels, 32
-tokens, a batch of 8), so that a step takes a second on a CPU; depth, width and normalisation are the model's own.
+Each is trained in bf16 by a published recipe, or has no part that a recipe keeps in fp32. Inputs are small (64 pixels,
+32 tokens, a batch of 8), so that a step takes a second on a CPU; depth, width and normalisation are the model's own.
 """
 
 from __future__ import annotations
@@ -370,7 +370,8 @@ LANGUAGE = [
         "pythia_160m",
         hf.GPTNeoXForCausalLM,
         lambda: hf.GPTNeoXConfig(
-            vocab_size=VOCAB, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072, **NO_ENDS
+            vocab_size=VOCAB, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072,
+            **NO_ENDS,
         ),
         next_token,
     ),

@@ -154,7 +154,7 @@ def dense(gradients: Gradients) -> Tensor:
 
 # -- whole checks ------------------------------------------------------------------------------------------------------
 
-MAX_PASSES = 60
+MAX_PASSES, MAX_LONG_PASSES = 60, 1000  # of a check, and of one that trains for longer
 
 
 def checked(made: Subject, precision: Precision, **options: Any) -> Fidelity:
@@ -164,7 +164,7 @@ def checked(made: Subject, precision: Precision, **options: Any) -> Fidelity:
     after = everything_of(made.model)
     assert before.keys() == after.keys()
     torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
-    assert found.num_passes <= MAX_PASSES
+    assert found.num_passes <= (MAX_PASSES if found.verdict == "faithful" else MAX_LONG_PASSES)
     assert found.precision == precision
     assert found.batch_size == 8
     assert found.reason.endswith(".")

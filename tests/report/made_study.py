@@ -26,7 +26,15 @@ CALIBRATION = Calibration(
 
 
 def _damage(name: str, noise_ratio: float) -> GradientDamage:
-    return GradientDamage(name=name, noise_ratio=noise_ratio, cosine=0.99, norm_ratio=1.01, flushed_share=0.001)
+    return GradientDamage(
+        name=name,
+        noise_ratio=noise_ratio,
+        common_error=0.01,
+        common_error_interval=(0.0, 0.02),
+        cosine=0.99,
+        norm_ratio=1.01,
+        flushed_share=0.001,
+    )
 
 
 def _fidelity(precision: Any, noise_ratio: float, **changes: Any) -> Fidelity:

@@ -25,7 +25,15 @@ FIDELITY = Fidelity(
     num_paired_steps=8,
     num_skips=3,
     modules=tuple(
-        GradientDamage(name=name, noise_ratio=noise, cosine=0.9, norm_ratio=0.5, flushed_share=0.25)
+        GradientDamage(
+            name=name,
+            noise_ratio=noise,
+            common_error=0.01,
+            common_error_interval=(0.0, 0.02),
+            cosine=0.9,
+            norm_ratio=0.5,
+            flushed_share=0.25,
+        )
         for name, noise in (("encoder", 0.01), ("head", 0.9), ("", 0.2))
     ),
     culprits=("head",),

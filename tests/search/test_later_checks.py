@@ -22,7 +22,15 @@ from autotune_amp.trial.jobs import Check
 FP32, BF16, FP16 = at("fp32", 32), at("bf16", 64), at("fp16", 64)
 WHERE = Space(candidates=(FP32, BF16, FP16), baseline=FP32)
 FIRST: dict[str, Any] = {"fp32_step_seconds": 0.01}
-DAMAGE = GradientDamage(name="weight", noise_ratio=0.0, cosine=1.0, norm_ratio=1.0, flushed_share=0.0)
+DAMAGE = GradientDamage(
+    name="weight",
+    noise_ratio=0.0,
+    common_error=0.01,
+    common_error_interval=(0.0, 0.02),
+    cosine=1.0,
+    norm_ratio=1.0,
+    flushed_share=0.0,
+)
 EQUAL = FIRST | {"noise_ratio": 0.0, "loss_error": 0.0, "worst_parameters": (DAMAGE,)}  # just what fp32 computes
 
 

@@ -87,7 +87,7 @@ class LaterChecks:
             return None
         setting, num_steps = todo
         check = planner.conditions.check("fidelity", _compare(setting, ledger.space).setting, seconds)
-        return replace(check, num_steps_before=num_steps)
+        return replace(check, num_steps_before=num_steps, aim_seconds=(1 - LATER_MARGIN) * seconds)
 
 
 @dataclass

@@ -23,7 +23,7 @@ from autotune_amp.search.planner import (
     Planner,
     ending_seconds,
 )
-from autotune_amp.search.ranking import PLATEAU, beside, counted, is_confirming
+from autotune_amp.search.ranking import PLATEAU, UNDECIDED_TIER, beside, counted, is_confirming
 from autotune_amp.search.space import SEARCH_UP
 from autotune_amp.trial.jobs import Trial
 
@@ -267,7 +267,7 @@ class LargerBatches:
 def next_larger(ledger: Ledger, num_samples: int | None = None) -> Setting | None:
     """Twice the largest effective batch size tried in the fastest sound precision, None where none would pay. Pure."""
     kept = ledger.space.effective_batch_size
-    sound = {c: speed for c, speed in ledger.speeds.items() if ledger.tiers[c] == 0 and not c.as_found}
+    sound = {c: speed for c, speed in ledger.speeds.items() if ledger.tiers[c] <= UNDECIDED_TIER and not c.as_found}
     if kept is None or not sound or ledger.objective != "speed":
         return None
     fastest = max(sound, key=lambda c: sound[c])
