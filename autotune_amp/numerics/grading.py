@@ -172,7 +172,9 @@ def _one_step(found: Findings) -> Iterator[Grade]:
         assert found.common_error_interval is not None
         if found.common_error_interval[0] > UNFAITHFUL_COMMON_ERROR:
             yield Grade("unfaithful", biased)
-        elif found.parting is not None and not found.parting.is_apart:
+        elif found.parting is None:
+            yield Grade("doubtful", biased)
+        elif not found.parting.is_apart:
             yield Grade("doubtful", f"{biased}, though {found.parting.num_steps} training steps do not show it")
     if found.flushed_share is not None and found.flushed_share > MAX_FLUSHED_SHARE:
         share = f"{100 * found.flushed_share:.0f} %"

@@ -52,7 +52,7 @@ CASES: list[tuple[dict[str, Any], Verdict, str]] = [
     ({"parting": Parting(0.5, spread=0.6, fall=2.0, num_steps=48)}, "faithful", ""),  # as orders of fp32 part
     ({"parting": Parting(0.03, spread=0.01, fall=2.0, num_steps=48)}, "faithful", ""),  # a small share of its fall
     # An error that all batches share harms, or may.
-    (BIAS, "undecided", "10 % of the gradient is the same in every batch"),
+    (BIAS, "doubtful", "10 % of the gradient is the same in every batch"),
     ({**BIAS, "parting": TOGETHER}, "doubtful", "do not show it"),
     ({**BIAS, "parting": APART}, "unfaithful", "25 % of its fall"),
     ({"common_error_interval": (0.0, 0.06)}, "undecided", "up to 6 %"),

@@ -9,7 +9,7 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import Objective
 from autotune_amp.core.outcome import Measurement, Verdict
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.ranking import Merit, is_worth_a_change, least_speed, rank, rank_for, tier
+from autotune_amp.search.ranking import Merit, contenders, is_worth_a_change, least_speed, rank, rank_for, tier
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Todo, next_todo
 from autotune_amp.search.stages.explore import smaller_seed
@@ -58,7 +58,7 @@ def test_memory(merits: dict[Setting, Merit], ranking: list[Setting]) -> None:
 )
 def test_energy(merits: dict[Setting, Merit], ranking: list[Setting]) -> None:
     assert rank_for("energy", merits) == ranking
-    assert rank_for("energy", merits, tiers={ranking[0]: 1})[-1] == ranking[0], "a lower tier comes first"
+    assert rank_for("energy", merits, tiers={ranking[0]: 2})[-1] == ranking[0], "a lower tier comes first"
 
 
 @pytest.mark.parametrize(
@@ -186,5 +186,15 @@ def test_what_is_as_fast_is_ranked_by_what_can_go_wrong_then_by_size_then_by_wor
 
 
 def test_what_nobody_checked_comes_before_what_was_found_doubtful() -> None:
-    verdicts: tuple[Verdict, ...] = ("faithful", "unchecked", "doubtful")
-    assert [tier(None), *(tier(fidelity("bf16", verdict)) for verdict in verdicts)] == [0, 0, 1, 2]
+    verdicts: tuple[Verdict, ...] = ("faithful", "undecided", "unchecked", "doubtful")
+    assert [tier(None), *(tier(fidelity("bf16", verdict)) for verdict in verdicts)] == [0, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("speed", "wins"), [(104, True), (102, False)])
+def test_what_is_undecided_gives_way_at_equal_speed_alone(speed: float, wins: bool) -> None:
+    undecided, decided = at("fp32", 32), at("bf16", 32)  # at equal speed fp32 would come first
+    tiers = {undecided: tier(fidelity("fp32", "undecided")), decided: 0}
+    assert rank({undecided: speed, decided: 100}, tiers)[0] == (undecided if wins else decided)
+    merits = {c: merit(100) for c in tiers}
+    assert set(contenders(merits, tiers, decided)) == set(tiers)
+    assert set(contenders(merits, tiers | {undecided: tier(fidelity("fp32", "unchecked"))}, decided)) == {decided}
