@@ -28,6 +28,7 @@ ZOOS = {  # the module, and the cases in it
     "sick": ("zoo_sick", ("SICK",)),
     "sick_later": ("zoo_sick_later", ("SICK_LATER",)),
     "held_out": ("zoo_held_out", ("HELD_OUT_HEALTHY", "HELD_OUT_SICK")),
+    "bias": ("zoo_sick_bias", ("BIAS",)),
     "field": ("zoo_field", ("FIELD",)),
 }
 
@@ -82,7 +83,7 @@ class RawFile:
 
     def __init__(self, path: Path, keys: tuple[str, ...]) -> None:
         self._path, self._keys = path, keys
-        self._done = {self._key(row) for row in read(path)}
+        self._done = {self._key({"seed": 0, **row}) for row in read(path)}
         path.parent.mkdir(exist_ok=True)
 
     def has(self, **key: Any) -> bool:

@@ -1,6 +1,7 @@
 """What training really does in a precision, beside what the check says of it; appends to raw/trainings_*.jsonl.
 
-Usage: trainings.py --zoo healthy|sick|sick_later|held_out [--steps 500] [--device cpu] [--only NAME ...]
+Usage: trainings.py --zoo healthy|sick|sick_later|held_out|bias|field [--steps 500] [--seeds 1] [--device cpu]
+       [--precisions bf16 ...] [--only NAME ...]
        trainings.py --long [--minutes 4] [--device cpu] [--only NAME ...]
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -57,8 +59,8 @@ def judge(low: Trained, fp32: Trained, perturbed: list[Trained]) -> Judged:
 class Trainings:
     """All trainings of one case, on the same batches and draws; those in fp32 once."""
 
-    def __init__(self, case: Case, num_steps: int, device: torch.device) -> None:
-        self._subject = common.subject(case, 0, num_steps, device)
+    def __init__(self, case: Case, seed: int, num_steps: int, device: torch.device) -> None:
+        self._subject = common.subject(case, seed, num_steps, device)
         self._batch_size, self._num_steps = case.batch_size, num_steps
         self._has_half_weights = has_half_weights(self._subject.model)
 
@@ -97,6 +99,12 @@ class Trainings:
         return UNCALIBRATED_SCALE if found is None else found
 
 
+@functools.lru_cache(maxsize=1)
+def trainings_of(case: Case, seed: int, num_steps: int, device: torch.device) -> Trainings:
+    """The latest: what fp32 does serves all precisions."""
+    return Trainings(case, seed, num_steps, device)
+
+
 def pins_to_try(case: Case, precision: Precision, zoo: str, device: torch.device) -> list[tuple[str, ...]]:
     """None, and those that the check of seed 0 found to heal it."""
     for row in common.read(common.raw_path(f"checks_{zoo}", device)):
@@ -132,6 +140,8 @@ def main() -> None:
     which.add_argument("--zoo", choices=common.ZOOS)
     which.add_argument("--long", action="store_true")
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--precisions", nargs="*", default=[])
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", nargs="*", default=[])
@@ -139,13 +149,15 @@ def main() -> None:
     common.quieten()
     device = torch.device(options.device)
     name = "trainings_long" if options.long else f"trainings_{options.zoo}"
-    raw = common.RawFile(common.raw_path(name, device), ("case", "precision", "pinned_modules"))
+    raw = common.RawFile(common.raw_path(name, device), ("case", "precision", "seed", "pinned_modules"))
     for zoo, case in wanted(options):
         num_steps = affordable_steps(case, options.minutes, device) if options.long else options.steps
-        trainings = Trainings(case, num_steps, device)
-        for precision in precisions(case, device):
+        for seed, precision in itertools.product(range(options.seeds), precisions(case, device)):
+            if options.precisions and precision not in options.precisions:
+                continue
+            trainings = trainings_of(case, seed, num_steps, device)
             for pins in pins_to_try(case, precision, zoo, device):
-                key = {"case": case.name, "precision": precision, "pinned_modules": list(pins)}
+                key = {"case": case.name, "precision": precision, "seed": seed, "pinned_modules": list(pins)}
                 if raw.has(**key):
                     continue
                 try:
@@ -154,7 +166,7 @@ def main() -> None:
                     found = {"error": common.said(error)}
                 expected = common.expected(case, precision)
                 raw.append({**key, "zoo": zoo, "expected": expected, "num_steps": num_steps, **found})
-                print(case.name, precision, pins, expected, found.get("judged", found), flush=True)
+                print(case.name, precision, seed, pins, expected, found.get("judged", found), flush=True)
 
 
 if __name__ == "__main__":
