@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from operator import attrgetter
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from autotune_amp.core.config import MIN_LOSS_SCALE
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import GradientDamage, LowWeights
-from autotune_amp.numerics.passes import Gradients, Pass, Passes, Subject
+from autotune_amp.numerics.passes import Gradients, Pass, Passes, Subject, stored
 from autotune_amp.precision.forward_wrapper import parameters_by_name
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.torch_state import HALF_DTYPES
@@ -32,6 +33,7 @@ COUNTS = 2.0**-12
 # A gradient that another rounding in fp32 changes by more than this share of itself is rounding noise, not a signal:
 # that of a key's bias in attention, for one, is zero on paper.
 MAX_OWN_NOISE = 0.1
+_MOVED_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
 _NUM_HALVINGS = 4  # of a step's loss scale, before it is asked whether any will do
 _MAX_MODULES = 40  # rows of a chart
 
@@ -136,7 +138,7 @@ def _sums(low: Tensor | None, reference: Tensor | None, other: Tensor | None) ->
 
 def _dense(gradient: Tensor) -> Tensor:
     """In double precision, whose squares do not overflow; MPS has none."""
-    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
     dense = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
     return dense if dense.device.type == "mps" else dense.double()
 
@@ -236,12 +238,20 @@ def finite_pass(
 
 
 def perturb(model: nn.Module, relative: float, seed: int) -> None:
-    """Multiply each weight by 1 + u, u drawn evenly from [-relative, relative]."""
+    """Multiply each weight by 1 + u, u drawn evenly from [-relative, relative].
+
+    Weights that such a step does not move stay as they are: integers, as packed or quantized weights are, and formats
+    of 8 bits or less. So do those of a Tensor subclass without the operation.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters() if relative else ():
-            noise = torch.rand(parameter.shape, generator=generator).to(parameter) * 2 - 1
-            parameter.mul_(1 + relative * noise)
+            if parameter.dtype.to_real() not in _MOVED_DTYPES or parameter.is_meta:
+                continue
+            values = stored(parameter)
+            noise = torch.rand(values.shape, generator=generator).to(values) * 2 - 1
+            with nullcontext() if type(parameter) is nn.Parameter else suppress(Exception):
+                values.mul_(1 + relative * noise)
 
 
 def _distance(one: Run, other: Run) -> float:

@@ -44,7 +44,9 @@ from autotune_amp.precision.forward_wrapper import (
     is_inside,
     modules_by_name,
     override,
+    own_class,
     parameters_by_name,
+    unwrap,
     watch_forward,
 )
 from autotune_amp.precision.modes import MODES
@@ -90,6 +92,8 @@ def check(
             attempt = experiment.attempt(tuple(pinned_modules))
             if attempt.grade.is_bad and experiment.takes_like_draws(attempt.pins):
                 attempt = experiment.attempt(attempt.pins)
+            if not attempt.found.is_reference_finite and subject.loop is None:
+                return experiment.report(attempt, _not_finite_in_fp32(experiment))
             if not find_pins or not attempt.grade.is_bad or attempt.grade.is_of_weights:
                 return experiment.report(attempt)
             if on_bad_verdict is not None:
@@ -175,6 +179,8 @@ class Experiment:
                 forward_max=max(maxima.values(), default=None),
                 format_max=self._format_max,
                 lost_share=None if self._low_weights is None else self._low_weights.lost_share,
+                num_steps_per_call=self.low.num_steps_per_call,
+                reuses_casts=self.low.reuses_casts,
             )
             if not found.is_finite:
                 return Attempt(pins, scale, maxima, found, bad_index=len(low) - 1)
@@ -190,6 +196,7 @@ class Experiment:
                 flushed_share=sums.whole.flushed_share,
                 most_flushed=max(sums.parameters, key=attrgetter("flushed_share"), default=None),
                 noisiest=max(sums.parameters, key=attrgetter("noise_ratio"), default=None),
+                has_signal=bool(self.signals),
             )
             attempt = Attempt(pins, scale, maxima, found, comparison=sums)
             if attempt.grade.verdict not in ("faithful", "doubtful"):
@@ -226,21 +233,31 @@ class Experiment:
             self.low.drawn = self.fp32.drawn = None
         return are_unlike
 
+    @property
+    def bad_reference(self) -> int | None:
+        """The first batch that fp32 itself gives no finite numbers for."""
+        return next((index for index, done in enumerate(self._reference) if not done.is_finite), None)
+
     @cached_property
     def signals(self) -> set[str]:
         """The parameters whose gradient is more than rounding noise in fp32 itself."""
+        # Of the first batch with a gradient: one without labels that count says nothing of the others.
+        index = next((index for index, done in enumerate(self._reference) if done.has_gradient), 0)
         self.fp32.restore()
         perturb(self.fp32.model, REROUNDING, self._subject.seed)
-        moved = self.fp32.run(0, "fp32", restores=False)
-        return signals(self._reference[0].gradients, moved.gradients)
+        moved = self.fp32.run(index, "fp32", restores=False)
+        return signals(self._reference[index].gradients, moved.gradients)
 
     def report(self, attempt: Attempt, culprits: tuple[str, ...] = (), healing: tuple[str, ...] = ()) -> Fidelity:
         """What was found so far."""
         sums, found, training = attempt.comparison, attempt.found, attempt.training
         parameters = [] if sums is None else sums.parameters
         verdict, low_weights = attempt.grade.verdict, self._low_weights
-        outside = "the code outside of the modules, as the loss and the optimizer"
-        where = f"; it begins in {', '.join(culprit or outside for culprit in culprits)}" if culprits else ""
+        places = {
+            OUTSIDE: "the code outside of the model, as the loss function or the optimizer",
+            "": f"the model's own forward ({own_class(unwrap(self.low.model)).__name__})",
+        }
+        where = f"; it begins in {', '.join(places.get(name, name) for name in culprits)}" if culprits else ""
         if self.low.drawn is not None:
             where += "; its random numbers were fp32's, rounded, since in half precision it draws others"
         is_of_weights = attempt.grade.is_of_weights or (low_weights is not None and culprits == (OUTSIDE,))
@@ -249,7 +266,7 @@ class Experiment:
             batch_size=self._batch_size,
             verdict=verdict,
             reason=f"{self._label} is {verdict}{after_steps(self._num_steps_before)}: {attempt.grade.reason}{where}.",
-            next_step=next_step(self._label, verdict, healing, is_of_weights=is_of_weights),
+            next_step=attempt.grade.next_step or next_step(self._label, verdict, healing, is_of_weights=is_of_weights),
             pinned_modules=attempt.pins,
             **{name: getattr(found, name) for name in _SAID},
             gradient_cosine=None if sums is None else sums.whole.cosine,
@@ -339,7 +356,7 @@ def _locate(experiment: Experiment, attempt: Attempt) -> tuple[tuple[str, ...], 
         try:  # the user's code, run another way than it was written for, may raise anything: no cure
             found = _suspects(experiment, attempt)
             culprits = culprits or found
-            usable = [name for name in found if name and can_be_pinned(modules[name]) and not is_inside(name, pins)]
+            usable = [n for n in found if n and n in modules and can_be_pinned(modules[n]) and not is_inside(n, pins)]
             wider = dict.fromkeys(filter(None, (_parent(pin) for pin in pins if pin not in given)))
             pins = (*pins, *usable) if usable else (*given, *wider)
             if pins in (attempt.pins, given) or len(pins) - len(given) > limit:
@@ -353,7 +370,7 @@ def _locate(experiment: Experiment, attempt: Attempt) -> tuple[tuple[str, ...], 
 
 
 def _suspects(experiment: Experiment, attempt: Attempt) -> tuple[str, ...]:
-    """The modules it begins in, `OUTSIDE` for the code around them: the loss function, or the optimizer."""
+    """The modules it begins in, "" for the model's own forward, `OUTSIDE` for the loss function or the optimizer."""
     low, precision = experiment.low, experiment.precision
     with low.pinned(attempt.pins):
         if attempt.training is not None and not attempt.training.is_finite:
@@ -367,12 +384,24 @@ def _suspects(experiment: Experiment, attempt: Attempt) -> tuple[str, ...]:
         limit = MAX_FORWARD_SHARE * attempt.found.format_max
         if too_large := [name for name, maximum in attempt.forward_maxima.items() if maximum > limit]:
             return tuple(n for n in too_large if not any(other != n and is_inside(other, (n,)) for other in too_large))
-        if wrong := first_wrong(low, experiment.fp32, 0, precision):
+        wrong = first_wrong(low, experiment.fp32, 0, precision)
+        if wrong is not None:
             return (wrong,)
     flushed = attempt.found.most_flushed
     return (OUTSIDE if flushed is None or flushed.flushed_share == 0 else _parent(flushed.name),)
 
 
+def _not_finite_in_fp32(experiment: Experiment) -> tuple[str, ...]:
+    """The modules where the first step in fp32 is not finite; () where it is, or where that cannot be found out."""
+    index = experiment.bad_reference
+    if index is None:
+        return ()
+    with suppress(Exception):  # the user's code, run another way than it was written for, may raise anything
+        experiment.fp32.restore()
+        return blown_up(experiment.fp32, index, "fp32", 1.0)
+    return ()
+
+
 def _parent(name: str) -> str:
-    """The module around the module or parameter of this name, which is `OUTSIDE` for those of the model itself."""
+    """The module around the module or parameter of this name, "" for those of the model itself."""
     return name.rpartition(".")[0]

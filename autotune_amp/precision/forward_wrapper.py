@@ -150,7 +150,8 @@ class Observer:
 
     def reset(self) -> None:
         """Set every slot to 0."""
-        torch._foreach_zero_(self.maxima)
+        if self.maxima:
+            torch._foreach_zero_(self.maxima)
 
 
 def observe(module: nn.Module, observer: Observer, slot: int) -> None:
