@@ -21,7 +21,12 @@ from torch.utils._pytree import tree_leaves
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.numerics.passes import Passes, stored
-from autotune_amp.precision.forward_wrapper import has_half_weights, modules_by_name, parameters_by_name
+from autotune_amp.precision.forward_wrapper import (
+    has_half_weights,
+    modules_by_name,
+    parameters_by_name,
+    takes_roles,
+)
 
 # In the place of a module's name; "", the model's own, stands for its own forward, outside of the modules in it.
 OUTSIDE = "outside of the model"  # the loss function, as a rule, or the optimizer
@@ -68,7 +73,7 @@ def _look_at_outputs(
     def watching() -> Iterator[None]:
         with ExitStack() as hooks:
             for name, module in modules_by_name(passes.model).items():
-                if not isinstance(module, torch.jit.ScriptModule):
+                if takes_roles(module):
                     hooks.callback(module.register_forward_hook(partial(ended, name)).remove)
             yield
 
@@ -184,10 +189,13 @@ class _Origin:
 
 
 class Recorder:
-    """Watches one pass through `modules`: `watching_forward()` around the forward pass, then `watch_backward`."""
+    """Watches one pass through `modules`: `watching_forward()` around the forward pass, then `watch_backward`.
+
+    TorchScript's modules take no hooks: what goes wrong in one is seen in the module around it.
+    """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._modules = modules
+        self._modules = {name: module for name, module in modules.items() if takes_roles(module)}
         self._timeline: list[tuple[Call, bool]] = []  # the call, and whether it ended there or began
         self._running: list[Call] = []
         self._num_calls: Counter[str] = Counter()

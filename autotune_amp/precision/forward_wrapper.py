@@ -76,9 +76,14 @@ def has_half_weights(module: nn.Module) -> bool:
     return any(weight.dtype in HALF_DTYPES for weight in module.parameters())
 
 
+def takes_roles(module: nn.Module) -> bool:
+    """Whether it can be pinned, overridden and observed: not a TorchScript module, whose forward is compiled in."""
+    return not isinstance(module, torch.jit.ScriptModule)
+
+
 def can_be_pinned(module: nn.Module) -> bool:
     """Whether `pin_fp32` takes it."""
-    return not isinstance(module, torch.jit.ScriptModule) and not has_half_weights(module)
+    return takes_roles(module) and not has_half_weights(module)
 
 
 def pin_fp32(module: nn.Module, device_type: str) -> None:
@@ -183,7 +188,7 @@ def watch_forward(model: nn.Module, device: torch.device) -> Iterator[Callable[[
     watched = {
         name: module
         for name, module in modules_by_name(model).items()
-        if not isinstance(module, torch.jit.ScriptModule) and (is_cast(module) or not is_compiled)
+        if takes_roles(module) and (is_cast(module) or not is_compiled)
     }
     observer = Observer(len(watched), device, only_half=True)
     observer.is_sampling = True
@@ -310,7 +315,7 @@ def set_roles(module: nn.Module, roles: Roles) -> None:
         if (original := vars(type(module)).get(_ORIGINAL)) is not None:
             _set_class(module, original)
         return
-    if isinstance(module, torch.jit.ScriptModule):
+    if not takes_roles(module):
         raise InvalidRequestError(
             "A TorchScript module cannot be pinned, overridden or observed: its forward is compiled in.",
             "Give the model as it was before torch.jit.script or torch.jit.trace; torch.compile is supported.",
