@@ -166,12 +166,12 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     units of that between fp32 runs whose first weights differ by one rounding of the precision, `training_noise_gap`
     the same in units of the loss's own scatter from batch to batch; `num_skips` of its steps overflowed, and
     `has_moved` is False where fp32 moved no weight in it. `modules` are in the order of the model, each with its own
-    parameters, the noisiest where there would be too many; "" is what is outside of every module. `gradient_histogram`
-    counts the non-zero entries of an fp32 gradient, as `Calibration` does. `culprits` are the modules responsible; with
-    `healing_pins` in fp32 the precision was found faithful; `pinned_modules` were in fp32 during the check.
-    `num_passes` counts forward and backward passes. None stands where a number could not be had. The weights had been
-    trained in fp32 for `num_steps_before`; `later` is what was found once they were, where the verdict is that of the
-    first weights and stands.
+    parameters, the noisiest where there would be too many; "" is the model itself. `gradient_histogram` counts the
+    non-zero entries of an fp32 gradient, as `Calibration` does. `culprits` are the modules responsible ("" is the
+    model's own forward), or code outside of the model; with `healing_pins` in fp32 the precision was found faithful;
+    `pinned_modules` were in fp32 during the check. `num_passes` counts forward and backward passes. None stands where a
+    number could not be had. The weights had been trained in fp32 for `num_steps_before`; `later` is what was found once
+    they were, where the verdict is that of the first weights and stands.
     """
 
     precision: Precision
@@ -251,7 +251,8 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
             ("healed by", self.healing_pins),
         ):
             if names:
-                lines.append((label, one_line(", ".join(names)) + (" in fp32" if label != "culprits" else "")))
+                named = one_line(", ".join(name or "the model itself" for name in names))
+                lines.append((label, named + (" in fp32" if label != "culprits" else "")))
         return lines
 
     def _repr_html_(self) -> str:

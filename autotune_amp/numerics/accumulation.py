@@ -201,7 +201,7 @@ def _pass(passes: Passes, index: int, seed: int | None = None) -> Pass:
 
 
 def _entries(gradient: Tensor) -> Tensor:
-    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
     flat = (torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense).reshape(-1)
     return flat[:: -(-max(1, flat.numel()) // _MAX_ENTRIES)].cpu()
 

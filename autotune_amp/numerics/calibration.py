@@ -18,7 +18,7 @@ from torch import Tensor
 from autotune_amp.core.config import MIN_LOSS_SCALE
 from autotune_amp.core.outcome import Calibration
 from autotune_amp.numerics.comparison import COUNTS
-from autotune_amp.numerics.passes import Pass, Passes, Subject
+from autotune_amp.numerics.passes import Pass, Passes, Subject, stored
 from autotune_amp.numerics.scaler_replay import starting_scale
 from autotune_amp.precision.forward_wrapper import watch_forward
 
@@ -81,7 +81,7 @@ def count_octaves(gradients: Iterable[Tensor]) -> Counter[int]:
     """
     found: Counter[int] = Counter()
     for gradient in gradients:
-        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        values = stored(gradient)
         values = torch.view_as_real(values) if values.is_complex() else values
         counted = values[values.isfinite() & (values != 0)].float()
         if counted.numel():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from operator import attrgetter
@@ -24,7 +25,7 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.intervals import t_quantile
 from autotune_amp.core.outcome import GradientDamage, LowWeights
 from autotune_amp.numerics.grading import Parting
-from autotune_amp.numerics.passes import Gradients, Pass, Passes, Subject
+from autotune_amp.numerics.passes import Gradients, Pass, Passes, Subject, stored
 from autotune_amp.precision.forward_wrapper import parameters_by_name
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.torch_state import HALF_DTYPES
@@ -34,6 +35,7 @@ COUNTS = 2.0**-12
 # A gradient that another rounding in fp32 changes by more than this share of itself is rounding noise, not a signal:
 # that of a key's bias in attention, for one, is zero on paper.
 MAX_OWN_NOISE = 0.1
+_MOVED_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
 _NUM_HALVINGS = 4  # of a step's loss scale, before it is asked whether any will do
 _MAX_MODULES = 40  # rows of a chart
 _STRETCH = 2**22  # entries of each batch's error that are multiplied at a time
@@ -200,7 +202,7 @@ def _products(errors: Sequence[Tensor]) -> Tensor:
 
 def _dense(gradient: Tensor) -> Tensor:
     """Real, with every entry, in double precision, whose squares do not overflow."""
-    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
     dense = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
     return _wide(dense)
 
@@ -339,12 +341,20 @@ def finite_pass(
 
 
 def perturb(model: nn.Module, relative: float, seed: int) -> None:
-    """Multiply each weight by 1 + u, u drawn evenly from [-relative, relative]."""
+    """Multiply each weight by 1 + u, u drawn evenly from [-relative, relative].
+
+    Weights that such a step does not move stay as they are: integers, as packed or quantized weights are, and formats
+    of 8 bits or less. So do those of a Tensor subclass without the operation.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters() if relative else ():
-            noise = torch.rand(parameter.shape, generator=generator).to(parameter) * 2 - 1
-            parameter.mul_(1 + relative * noise)
+            if parameter.dtype.to_real() not in _MOVED_DTYPES or parameter.is_meta:
+                continue
+            values = stored(parameter)
+            noise = torch.rand(values.shape, generator=generator).to(values) * 2 - 1
+            with nullcontext() if type(parameter) is nn.Parameter else suppress(Exception):
+                values.mul_(1 + relative * noise)
 
 
 def _distance(one: Run, other: Run) -> float:

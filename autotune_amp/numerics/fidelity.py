@@ -55,7 +55,9 @@ from autotune_amp.precision.forward_wrapper import (
     is_inside,
     modules_by_name,
     override,
+    own_class,
     parameters_by_name,
+    unwrap,
     watch_forward,
 )
 from autotune_amp.precision.modes import MODES
@@ -108,6 +110,8 @@ def check(
             attempt = experiment.attempt(tuple(pinned_modules))
             if attempt.grade.is_bad and experiment.takes_like_draws(attempt.pins):
                 attempt = experiment.attempt(attempt.pins)
+            if not attempt.found.is_reference_finite and subject.loop is None:
+                return experiment.report(attempt, _not_finite_in_fp32(experiment))
             if not find_pins or not attempt.grade.is_bad or attempt.grade.is_of_weights:
                 return experiment.report(attempt)
             if on_bad_verdict is not None:
@@ -174,7 +178,7 @@ class Experiment:
         if has_half_weights(reference.model):  # fp32 is a copy of the model
             self.fp32 = Passes(reference, in_fp32(reference.model, subject.device.type))
         self.seconds = math.inf  # that all of it may take
-        self._first = self.fp32.run(0, "fp32")  # held against none: what is a signal, and how large it is
+        self.bad_reference: int | None = None  # the batch that fp32 itself gives no finite numbers for
         self._reference_runs: list[Run] = []  # plain, and from weights that are rounded otherwise
         self._fp32_step_seconds: float | None = None
         self._has_moved = True  # False once fp32's own training run has moved no weight
@@ -188,6 +192,7 @@ class Experiment:
         with self.low.pinned(pins):
             low, reference, scale, has_safe_scale, comparison = self._steps()
             maxima = self._low_maxima({})
+            self.bad_reference = next((index for index, done in enumerate(reference) if not done.is_finite), None)
             found = Findings(
                 is_finite=low[-1].is_finite,
                 is_reference_finite=all(done.is_finite for done in reference),
@@ -195,6 +200,8 @@ class Experiment:
                 forward_max=max(maxima.values(), default=None),
                 format_max=self._format_max,
                 lost_share=None if self._low_weights is None else self._low_weights.lost_share,
+                num_steps_per_call=self.low.num_steps_per_call,
+                reuses_casts=self.low.reuses_casts,
             )
             if not found.is_finite:
                 return Attempt(pins, scale, maxima, found, bad_index=len(low) - 1)
@@ -212,6 +219,7 @@ class Experiment:
                 flushed_share=whole.flushed_share,
                 most_flushed=max(comparison.parameters, key=attrgetter("flushed_share"), default=None),
                 most_common=max(comparison.parameters, key=least_common_error, default=None),
+                has_signal=bool(self.signals),
             )
             attempt = Attempt(pins, scale, maxima, found, comparison=comparison)
             if attempt.grade.verdict == "unfaithful" or not self._has_time_for(3 * NUM_PAIRED_STEPS):
@@ -251,20 +259,31 @@ class Experiment:
         return are_unlike
 
     @cached_property
+    def _first(self) -> tuple[int, Pass]:
+        """The first batch with a gradient, and what fp32 makes of it: one without labels tells of no other."""
+        passes = ((index, self.fp32.run(index, "fp32")) for index in range(MIN_NUM_BATCHES))
+        first = next(passes)
+        return first if first[1].has_gradient else next((each for each in passes if each[1].has_gradient), first)
+
+    @cached_property
     def signals(self) -> set[str]:
         """The parameters whose gradient is more than rounding noise in fp32 itself."""
+        index, first = self._first
         self.fp32.restore()
         perturb(self.fp32.model, REROUNDING, self._subject.seed)
-        moved = self.fp32.run(0, "fp32", restores=False)
-        return signals(self._first.gradients, moved.gradients)
+        moved = self.fp32.run(index, "fp32", restores=False)
+        return signals(first.gradients, moved.gradients)
 
     def report(self, attempt: Attempt, culprits: tuple[str, ...] = (), healing: tuple[str, ...] = ()) -> Fidelity:
         """What was found so far."""
         sums, found, training = attempt.comparison, attempt.found, attempt.training
         parameters = [] if sums is None else sums.parameters
         verdict, low_weights = attempt.grade.verdict, self._low_weights
-        outside = "the code outside of the modules, as the loss and the optimizer"
-        where = f"; it begins in {', '.join(culprit or outside for culprit in culprits)}" if culprits else ""
+        places = {
+            OUTSIDE: "the code outside of the model, as the loss function or the optimizer",
+            "": f"the model's own forward ({own_class(unwrap(self.low.model)).__name__})",
+        }
+        where = f"; it begins in {', '.join(places.get(name, name) for name in culprits)}" if culprits else ""
         if self.low.drawn is not None:
             where += "; its random numbers were fp32's, rounded, since in half precision it draws others"
         is_of_weights = attempt.grade.is_of_weights or (low_weights is not None and culprits == (OUTSIDE,))
@@ -273,7 +292,7 @@ class Experiment:
             batch_size=self._batch_size,
             verdict=verdict,
             reason=f"{self._label} is {verdict}{after_steps(self._num_steps_before)}: {attempt.grade.reason}{where}.",
-            next_step=next_step(self._label, verdict, healing, is_of_weights=is_of_weights),
+            next_step=attempt.grade.next_step or next_step(self._label, verdict, healing, is_of_weights=is_of_weights),
             pinned_modules=attempt.pins,
             **{name: getattr(found, name) for name in _SAID},
             gradient_cosine=None if sums is None else sums.whole.cosine,
@@ -283,7 +302,7 @@ class Experiment:
             num_skips=0 if training is None else training.num_skips,
             worst_parameters=tuple(sorted(parameters, key=attrgetter("noise_ratio"), reverse=True)[:_NUM_WORST]),
             modules=() if sums is None else tuple(sums.modules),
-            gradient_histogram=tuple(sorted(count_octaves(self._first.gradients.values()).items())),
+            gradient_histogram=tuple(sorted(count_octaves(self._first[1].gradients.values()).items())),
             culprits=culprits,
             healing_pins=healing,
             low_weights=low_weights,
@@ -315,7 +334,7 @@ class Experiment:
         if self._mode.takes_scaler:
             safe = largest_safe_scale(self.low, 0, self._log2_guess)
             if safe.log2_scale is None:
-                return [safe.last], [self._first], MIN_LOSS_SCALE, False, None
+                return [safe.last], [self._first[1]], MIN_LOSS_SCALE, False, None
             self._log2_guess = safe.log2_scale
             scale = starting_scale([safe.log2_scale])
         low: list[Pass] = []
@@ -405,7 +424,7 @@ def _locate(experiment: Experiment, attempt: Attempt) -> tuple[tuple[str, ...], 
         try:  # the user's code, run another way than it was written for, may raise anything: no cure
             found = _suspects(experiment, attempt)
             culprits = culprits or found
-            usable = [name for name in found if name and can_be_pinned(modules[name]) and not is_inside(name, pins)]
+            usable = [n for n in found if n and n in modules and can_be_pinned(modules[n]) and not is_inside(n, pins)]
             wider = dict.fromkeys(filter(None, (_parent(pin) for pin in pins if pin not in given)))
             pins = (*pins, *usable) if usable else (*given, *wider)
             if pins in (attempt.pins, given) or len(pins) - len(given) > limit:
@@ -419,7 +438,7 @@ def _locate(experiment: Experiment, attempt: Attempt) -> tuple[tuple[str, ...], 
 
 
 def _suspects(experiment: Experiment, attempt: Attempt) -> tuple[str, ...]:
-    """The modules it begins in, `OUTSIDE` for the code around them: the loss function, or the optimizer."""
+    """The modules it begins in, "" for the model's own forward, `OUTSIDE` for the loss function or the optimizer."""
     low, precision = experiment.low, experiment.precision
     with low.pinned(attempt.pins):
         if attempt.training is not None and not attempt.training.is_finite:
@@ -433,12 +452,24 @@ def _suspects(experiment: Experiment, attempt: Attempt) -> tuple[str, ...]:
         limit = MAX_FORWARD_SHARE * attempt.found.format_max
         if too_large := [name for name, maximum in attempt.forward_maxima.items() if maximum > limit]:
             return tuple(n for n in too_large if not any(other != n and is_inside(other, (n,)) for other in too_large))
-        if wrong := first_wrong(low, experiment.fp32, 0, precision):
+        wrong = first_wrong(low, experiment.fp32, 0, precision)
+        if wrong is not None:
             return (wrong,)
     flushed = attempt.found.most_flushed
     return (OUTSIDE if flushed is None or flushed.flushed_share == 0 else _parent(flushed.name),)
 
 
+def _not_finite_in_fp32(experiment: Experiment) -> tuple[str, ...]:
+    """The modules where the first step in fp32 is not finite; () where it is, or where that cannot be found out."""
+    index = experiment.bad_reference
+    if index is None:
+        return ()
+    with suppress(Exception):  # the user's code, run another way than it was written for, may raise anything
+        experiment.fp32.restore()
+        return blown_up(experiment.fp32, index, "fp32", 1.0)
+    return ()
+
+
 def _parent(name: str) -> str:
-    """The module around the module or parameter of this name, which is `OUTSIDE` for those of the model itself."""
+    """The module around the module or parameter of this name, "" for those of the model itself."""
     return name.rpartition(".")[0]

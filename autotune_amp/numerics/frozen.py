@@ -30,7 +30,8 @@ def judge_frozen(
         all(bool(tensor.isfinite().all()) for each in gradients for tensor in each.values())
         for gradients in (low, reference)
     )
-    found = Findings(is_finite=are_finite, is_reference_finite=are_reference_finite)
+    has_signal = any(bool(tensor.any()) for each in reference for tensor in each.values())
+    found = Findings(is_finite=are_finite, is_reference_finite=are_reference_finite, has_signal=has_signal)
     sums = None
     if are_finite and are_reference_finite:
         sums = compare(low, reference, set().union(*reference))
@@ -42,13 +43,13 @@ def judge_frozen(
             flushed_share=sums.whole.flushed_share,
             most_flushed=max(sums.parameters, key=attrgetter("flushed_share"), default=None),
         )
-    verdict, reason, _ = grade(found)
+    graded = grade(found)
     return Fidelity(
         precision=precision,
         batch_size=batch_size,
-        verdict=verdict,
-        reason=f"{precision} is {verdict}: {reason}; that is of the command's first weights.",
-        next_step=next_step(precision, verdict, ()),
+        verdict=graded.verdict,
+        reason=f"{precision} is {graded.verdict}: {graded.reason}; that is of the command's first weights.",
+        next_step=graded.next_step or next_step(precision, graded.verdict, ()),
         noise_ratio=found.noise_ratio,
         loss_error=found.loss_error,
         flushed_share=found.flushed_share,

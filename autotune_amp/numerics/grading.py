@@ -31,6 +31,21 @@ MIN_FALL = 0.02  # of the loss's fall in fp32: what parts by less is no harm
 
 _ORDER: tuple[Verdict, ...] = ("faithful", "undecided", "doubtful", "unfaithful")
 _UNMOVED = "; that is of the first weights alone: no weight moved in the training run, as with a learning rate of 0"
+_UNSTEPPED = (
+    "; train_step takes {} optimizer steps in one call, all of whose gradients were computed on the weights before the "
+    "first: what one of these steps does to the next was not looked at"
+)
+_REUSES_CASTS = (
+    "train_step steps an optimizer several times inside one amp.autocast(), which goes on with the weights as they "
+    "were cast before the first of these steps (enter amp.autocast() anew for each forward pass)"
+)
+_NO_SIGNAL = (
+    "fp32's own gradient is zero or rounding noise for every parameter, as that of a loss over a single class, so "
+    "there is nothing to hold it to"
+)
+_FIX_LOSS = "Check it on data that the model learns from: with several classes, and labels that count."
+_FIX_STEP = "Fix the training in fp32 first: torch.autograd.set_detect_anomaly(True) names the operation."
+_FIX_TRAINING = "Lower the learning rate or clip gradients until training in fp32 stays finite, then check again."
 
 
 class Parting(NamedTuple):
@@ -74,17 +89,22 @@ class Findings(NamedTuple):
     parting: Parting | None = None
     has_moved: bool = True
     lost_share: float | None = None
+    has_signal: bool = True  # some parameter has a gradient in fp32 that is more than rounding noise
+    num_steps_per_call: int = 1  # of a loop; none is really taken in a pass
+    reuses_casts: bool = False  # it steps several times inside one autocast
 
 
 class Grade(NamedTuple):
     """A verdict and the reason for it, a clause without a full stop.
 
-    `is_of_weights`: nothing is wrong but that weights are kept in low precision.
+    `is_of_weights`: nothing is wrong but that weights are kept in low precision. `next_step` is what to do about an
+    fp32 training with which nothing can be compared, None elsewhere.
     """
 
     verdict: Verdict
     reason: str
     is_of_weights: bool = False
+    next_step: str | None = None
 
     @property
     def is_bad(self) -> bool:
@@ -130,14 +150,21 @@ def suspicion(found: Findings) -> str | None:
 def grade(found: Findings) -> Grade:
     """The worst that any of the findings says, and what says so."""
     if not found.is_reference_finite:
-        return Grade("unchecked", "fp32 itself gives numbers that are not finite, so there is nothing to hold it to")
+        is_of_step = found.loss_error is None
+        when = "" if is_of_step else " within a few training steps"
+        reason = f"fp32 itself gives numbers that are not finite{when}, so there is nothing to hold it to"
+        return Grade("unchecked", reason, next_step=_FIX_STEP if is_of_step else _FIX_TRAINING)
     grades = [*_one_step(found), *_training(found)]
     unmoved = "" if found.has_moved else _UNMOVED
+    if found.num_steps_per_call > 1:
+        unmoved += _UNSTEPPED.format(found.num_steps_per_call)
     if grades:
         verdict = max((each.verdict for each in grades), key=_ORDER.index)
         worst = [each for each in grades if each.verdict == verdict]
         is_of_weights = all(each.is_of_weights for each in worst)
         return Grade(verdict, "; ".join(each.reason for each in worst) + unmoved, is_of_weights)
+    if not found.has_signal:
+        return Grade("unchecked", _NO_SIGNAL, next_step=_FIX_LOSS)
     if (suspected := suspicion(found)) is not None and found.parting is None:
         return Grade("undecided", f"{suspected}, and no training was made that tells whether that harms" + unmoved)
     noise = found.noise_ratio
@@ -168,6 +195,8 @@ def _one_step(found: Findings) -> Iterator[Grade]:
         at = "" if found.has_safe_scale else " at every loss scale"
         yield Grade("unfaithful", f"its loss or gradients are not finite{at}, where fp32's are")
         return
+    if found.reuses_casts:
+        yield Grade("unfaithful", _REUSES_CASTS)
     if (biased := bias(found)) is not None:
         assert found.common_error_interval is not None
         if found.common_error_interval[0] > UNFAITHFUL_COMMON_ERROR:

@@ -20,16 +20,24 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.numerics.passes import Passes
-from autotune_amp.precision.forward_wrapper import has_half_weights, modules_by_name, parameters_by_name
+from autotune_amp.numerics.passes import Passes, stored
+from autotune_amp.precision.forward_wrapper import (
+    has_half_weights,
+    modules_by_name,
+    parameters_by_name,
+    takes_roles,
+)
 
-OUTSIDE = ""  # the code around the modules: the loss function, as a rule
+# In the place of a module's name; "", the model's own, stands for its own forward, outside of the modules in it.
+OUTSIDE = "outside of the model"  # the loss function, as a rule, or the optimizer
 # A module whose output is off by less of what its samples differ by is not what makes a gradient wrong.
 _MIN_ERROR = 0.05
 
 
 def first_wrong(low: Passes, reference: Passes, index: int, precision: Precision) -> str | None:
     """The first module, innermost before those around it, whose output in `precision` is not that of fp32.
+
+    The model itself, "", comes last.
 
     An error is relative to how the output differs between samples: an offset that all samples share says nothing of
     them, and a later module may take it away.
@@ -65,7 +73,7 @@ def _look_at_outputs(
     def watching() -> Iterator[None]:
         with ExitStack() as hooks:
             for name, module in modules_by_name(passes.model).items():
-                if name and not isinstance(module, torch.jit.ScriptModule):
+                if takes_roles(module):
                     hooks.callback(module.register_forward_hook(partial(ended, name)).remove)
             yield
 
@@ -92,11 +100,13 @@ def _error(given: Tensor, wanted: Tensor) -> float:
 def blown_up(passes: Passes, index: int, precision: Precision, scale: float) -> tuple[str, ...]:
     """The modules where this pass, from the weights as they are, turns non-finite and fp32's does not.
 
-    `OUTSIDE` where no module does.
+    The model's own name, "", where no module in it does, and `OUTSIDE` where the model does not either. A pass in fp32
+    itself is compared with none.
     """
-    healthy = None if has_half_weights(passes.model) else _recorded(passes, index, "fp32", 1.0)
+    is_alone = precision == "fp32" or has_half_weights(passes.model)
+    healthy = None if is_alone else _recorded(passes, index, "fp32", 1.0)
     damaged, _ = _recorded(passes, index, precision, scale).damaged(healthy)
-    return tuple(filter(None, dict.fromkeys(damaged))) or (OUTSIDE,)
+    return tuple(filter(None, dict.fromkeys(damaged))) or (("",) if damaged else (OUTSIDE,))
 
 
 def _recorded(passes: Passes, index: int, precision: Precision, scale: float) -> Recorder:
@@ -137,7 +147,7 @@ def _floating(values: Any) -> Iterator[Tensor]:
         if isinstance(leaf, Tensor):
             tensor = leaf.detach()
             tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            tensor = tensor._values() if tensor.is_sparse else tensor
+            tensor = stored(tensor)
             tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
             if tensor.is_floating_point() and tensor.numel():
                 yield tensor
@@ -179,10 +189,13 @@ class _Origin:
 
 
 class Recorder:
-    """Watches one pass through `modules`: `watching_forward()` around the forward pass, then `watch_backward`."""
+    """Watches one pass through `modules`: `watching_forward()` around the forward pass, then `watch_backward`.
+
+    TorchScript's modules take no hooks: what goes wrong in one is seen in the module around it.
+    """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._modules = modules
+        self._modules = {name: module for name, module in modules.items() if takes_roles(module)}
         self._timeline: list[tuple[Call, bool]] = []  # the call, and whether it ended there or began
         self._running: list[Call] = []
         self._num_calls: Counter[str] = Counter()

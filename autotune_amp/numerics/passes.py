@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -76,14 +77,25 @@ class Pass:
         """Whether the loss and every gradient are."""
         return math.isfinite(self.loss) and all(is_all_finite(gradient) for gradient in self.gradients.values())
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether any number in the gradients is not zero; waits for the device."""
+        return any(bool(stored(gradient).any()) for gradient in self.gradients.values())
+
 
 class Passes:
-    """Passes over one model, which is left in its first state after each; counts them. `drawn` is what they draw in."""
+    """Passes over one model, which is left in its first state after each; counts them. `drawn` is what they draw in.
+
+    Of a loop, `num_steps_per_call` is how often the latest call stepped one optimizer, `reuses_casts` whether any call
+    did so inside of one autocast in half precision, whose casts of the weights are then those before the first step.
+    """
 
     def __init__(self, subject: Subject, model: nn.Module | None = None) -> None:
         self.subject = subject
         self.model = subject.model if model is None else model
         self.num_passes = 0
+        self.num_steps_per_call = 1
+        self.reuses_casts = False
         self.drawn: DrawnInFp32 | None = None
         self._draw_alike = subject.device.type == "cpu" and subject.has_like_draws
         self._first_state = _copied_state(self.model)
@@ -145,6 +157,8 @@ class Passes:
         loss = float(amp.total_loss(needs_autocast=MODES[precision].uses_autocast))
         if amp.num_steps == 0:
             raise NoStepError
+        self.num_steps_per_call = max(amp.steps_of.values())
+        self.reuses_casts = self.reuses_casts or amp.reuses_casts
         return Pass(loss, amp.gradients)
 
     def step(self, optimizer: torch.optim.Optimizer, gradients: Gradients) -> None:
@@ -161,9 +175,13 @@ class Passes:
         self._first_state = _copied_state(self.model)
 
     def changed(self, named: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Which of these parameters or buffers are no longer what `run` begins from; waits for the device."""
+        """Which of these parameters or buffers are no longer what `run` begins from; waits for the device.
+
+        One without data, on the meta device, is none of them.
+        """
         first = self._first_state
-        return [name for name, value in named if name not in first or not torch.equal(value, first[name])]
+        named = [(name, value) for name, value in named if not value.is_meta]
+        return [n for n, value in named if n not in first or not torch.equal(stored(value), stored(first[n]))]
 
     def restore(self) -> None:
         """Put the first parameters and buffers back.
@@ -223,6 +241,9 @@ class CatchingAmp(StepAmp):
         self._names = names
         self._factor = factor
         self._unscaled: dict[int, bool] = {}  # by optimizer: whether its gradients were finite
+        self.steps_of: Counter[int] = Counter()  # by optimizer
+        self.reuses_casts = False
+        self._stepped_inside: dict[int, int] = {}  # by optimizer: the number of the autocast around its latest step
 
     def is_enabled(self) -> bool:
         """As a scaler of the precision would be."""
@@ -251,6 +272,11 @@ class CatchingAmp(StepAmp):
     def step(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> bool:
         """Catch the gradients; as if it stepped."""
         self.num_steps += 1
+        self.steps_of[id(optimizer)] += 1
+        if torch.is_autocast_enabled(self._device) and torch.is_autocast_cache_enabled():
+            around = self._stepped_inside.get(id(optimizer))
+            self.reuses_casts = self.reuses_casts or around == self.num_autocasts
+            self._stepped_inside[id(optimizer)] = self.num_autocasts
         is_finite = self._unscaled.pop(id(optimizer), None)
         if is_finite is not False:
             self._catch(optimizer, self._factor if is_finite is None else 1.0)
@@ -280,12 +306,19 @@ def unscaled(gradient: Tensor, factor: float) -> Tensor:
     """A copy in fp32, or complex, divided by the factor; sparse where autograd makes it so."""
     gradient = gradient.detach()
     gradient = gradient.coalesce() if gradient.is_sparse else gradient
-    return (gradient if gradient.is_complex() else gradient.float()) / factor
+    return (gradient if gradient.is_complex() else gradient.float()) * (1 / factor)  # CSR has no division
 
 
 def is_all_finite(tensor: Tensor) -> bool:
     """Whether every number in it is; waits for the device."""
-    return bool(torch.isfinite(tensor._values() if tensor.is_sparse else tensor).all())
+    return bool(torch.isfinite(stored(tensor)).all())
+
+
+def stored(tensor: Tensor) -> Tensor:
+    """Return the numbers that a tensor stores, as a view: of a sparse one those that are not left out."""
+    if tensor.layout == torch.strided:
+        return tensor
+    return tensor._values() if tensor.is_sparse else tensor.values()
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor]]:

@@ -76,9 +76,14 @@ def has_half_weights(module: nn.Module) -> bool:
     return any(weight.dtype in HALF_DTYPES for weight in module.parameters())
 
 
+def takes_roles(module: nn.Module) -> bool:
+    """Whether it can be pinned, overridden and observed: not a TorchScript module, whose forward is compiled in."""
+    return not isinstance(module, torch.jit.ScriptModule)
+
+
 def can_be_pinned(module: nn.Module) -> bool:
     """Whether `pin_fp32` takes it."""
-    return not isinstance(module, torch.jit.ScriptModule) and not has_half_weights(module)
+    return takes_roles(module) and not has_half_weights(module)
 
 
 def pin_fp32(module: nn.Module, device_type: str) -> None:
@@ -150,7 +155,8 @@ class Observer:
 
     def reset(self) -> None:
         """Set every slot to 0."""
-        torch._foreach_zero_(self.maxima)
+        if self.maxima:
+            torch._foreach_zero_(self.maxima)
 
 
 def observe(module: nn.Module, observer: Observer, slot: int) -> None:
@@ -182,7 +188,7 @@ def watch_forward(model: nn.Module, device: torch.device) -> Iterator[Callable[[
     watched = {
         name: module
         for name, module in modules_by_name(model).items()
-        if not isinstance(module, torch.jit.ScriptModule) and (is_cast(module) or not is_compiled)
+        if takes_roles(module) and (is_cast(module) or not is_compiled)
     }
     observer = Observer(len(watched), device, only_half=True)
     observer.is_sampling = True
@@ -280,6 +286,13 @@ def _first_floating(output: Any) -> Tensor | None:
 # -- the patched class -------------------------------------------------------------------------------------------------
 
 _ROLES = "_autotune_amp_roles"  # a plain instance attribute, so that compiled graphs guard on it
+_ORIGINAL = "_autotune_amp_original"  # of a patched class: the class in whose place it is
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Return the module's class as it is without roles."""
+    kinds = type(module).__mro__
+    return next((vars(kind)[_ORIGINAL] for kind in kinds if _ORIGINAL in vars(kind)), type(module))
 
 
 def roles_of(module: nn.Module) -> Roles:
@@ -299,16 +312,16 @@ def set_roles(module: nn.Module, roles: Roles) -> None:
         state.pop(_ROLES, None)
         _restore_forward(state)
         # A class made from ours since, as FSDP2's fully_shard does, stays: without roles its forward is the original's.
-        if (original := type(module).__dict__.get("_original")) is not None:
-            module.__class__ = original
+        if (original := vars(type(module)).get(_ORIGINAL)) is not None:
+            _set_class(module, original)
         return
-    if isinstance(module, torch.jit.ScriptModule):
+    if not takes_roles(module):
         raise InvalidRequestError(
             "A TorchScript module cannot be pinned, overridden or observed: its forward is compiled in.",
             "Give the model as it was before torch.jit.script or torch.jit.trace; torch.compile is supported.",
         )
-    if not isinstance(module, _Patched):
-        module.__class__ = _patched_class(type(module))  # type: ignore[arg-type] # mypy takes a module's own hash for its class's
+    if own_class(module) is type(module):
+        _set_class(module, _patched_class(type(module)))  # type: ignore[arg-type] # mypy takes a module's own hash for its class's
     if "forward" in state and not isinstance(state["forward"], _OwnForward):
         state["forward"] = _OwnForward(module, state["forward"])
     state[_ROLES] = roles
@@ -325,47 +338,93 @@ def _restore_forward(state: dict[str, Any]) -> None:
         state["forward"] = state["forward"].__wrapped__
 
 
-class _Patched:
-    """First base of every patched class."""
-
-    _original: type[nn.Module]
-
-    def __init_subclass__(cls) -> None:
-        """End here: a registry kept by the original's own __init_subclass__ must not see the patched class."""
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Copies and pickles name the original class: the patched one has no name to be imported by."""
-        patched = next(base for base in type(self).__mro__ if "_original" in base.__dict__)
-        # Protocol 2 and later would have pickle insist that the class rebuilt is type(self); 1 does the same without.
-        reduced: Any = super().__reduce_ex__(min(protocol.__index__(), 1))
-        build, arguments, state, *rest = reduced
-        arguments = tuple(self._original if argument is patched else argument for argument in arguments)
-        state = dict(state)
-        roles: Roles = state.pop(_ROLES)._replace(observed=None)
-        if any(roles):
-            return _rebuild, (build, arguments), state | {_ROLES: roles}, *rest
-        _restore_forward(state)
-        return build, arguments, state, *rest
-
-
-def _rebuild(build: Callable[..., nn.Module], arguments: tuple[Any, ...]) -> nn.Module:
-    module = build(*arguments)
-    module.__class__ = _patched_class(type(module))  # type: ignore[arg-type] # as above
-    return module
-
-
 @functools.cache
 def _patched_class(original: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of `original` whose forward plays the roles of its instance.
+
+    The original is its only base: an instance may take a class only of its own layout, which another base before it
+    would change where `original` lists an ABC, `Generic[T]` or another base with empty ``__slots__`` first.
+    """
+
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _run(self, original.forward, (self, *args), kwargs)
 
+    def reduce_ex(self: nn.Module, protocol: SupportsIndex) -> Any:
+        roles = _lasting(self)
+        with _as_original(self, patched):
+            reduced: Any = original.__reduce_ex__(self, protocol)
+            build, arguments, *rest = reduced
+            if rest and isinstance(rest[0], dict):
+                rest[0] = dict(rest[0])
+                if not any(roles):
+                    _restore_forward(rest[0])
+        return _rebuild, (build, arguments, roles), *rest
+
+    def copied_by(name: str) -> Callable[..., Any]:
+        own: Any = getattr(original, name)
+
+        def copy(self: nn.Module, *args: Any) -> Any:
+            with _as_original(self, patched):
+                twin = own(self, *args)
+            set_roles(twin, _lasting(self))
+            return twin
+
+        return copy
+
     body = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    make_class: Any = type(original)
-    patched: type[nn.Module] = make_class(
-        original.__name__, (_Patched, original), {**body, "forward": forward, "_original": original}
-    )
+    body |= {"forward": forward, "__reduce_ex__": reduce_ex, _ORIGINAL: original}
+    body |= {name: copied_by(name) for name in ("__copy__", "__deepcopy__") if hasattr(original, name)}
+    with _unheard_subclassing(original):
+        # Past the metaclass's own __new__ and __init__, which may register classes, or want arguments.
+        patched: type[nn.Module] = type.__new__(type(original), original.__name__, (original,), body)
     return patched
+
+
+@contextmanager
+def _unheard_subclassing(original: type[nn.Module]) -> Iterator[None]:
+    """Keep the class's own ``__init_subclass__`` from running: a registry must not see the patched class."""
+    name = "__init_subclass__"
+    own = vars(original).get(name)
+    type.__setattr__(original, name, classmethod(lambda _: None))
+    try:
+        yield
+    finally:
+        if own is None:
+            type.__delattr__(original, name)
+        else:
+            type.__setattr__(original, name, own)
+
+
+def _lasting(module: nn.Module) -> Roles:
+    """Return the roles that a copy or a pickle of the module keeps: all but the observer's."""
+    return roles_of(module)._replace(observed=None)
+
+
+@contextmanager
+def _as_original(module: nn.Module, patched: type[nn.Module]) -> Iterator[None]:
+    """Take class and roles off the module while it is copied: the patched class has no name to be imported by."""
+    kind, roles = type(module), module.__dict__.pop(_ROLES, None)
+    if kind is patched:
+        _set_class(module, own_class(module))
+    try:
+        yield
+    finally:
+        _set_class(module, kind)
+        if roles is not None:
+            module.__dict__[_ROLES] = roles
+
+
+def _rebuild(build: Callable[..., nn.Module], arguments: tuple[Any, ...], roles: Roles) -> nn.Module:
+    module = build(*arguments)
+    set_roles(module, roles)
+    return module
+
+
+def _set_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Assign ``__class__`` past a ``__setattr__`` or a property of the module's own class."""
+    descriptor: Any = vars(object)["__class__"]
+    descriptor.__set__(module, kind)
 
 
 class _OwnForward:

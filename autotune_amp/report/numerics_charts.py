@@ -17,7 +17,7 @@ from autotune_amp.search import loss_scales
 from autotune_amp.search.loss_scales import DEFAULT_PAIR, Pair, Scales, Uncalibrated
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
 
-_WHOLE, _OUTSIDE = "whole gradient", "outside of modules"
+_WHOLE, _MODEL = "whole gradient", "the model itself"
 _LEAST_DRAWN = 1e-6  # no noise at all, on an axis of ratios
 _MAX_NAME = 22  # characters of a module's name, whose end tells modules apart
 _POWERS = {"tickprefix": "2<sup>", "ticksuffix": "</sup>"}
@@ -38,7 +38,7 @@ def fidelity(checks: Sequence[Fidelity]) -> Drawn:
         whole = f"{check.precision} batch {check.batch_size}: {check.verdict}, noise ratio {check.noise_ratio:.2g}"
         found = [(_WHOLE, check.noise_ratio or 0.0, said(whole))]
         for damage in check.modules:
-            name, noise = damage.name or _OUTSIDE, damage.noise_ratio
+            name, noise = damage.name or _MODEL, damage.noise_ratio
             of_norm = f"cosine {damage.cosine:.4f}, {damage.norm_ratio:.3f} of its norm"
             flushed = f"{100 * damage.flushed_share:.2g} % flushed to zero"
             found.append(

@@ -24,6 +24,7 @@ from autotune_amp.precision.forward_wrapper import (
     pin_fp32,
     roles_of,
     set_roles,
+    takes_roles,
     unwrap,
 )
 from autotune_amp.precision.torch_state import ambient, autocast, set_flags
@@ -214,10 +215,11 @@ class Rerunner:
                 set_flags(precision)
             recipe = self._fp8_recipe if precision == "fp8" else None
             stack.enter_context(fp8.running([root], recipe, self.ranks.device))
-            override(root, precision, self._device_type)
+            if takes_roles(root):  # else the autocast around the closure has to do
+                override(root, precision, self._device_type)
             for module in pinned:
                 pin_fp32(module, self._device_type)
-            for module in filter(is_cast, self.modules.values()):
+            for module in (each for each in self.modules.values() if is_cast(each) and takes_roles(each)):
                 stack.callback(module.register_forward_pre_hook(note_precision).remove)
             # Compiled code would not see the hooks of the recorder.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -245,8 +247,9 @@ def _keep_buffers(module: nn.Module, stack: ExitStack) -> None:
     values = {name: buffer.detach().clone() for name, buffer in kept.items() if buffer is not None}
 
     def restore() -> None:
-        module._buffers.clear()
-        module._buffers.update(kept)
+        if takes_roles(module):  # TorchScript's own stay where they are
+            module._buffers.clear()
+            module._buffers.update(kept)
         for name, value in values.items():
             module._buffers[name].copy_(value)  # type: ignore[union-attr] # those that are not None
 

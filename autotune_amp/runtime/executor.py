@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from autotune_amp.core.config import AmpConfig, DemotedError
+from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan
 from autotune_amp.core.dimensions import Precision, autocast_precision
 from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
 from autotune_amp.hardware import cuda
@@ -153,7 +153,8 @@ class Executor:
         model.is_verifying = False
         # A layer that the user or a pin keeps in fp32 does no harm.
         wanted = {autocast_precision(self.precision), "fp32"}
-        if not self.ranks.any(not model.observer.precisions <= wanted):
+        is_elsewhere = not model.observer.precisions <= wanted or (model.is_forced and not model.can_be_forced)
+        if not self.ranks.any(is_elsewhere):
             return False
         if not model.is_forced:  # the loop is written in another precision than the config's
             model.run_in(self.precision)
@@ -321,10 +322,7 @@ class Executor:
                 should = f"The precision should be {plan.precision}, but the loop gives no way to change it from here"
                 self._note("advice", plan.precision, f"{reason}. {should}")
                 return None
-            needed = plan.peak_memory_bytes or 0
-            available = available_memory_bytes(self.ranks.device) if needed else 0
-            why_not = f"it takes {needed / 2**30:.2f} GiB and {available / 2**30:.2f} GiB can be had"
-            if reasons := self.ranks.union([why_not] if needed > available else []):
+            if reasons := self.ranks.union([why for why in (self._why_not(plan),) if why is not None]):
                 return policy.refuse(move, reasons[0])
             if (plan.batch_size, plan.accumulation_steps) != (own.batch_size, own.accumulation_steps):
                 reason += f"; batch size {plan.batch_size} with {plan.accumulation_steps} accumulation steps fits"
@@ -342,6 +340,20 @@ class Executor:
             )
         return follows
 
+    def _why_not(self, plan: FallbackPlan) -> str | None:
+        """Why this rank cannot run the plan, None where it can."""
+        needed = plan.peak_memory_bytes or 0
+        available = available_memory_bytes(self.ranks.device) if needed else 0
+        if needed > available:
+            return f"it takes {needed / 2**30:.2f} GiB and {available / 2**30:.2f} GiB can be had"
+        if self._breaks_script(plan.precision):
+            return f"the model holds TorchScript modules, whose compiled code keeps to {self.own_config.precision}"
+        return None
+
+    def _breaks_script(self, precision: Precision) -> bool:
+        dtypes = {MODES[name].autocast_dtype for name in (precision, self.own_config.precision)} - {None}
+        return len(dtypes) > 1 and self.model is not None and self.model.holds_script
+
     def _rerunner(self) -> diagnosis.Rerunner:
         assert self.model is not None and self.model.rerun is not None  # noqa: PT018 # else never asked for
         self.model.observer.is_sampling = False  # a rerun in another precision says nothing of the run
@@ -353,7 +365,7 @@ class Executor:
         assert model is not None  # what cannot rerun is not asked
         finding = diagnosis.diagnose(
             self._rerunner(),
-            [name for name in policy.rungs[policy.rung + 1 :] if name not in policy.withdrawn],
+            [p for p in policy.rungs[policy.rung + 1 :] if p not in policy.withdrawn and not self._breaks_script(p)],
             policy.scale_before_burst if policy.is_scaling else 1.0,
             finds_pins=not policy.has_pinned,
             is_whole=not self.ranks.any(model.num_window_passes > 1),
@@ -388,6 +400,8 @@ class Executor:
         """The loop was seen to run in another precision than it was told to: scale and guard as it is written."""
         self.is_advisory = True
         why = "an autocast inside the attached model, or around another method than its forward, keeps its precision. "
+        if self.model is not None and not self.model.can_be_forced:
+            why = "the attached model is a TorchScript module, whose autocast nothing inside of it can change. "
         way_out = "Use controller.autocast(), or attach the module that the autocast wraps and the loop calls"
         self._move_by_hand(self.own_config.precision, why + way_out, "advice")
 

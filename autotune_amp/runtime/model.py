@@ -18,7 +18,10 @@ from autotune_amp.variants.subject import Trained
 
 
 class Attachment:
-    """`model` under observation. `rerun` recomputes the loss of the latest batch."""
+    """`model` under observation. `rerun` recomputes the loss of the latest batch.
+
+    TorchScript modules in it are trained, and neither observed nor pinned; nor is one forced into a precision.
+    """
 
     def __init__(
         self, model: nn.Module, rerun: Callable[[], Tensor] | None, device: torch.device, *, is_found: bool = False
@@ -38,11 +41,13 @@ class Attachment:
         self.run_in(None)
         for module in self.model.modules():
             forward_wrapper.unpin(module)
-        observed = [m for m in self.model.modules() if forward_wrapper.is_cast(m)]
+        observed = [m for m in self.model.modules() if forward_wrapper.is_cast(m) and forward_wrapper.takes_roles(m)]
         self.observer = forward_wrapper.Observer(len(observed), device)
         for slot, module in enumerate(observed):
             forward_wrapper.observe(module, self.observer, slot)
-        self._hook = self.model.register_load_state_dict_post_hook(_OnLoad(self))  # type: ignore[no-untyped-call]
+        # TorchScript's modules take no hooks.
+        holder = self.model if forward_wrapper.takes_roles(self.model) else nn.Module()
+        self._hook = holder.register_load_state_dict_post_hook(_OnLoad(self))  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is of another training, whose own closure comes with its next step."""
@@ -62,6 +67,16 @@ class Attachment:
         """Whether frozen weights are in half precision: without autocast no fp32 activation multiplies by them."""
         return any(p.dtype in torch_state.HALF_DTYPES and not p.requires_grad for p in self.model.parameters())
 
+    @property
+    def can_be_forced(self) -> bool:
+        """Whether the model's forward can be made to run in another precision than that of the autocast around it."""
+        return forward_wrapper.takes_roles(self.model)
+
+    @property
+    def holds_script(self) -> bool:
+        """Whether TorchScript modules are in it, whose compiled code keeps to the first half precision it ran in."""
+        return any(not forward_wrapper.takes_roles(module) for module in self.model.modules())
+
     def begin_window(self) -> None:
         """Remember the running statistics, once until the window ends."""
         if not self._statistics_are_saved:
@@ -76,7 +91,7 @@ class Attachment:
 
     def run_in(self, name: Precision | None) -> None:
         """Force the model's forward into a precision, against an autocast of the user's own; None leaves it alone."""
-        if name is not None:
+        if name is not None and self.can_be_forced:
             forward_wrapper.override(self.model, name, self._device_type)
         elif self.is_forced:
             forward_wrapper.clear_override(self.model)

@@ -20,6 +20,7 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import DeviceError, InvalidRequestError
 from autotune_amp.distributed import place_variables
 from autotune_amp.hardware.device import device_of, parse
+from autotune_amp.numerics.passes import stored
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.torch_state import HALF_DTYPES
 from autotune_amp.runtime.policy_state import ScaleRule
@@ -270,7 +271,7 @@ def makes_buffers_unread(optimizer: torch.optim.Optimizer) -> bool:
 def refuse_half_parameters(optimizer: torch.optim.Optimizer, precision: Precision) -> None:
     """Raise `InvalidRequestError` where fp16's scaled gradients could not be unscaled: half precision parameters."""
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if MODES[precision].takes_scaler and parameter.requires_grad and parameter.dtype in HALF_DTYPES:
+        if MODES[precision].takes_scaler and parameter.requires_grad and parameter.dtype.to_real() in HALF_DTYPES:
             raise InvalidRequestError(
                 f"A trainable parameter of shape {tuple(parameter.shape)} is {str(parameter.dtype).split('.')[1]}; "
                 "precision fp16 needs trainable parameters in fp32, since fp16 gradients cannot be unscaled.",
@@ -334,17 +335,20 @@ def lost_share(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor
 
 
 def _local(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield the numbers of each gradient that this rank holds, of a complex one as pairs of real ones; writable."""
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         gradient = parameter.grad
         if gradient is None:
             continue
         if hasattr(gradient, "to_local"):  # a DTensor: its own shard; the ranks agree afterwards
             gradient = gradient.to_local()
-        if gradient.is_sparse:
-            if gradient.dtype == torch.float16 and not gradient.is_coalesced():
+        if gradient.layout != torch.strided:
+            if gradient.is_sparse and gradient.dtype == torch.float16 and not gradient.is_coalesced():
                 parameter.grad = gradient = gradient.coalesce()  # summing duplicates is where fp16 overflows
-            gradient = gradient._values()
-        yield gradient
+            gradient = stored(gradient)
+        elif gradient.is_conj() or gradient.is_neg():  # conjugated or negated when read, and not writable so
+            parameter.grad = gradient = gradient.resolve_conj().resolve_neg()
+        yield torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
 class LaggedReader:

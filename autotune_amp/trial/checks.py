@@ -142,7 +142,7 @@ def _subject(context: Context, spec: Check, tell: Tell) -> tuple[Subject, int]:
     model = copied_model(plain.model, context.workload)
     parts = model.trained_parts(device) if isinstance(model, LoopState) else Trained([model], [], device)
     if WEIGHTS.name in wanted:  # what rounded weights learn is held against what the same learn in fp32
-        for weight in plain.model.parameters():
+        for weight in (each for each in plain.model.parameters() if each.dtype == torch.float32):
             weight.data = weight.data.to(torch.bfloat16).to(weight.dtype)
     for name, value in wanted.items():
         set_up(name, value, parts)

@@ -58,6 +58,7 @@ def probe(context: Context, job: Probe, tell: Tell) -> Hardware:  # noqa: ARG001
 
 
 _OF_A_LOOP = "train_step takes its own optimizer steps, so nothing can be accumulated around it"
+_OF_COMPLEX = "complex parameters are trained, whose gradients torch.amp.GradScaler cannot unscale"
 
 
 def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noqa: ARG001 - it takes no steps to tell of
@@ -101,7 +102,10 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
         accumulation_steps=workload.accumulation_steps,
         weighs_passes=workload.weighs_passes,
         trainer=workload.trainer,
-        unsettable={"accumulation_steps": _OF_A_LOOP} if workload.is_loop else {},
+        unsettable={
+            **({"accumulation_steps": _OF_A_LOOP} if workload.is_loop else {}),
+            **({"fp16": _OF_COMPLEX} if any(tensor.is_complex() for tensor in trained) else {}),
+        },
         variants=values_for(parts),
         has_unused_parameters=has_unused,
         **seen._asdict(),

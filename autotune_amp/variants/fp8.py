@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotune_amp.precision.forward_wrapper import Roles, roles_of, set_roles, unwrap
+from autotune_amp.precision.forward_wrapper import Roles, own_class, roles_of, set_roles, unwrap
 from autotune_amp.variants.subject import Trained
 
 _MULTIPLE = 16  # of the sizes of what fp8 tensor cores multiply (torch._scaled_mm)
@@ -104,16 +104,10 @@ def _linears(models: Sequence[nn.Module]) -> list[nn.Linear]:
 def _can_be_converted(linear: nn.Linear) -> bool:
     """Not where something else than Linear computes it, or its weight: a subclass, a forward of its own, pruning."""
     weight = linear._parameters.get("weight")
-    is_plain = (_class_of(linear) is nn.Linear and "forward" not in linear.__dict__) or _STATE in linear.__dict__
+    is_plain = (own_class(linear) is nn.Linear and "forward" not in linear.__dict__) or _STATE in linear.__dict__
     if weight is None or not is_plain or weight.dtype != torch.float32:
         return False
     return not any(size % _MULTIPLE for size in weight.shape)
-
-
-def _class_of(module: nn.Module) -> type[nn.Module]:
-    """Its class without what is done around its forward."""
-    original: type[nn.Module] = getattr(type(module), "_original", type(module))
-    return original
 
 
 def _become(module: nn.Module, kind: type[nn.Module]) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import strategies
-from swap_samples import Block, Model
+from swap_samples import UNUSUAL, Block, Doubling, Model, Registering
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -29,8 +29,10 @@ from autotune_amp.precision.forward_wrapper import (
     observe,
     override,
     pin_fp32,
+    roles_of,
     stop_observing,
     unpin,
+    watch_forward,
 )
 from autotune_amp.precision.torch_state import autocast
 
@@ -232,6 +234,46 @@ def test_copies_and_pickles_keep_pin_and_override_but_not_the_observer(x: Tensor
         assert type(twin.linear(0)) is nn.Linear
         twin.blocks[0].linear = model.linear(0)
         pin_fp32(model.linear(0), "cpu")  # the shallow copy shares it
+
+
+@pytest.mark.parametrize("make", UNUSUAL, ids=lambda make: str(make.__name__))
+def test_modules_of_any_class_take_roles_and_give_them_back(make: Callable[[], nn.Module], x: Tensor) -> None:
+    module = make()
+    kind, plain, registered = type(module), module(x), list(Registering.known)
+    for role in ("override bf16", "observe", "pin"):
+        ROLES[role](module)
+    with autocast("bf16", "cpu"):
+        for each in (module, *duplicates(module)):
+            assert torch.equal(each(x), plain)
+            ROLES["unpin"](each)
+            assert each(x).dtype == torch.bfloat16
+            ROLES["pin"](each)
+    for end in ("unpin", "clear", "stop"):
+        ROLES[end](module)
+    assert type(module) is kind
+    assert vars(kind).get("__init_subclass__") is vars(make).get("__init_subclass__")
+    assert Registering.known == registered
+
+
+def test_a_module_whose_class_copies_itself_is_copied_with_its_roles(x: Tensor) -> None:
+    module = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))  # has a __deepcopy__ of its own, and no pickle
+    pin_fp32(module, "cpu")
+    observe(module, Observer(1, "cpu"), 0)
+    twin = copy.deepcopy(module)
+    assert is_pinned(twin)
+    assert roles_of(twin).observed is None
+    unpin(twin)
+    assert type(twin).__mro__[1:] == nn.Linear.__mro__
+
+
+def test_a_fake_quantizer_and_the_layer_around_it_are_watched_while_they_train(x: Tensor) -> None:
+    from torch.ao.quantization import FakeQuantize
+
+    model = nn.Sequential(Doubling(), FakeQuantize())  # type: ignore[no-untyped-call] # torch does not type it
+    with watch_forward(model, torch.device("cpu")) as read, autocast("bf16", "cpu"):
+        model(x)
+        assert read()["1"] > 0
+    assert type(model[1]) is FakeQuantize
 
 
 def doubled(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

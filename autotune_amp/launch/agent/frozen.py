@@ -75,7 +75,7 @@ class Frozen:
         with open(path, "wb") as file:
             for parameter in parameters:
                 entries = torch.zeros_like(_local(parameter)) if parameter.grad is None else _local(parameter.grad)
-                kept = entries.detach().flatten()[::distance].float().cpu() * factor
+                kept = _real(entries.detach()).flatten()[::distance].float().cpu() * factor
                 file.write(kept.numpy().tobytes())
                 sizes.append(kept.numel())
         return sizes
@@ -86,8 +86,15 @@ def _local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def _real(tensor: Any) -> Any:
+    """The entries of any tensor, in full and as real numbers."""
+    dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
+    return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+
+
 def _digest(tensors: list[Any]) -> str:
     found = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        found.update(_local(tensor.detach()).cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        entries = _real(_local(tensor.detach())).cpu().contiguous().flatten()
+        found.update(entries.view(torch.uint8).numpy().tobytes())
     return found.hexdigest()

@@ -183,7 +183,8 @@ def read(loss: Any) -> float | None:
 
 
 def _used_dtype(module: Any) -> str:
-    """What the weights of a module are used in: as FSDP's policy says, else as most of them are kept."""
+    """What the weights of a module are used in: as FSDP's policy says, else as most of them are kept, packed integers
+    apart."""
     num_by_dtype: dict[str, int] = {}
     for part in module.modules():
         state = getattr(part, "_get_fsdp_state", None)
@@ -193,7 +194,8 @@ def _used_dtype(module: Any) -> str:
             return _name(used)
     for parameter in module.parameters():
         name = _name(parameter.dtype)
-        num_by_dtype[name] = num_by_dtype.get(name, 0) + parameter.numel()
+        is_packed = not (parameter.is_floating_point() or parameter.is_complex())
+        num_by_dtype[name] = num_by_dtype.get(name, 0) + (0 if is_packed else parameter.numel())
     return max(num_by_dtype, key=lambda name: num_by_dtype[name])
 
 
