@@ -391,7 +391,11 @@ class Context:
         if isinstance(model, LoopState):
             model.start_again(self._first_state)
         else:
-            model.load_state_dict(self._first_state)
+            # Not strict: quantized layers, as bitsandbytes', write entries that they do not read back.
+            missing, _ = model.load_state_dict(self._first_state, strict=False)
+            if missing:  # the job before gave the model another make-up
+                self._model = self._first_state = None
+                return self.model(device)
         return model.to(device)
 
     def _keep_first_state(self) -> None:
@@ -401,4 +405,9 @@ class Context:
         if any(map(is_lazy, state.values())):
             self._model = self.build_memory = None
         else:
-            self._first_state = {name: value.detach().cpu().clone() for name, value in state.items()}
+            self._first_state = {name: _copied(value) for name, value in state.items()}
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of an entry of a state dict on the CPU; a module's extra state may be no tensor."""
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)

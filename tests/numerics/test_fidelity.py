@@ -29,8 +29,9 @@ from torch.nn import functional
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Fidelity
-from autotune_amp.numerics.fidelity import NUM_PAIRED_STEPS
-from autotune_amp.numerics.passes import Subject
+from autotune_amp.numerics.fidelity import NUM_PAIRED_STEPS, check
+from autotune_amp.numerics.locate import OUTSIDE
+from autotune_amp.numerics.passes import Subject, stored
 from autotune_amp.precision.forward_wrapper import is_pinned, pin_fp32
 
 
@@ -157,8 +158,30 @@ def test_where_the_loss_function_is_responsible_nothing_can_be_pinned() -> None:
         return total.float().log()
 
     found = checked(subject(mlp(), log_error), "fp16")
-    assert (found.verdict, found.culprits, found.healing_pins) == ("unfaithful", ("",), ())
-    assert "outside of the modules" in found.reason
+    assert (found.verdict, found.culprits, found.healing_pins) == ("unfaithful", (OUTSIDE,), ())
+    assert "outside of the model" in found.reason
+
+
+class Normalizing(nn.Module):
+    """Divides by what is 0 in fp16, between its layer and its loss; or adds what bf16 cannot hold."""
+
+    def __init__(self, *, by_zero: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.by_zero = by_zero
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return (y - y) / (y - y + 1e-8) + y if self.by_zero else (y + 3000.0) - 3000.0
+
+
+@pytest.mark.parametrize(("by_zero", "precision"), [(True, "fp16"), (False, "bf16")])
+def test_the_models_own_forward_is_named_as_such(by_zero: bool, precision: Precision) -> None:
+    found = checked(subject(Normalizing(by_zero=by_zero)), precision)
+    assert found.verdict in ("doubtful", "unfaithful")
+    assert (found.culprits, found.healing_pins) == (("",), ())
+    assert "own forward (Normalizing)" in found.reason
+    assert ("culprits", "the model itself") in found.facts()
 
 
 def test_a_culprit_whose_pin_does_not_heal_is_still_named() -> None:
@@ -233,8 +256,106 @@ def test_where_fp32_itself_is_not_finite_the_check_says_nothing(bad: float, from
         return mean_square(model, batch) * (bad if batch.number >= from_batch else 1.0)
 
     found = checked(subject(mlp(), loss), "bf16")
-    assert (found.verdict, found.culprits) == ("unchecked", ())
+    assert (found.verdict, found.culprits) == ("unchecked", (OUTSIDE,))
     assert "fp32" in found.reason
+    assert "hundred steps" not in found.next_step
+    assert "fp32 first" in found.next_step
+
+
+def test_where_training_in_fp32_does_not_stay_finite_the_next_step_is_to_mend_that() -> None:
+    made = subject(mlp(), make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e12))
+    found = checked(made, "bf16")
+    assert (found.verdict, found.culprits) == ("unchecked", ())
+    assert "learning rate" in found.next_step
+
+
+def test_where_fp32_is_not_finite_the_module_is_named() -> None:
+    made = with_middle(lambda x: (x - x) / (x - x))
+    found = checked(made, "bf16")
+    assert (found.verdict, found.culprits) == ("unchecked", ("middle",))
+    assert "begins in middle" in found.reason
+
+
+NOTHING_TO_COMPARE: dict[str, Callable[[nn.Module, Batch], Tensor]] = {
+    "one class": lambda model, batch: functional.cross_entropy(model(batch.x)[:, :1], torch.zeros(8, dtype=torch.long)),
+    "rounding noise": lambda model, batch: model(batch.x).log_softmax(1).exp().sum(1).mean(),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING_TO_COMPARE)
+def test_a_loss_without_any_gradient_is_unchecked(name: str) -> None:
+    found = checked(subject(mlp(), NOTHING_TO_COMPARE[name]), "bf16")
+    assert found.verdict == "unchecked"
+    assert "gradient" in found.reason
+    assert "data that the model learns from" in found.next_step
+
+
+def test_a_first_batch_without_gradient_hides_nothing_of_the_others() -> None:
+    made = with_middle(running_sum, lambda model, batch: mean_square(model, batch) * (batch.number > 0))
+    assert checked(made, "bf16", find_pins=False).verdict == "unfaithful"
+
+
+# -- weights of every kind ---------------------------------------------------------------------------------------------
+
+
+class Weighted(nn.Module):
+    """Uses a weight of any kind, which stays frozen unless it is trained, between two layers."""
+
+    def __init__(self, weight: Tensor, use: Callable[[Tensor, Tensor], Tensor], *, is_trained: bool = False) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.weight = nn.Parameter(weight, requires_grad=is_trained)
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        head: Tensor = self.head(self.use(self.enter(x).float(), self.weight))
+        return head
+
+
+def scaled_by(x: Tensor, weight: Tensor) -> Tensor:
+    return x * weight.float()
+
+
+def in_full_precision(x: Tensor, weight: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        product: Tensor = torch.sparse.mm(weight, x.t())
+        return product.t()
+
+
+def traced(module: nn.Module) -> nn.Module:
+    found: nn.Module = torch.jit.trace(module, torch.randn(8, 8))  # type: ignore[no-untyped-call] # torch's
+    return found
+
+
+WEIGHTS: dict[str, Callable[[], nn.Module]] = {
+    "packed in uint8": lambda: Weighted(torch.randint(1, 3, (8,), dtype=torch.uint8), scaled_by),
+    "int8": lambda: Weighted(torch.randint(1, 3, (8,), dtype=torch.int8), scaled_by),
+    "bool": lambda: Weighted(torch.ones(8, dtype=torch.bool), scaled_by),
+    "float8": lambda: Weighted(torch.randn(8).to(torch.float8_e4m3fn), scaled_by),
+    "double": lambda: Weighted(torch.randn(8, dtype=torch.float64), scaled_by, is_trained=True),
+    "complex": lambda: Weighted(
+        torch.randn(8, dtype=torch.complex64), lambda x, weight: x * (weight.conj() * (1 + 2j)).real, is_trained=True
+    ),
+    "sparse": lambda: Weighted(torch.eye(8).to_sparse(), in_full_precision),
+    "compressed sparse rows": lambda: Weighted(torch.eye(8).to_sparse_csr(), in_full_precision, is_trained=True),
+    "no data": lambda: Weighted(torch.empty(8, device="meta"), lambda x, _: x, is_trained=True),
+    "parametrized": lambda: chain(a=nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), b=nn.Linear(8, 4)),
+    "traced code": lambda: chain(a=traced(nn.Linear(8, 8)), b=nn.Linear(8, 4)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_of_any_kind_are_checked(name: str) -> None:
+    model = WEIGHTS[name]()
+    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    found = check(subject(model), "bf16", batch_size=8)
+    assert found.verdict == "faithful", found.reason
+    assert found.noise_ratio
+    for name, weight in model.named_parameters():
+        assert weight.is_meta or torch.equal(stored(weight), stored(weights[name]))
 
 
 @pytest.mark.parametrize(("lr", "has_moved"), [(0.0, False), (0.01, True)])

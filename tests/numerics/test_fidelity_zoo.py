@@ -18,6 +18,7 @@ import torch
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Fidelity
 from autotune_amp.numerics.fidelity import check
+from autotune_amp.numerics.locate import OUTSIDE
 from autotune_amp.numerics.passes import Subject
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import data
@@ -83,7 +84,7 @@ def test_sick_workloads_are_caught_blamed_and_healed(zoo: dict[str, Any], name: 
             assert found.verdict == "faithful", found.reason
             continue
         assert found.verdict in ("doubtful", "unfaithful")
-        named = [culprit for culprit in found.culprits if culprit]
+        named = [culprit for culprit in found.culprits if culprit not in ("", OUTSIDE)]
         if case.culprit is None:
             assert not named, found.reason
         else:

@@ -39,5 +39,12 @@ def test_gradients_that_are_not_finite_are_never_faithful() -> None:
     assert found.noise_ratio is None
 
 
+def test_gradients_that_are_zero_in_both_say_nothing() -> None:
+    zero = [{"weight": torch.zeros(64)} for _ in STEPS]
+    found = judge_frozen(zero, zero, (LOSSES, LOSSES), "bf16", 8)
+    assert found.verdict == "unchecked"
+    assert "gradient" in found.reason
+
+
 def test_a_loss_that_differs_is_measured() -> None:
     assert abs((judged(STEPS, (2.0, 2.2, 1.8)).loss_error or 0) - 1.0) < 1e-6

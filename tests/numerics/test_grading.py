@@ -39,6 +39,12 @@ UNRESOLVED = {"noise_ratio": 1.0, "common_error_interval": (0.0, 0.5)}
 CASES: list[tuple[dict[str, Any], Verdict, str]] = [
     ({}, "faithful", "sampling"),
     ({"is_reference_finite": False, "is_finite": False}, "unchecked", "fp32"),
+    ({"has_signal": False}, "unchecked", "gradient is zero"),
+    ({"has_signal": False, "forward_max": 6e4}, "unfaithful", "activations reach"),
+    ({"is_reference_finite": False, "loss_error": 0.1}, "unchecked", "within a few training steps"),
+    ({"num_steps_per_call": 8}, "faithful", "8 optimizer steps in one call"),
+    ({"num_steps_per_call": 8, "noise_ratio": 0.5}, "unfaithful", "8 optimizer steps in one call"),
+    ({"num_steps_per_call": 8, "reuses_casts": True}, "unfaithful", "inside one amp.autocast()"),
     ({"is_finite": False}, "unfaithful", "not finite"),
     ({"is_finite": False, "has_safe_scale": False}, "unfaithful", "every loss scale"),
     ({"is_training_finite": False}, "unfaithful", "no longer finite"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import loop_samples
@@ -78,6 +79,35 @@ def test_a_call_that_does_not_step_is_unchecked() -> None:
     failure = checked(loop_samples.accumulating(), "fp16", "calibration")
     assert isinstance(failure, Failure)
     assert failure.kind == "workload_error"
+
+
+def stepping_four_times(*, in_one_autocast: bool) -> Workload:
+    """As epochs over one batch are written, around which an autocast may be."""
+
+    def build() -> dict[str, Any]:
+        net = mlp(8, 8)
+        return {"net": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.5)}
+
+    def train_step(state: dict[str, Any], batch: Tensor, amp: Any) -> None:
+        with amp.autocast() if in_one_autocast else nullcontext():
+            for _ in range(4):
+                state["optimizer"].zero_grad()
+                with nullcontext() if in_one_autocast else amp.autocast():
+                    loss = nn.functional.mse_loss(state["net"](batch), batch)
+                amp.backward(loss)
+                amp.step(state["optimizer"])
+                amp.update()
+
+    return Workload(build=build, train_step=train_step, data=batches)
+
+
+@pytest.mark.parametrize("in_one_autocast", [False, True])
+def test_several_steps_in_a_call_are_said_not_to_be_followed(in_one_autocast: bool) -> None:
+    found = checked(stepping_four_times(in_one_autocast=in_one_autocast), "bf16")
+    assert isinstance(found, Fidelity)
+    assert "4 optimizer steps in one call" in found.reason
+    assert found.verdict == ("unfaithful" if in_one_autocast else "faithful")
+    assert ("cast before the first" in found.reason) == in_one_autocast
 
 
 # -- one pass ----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from training import Loop, batches, fp16
 
+from autotune_amp import AmpConfig, LossScale
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.runtime.controller import PrecisionController
 
@@ -62,3 +63,44 @@ def test_code_with_an_autocast_of_its_own_has_its_backward_pass_in_the_lower_run
         gradients.append([parameter.grad for parameter in trained.parameters()])
     assert all(map(torch.equal, gradients[0], gradients[1]))  # type: ignore[arg-type]
     assert all(map(torch.equal, gradients[0], gradients[2]))  # type: ignore[arg-type]
+
+
+# -- TorchScript, which nothing can be put around or into --------------------------------------------------------------
+
+
+class Spoilt(torch.autograd.Function):
+    """Makes gradients infinite in half precision."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = x.dtype
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * (1.0 if ctx.dtype == torch.float32 else torch.inf)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:FutureWarning")
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("is_attached", [False, True])
+def test_scripted_modules_train_and_step_down(is_whole: bool, is_attached: bool) -> None:
+    """Not to another half precision: their compiled code keeps to the first it ran in."""
+    inner: Any = torch.jit.trace(nn.Linear(8, 1), torch.randn(4, 8))  # type: ignore[no-untyped-call] # torch's
+    model = inner if is_whole else nn.Sequential(nn.Linear(8, 8), inner)
+    config = AmpConfig(precision="fp16", batch_size=4, loss_scale=LossScale(init_scale=16.0), fallback=["bf16", "fp32"])
+    controller = PrecisionController(config, device="cpu")
+    if is_attached:
+        controller.attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for inputs, _ in batches(40):
+
+        def loss(given: torch.Tensor = inputs) -> torch.Tensor:
+            spoilt: torch.Tensor = Spoilt.apply(model(given))  # type: ignore[no-untyped-call] # torch's
+            return spoilt.float().square().mean()
+
+        controller.train_step(loss, optimizer)
+    assert controller.status().precision == "fp32"
+    assert controller.status().num_steps > 0
+    assert [move.after for move in controller.status().history] == ["fp32"]

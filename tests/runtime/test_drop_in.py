@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from autotune_amp import AmpConfig, LossScale
 from autotune_amp.core.dimensions import Precision
+from autotune_amp.precision import torch_state
 from autotune_amp.runtime.controller import PrecisionController
 
 Scaler: TypeAlias = torch.amp.GradScaler
@@ -265,3 +266,47 @@ def test_bf16_and_fp32_train_as_a_plain_loop_and_the_guard_skips_a_nan_step(prec
     assert torch.equal(guarded[5], guarded[4])
     assert guarded[-1].isfinite().all()
     assert not torch.equal(guarded[-1], guarded[5])
+
+
+# -- parameters that GradScaler itself cannot unscale ------------------------------------------------------------------
+
+
+class Spectral(nn.Module):
+    """A layer in the frequency domain, as neural operators have: its gradient comes conjugated when it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, 8)
+        self.mix = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.fft.irfft(torch.fft.rfft(self.enter(x).float()) * self.mix.conj(), n=8)
+        return out
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_complex_parameters_are_trained_as_without_a_controller(precision: Precision) -> None:
+    torch.manual_seed(0)
+    mine = Spectral()
+    theirs = copy.deepcopy(mine)
+    loss_scale = LossScale(init_scale=1024.0) if precision == "fp16" else None
+    config = AmpConfig(precision=precision, batch_size=4, loss_scale=loss_scale)
+    guard = PrecisionController(config, device="cpu")
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, foreach=False) for model in (mine, theirs)]
+    for inputs, _ in data():
+        with guard.autocast():
+            loss = mine(inputs).square().mean()
+        guard.backward(loss)
+        assert guard.step(optimizers[0])
+        guard.update()
+        optimizers[0].zero_grad()
+        optimizers[1].zero_grad()
+        with torch_state.autocast(precision, "cpu"):
+            loss = theirs(inputs).square().mean()
+        loss.backward()
+        optimizers[1].step()
+    torch.testing.assert_close(mine.state_dict(), theirs.state_dict(), rtol=0.05 if precision == "fp16" else 0, atol=0)
+    guard.backward(mine(inputs).square().mean() * torch.inf)
+    before = mine.mix.detach().clone()
+    assert not guard.step(optimizers[0])
+    assert torch.equal(before, mine.mix)
