@@ -25,7 +25,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.distributed import free_port
 from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
 from autotune_amp.isolation.process import ENDED
-from autotune_amp.isolation.ranks import RankedBackend, culprit
+from autotune_amp.isolation.ranks import RankedBackend, _culprit
 from autotune_amp.isolation.slots import of_ranks
 from autotune_amp.trial.jobs import Check, Describe, Trial
 from autotune_amp.trial.training import Training
@@ -318,5 +318,5 @@ LOST = failure("workload_error", "RuntimeError: [gloo/transport/tcp/pair.cc] Con
     ],
 )
 def test_the_culprit_is_the_rank_whose_failure_is_its_own(outcomes: list[Failure], expected: tuple[str, str]) -> None:
-    found = culprit(outcomes)
+    found = _culprit(outcomes)
     assert (found.kind, found.message) == expected

@@ -101,7 +101,7 @@ def test_what_a_scaler_skips(train: Train, optimizer: str) -> None:
     assert 0 < sum(skipped) < 32
     assert skipped == sorted(skipped, reverse=True), "only at first, while the scale is too large"
     assert [scaler.is_enabled for scaler in rank.scalers] == [True]
-    assert all(loss is not None and 0 < loss < 100 for step in rank.pace for loss in step.losses), "not the scaled ones"
+    assert all(0 < float(loss) < 100 for step in rank.pace for loss in step.losses), "not the scaled ones"
 
 
 def test_two_optimizers_of_which_one_steps_less(train: Train) -> None:
@@ -344,7 +344,7 @@ for _ in torch.utils.data.DataLoader(data, batch_size=None):
     break
 """
     heard = train(text)
-    assert [(error.type, error.message) for error in heard.errors] == [("LookupError", "a fault of the agent")]
+    assert [(error.types[0], error.message) for error in heard.errors] == [("LookupError", "a fault of the agent")]
 
 
 def test_a_loss_that_is_no_number_is_heard(train: Train) -> None:
@@ -357,8 +357,8 @@ for factor in (1.0, float("nan"), float("inf"), 1.0):
     model = model.requires_grad_()
 """
     losses = [step.losses[0] for step in only(train(text)).steps]
-    assert losses[0] is not None
-    assert losses[1:3] == [None, None]
+    assert isinstance(losses[0], float)
+    assert losses[1:3] == ["nan", "nan"]
 
 
 def test_the_users_own_sitecustomize_runs(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
