@@ -8,11 +8,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 from commands import INJECTED, TORCHRUN, run
 from forked_python import ForkServer
 
+from autotune_amp.launch.agent import passes
 from autotune_amp.launch.measure import precision_of
 from autotune_amp.launch.ranks import Heard, Rank
 
@@ -359,6 +362,13 @@ for factor in (1.0, float("nan"), float("inf"), 1.0):
     losses = [step.losses[0] for step in only(train(text)).steps]
     assert isinstance(losses[0], float)
     assert losses[1:3] == ["nan", "nan"]
+
+
+def test_a_loss_on_an_accelerator_is_kept_there_until_a_step_is_settled() -> None:
+    loss = Mock(device=torch.device("cuda"))
+    kept = passes._kept(loss)
+    assert kept is loss.detach().clone()
+    assert not loss.item.called
 
 
 def test_the_users_own_sitecustomize_runs(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
