@@ -314,6 +314,10 @@ LOST = failure("workload_error", "RuntimeError: [gloo/transport/tcp/pair.cc] Con
         ([LOST, failure("timeout", "late")], ("timeout", "rank 1: late")),
         ([LOST, failure("timeout", ENDED)], (LOST.kind, LOST.message)),
         ([failure("nonfinite"), failure("nonfinite")], ("nonfinite", "so")),
+        (
+            [failure("crash", "died of SIGABRT"), failure("workload_error", TOKENS)],
+            ("workload_error", f"rank 1: {TOKENS}"),
+        ),
         ([LOST, failure("workload_error", TOKENS)], ("workload_error", f"rank 1: {TOKENS}")),
     ],
 )

@@ -15,7 +15,7 @@ import torch
 from commands import INJECTED, TORCHRUN, run
 from forked_python import ForkServer
 
-from autotune_amp.launch.agent import passes
+from autotune_amp.launch.agent import observer, passes
 from autotune_amp.launch.measure import precision_of
 from autotune_amp.launch.ranks import Heard, Rank
 
@@ -362,6 +362,18 @@ for factor in (1.0, float("nan"), float("inf"), 1.0):
     losses = [step.losses[0] for step in only(train(text)).steps]
     assert isinstance(losses[0], float)
     assert losses[1:3] == ["nan", "nan"]
+
+
+def test_the_memory_that_is_left_is_told_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert observer._free_memory_share() is None, "a card that was not used"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 30)
+    for free, share in ((30, 0.25), (4, 0.1)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 40))
+        assert observer._free_memory_share() == share
+    failed = Mock(side_effect=RuntimeError("CUDA error: device-side assert triggered"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", failed)
+    assert observer._free_memory_share() is None
 
 
 def test_a_loss_on_an_accelerator_is_kept_there_until_a_step_is_settled() -> None:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 
+from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.setting import Setting
 from autotune_amp.trial import timing
 from autotune_amp.trial.failures import JudgedError
@@ -324,6 +325,13 @@ def test_a_loss_that_is_not_finite_ends_the_trial(clock: SimpleNamespace, loss: 
         with pytest.raises(JudgedError, match=str(loss)):
             run(clock, training)
         assert training.num_batches == NUM_NONFINITE_STEPS
+
+
+def test_a_loop_that_takes_no_optimizer_step_is_told_so(clock: SimpleNamespace) -> None:
+    training = Scripted(constant(0.5))
+    training.has_stepped = False
+    with pytest.raises(WorkloadError, match="no optimizer step"):
+        run(clock, training)
 
 
 def test_warm_up_goes_on_while_the_loss_scale_comes_down(clock: SimpleNamespace) -> None:
