@@ -90,7 +90,7 @@ def _is_fatal(heard: Heard, seen: Seen) -> bool:
 
 
 def _of_errors(heard: Heard, seen: Seen) -> Iterator[Failure]:
-    """What each process says or leaves of its end; what a launcher says only where none does."""
+    """Yield the failure of each process that raised or was lost; that of a launcher only where there is none."""
     own = [error for error in heard.errors if error.types[0] not in _LAUNCHERS_ERRORS]
     for error in own:
         yield _of_rank(_of_error(error, seen), error.rank, error.world)
@@ -131,7 +131,7 @@ def _judged(evidence: Evidence) -> Failure:
 
 
 def _of_lost(heard: Heard, seen: Seen) -> Failure:
-    """A rank ended without a word: what its launcher printed says how."""
+    """Return the failure of a rank that ended without a word; what its launcher printed says how."""
     pid = heard.lost[0]
     by_launcher = re.search(rf"exitcode:? *(-?\d+)\)? .*\(pid: {pid}\)", seen.printed)
     by_spawn = re.search(r"process \d+ terminated with signal (\w+)", seen.printed)
