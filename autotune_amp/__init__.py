@@ -19,7 +19,7 @@ that): `cli → api → report → memory → search → profile → isolation, 
       variants/       further dimensions on live objects: `prepare()`, which trials run too, and what a model can have
       numerics/       a precision against fp32, where it goes wrong, the largest safe loss scale measured,
                       GradScaler's rule as arithmetic
-      trial/          jobs, and in the child: builds, warms up, times, checks; `failures`: what is out of memory;
+      trial/          jobs, and in the child: builds, warms up, times, checks; `judge`: evidence to a failure;
                       `worst_batch`: what memory is measured on
       isolation/      where jobs run: forked or kept processes, behind one Backend
       launch/         a training command as that Backend; `agent/` is what runs inside it: hooks, guard, what is set

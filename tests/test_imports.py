@@ -42,6 +42,7 @@ NAMED_LIKE_THE_STANDARD_LIBRARY = {"profile"}
 WITHOUT_TORCH = (
     *("__init__", "api", "cli", "core", "search", "isolation.process", "isolation.local"),
     *("launch.backend", "launch.command", "launch.running", "launch.ranks", "launch.measure", "launch.settable"),
+    *("launch.verdict", "trial.judge"),
     *("memory.job", "memory.results", "memory.fit", "memory.savings", "memory.profile_memory"),
     *("numerics.scaler_replay", "numerics.grading", "runtime.policy", "runtime.run_log", "runtime.checkpoint"),
 )

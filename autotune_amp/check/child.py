@@ -36,7 +36,7 @@ def look(context: Context, job: Look, tell: Tell) -> CheckReport | Failure:  # n
     try:
         return _look(context, job)
     except Exception as error:
-        failure = failures.of_error(error)
+        failure = failures.failure_from_exception(error)
         traceback.clear_frames(error.__traceback__)
         return failure
 
@@ -75,7 +75,7 @@ def report_on(
     except Exception as error:
         with closing(data.stream(workload.data, batch_size)) as stream:
             _step(workload, model, next(stream), nullcontext, lambda _: None)  # raises what is the workload's own
-        problem = failures.of_error(error).message
+        problem = failures.failure_from_exception(error).message
     return CheckReport(
         workload=workload.name,
         device=device,

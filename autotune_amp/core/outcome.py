@@ -116,8 +116,8 @@ class GradientDamage(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     noise_ratio: float
-    common_error: float
-    common_error_interval: tuple[float, float] | None
+    common_error: float | None = None
+    common_error_interval: tuple[float, float] | None = None
     cosine: float
     norm_ratio: float
     flushed_share: float
@@ -125,7 +125,7 @@ class GradientDamage(msgspec.Struct, frozen=True, kw_only=True):
     def cells(self) -> list[str]:
         """What stands under `DAMAGE_COLUMNS`."""
         values = (self.noise_ratio, self.common_error, self.cosine, self.norm_ratio)
-        ratios = [number(value) for value in values]
+        ratios = ["-" if value is None else number(value) for value in values]
         return [one_line(self.name) or "outside of modules", *ratios, f"{100 * self.flushed_share:.3g} %"]
 
 

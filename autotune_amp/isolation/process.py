@@ -25,7 +25,8 @@ from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
 from autotune_amp.interruption import heed
 from autotune_amp.isolation.marks import KILL_SECONDS, MARK, kill_marked, marked, terminate_programs
-from autotune_amp.trial.failures import num_oom_kills, of_exit
+from autotune_amp.trial.failures import num_oom_kills
+from autotune_amp.trial.judge import Evidence, judge
 
 _NO_DEADLINES = Deadlines()
 TICK_SECONDS = 0.1
@@ -181,7 +182,7 @@ class Process:
                 raise ProcessEndedError(self._failure(message["status"], phase), so_far)
             if overdue is not None:
                 is_loading = not is_ready and overdue != ENDED
-                raise ProcessEndedError(Failure(kind="timeout", message=overdue, is_loading=is_loading), so_far)
+                raise ProcessEndedError(_judged(Evidence(overdue=overdue, is_loading=is_loading)), so_far)
 
     def _next_message(self) -> dict[str, Any] | None:
         """The next message, an empty one if nothing came within a tick, None at the end of the process."""
@@ -211,8 +212,14 @@ class Process:
     def _failure(self, status: int, phase: str) -> Failure:
         if status == -signal.SIGTERM:  # as Slurm ends a job, by a signal to every process: ours is on its way
             time.sleep(_SIGNAL_SECONDS)
-        details = "".join(self._tail)[-_OUTPUT_TAIL_CHARACTERS:] or None
-        return of_exit(status, phase, details, is_oom_killed=num_oom_kills() > self._num_oom_kills)
+        evidence = Evidence(
+            has_ended=True,
+            exit_status=status,
+            activity=f"before it reported, {phase}",
+            output="".join(self._tail)[-_OUTPUT_TAIL_CHARACTERS:] or None,
+            is_oom_killed=num_oom_kills() > self._num_oom_kills,
+        )
+        return _judged(evidence)
 
     def _end_status(self) -> int:
         self._popen.wait()
@@ -251,6 +258,12 @@ class Process:
             text = chunk.decode(errors="replace")
             self._tail.append(text)
             self._printed.put(text)
+
+
+def _judged(evidence: Evidence) -> Failure:
+    failure = judge(evidence)
+    assert failure is not None  # it has ended, or is overdue
+    return failure
 
 
 def _value(answer: dict[str, Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,13 +15,11 @@ from autotune_amp.distributed import free_port
 from autotune_amp.isolation.local import Ability, Opened, Slot, WorkloadBackend
 from autotune_amp.isolation.process import ENDED, Watcher
 from autotune_amp.isolation.slots import WorkloadSlots
-from autotune_amp.trial.failures import of_memory
 from autotune_amp.trial.jobs import Describe, Follow, Followed, Trial
+from autotune_amp.trial.judge import Evidence, culprit, judge
 
 GRACE_SECONDS = 3.0  # between the end of one rank and that of the others, which hear of it as a lost connection
 NUM_MEETINGS = 3  # tried: the port that was free may have been taken meanwhile
-# What a rank says whose peer is gone, by torch's own errors and gloo's and NCCL's files: the reason is the peer's.
-_OF_A_PEER = re.compile(r"^(torch\.distributed\.)?Dist\w+Error|gloo/|\bnccl\w+Error|NCCL error|\[c10d\]")
 _TAKEN = "EADDRINUSE"
 NOTE = (
     "Trials ran on {0} ranks of this host under DistributedDataParallel: speeds are those of all together, batch sizes "
@@ -150,10 +147,14 @@ class _OnRanks:
         measured, *others = outcomes
         followed = [found for found in others if isinstance(found, Followed)]
         if not isinstance(measured, Measurement) or len(followed) < len(others):
-            return culprit(outcomes)
+            return _culprit(outcomes)
         for rank, found in enumerate(followed, 1):
-            reserved, limit_bytes = found.reserved_memory_bytes, self._job.memory_limit_bytes
-            if failure := of_memory(reserved, limit_bytes, has_flushed=found.has_flushed):
+            evidence = Evidence(
+                memory_bytes=found.reserved_memory_bytes,
+                memory_limit_bytes=self._job.memory_limit_bytes,
+                has_flushed=found.has_flushed,
+            )
+            if failure := judge(evidence):
                 return replace(failure, message=f"rank {rank}: {failure.message}")
         return replace(
             measured,
@@ -184,20 +185,14 @@ class _OnRanks:
         return outcomes
 
 
-def culprit(outcomes: Sequence[Any]) -> Failure:
-    """Of ranks that failed the lowest whose failure is its own, or else that came to no end; rank 0's where all only
-    lost a peer."""
+def _culprit(outcomes: Sequence[Any]) -> Failure:
+    """Return the failure that those of the other ranks come from, with its rank."""
     failures = [(rank, found) for rank, found in enumerate(outcomes) if isinstance(found, Failure)]
-    # A minimum is the first of several, which is the lowest rank.
-    rank, found = min(failures, key=lambda failed: _is_of_a_peer(failed[1]) + 2 * (failed[1].message == ENDED))
+    own = [(rank, found) for rank, found in failures if found.message != ENDED] or failures
+    cause = culprit(found for _, found in own)
+    rank = next(rank for rank, found in own if found is cause)
     if rank:
-        return replace(found, message=f"rank {rank}: {found.message}")
-    if found.kind == "timeout":
-        return replace(found, message=f"{found.message}; any of the {len(outcomes)} ranks may have held it up")
-    return found
-
-
-def _is_of_a_peer(found: Failure) -> float:
-    if found.kind == "timeout":
-        return 0.5
-    return float(found.kind in ("workload_error", "crash") and _OF_A_PEER.search(found.message) is not None)
+        return replace(cause, message=f"rank {rank}: {cause.message}")
+    if cause.kind == "timeout":
+        return replace(cause, message=f"{cause.message}; any of the {len(outcomes)} ranks may have held it up")
+    return cause

@@ -96,7 +96,7 @@ class Server:
             message = f"the workload ended its process: sys.exit({error.code})"
             answer = {"event": "failed", "failure": Failure(kind="workload_error", message=message)}
         except Exception as error:
-            answer = {"event": "failed", "failure": failures.of_error(error)}
+            answer = {"event": "failed", "failure": failures.failure_from_exception(error)}
         self._channel.send(answer)
 
     def load(self, target: str | None, path: list[str], num_packed_bytes: int) -> dict[str, Any]:

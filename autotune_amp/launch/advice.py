@@ -7,6 +7,7 @@ import re
 from msgspec.structs import replace
 
 from autotune_amp.core.outcome import Failure
+from autotune_amp.trial.judge import printed_error
 
 _STEPS = {
     r"address already in use|EADDRINUSE": (
@@ -16,17 +17,14 @@ _STEPS = {
         "It asks for something on standard input, which is empty in a trial. Give it as an argument."
     ),
 }
-# The last line of a traceback but a launcher's, which says only that a rank failed; what argparse says.
-_ERROR = re.compile(r"^(?:(?!.*ChildFailed)[\w.]*(?:Error|Exception|Interrupt)\b|\S+: error:).*$", re.MULTILINE)
 
 
 def advised(failure: Failure) -> Failure:
     """The failure, naming the error that a command ended with, and the next step before what it printed."""
     details = failure.details or ""
     if failure.kind == "crash":
-        printed = _ERROR.findall(details)
-        named = f": {printed[-1].strip()[:300]}" if printed else ""
-        failure = replace(failure, message=failure.message + named)
+        named = printed_error(details)
+        failure = replace(failure, message=f"{failure.message}: {named[:300]}" if named else failure.message)
     for pattern, step in _STEPS.items():
         if re.search(pattern, f"{failure.message}\n{details}", re.IGNORECASE):
             return replace(failure, details=f"{step}\n{details}".rstrip())

@@ -23,7 +23,6 @@ from autotune_amp.launch.frozen_pair import FrozenPair, pair
 from autotune_amp.launch.known_arguments import with_placeholders
 from autotune_amp.launch.ranks import Rank
 from autotune_amp.launch.settable import batches_in, deviation, probing_setting, set_from_outside, unsettable
-from autotune_amp.trial.failures import of_memory
 from autotune_amp.trial.jobs import Check, Describe, Trial
 
 NUM_DESCRIBED_STEPS = 8
@@ -314,10 +313,6 @@ class CommandBackend(WorkloadBackend):
         if isinstance(ran.ending, Failure) and not (is_paused and found is not None):
             return ran.ending
         measured = measure.measurement(ran.heard, trial, ran.began, ran.seen.memory_bytes)
-        if isinstance(measured, Measurement) and trial.device != "cpu":
-            full = of_memory(measured.reserved_memory_bytes, trial.memory_limit_bytes, has_flushed=False)
-            if full is not None:
-                return full
         problem = None if found is None else self._deviation(trial.candidate, found[0])
         return measured if problem is None else problem
 
@@ -351,7 +346,7 @@ class CommandBackend(WorkloadBackend):
                     return check.unchecked(ran.ending)
                 gradients.append(ran.heard.gradients)
                 first = min(ran.heard.ranks.values(), key=lambda rank: rank.rank)
-                losses.append(tuple(step.losses[-1] or 0.0 for step in first.pace[:NUM_FROZEN_STEPS] if step.losses))
+                losses.append(tuple(_finite(step.losses[-1]) for step in first.pace[:NUM_FROZEN_STEPS] if step.losses))
             steps = pair(*gradients)
             if isinstance(steps, str):
                 return check.unchecked(steps, "Seed it: the same seed must give the same first weights and batches.")
@@ -365,3 +360,8 @@ class CommandBackend(WorkloadBackend):
                 )
             ).result()
             return judged
+
+
+def _finite(loss: float | str) -> float:
+    """Return a loss, 0 for one that is not finite, whose gradients say so too."""
+    return loss if isinstance(loss, float) else 0.0

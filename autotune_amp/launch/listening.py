@@ -76,10 +76,9 @@ def _unreadable(pid: int, line: bytes, error: Exception) -> Error:
         rank=0,
         world=1,
         local_rank=0,
-        type="MessageError",
+        types=("MessageError",),
         message=f"a message of the agent cannot be read: {error}",
         traceback=line.decode(errors="replace"),
-        is_oom=False,
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from statistics import fmean
+
+from msgspec.structs import replace
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.intervals import trimmed_interval
@@ -12,6 +15,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.launch.messages import Loader
 from autotune_amp.launch.ranks import Heard, Interval, Rank
 from autotune_amp.trial.jobs import Trial, stop
+from autotune_amp.trial.judge import Evidence, judge
 
 MIN_NUM_INTERVALS = 2
 _LOW: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}
@@ -49,7 +53,7 @@ def is_enough(heard: Heard, trial: Trial, began: float) -> bool:
 def measurement(heard: Heard, trial: Trial, began: float, memory_bytes: int) -> Measurement | Failure:
     """The job's: samples of all ranks by the time of the slowest, memory of all ranks together on a CPU, of the
     largest on an accelerator. What counts against a CPU's limit is `memory_bytes`, of all processes, where that is
-    more."""
+    more. A `Failure` where `judge` finds the losses or the memory of a rank to be one."""
     found = slowest(heard)
     if found is None:
         return Failure(kind="workload_error", message="too few optimizer steps were seen to measure it")
@@ -61,7 +65,16 @@ def measurement(heard: Heard, trial: Trial, began: float, memory_bytes: int) -> 
     low, high = trimmed_interval(raw)
     peaks = [each.peak_memory_bytes or 0 for each in heard.ranks.values()]
     reserved = [each.reserved_memory_bytes for each in heard.ranks.values() if each.reserved_memory_bytes is not None]
-    losses = [loss for step in rank.steps for loss in step.losses]
+    losses = [float(loss) for step in rank.steps for loss in step.losses]
+    reserved_bytes = max(reserved) if reserved else max(memory_bytes, sum(peaks))
+    # On a CPU the processes of a run were held to their limit while it went on.
+    limit_bytes = None if trial.device == "cpu" else trial.memory_limit_bytes
+    if failure := judge(Evidence(memory_bytes=reserved_bytes, memory_limit_bytes=limit_bytes)):
+        return failure
+    for each in heard.ranks.values():
+        for steps in each.warm_losses:
+            if failure := judge(Evidence(steps=steps)):
+                return failure if each.world == 1 else replace(failure, message=f"rank {each.rank}: {failure.message}")
     first = rank.pace[0].time - began
     return Measurement(
         step_seconds=step_seconds,
@@ -69,14 +82,14 @@ def measurement(heard: Heard, trial: Trial, began: float, memory_bytes: int) -> 
         samples_per_second=rate,
         data_seconds=fmean(one.wait_seconds / one.num_steps for one in intervals),
         peak_memory_bytes=max(peaks) if reserved else sum(peaks),
-        reserved_memory_bytes=max(reserved) if reserved else max(memory_bytes, sum(peaks)),
+        reserved_memory_bytes=reserved_bytes,
         raw_step_seconds=raw,
         num_steps_together=max(one.num_steps for one in intervals),
         build_seconds=first,
         context_seconds=0.0,
         first_step_seconds=first,
         num_skips=sum(one.num_skips for one in intervals),
-        last_loss=losses[-1] if losses else None,
+        last_loss=losses[-1] if losses and math.isfinite(losses[-1]) else None,
         was_cut=trial.cut_step_seconds is not None and step_seconds > trial.cut_step_seconds,
         num_compiling_steps=rank.num_compiling_steps,
         num_steps_taken=len(rank.pace),

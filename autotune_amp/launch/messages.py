@@ -95,13 +95,14 @@ class Site(_Message, frozen=True, kw_only=True, tag="site"):
 
 class Step(_Message, frozen=True, kw_only=True, tag="step"):
     """An optimizer step. Samples by loader, batches, waits, backward passes and compilations are counted from the
-    beginning; losses (None: not finite), forwards and autocast regions are since the step before. A forward is the
-    class of an outermost module, the size of what entered it, the dtype that its weights were used in.
-    `is_settled`: the device was waited for, so that intervals between such steps are true."""
+    beginning; losses, forwards and autocast regions are since the step before. A loss that is not finite is text
+    (``nan``, ``inf``, ``-inf``), since JSON has no such numbers. A forward is the class of an outermost module, the
+    size of what entered it, the dtype that its weights were used in. `is_settled`: the device was waited for, so that
+    intervals between such steps are true."""
 
     optimizer: int
     is_skipped: bool
-    losses: tuple[float | None, ...]
+    losses: tuple[float | str, ...]
     num_backward: int
     forwards: tuple[tuple[str, int | None, str], ...]
     regions: tuple[str, ...]
@@ -159,12 +160,13 @@ class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
 
 
 class Error(_OfRank, frozen=True, kw_only=True, tag="error"):
-    """An exception ends the process."""
+    """An exception ends the process: `types` are the names of its class and that one's bases, `free_memory_share` the
+    least share of its accelerator's memory that was left, None where that is not known."""
 
-    type: str
+    types: tuple[str, ...]
     message: str
     traceback: str
-    is_oom: bool
+    free_memory_share: float | None = None
 
 
 class Unstepped(_Message, frozen=True, kw_only=True, tag="unstepped"):

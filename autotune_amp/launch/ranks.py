@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 import msgspec
 
 from autotune_amp.launch import messages
 from autotune_amp.launch.messages import Message, Step
+from autotune_amp.trial.judge import MAX_SKIPS, StepLosses
 
 NUM_WARMUP_STEPS = 3
 
@@ -50,11 +52,26 @@ class Rank:
 
     @property
     def warm(self) -> list[Step]:
-        """The steps of `pace` from the end of the warm-up on: after `NUM_WARMUP_STEPS`, and what loader workers had
-        ready before the first."""
+        """The steps of `pace` from the end of the warm-up on: after `NUM_WARMUP_STEPS`, what loader workers had ready
+        before the first, and the skips in which a loss scaler finds its scale."""
         steps = self.pace
         ahead = max((it.num_workers * (it.prefetch_factor or 0) for it in self.loaders.values()), default=0)
-        return [step for step in steps[NUM_WARMUP_STEPS - 1 :] if step.num_batches >= ahead]
+        num_skips = sum(1 for _ in takewhile(lambda step: step.is_skipped, steps))
+        first = max(NUM_WARMUP_STEPS - 1, min(num_skips, MAX_SKIPS))
+        return [step for step in steps[first:] if step.num_batches >= ahead]
+
+    @property
+    def warm_losses(self) -> list[tuple[StepLosses, ...]]:
+        """The losses of each optimizer's steps after the warm-up."""
+        since = self.warm[0].time if self.warm else math.inf
+        return [
+            tuple(
+                StepLosses(losses=tuple(map(float, step.losses)), is_skipped=step.is_skipped)
+                for step in self.steps
+                if step.optimizer == index and step.time >= since
+            )
+            for index in self.optimizers
+        ]
 
     @property
     def training_loaders(self) -> frozenset[str]:

@@ -35,6 +35,7 @@ from autotune_amp.launch.listening import Gone, Listener
 from autotune_amp.launch.made import read, remember, write
 from autotune_amp.launch.ranks import Heard
 from autotune_amp.launch.verdict import Seen, verdict
+from autotune_amp.trial.failures import num_oom_kills
 
 INJECTED = Path(__file__).parent / "agent" / "path"
 _MEMORY_SECONDS = 0.5  # between two looks at all its processes and their memory
@@ -148,6 +149,7 @@ class _Command:
         self._listener = Listener(agent["socket"])
         self._memory_bytes, self._looked_at_bytes, self._memory_at = 0, 0, 0.0
         self._unobserved_seconds = 0.0
+        self._num_kills_before = num_oom_kills()
         settings = {
             "mark": self._mark,
             "parent": os.getpid(),
@@ -241,6 +243,7 @@ class _Command:
             unobserved_seconds=self._unobserved_seconds,
             status=status,
             printed="".join(self._tail),
+            is_oom_killed=num_oom_kills() > self._num_kills_before,
         )
 
     def _hear_the_rest(self) -> None:

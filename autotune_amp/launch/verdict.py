@@ -1,30 +1,22 @@
-"""How a run ended, or whether it goes on: decided from what was heard, how its processes ended, and the clock. Pure."""
+"""How a run of a command ended, or whether it goes on: gathers the evidence of its processes for `judge`. Pure."""
 
 from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.text import count
 from autotune_amp.launch.messages import Error, Refused
 from autotune_amp.launch.ranks import NUM_WARMUP_STEPS, Heard
+from autotune_amp.trial.judge import Evidence, RaisedError, culprit, judge
 
-_OUT_OF_MEMORY = re.compile(
-    r"out of memory|can't allocate memory|cannot allocate memory|bad_alloc|not enough memory"
-    r"|OutOfMemoryError|MemoryError",
-    re.IGNORECASE,
-)
-# What a rank says of another that it lost: never the cause.
-_OF_OTHERS = re.compile(
-    r"connection (closed|reset)|closed by peer|broken pipe|DistBackendError|NCCL|Rank \d+ .*(failed|timed out)"
-    r"|process group|timed out waiting",
-    re.IGNORECASE,
-)
 # What a launcher says of its ranks: the cause only where no rank says one.
 _LAUNCHERS_ERRORS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException")
 _TAIL_CHARACTERS = 8000
@@ -33,7 +25,8 @@ UNOBSERVED_SECONDS = 10.0  # a Python says hello before it does anything
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """A run as it stands: seconds since it was started and since its latest step, memory of all its processes, for how
-    long a Python has run in it while none has said anything, how the command ended (None: it runs), what it printed."""
+    long a Python has run in it while none has said anything, how the command ended (None: it runs), what it printed.
+    `is_oom_killed`: the kernel has ended a process for want of memory since."""
 
     seconds: float
     seconds_since_step: float
@@ -41,6 +34,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     unobserved_seconds: float = 0.0
     status: int | None = None
     printed: str = ""
+    is_oom_killed: bool = False
 
 
 def verdict(
@@ -50,18 +44,15 @@ def verdict(
     if heard.refused is not None:
         return _of_refused(heard.refused)
     if _is_fatal(heard, seen):
-        return _of_errors(heard, seen)
+        return culprit(_of_errors(heard, seen))
     for rank in heard.ranks.values():
-        if num_ooms := max((step.num_ooms for step in rank.steps), default=0):
-            return Failure(kind="oom", message=f"rank {rank.rank} ran out of memory {num_ooms} times and went on")
+        num_ooms = max((step.num_ooms for step in rank.steps), default=0)
+        if failure := judge(Evidence(num_ooms=num_ooms)):
+            return _of_rank(failure, rank.rank, rank.world)
     if is_enough:
         return "measured"
-    if memory_limit_bytes is not None and seen.memory_bytes > memory_limit_bytes:
-        return Failure(
-            kind="oom",
-            message=f"its processes took {seen.memory_bytes >> 20} MiB, "
-            f"over the limit of {memory_limit_bytes >> 20} MiB",
-        )
+    if failure := judge(Evidence(memory_bytes=seen.memory_bytes, memory_limit_bytes=memory_limit_bytes)):
+        return failure
     if seen.status is not None:
         return _of_exit(heard, seen)
     if not heard.pythons and seen.unobserved_seconds > UNOBSERVED_SECONDS:  # nor is it kept from changing files
@@ -98,48 +89,76 @@ def _is_fatal(heard: Heard, seen: Seen) -> bool:
     return any(error.pid in heard.rank_by_pid for error in heard.errors)
 
 
-def _of_errors(heard: Heard, seen: Seen) -> Failure:
-    """The error that is the cause: out of memory first, then one that speaks of no other rank, then a rank's death."""
-    own = [e for e in heard.errors if e.type not in _LAUNCHERS_ERRORS and not _OF_OTHERS.search(e.message)]
-    worst = next((e for e in heard.errors if _is_oom(e)), own[0] if own else None)
-    if worst is None and heard.lost:
-        return _of_lost(heard, seen)
-    error = worst or heard.errors[0]
-    if error.type == "ChildFailedError" and seen.status:  # the rank's own words are in what was printed
-        return _of_status(heard, seen, seen.status)
-    lines = [line for line in error.message.splitlines() if line.strip()]
-    if error.type == "ProcessRaisedException":  # of torch.multiprocessing: it holds the traceback of the process
-        rank = re.search(r"Process (\d+) terminated", error.message)
-        whose, said = f"rank {rank[1]}: " if rank else "", lines[-1]
-    else:
-        whose = f"rank {error.rank}: " if error.world > 1 else ""
-        said = f"{error.type}: {lines[0] if lines else ''}"
-    return Failure(
-        kind="oom" if _is_oom(error) else "workload_error", message=f"{whose}{said[:300]}", details=error.traceback
+def _of_errors(heard: Heard, seen: Seen) -> Iterator[Failure]:
+    """Yield the failure of each process that raised or was lost; that of a launcher only where there is none."""
+    own = [error for error in heard.errors if error.types[0] not in _LAUNCHERS_ERRORS]
+    for error in own:
+        yield _of_rank(_of_error(error, seen), error.rank, error.world)
+    if heard.lost:
+        yield _of_lost(heard, seen)
+    elif not own:
+        error = heard.errors[0]
+        nested = re.search(r"Process (\d+) terminated", error.message)
+        if error.types[0] == "ProcessRaisedException" and nested:  # of torch.multiprocessing, with a traceback
+            *_, last = filter(str.strip, error.message.splitlines())
+            kind, _, said = last.partition(": ")
+            error = replace(error, types=(kind.rpartition(".")[2],), message=said)
+            yield _of_rank(_of_error(error, seen), int(nested[1]), 2)
+        elif seen.status:  # the rank's own words are in what was printed
+            yield _of_status(heard, seen, seen.status)
+        else:
+            yield _of_error(error, seen)
+
+
+def _of_error(error: Error, seen: Seen) -> Failure:
+    raised = RaisedError(
+        types=error.types,
+        message=error.message,
+        traceback=error.traceback,
+        free_memory_share=error.free_memory_share,
     )
+    return _judged(Evidence(error=raised, is_oom_killed=seen.is_oom_killed))
 
 
-def _is_oom(error: Error) -> bool:
-    return error.is_oom or bool(_OUT_OF_MEMORY.search(error.message))
+def _of_rank(failure: Failure, rank: int, world: int) -> Failure:
+    return replace(failure, message=f"rank {rank}: {failure.message}") if world > 1 else failure
+
+
+def _judged(evidence: Evidence) -> Failure:
+    failure = judge(evidence)
+    assert failure is not None  # it raised or ended, or is overdue
+    return failure
 
 
 def _of_lost(heard: Heard, seen: Seen) -> Failure:
-    """A rank ended without a word: what its launcher printed says how."""
+    """Return the failure of a rank that ended without a word; what its launcher printed says how."""
     pid = heard.lost[0]
-    by_launcher = re.search(rf"exitcode:? *-(\d+)\)? .*\(pid: {pid}\)", seen.printed)
+    by_launcher = re.search(rf"exitcode:? *(-?\d+)\)? .*\(pid: {pid}\)", seen.printed)
     by_spawn = re.search(r"process \d+ terminated with signal (\w+)", seen.printed)
-    name = signal.Signals(int(by_launcher[1])).name if by_launcher else by_spawn[1] if by_spawn else None
-    how = f"died of {name}" if name else "died"
-    return Failure(kind="crash", message=f"rank {heard.rank_by_pid[pid]} {how}, without a word", details=_tail(seen))
+    return _judged(
+        Evidence(
+            has_ended=True,
+            exit_status=int(by_launcher[1]) if by_launcher else -signal.Signals[by_spawn[1]] if by_spawn else None,
+            process=f"rank {heard.rank_by_pid[pid]}",
+            activity="without a word",
+            output=_tail(seen),
+            is_oom_killed=seen.is_oom_killed,
+        )
+    )
 
 
 def _of_status(heard: Heard, seen: Seen, status: int) -> Failure:
-    if _OUT_OF_MEMORY.search(seen.printed[-_TAIL_CHARACTERS:]):
-        return Failure(kind="oom", message="its output says that memory ran out", details=_tail(seen))
     if heard.lost and heard.world > 1:
         return _of_lost(heard, seen)
-    how = f"died of {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-    return Failure(kind="crash", message=f"the command {how}", details=_tail(seen))
+    return _judged(
+        Evidence(
+            has_ended=True,
+            exit_status=status,
+            process="the command",
+            output=_tail(seen),
+            is_oom_killed=seen.is_oom_killed,
+        )
+    )
 
 
 def _of_exit(heard: Heard, seen: Seen) -> Literal["measured"] | Failure:
@@ -170,7 +189,7 @@ def _overdue(heard: Heard, seen: Seen, deadlines: Deadlines) -> Failure | None:
     else:
         return None
     if heard.errors and not heard.ranks:
-        return _of_errors(heard, seen)
+        return culprit(_of_errors(heard, seen))
     if not heard.ranks:
         message += f": {_unseen(heard)}"
     elif not heard.is_whole:
@@ -180,8 +199,8 @@ def _overdue(heard: Heard, seen: Seen, deadlines: Deadlines) -> Failure | None:
     silent = heard.silent if heard.world > 1 else []
     if 0 < len(silent) < len(heard.rank_by_pid):
         message += "; " + " and ".join(f"rank {heard.rank_by_pid[pid]}" for pid in sorted(silent)) + " hangs"
-    details = _stacks(heard, silent) or _tail(seen)
-    return Failure(kind="timeout", message=message, details=details, is_loading=is_loading)
+    output = _stacks(heard, silent) or _tail(seen)
+    return _judged(Evidence(overdue=message, output=output, is_loading=is_loading))
 
 
 def _unseen(heard: Heard) -> str:

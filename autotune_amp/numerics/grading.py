@@ -124,7 +124,7 @@ def bias(found: Findings) -> str | None:
         return f"an error of {_percent(found.common_error)} of the gradient is the same in every batch"
     parameter = found.most_common
     if parameter is not None and least_common_error(parameter) > MAX_PARAMETER_COMMON_ERROR:
-        share = _percent(parameter.common_error)
+        share = _percent(parameter.common_error or 0.0)
         return f"an error of {share} of the gradient of {parameter.name} is the same in every batch"
     return None
 

@@ -24,9 +24,10 @@ from autotune_amp.core.outcome import Failure, Profiled, Split
 from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.profile.gap import MARK, Profile, Trace, split, step_mark
 from autotune_amp.trial.context import Context, LoopState, each
-from autotune_amp.trial.failures import NonFiniteError
+from autotune_amp.trial.failures import raise_if_failed
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
-from autotune_amp.trial.timing import MAX_SCALE_SEARCH_STEPS
+from autotune_amp.trial.judge import MAX_SKIPS, Evidence, StepLosses
+from autotune_amp.trial.timing import num_backoffs, require_step
 from autotune_amp.trial.training import BaseTraining, Training, make_training
 from autotune_amp.trial.worker import guarded, prepare
 
@@ -78,13 +79,14 @@ def _step(training: BaseTraining, window: Window) -> None:
 
 def warm_up(training: BaseTraining) -> None:
     """As a trial does: more steps while fp16's scale comes down, and until a loop takes its first update."""
-    for number in range(NUM_WARMUP_STEPS + MAX_SCALE_SEARCH_STEPS):
+    steps: list[StepLosses] = []
+    while len(steps) < NUM_WARMUP_STEPS or steps[-1].is_skipped or not training.has_stepped:
         scale = training.loss_scale()
         _step(training, _next_window(training))
-        is_skipping = (training.loss_scale() or 0.0) < (scale or 0.0)
-        if number + 1 >= NUM_WARMUP_STEPS and training.has_stepped and not is_skipping:
-            return
-    raise NonFiniteError("gradients overflow at every loss scale")
+        steps.append(StepLosses(is_skipped=num_backoffs(training, scale) > 0))
+        raise_if_failed(Evidence(steps=tuple(steps), goes_on=True))
+        if len(steps) >= NUM_WARMUP_STEPS + MAX_SKIPS:
+            require_step(training, len(steps))
 
 
 def _traced(training: BaseTraining, trace_file: str) -> tuple[Split | None, str | None]:

@@ -75,7 +75,7 @@ def _check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
             return spec.unchecked(reason, "Give train_step a whole step of it, or compare runs of some hundred steps")
         return Failure(kind="workload_error", message=reason)
     except Exception as error:
-        failure = failures.of_error(error)
+        failure = failures.failure_from_exception(error)
         if isinstance(error, AutotuneAmpError) or failure.kind not in ("workload_error", "unsupported"):
             raise
         return _attributed(failure, subject, spec)
@@ -172,7 +172,7 @@ def _train(subject: Subject, workload: Workload, spec: Check) -> int:
             batches = (data.move(batch, subject.device) for batch in islice(stream, spec.num_steps_before))
             num_steps = train_before(subject, batches)
     except Exception as error:
-        failure = failures.of_error(error)
+        failure = failures.failure_from_exception(error)
         if failure.kind == "oom":  # a smaller batch may do
             raise
         raise NotTrainedError(failure.message) from error

@@ -1,4 +1,4 @@
-"""Memory of a trial: its peak, its limit, and the heap that it holds; what is out of memory is in `failures`."""
+"""Memory of a trial: its peak, its limit, and the heap that it holds; `judge` says what is out of memory."""
 
 from __future__ import annotations
 

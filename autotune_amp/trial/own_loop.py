@@ -25,9 +25,17 @@ from autotune_amp.core.workload import Fitting
 from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.trial import data
 from autotune_amp.trial.context import Optimizers
-from autotune_amp.trial.failures import NonFiniteError
+from autotune_amp.trial.failures import raise_if_failed
 from autotune_amp.trial.jobs import is_falling, stop
-from autotune_amp.trial.timing import MAX_COMPILING_STEPS, Report, Timing, groups_per_burst, num_backoffs
+from autotune_amp.trial.judge import MAX_SKIPS, Evidence, StepLosses
+from autotune_amp.trial.timing import (
+    MAX_COMPILING_STEPS,
+    Report,
+    Timing,
+    groups_per_burst,
+    num_backoffs,
+    step_losses,
+)
 from autotune_amp.trial.training import Training
 
 NUM_WORST_STEPS = 2
@@ -41,8 +49,8 @@ def time_own_loop(training: Training, report: Report, count_compilations: Callab
     """Run the workload's `fit` until `training.spec` has its steps; `report` hears of every step, as in `time_steps`.
 
     Step seconds are those of a whole effective batch: a step that takes fewer samples, as the last of an epoch does,
-    counts as the share of one that it is. Raises `NonFiniteError` for a loss that is not finite and where the loss
-    scaler skips every step, and `WorkloadError` where the loop ends before anything was measured.
+    counts as the share of one that it is. Raises `JudgedError` for losses that are not finite and where the loss
+    scaler skips every step, as `judge` has it, and `WorkloadError` where the loop ends before anything was measured.
     """
     fit = training.workload.fit
     assert fit is not None
@@ -181,6 +189,7 @@ class _Steps:
         self._compiled: list[_Group] = []
         self._groups: list[_Group] = []
         self._loss = math.nan
+        self._losses: list[StepLosses] = []
 
     def __call__(self, loss: Any, num_batches: int) -> None:
         spec = self._training.spec
@@ -194,11 +203,12 @@ class _Steps:
         synchronize(self._training.device)
         num_skips = num_backoffs(self._training, self._before.scale)
         group = _Group(self._num_together, self._before, self._mark(), self._num_samples, num_skips)
-        self._check(loss)
+        self._judge(loss, group)
         if not self._is_warm:
             self._first_step_seconds = self._first_step_seconds or group.step_seconds
             self._warm_up += [group] if self._num_steps > NUM_WORST_STEPS else []
             self._is_warm = self._num_steps >= self._num_warmup and not self._still_falls()
+            self._losses = [] if self._is_warm else self._losses
             self._report(0, group.step_seconds)
         elif group.has_compiled and sum(one.num_steps for one in self._compiled) < MAX_COMPILING_STEPS:
             self._compiled.append(group)
@@ -212,6 +222,7 @@ class _Steps:
 
     def timing(self) -> Timing:
         """What was measured."""
+        raise_if_failed(Evidence(steps=tuple(self._losses)))
         spec = self._training.spec
         burst = groups_per_burst(self._training)
         groups = self._groups[: len(self._groups) // burst * burst] or self._groups
@@ -229,8 +240,6 @@ class _Steps:
             )
         num_skips = sum(group.num_skips for group in groups)
         num_steps = sum(group.num_steps for group in groups)
-        if num_skips >= num_steps:
-            raise NonFiniteError(f"the loss scaler skipped all {num_skips} measured steps")
         num_samples = sum(group.num_samples for group in groups)
         share = num_samples / (num_steps * spec.candidate.effective_batch_size)
         return Timing(
@@ -278,8 +287,11 @@ class _Steps:
         if reason is not None:
             raise _EnoughError
 
-    def _check(self, loss: Any) -> None:
+    def _judge(self, loss: Any, group: _Group) -> None:
+        """Raise `JudgedError` for what the losses say; of steps timed together the last one's is known."""
+        known: tuple[float, ...] = ()
         if isinstance(loss, torch.Tensor):
             self._loss = float(loss.detach())
-            if not math.isfinite(self._loss):
-                raise NonFiniteError(f"the loss became {self._loss}")
+            known = (self._loss,)
+        self._losses += step_losses([()] * (group.num_steps - 1) + [known], group.num_skips)
+        raise_if_failed(Evidence(steps=tuple(self._losses[-MAX_SKIPS:]), goes_on=True))

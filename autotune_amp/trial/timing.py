@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,9 +14,11 @@ from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.convert_frame import input_codes
 from torch._dynamo.utils import counters
 
+from autotune_amp.core.errors import WorkloadError
 from autotune_amp.hardware.measuring import synchronize
-from autotune_amp.trial.failures import NonFiniteError
+from autotune_amp.trial.failures import raise_if_failed
 from autotune_amp.trial.jobs import is_falling, is_hopeless, stop
+from autotune_amp.trial.judge import MAX_SKIPS, Evidence, StepLosses
 from autotune_amp.trial.training import BaseTraining
 
 
@@ -61,8 +63,6 @@ def forget_compiled() -> None:
         torch.compiler.reset()
 
 
-# From 65536 down to 1, and a few more: after that the loss scale is not what is wrong.
-MAX_SCALE_SEARCH_STEPS = 20
 SHORT_WAIT = 0.1  # of a step
 MIN_BURSTS = 2  # measured, of the batches that loader workers deliver together, where a step waits for them
 # A step in which torch.compile compiled is taken again; dynamo gives a function up after eight shapes of it.
@@ -100,7 +100,7 @@ def time_steps(
     Where there is a worst batch the first step is taken on it, and one after the warm-up, since only then does the
     optimizer hold its state; a confirmation's last step too. `enter` hears of those that no deadline is meant for.
     A step in which `count_compilations` rose is taken again, `MAX_COMPILING_STEPS` times at most. Raises
-    `NonFiniteError` for a loss that is not finite, and where the loss scaler skips every step.
+    `JudgedError` for losses that are not finite, and where the loss scaler skips every step, as `judge` has it.
     """
     spec = training.spec
     timer = _StepTimer(training, count_compilations)
@@ -119,17 +119,15 @@ def time_steps(
     _drop_loaded_ahead(training, timer, report)
     timer.compiling_seconds = 0.0
     started = time.perf_counter()
+    timer.forget_steps()
     groups: list[_Timed] = []
-    skips: list[int] = []
     reason = None
     burst = groups_per_burst(training)
     fewest, most = (math.ceil(num_steps / spec.num_steps_per_report / burst) * burst for num_steps in spec.num_steps)
     most = max(most, MIN_BURSTS * burst) if burst > 1 else most
     limit_seconds = math.inf if spec.measure_seconds is None else spec.measure_seconds
     while reason is None:
-        scale = training.loss_scale()
         groups.append(timer.time_compiled(spec.num_steps_per_report))
-        skips.append(num_backoffs(training, scale))
         report(len(groups) * spec.num_steps_per_report, groups[-1].seconds)
         now = time.perf_counter()
         num_needed = burst * (MIN_BURSTS if burst > 1 and _waits(groups) else 1)
@@ -142,19 +140,16 @@ def time_steps(
             measuring_seconds=now - started - timer.compiling_seconds,
             training_seconds=now - began,
         )
-    if sum(skips) >= len(groups) * spec.num_steps_per_report:
-        raise NonFiniteError(f"the loss scaler skipped all {sum(skips)} measured steps")
     num_kept = len(groups) // burst * burst or len(groups)
-    groups, num_skips = groups[:num_kept], sum(skips[:num_kept])
+    groups = groups[:num_kept]
     held_seconds = None
     if training.device.type != "cpu" and reason != "cut" and _waits(groups):
         held_seconds = timer.time(spec.num_steps_per_report, held=training.next_batch()).seconds
         report(0, held_seconds)
     was_cut = reason == "cut"
-    found = timer.result(first_step_seconds, groups, num_skips=num_skips, was_cut=was_cut, held_seconds=held_seconds)
     if has_worst and spec.is_confirmation:
         _step_on_worst(training, timer, enter)
-    return found
+    return timer.result(first_step_seconds, groups, was_cut=was_cut, held_seconds=held_seconds)
 
 
 def groups_per_burst(training: BaseTraining) -> int:
@@ -195,17 +190,13 @@ def _warm_up(training: BaseTraining, timer: _StepTimer, report: Report) -> list[
     num_least = spec.num_warmup_steps[0]
     steps: list[_Timed] = []
     while True:
-        scale = training.loss_scale()
         steps.append(timer.time_compiled(1))
         report(0, steps[-1].seconds)
-        is_skipping = num_backoffs(training, scale) > 0
         num_done = 1 + len(steps)
-        if num_done >= num_least and not is_skipping and training.has_stepped:
+        if num_done >= num_least and not steps[-1].num_skips and training.has_stepped:
             break
-        if num_done >= num_least + MAX_SCALE_SEARCH_STEPS:
-            raise NonFiniteError(
-                f"gradients still overflow at a loss scale of {training.loss_scale():g} after {num_done} steps"
-            )
+        if num_done >= num_least + MAX_SKIPS:
+            require_step(training, num_done)
     seconds = [step.seconds for step in steps]
     while not is_hopeless(spec, seconds) and is_falling(
         spec,
@@ -219,6 +210,15 @@ def _warm_up(training: BaseTraining, timer: _StepTimer, report: Report) -> list[
     return steps
 
 
+def require_step(training: BaseTraining, num_calls: int) -> None:
+    """Raise `WorkloadError` where so many calls of the workload's loop ended no optimizer step."""
+    if not training.has_stepped:
+        raise WorkloadError(
+            f"{num_calls} calls of train_step took no optimizer step.",
+            "Have train_step call the optimizer's step, through `amp`, at least once in so many calls.",
+        )
+
+
 def num_backoffs(training: BaseTraining, before: float | None) -> int:
     """How many steps the loss scaler skipped since its scale was `before`."""
     after = training.loss_scale()
@@ -228,12 +228,14 @@ def num_backoffs(training: BaseTraining, before: float | None) -> int:
 
 
 class _Timed(NamedTuple):
-    """Steps timed together: seconds of a mean step, of the host's wait for its data, and of its update."""
+    """Steps timed together: seconds of a mean step, of the host's wait for its data, and of its update; those that the
+    loss scaler skipped."""
 
     num_steps: int
     seconds: float
     data_seconds: float
     update_seconds: float
+    num_skips: int
 
 
 class _StepTimer:
@@ -249,11 +251,20 @@ class _StepTimer:
         # Of a window that several ranks train only the last pass exchanges gradients.
         self._is_last_apart = self._repeats > 1 and training.spec.num_ranks > 1
         self.last_loss = math.nan
+        self._steps: list[StepLosses] = []
+
+    def forget_steps(self) -> None:
+        """Judge by the steps from here on."""
+        self._steps = []
 
     def result(
         self, first_step_seconds: float, groups: list[_Timed], *, held_seconds: float | None = None, **ended: Any
     ) -> Timing:
-        """What `groups` measured; a step without any wait for data takes `held_seconds`, None where nobody timed it."""
+        """What `groups` measured; a step without any wait for data takes `held_seconds`, None where nobody timed it.
+
+        Raises `JudgedError` for what the losses of the steps say.
+        """
+        raise_if_failed(Evidence(steps=tuple(self._steps)))
         data_seconds = _mean(groups, "data_seconds")
         if held_seconds is not None:  # the host waits while the device computes
             data_seconds = min(data_seconds, max(0.0, _mean(groups, "seconds") - held_seconds))
@@ -264,6 +275,7 @@ class _StepTimer:
             num_steps_together=groups[0].num_steps,
             data_seconds=data_seconds,
             update_seconds=_mean(groups, "update_seconds") if has_update_seconds else None,
+            num_skips=sum(group.num_skips for group in groups),
             last_loss=self.last_loss,
             num_compiling_steps=self.num_compiling_steps,
             **ended,
@@ -286,6 +298,7 @@ class _StepTimer:
         others are all `held` unless that is None.
         """
         training = self._training
+        scale = training.loss_scale()
         synchronize(training.device)
         data_seconds = micro_seconds = last_seconds = update_seconds = 0.0
         losses = []
@@ -312,7 +325,13 @@ class _StepTimer:
                 update_seconds, last = update_seconds + time.perf_counter() - last, time.perf_counter()
         synchronize(training.device)
         update_seconds += time.perf_counter() - last
-        self._check(losses)
+        num_skips = num_backoffs(training, scale)
+        values = torch.stack([loss.float() for loss in losses]).tolist()
+        self.last_loss = values[-1]
+        micro = self._num_micro
+        each = [tuple(values[start : start + micro]) for start in range(0, len(values), micro)]
+        self._steps += step_losses(each, num_skips)
+        raise_if_failed(Evidence(steps=tuple(self._steps[-MAX_SKIPS:]), goes_on=True))
         window = self._training.spec.candidate.accumulation_steps
         if self._is_last_apart:
             window_seconds = micro_seconds * (window - 1) / (self._num_micro - 1) + last_seconds
@@ -323,14 +342,16 @@ class _StepTimer:
             (window_seconds + update_seconds) / num_steps,
             data_seconds * self._repeats / num_steps,
             update_seconds / num_steps,
+            num_skips,
         )
 
-    def _check(self, losses: list[torch.Tensor]) -> None:
-        values = torch.stack([loss.float() for loss in losses])
-        if not bool(torch.isfinite(values).all()):
-            bad = values[~torch.isfinite(values)][0].item()
-            raise NonFiniteError(f"the loss became {bad}")
-        self.last_loss = float(values[-1])
+
+def step_losses(losses: Sequence[tuple[float, ...]], num_skips: int) -> list[StepLosses]:
+    """Return the evidence of steps with the losses of each, of which the loss scaler skipped `num_skips`: those
+    whose losses are not finite before others."""
+    order = sorted(range(len(losses)), key=lambda number: all(map(math.isfinite, losses[number])))
+    skipped = order[:num_skips]
+    return [StepLosses(losses=each, is_skipped=number in skipped) for number, each in enumerate(losses)]
 
 
 def _mean(groups: list[_Timed], field: str) -> float:

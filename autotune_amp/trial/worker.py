@@ -33,6 +33,7 @@ from autotune_amp.trial import data, failures, ranks
 from autotune_amp.trial.context import Context, LoopState, each, make_optimizer
 from autotune_amp.trial.energy import EnergyMeter, counter_of
 from autotune_amp.trial.jobs import Check, Describe, Follow, Followed, Probe, Trial
+from autotune_amp.trial.judge import Evidence, judge
 from autotune_amp.trial.memory import PeakMemory, hold_heap
 from autotune_amp.trial.own_loop import time_own_loop
 from autotune_amp.trial.timing import CompileWatch, Report, Timing, forget_compiled, time_steps
@@ -200,13 +201,15 @@ def run(context: Context, spec: Trial, tell: Tell) -> Outcome:
 
 def guarded(context: Context, spec: Trial | Check, action: Callable[[], Result]) -> Result | Failure:
     """Do it in the caller's torch state; what it raises comes back as a `Failure`, a kept worker is left clean."""
+    num_kills_before = failures.num_oom_kills()
     try:
         torch_state.apply(spec.torch_state)
         if spec.hold_heap:
             hold_heap()
         return action()
     except Exception as error:
-        failure = failures.of_error(error)
+        is_oom_killed = failures.num_oom_kills() > num_kills_before
+        failure = failures.failure_from_exception(error, is_oom_killed=is_oom_killed)
         # A traceback holds the frames that hold the tensors: a kept worker would carry them into its next trial.
         traceback.clear_frames(error.__traceback__)
         return failure
@@ -307,7 +310,9 @@ def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
             memory.poll()
             peak, reserved = memory.peak_bytes()
             has_flushed = memory.num_allocator_retries() > retries
-            if failure := failures.of_memory(reserved, spec.memory_limit_bytes, has_flushed=has_flushed):
+            limit_bytes = spec.memory_limit_bytes
+            evidence = Evidence(memory_bytes=reserved, memory_limit_bytes=limit_bytes, has_flushed=has_flushed)
+            if failure := judge(evidence):
                 return failure
             return _measurement(
                 spec,
@@ -337,7 +342,7 @@ def _in_own_loop(
     try:
         return time_own_loop(training, report, count_compilations), None
     except Exception as error:
-        failure = failures.of_error(error)
+        failure = failures.failure_from_exception(error)
         if failure.kind != "workload_error":
             raise
         traceback.clear_frames(error.__traceback__)
@@ -386,7 +391,7 @@ def _ending(training: BaseTraining, limit_seconds: float, tell: Tell, measured: 
             action()
             synchronize(training.device)
         except (Exception, SystemExit) as error:
-            failure = failures.of_error(error)
+            failure = failures.failure_from_exception(error)
             if failure.kind == "oom":
                 raise
             problems.append(f"{what} raised {failure.message}")

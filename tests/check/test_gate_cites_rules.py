@@ -24,7 +24,7 @@ def failure_of(breaking: Callable[[], Any]) -> Failure:
     try:
         breaking()
     except Exception as error:
-        return msgspec.structs.replace(failures.of_error(error), kind="unsupported")
+        return msgspec.structs.replace(failures.failure_from_exception(error), kind="unsupported")
     raise AssertionError("it did not break")
 
 

@@ -110,6 +110,33 @@ def test_the_same_command_is_answered_from_the_cache_and_an_edited_script_is_not
     assert "train.py" in edited.err, "what changed is named"
 
 
+# In bf16 its steps are the faster ones, and from the tenth on, which no check of the first weights sees, its losses are
+# not finite.
+NOT_FINITE = (
+    SCRIPT.replace("options = ", 'parser.add_argument("--precision")\noptions = ')
+    .replace("for epoch in", 'is_low, numbers = options.precision == "bf16", iter(range(10**9))\nfor epoch in')
+    .replace("time.sleep(0.02)", "time.sleep(0.002 if is_low else 0.02)")
+    .replace(
+        "        (model(x) - y).square().mean().backward()\n",
+        '        with torch.autocast("cpu", torch.bfloat16, enabled=is_low):\n'
+        "            loss = (model(x) - y).square().mean()\n"
+        '        (loss * (float("nan") if is_low and next(numbers) >= 9 else 1.0)).backward()\n',
+    )
+)
+
+
+@pytest.mark.slow
+def test_a_precision_whose_losses_are_not_finite_is_not_recommended(tmp_path: Path) -> None:
+    options = ("--device", "cpu", "--precision", "fp32", "--precision", "bf16")
+    limits = ("--batch-size", "4:4", "--trials", "2", "--budget", "100")
+    found = searched(tmp_path, NOT_FINITE, *options, *limits, *COMMAND, "--precision", "{precision=fp32}")
+    assert found.done.code == 0, found.done.err
+    assert found.done.document["config"]["precision"] == "fp32"
+    outcomes = [record["outcome"] for record in found.records if record["candidate"]["precision"] == "bf16"]
+    assert "nonfinite" in {outcome.get("kind") for outcome in outcomes}
+    assert "measurement" not in {outcome["outcome"] for outcome in outcomes}
+
+
 @pytest.mark.slow
 def test_a_job_of_slurm_searches_the_same(copied: CommandLine) -> None:
     before = (copied.folder / "studies/train/outcomes.jsonl").read_bytes()

@@ -2,67 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import signal
-from collections import deque
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from scripted_process import DEADLINES, FIRST, Script
 
-from autotune_amp.core.job import Deadlines
-from autotune_amp.core.outcome import Failure
 from autotune_amp.isolation import process
-from autotune_amp.isolation.process import Process, ProcessEndedError, Watcher
 
-FIRST, DONE = {"event": "first step"}, {"event": "result", "value": 5}
+DONE = {"event": "result", "value": 5}
 STEP, COMPILING = {"event": "step", "number": 1, "seconds": 0.1}, {"event": "compiling"}
 SO_FAR = {"event": "so far", "value": 3}
 READY = {"event": "ready"}
-DEADLINES = Deadlines(whole_seconds=40.0, first_step_seconds=10.0, step_seconds=2.0)
-
-
-class Script(Process):
-    """Says each message so many seconds after the one before; then it goes on without a word, or has ended."""
-
-    def __init__(self, *messages: tuple[float, dict[str, Any] | None]) -> None:
-        self.now = 0.0
-        self.left = deque(messages)
-        self.sent: list[str] = []
-        self.status = 0
-        self.watcher = Watcher()
-        self._tail = deque(["last words"])
-        self._folders = []
-
-    def _next_message(self) -> dict[str, Any] | None:
-        seconds, message = self.left[0] if self.left else (math.inf, {})
-        if seconds > 0.5:  # a tick
-            self.now += 0.5
-            if self.left:
-                self.left[0] = seconds - 0.5, message
-            return {}
-        self.now += seconds
-        self.left.popleft()
-        return message
-
-    def _drain_output(self) -> None:
-        """Nothing is printed."""
-
-    def _kill_child(self) -> None:
-        self.sent.append("kill")
-
-    def _end_status(self) -> int:
-        return self.status
-
-    def waited(self, until: float | None, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
-        monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: self.now))
-        return self.wait(until, DEADLINES, **options)
-
-    def failure(self, until: float | None, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Failure:
-        with pytest.raises(ProcessEndedError) as caught:
-            self.waited(until, monkeypatch, **options)
-        return caught.value.failure
 
 
 @pytest.mark.parametrize(

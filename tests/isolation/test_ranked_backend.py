@@ -25,7 +25,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.distributed import free_port
 from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
 from autotune_amp.isolation.process import ENDED
-from autotune_amp.isolation.ranks import RankedBackend, culprit
+from autotune_amp.isolation.ranks import RankedBackend, _culprit
 from autotune_amp.isolation.slots import of_ranks
 from autotune_amp.trial.jobs import Check, Describe, Trial
 from autotune_amp.trial.training import Training
@@ -314,9 +314,13 @@ LOST = failure("workload_error", "RuntimeError: [gloo/transport/tcp/pair.cc] Con
         ([LOST, failure("timeout", "late")], ("timeout", "rank 1: late")),
         ([LOST, failure("timeout", ENDED)], (LOST.kind, LOST.message)),
         ([failure("nonfinite"), failure("nonfinite")], ("nonfinite", "so")),
+        (
+            [failure("crash", "died of SIGABRT"), failure("workload_error", TOKENS)],
+            ("workload_error", f"rank 1: {TOKENS}"),
+        ),
         ([LOST, failure("workload_error", TOKENS)], ("workload_error", f"rank 1: {TOKENS}")),
     ],
 )
 def test_the_culprit_is_the_rank_whose_failure_is_its_own(outcomes: list[Failure], expected: tuple[str, str]) -> None:
-    found = culprit(outcomes)
+    found = _culprit(outcomes)
     assert (found.kind, found.message) == expected

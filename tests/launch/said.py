@@ -79,18 +79,9 @@ def hello(pid: int) -> messages.Hello:
     return messages.Hello(pid=pid, time=0.0, parent_pid=1, python="3.11.7")
 
 
-def error(pid: int, type: str, message: str, rank: int = 0, world: int = 1) -> messages.Error:  # noqa: A002 - as it is sent
-    return messages.Error(
-        pid=pid,
-        time=0.0,
-        rank=rank,
-        world=world,
-        local_rank=rank,
-        type=type,
-        message=message,
-        traceback=f"Traceback\n{message}",
-        is_oom=False,
-    )
+def error(pid: int, name: str, message: str, rank: int = 0, world: int = 1, **more: Any) -> messages.Error:
+    fields = {"types": (name, "Exception"), "message": message, "traceback": f"Traceback\n{message}"}
+    return messages.Error(pid=pid, time=0.0, rank=rank, world=world, local_rank=rank, **{**fields, **more})
 
 
 def heard(said: Iterable[messages.Message]) -> Heard:

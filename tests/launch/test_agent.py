@@ -8,11 +8,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 from commands import INJECTED, TORCHRUN, run
 from forked_python import ForkServer
 
+from autotune_amp.launch.agent import observer, passes
 from autotune_amp.launch.measure import precision_of
 from autotune_amp.launch.ranks import Heard, Rank
 
@@ -101,7 +104,7 @@ def test_what_a_scaler_skips(train: Train, optimizer: str) -> None:
     assert 0 < sum(skipped) < 32
     assert skipped == sorted(skipped, reverse=True), "only at first, while the scale is too large"
     assert [scaler.is_enabled for scaler in rank.scalers] == [True]
-    assert all(loss is not None and 0 < loss < 100 for step in rank.pace for loss in step.losses), "not the scaled ones"
+    assert all(0 < float(loss) < 100 for step in rank.pace for loss in step.losses), "not the scaled ones"
 
 
 def test_two_optimizers_of_which_one_steps_less(train: Train) -> None:
@@ -344,7 +347,7 @@ for _ in torch.utils.data.DataLoader(data, batch_size=None):
     break
 """
     heard = train(text)
-    assert [(error.type, error.message) for error in heard.errors] == [("LookupError", "a fault of the agent")]
+    assert [(error.types[0], error.message) for error in heard.errors] == [("LookupError", "a fault of the agent")]
 
 
 def test_a_loss_that_is_no_number_is_heard(train: Train) -> None:
@@ -357,8 +360,27 @@ for factor in (1.0, float("nan"), float("inf"), 1.0):
     model = model.requires_grad_()
 """
     losses = [step.losses[0] for step in only(train(text)).steps]
-    assert losses[0] is not None
-    assert losses[1:3] == [None, None]
+    assert isinstance(losses[0], float)
+    assert losses[1:3] == ["nan", "nan"]
+
+
+def test_the_memory_that_is_left_is_told_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert observer._free_memory_share() is None, "a card that was not used"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 30)
+    for free, share in ((30, 0.25), (4, 0.1)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 40))
+        assert observer._free_memory_share() == share
+    failed = Mock(side_effect=RuntimeError("CUDA error: device-side assert triggered"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", failed)
+    assert observer._free_memory_share() is None
+
+
+def test_a_loss_on_an_accelerator_is_kept_there_until_a_step_is_settled() -> None:
+    loss = Mock(device=torch.device("cuda"))
+    kept = passes._kept(loss)
+    assert kept is loss.detach().clone()
+    assert not loss.item.called
 
 
 def test_the_users_own_sitecustomize_runs(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

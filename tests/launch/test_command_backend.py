@@ -53,6 +53,8 @@ for epoch in range(1000):
             raise ValueError("three")
         with torch.autocast("cpu", torch.bfloat16, enabled=options.precision == "bf16"):
             loss = (model(x) - y).square().mean()
+        if options.be == "not finite in bf16" and options.precision == "bf16":
+            loss = loss * float("nan")
         loss.backward()
         if number % options.accumulate == 0:
             optimizer.step()
@@ -202,6 +204,19 @@ def test_without_placeholders_it_is_set_from_outside(script: str, local: LocalBa
     measured = backend.submit(trial(Setting(precision="bf16", batch_size=4))).result()
     assert isinstance(measured, Measurement), measured
     assert measured.samples_per_second * measured.step_seconds == pytest.approx(4)
+
+
+def test_a_precision_whose_losses_are_not_finite_is_followed_and_no_measurement(
+    script: str, local: LocalBackend
+) -> None:
+    command = [sys.executable, script, *BATCH, *PRECISION, "--be", "not finite in bf16"]
+    backend, found = described(command, local)
+    assert isinstance(found, Description), found
+    assert "bf16" not in found.unsettable
+    outcome = backend.submit(trial(Setting(precision="bf16", batch_size=8))).result()
+    assert isinstance(outcome, Failure)
+    assert (outcome.kind, outcome.message) == ("nonfinite", "the loss became nan")
+    assert isinstance(backend.submit(trial(Setting(precision="fp32", batch_size=8))).result(), Measurement)
 
 
 @pytest.mark.slow

@@ -42,12 +42,24 @@ def test_what_counts_against_the_limit_is_all_processes_on_a_cpu_and_the_largest
     assert (found.peak_memory_bytes, found.reserved_memory_bytes) == (1000, 1500)
 
 
-def test_a_loss_that_is_no_number_is_not_forgotten() -> None:
-    heard = said.trained([10])
-    heard.hear(said.step(100, 11, losses=(None,)))
+def test_a_loss_that_is_no_number_is_no_measurement() -> None:
+    heard = said.trained([10, 10])
+    heard.hear(said.step(101, 11, losses=("nan",)))
+    found = measured(heard)
+    assert isinstance(found, Failure)
+    assert (found.kind, found.message) == ("nonfinite", "rank 1: the loss became nan")
+    heard.hear(said.step(101, 12))  # the weights have borne it
+    assert isinstance(measured(heard), Measurement)
+
+
+def test_what_is_measured_begins_where_the_loss_scale_has_come_down() -> None:
+    heard = said.trained([0])
+    heard.hear(said.optimizer(100))
+    for number in range(1, 21):
+        heard.hear(said.step(100, number, is_skipped=number <= 12))
     found = measured(heard)
     assert isinstance(found, Measurement)
-    assert found.last_loss is None
+    assert (found.num_skips, found.num_steps) == (0, 7)
 
 
 def test_it_is_enough_only_once_every_rank_is_measured() -> None:

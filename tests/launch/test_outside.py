@@ -60,7 +60,7 @@ def sizes(rank: Rank) -> set[float]:
 
 
 def losses(rank: Rank) -> list[float]:
-    return [loss for step in rank.pace for loss in step.losses if loss is not None]
+    return [float(loss) for step in rank.pace for loss in step.losses]
 
 
 def the(name: str, rank: Rank) -> Set:

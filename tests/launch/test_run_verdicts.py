@@ -143,7 +143,7 @@ def test_a_rank_that_is_not_heard_is_counted() -> None:
 
 def test_other_ends_of_a_command() -> None:
     heard = said.trained([2])
-    assert of(heard, status=-11) == ("crash", "the command died of SIGSEGV")
+    assert of(heard, status=-11) == ("crash", "the command died of SIGSEGV (segmentation fault)")
     assert of(heard, status=3) == ("crash", "the command exited with status 3")
     assert of(heard, status=0)[0] == "workload_error"
     assert of(heard, status=1, printed="... std::bad_alloc")[0] == "oom"

@@ -65,6 +65,7 @@ def test_noise_is_not_taken_for_an_error_that_batches_share(num_batches: int, no
     for seed in range(5):
         large = found(3.0, seed)
         assert large.common_error == pytest.approx(3.0, rel=0.2)
+        assert large.common_error is not None
         assert large.common_error_interval is not None
         assert 2.0 < large.common_error_interval[0] < large.common_error < large.common_error_interval[1] < 4.5
         assert large.noise_ratio == pytest.approx(math.hypot(3.0, noise), rel=0.1)

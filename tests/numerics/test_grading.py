@@ -43,7 +43,7 @@ CASES: list[tuple[dict[str, Any], Verdict, str]] = [
     ({"has_signal": False, "forward_max": 6e4}, "unfaithful", "activations reach"),
     ({"is_reference_finite": False, "loss_error": 0.1}, "unchecked", "within a few training steps"),
     ({"num_steps_per_call": 8}, "faithful", "8 optimizer steps in one call"),
-    ({"num_steps_per_call": 8, "noise_ratio": 0.5}, "unfaithful", "8 optimizer steps in one call"),
+    ({"num_steps_per_call": 8, "flushed_share": 0.5}, "unfaithful", "8 optimizer steps in one call"),
     ({"num_steps_per_call": 8, "reuses_casts": True}, "unfaithful", "inside one amp.autocast()"),
     ({"is_finite": False}, "unfaithful", "not finite"),
     ({"is_finite": False, "has_safe_scale": False}, "unfaithful", "every loss scale"),

@@ -12,10 +12,12 @@ import msgspec
 import pytest
 import torch
 
+from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.setting import Setting
 from autotune_amp.trial import timing
-from autotune_amp.trial.failures import NonFiniteError
+from autotune_amp.trial.failures import JudgedError
 from autotune_amp.trial.jobs import MAX_TIMED_MICRO_BATCHES, Trial
+from autotune_amp.trial.judge import NUM_NONFINITE_STEPS
 
 
 class Scripted:
@@ -320,9 +322,16 @@ def test_a_loss_that_is_not_finite_ends_the_trial(clock: SimpleNamespace, loss: 
     for worst in (None, "worst"):
         training = Scripted(constant(0.5))
         training.loss, training.worst = loss, worst
-        with pytest.raises(NonFiniteError, match=str(loss)):
+        with pytest.raises(JudgedError, match=str(loss)):
             run(clock, training)
-        assert training.num_batches == 1
+        assert training.num_batches == NUM_NONFINITE_STEPS
+
+
+def test_a_loop_that_takes_no_optimizer_step_is_told_so(clock: SimpleNamespace) -> None:
+    training = Scripted(constant(0.5))
+    training.has_stepped = False
+    with pytest.raises(WorkloadError, match="no optimizer step"):
+        run(clock, training)
 
 
 def test_warm_up_goes_on_while_the_loss_scale_comes_down(clock: SimpleNamespace) -> None:
@@ -333,5 +342,5 @@ def test_warm_up_goes_on_while_the_loss_scale_comes_down(clock: SimpleNamespace)
     assert found.num_skips == 0
     assert training.num_updates == 10 + 1 + 8
     training.scales = [2.0**k for k in range(16, -200, -1)]
-    with pytest.raises(NonFiniteError, match="still overflow"):
+    with pytest.raises(JudgedError, match="still overflow"):
         run(clock, training)

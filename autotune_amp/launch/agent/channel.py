@@ -61,7 +61,7 @@ class Channel:
             try:
                 return action(*args, **kwargs)
             except Exception as error:
-                self.send_error(error, is_oom=False)
+                self.send_error(error)
 
         return shielded
 
@@ -76,7 +76,7 @@ class Channel:
 
         owner.__init__ = __init__
 
-    def send_error(self, error: BaseException, *, is_oom: bool) -> None:
+    def send_error(self, error: BaseException, free_memory_share: float | None = None) -> None:
         """Send an exception, and who this process is."""
         import traceback  # takes longer than the rest of this module, in every Python that a command starts
 
@@ -84,10 +84,10 @@ class Channel:
 
         self.send(
             "error",
-            type=type(error).__name__,
+            types=[kind.__name__ for kind in type(error).__mro__],
             message=str(error)[:4000],
             traceback="".join(traceback.format_exception(type(error), error, error.__traceback__))[-8000:],
-            is_oom=is_oom,
+            free_memory_share=free_memory_share,
             **where.rank(),
         )
 

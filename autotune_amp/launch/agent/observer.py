@@ -293,12 +293,23 @@ def _peak_resident_bytes() -> int | None:
     return None
 
 
+def _free_memory_share() -> float | None:
+    """Return the least share of the current CUDA device's memory that was left, None where that is not known."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch does not type it
+        return None
+    try:
+        free, total = torch.cuda.mem_get_info()
+    except RuntimeError:  # an error of the card itself, which all its calls repeat
+        return None
+    return min(free, total - torch.cuda.max_memory_reserved()) / total
+
+
 def _tell_of_this_process(channel: Channel) -> None:
     """That it has torch, and how it ends."""
     hook = sys.excepthook
 
     def excepthook(kind: Any, value: Any, trace: Any) -> None:
-        channel.send_error(value, is_oom=isinstance(value, (torch.cuda.OutOfMemoryError, MemoryError)))
+        channel.send_error(value, _free_memory_share())
         hook(kind, value, trace)
 
     sys.excepthook = excepthook

@@ -176,10 +176,10 @@ def _kept(loss: Any) -> Any:
     return loss.item() if is_at_hand else loss.detach().clone()
 
 
-def read(loss: Any) -> float | None:
-    """The value of a loss that was kept, None where it is not finite: JSON has no other numbers."""
+def read(loss: Any) -> float | str:
+    """Return the value of a loss that was kept, as text where it is not finite: JSON has no such numbers."""
     value = float(loss)
-    return value if math.isfinite(value) else None
+    return value if math.isfinite(value) else str(value)
 
 
 def _used_dtype(module: Any) -> str:

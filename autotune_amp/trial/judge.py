@@ -1,0 +1,241 @@
+"""Judges a run: the evidence that it left goes in, and a `Failure` comes out where it is no good measurement.
+
+The same rules hold for the process of a `Workload`, on this host or on a node of Ray, for a training command, and for
+each rank of either. Pure: it reads nothing but its argument.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+from collections.abc import Iterable
+from itertools import takewhile
+from typing import Final
+
+import msgspec
+
+from autotune_amp.core.outcome import Failure, FailureKind
+
+# One batch of bad data makes one loss that is not finite, which a scaler or a guard of the script's own skips. With
+# weights that are no numbers, or in a format that ends too early, each further one is so too.
+NUM_NONFINITE_STEPS: Final = 3
+# GradScaler halves its scale at each skip: from 65536 down to 1, and a few more. After that it is not what is wrong.
+MAX_SKIPS: Final = 20
+
+_OOM_TYPES = {"OutOfMemoryError", "MemoryError"}
+_OOM_TEXTS = (
+    "out of memory",  # CUDA, its driver, Triton, Metal, SYCL
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "alloc_failed",  # cuBLAS, cuDNN and AMD's
+)
+# What libraries say where memory is short, and where it is not: after an error of the card, in a broken installation.
+_OOM_TEXTS_WHERE_SHORT = (
+    "status_not_initialized",  # cuBLAS and cuDNN take memory for a handle
+    "cudnn_status_internal_error",  # cuDNN loads kernels late (pytorch#81620); ..._ALLOCATION_FAILED is one of these
+    "unable to find an engine",  # no algorithm of a convolution has a workspace that fits
+    "unable to find a valid cudnn algorithm",
+)
+_SHORT_SHARE = 0.1
+_UNSUPPORTED_TEXTS = (
+    "not implemented for 'half'",
+    "not implemented for 'bfloat16'",
+    "not implemented for 'float8",
+    "not supported for dtype",
+    "could not create a primitive",  # oneDNN
+    "no kernel image is available",  # code for other cards than this one
+    "flashattention only support",  # "... supports Ampere GPUs or newer", "... support fp16 and bf16 data type"
+    "no available kernel",  # attention limited to kernels that this card, or the precision, does not have
+    "cublas_status_not_supported",
+    "cublas_status_arch_mismatch",
+    "out of resource: shared memory",  # a Triton kernel that wants more of it than the card has
+)
+# Python's own exceptions, which neither torch nor a driver raises for want of memory or of a kernel.
+_OF_PYTHON = {"ValueError", "TypeError", "LookupError", "AssertionError", "AttributeError", "ImportError", "NameError"}
+# How a rank speaks of another that it lost: by torch's own errors, in gloo's and NCCL's words.
+_OF_A_PEER = re.compile(
+    r"\bDist\w*Error\b|gloo/|NCCL|\[c10d\]|connection (closed|reset)|closed by peer|broken pipe"
+    r"|Rank \d+ .*(failed|timed out)|process group|timed out waiting",
+    re.IGNORECASE,
+)
+# The last line of a traceback but a launcher's, which says only that a rank failed; what argparse says.
+_PRINTED_ERROR = re.compile(r"^(?:(?!.*ChildFailed)[\w.]*(?:Error|Exception|Interrupt)\b|\S+: error:).*$", re.MULTILINE)
+
+
+class RaisedError(msgspec.Struct, frozen=True, kw_only=True):
+    """An exception as plain data.
+
+    `types` are the names of its class and of that class's bases, the class first. `free_memory_share` is the least
+    share of the accelerator's memory that the process had left, None where no accelerator says so.
+    """
+
+    types: tuple[str, ...]
+    message: str
+    traceback: str | None = None
+    free_memory_share: float | None = None
+
+
+class StepLosses(msgspec.Struct, frozen=True, kw_only=True):
+    """The losses of one optimizer step, as many as it had backward passes, and whether the loss scaler skipped it."""
+
+    losses: tuple[float, ...] = ()
+    is_skipped: bool = False
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all of its losses are finite."""
+        return all(map(math.isfinite, self.losses))
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """What was seen of a run, or of one of its ranks; a field that nobody looked at keeps its default.
+
+    `has_ended`: the process ended before it answered, with `exit_status` (negative for the signal that killed it, None
+    where nobody knows), while it did its `activity`; `process` is its name in messages, `output` the end of what it
+    printed. `is_oom_killed`: the kernel has ended some process for want of memory meanwhile. `overdue` is a sentence on
+    the deadline that has passed, which `is_loading` passed before the process was ready. `num_ooms` were caught by the
+    run itself; with `has_flushed` the allocator had to empty its cache. `steps` are those that count, in their order;
+    `goes_on`: more of them are to come.
+    """
+
+    error: RaisedError | None = None
+    has_ended: bool = False
+    exit_status: int | None = None
+    process: str = "its process"
+    activity: str = ""
+    output: str | None = None
+    is_oom_killed: bool = False
+    overdue: str | None = None
+    is_loading: bool = False
+    num_ooms: int = 0
+    memory_bytes: int = 0
+    memory_limit_bytes: int | None = None
+    has_flushed: bool = False
+    steps: tuple[StepLosses, ...] = ()
+    goes_on: bool = False
+
+
+def judge(evidence: Evidence) -> Failure | None:
+    """Return the failure that the evidence amounts to, None where nothing in it speaks against the run."""
+    if evidence.error is not None:
+        return _failure_from_error(evidence.error, is_oom_killed=evidence.is_oom_killed)
+    if evidence.has_ended:
+        return _failure_from_exit(evidence)
+    if evidence.num_ooms:
+        return Failure(kind="oom", message=f"it ran out of memory {evidence.num_ooms} times and went on")
+    limit_bytes = evidence.memory_limit_bytes
+    if limit_bytes is not None and evidence.memory_bytes > limit_bytes:
+        taken, limit = (f"{num_bytes / 2**20:.0f} MiB" for num_bytes in (evidence.memory_bytes, limit_bytes))
+        return Failure(kind="oom", message=f"it took {taken}, over the limit of {limit}")
+    if evidence.has_flushed:
+        return Failure(kind="oom", message="the allocator had to flush its cache to make room: memory is full")
+    if evidence.overdue is not None:
+        return Failure(
+            kind="timeout", message=evidence.overdue, details=evidence.output, is_loading=evidence.is_loading
+        )
+    return _failure_from_steps(evidence.steps, goes_on=evidence.goes_on)
+
+
+def culprit(failures: Iterable[Failure]) -> Failure:
+    """Return the failure that the others come from, the first of several that are equally likely.
+
+    A rank that runs out of memory, raises or dies makes all others lose a connection, wait, or be ended.
+    """
+    return min(failures, key=_remoteness)
+
+
+def printed_error(output: str) -> str | None:
+    """Return the last line of the output that names an error, None where there is none."""
+    found = _PRINTED_ERROR.findall(output)
+    return found[-1].strip() if found else None
+
+
+def _remoteness(failure: Failure) -> int:
+    if failure.kind == "oom":
+        return 0
+    if failure.kind == "timeout":
+        return 3
+    if failure.kind in ("workload_error", "crash") and _OF_A_PEER.search(failure.message):
+        return 4
+    # As NCCL's watchdog and launchers end a rank whose peer has failed.
+    return 2 if failure.kind == "crash" and re.search("SIGABRT|SIGTERM", failure.message) else 1
+
+
+def _failure_from_error(error: RaisedError, *, is_oom_killed: bool) -> Failure:
+    lines = [line for line in error.message.splitlines() if line.strip()]
+    message = f"{error.types[0]}: {lines[0] if lines else ''}"[:500]
+    details = error.traceback
+    if missing := re.search(r"No module named '(\w+)", error.message):
+        details = f"Install {missing[1]} in the environment that trains.\n{details or ''}".rstrip()
+    return Failure(kind=_kind_of_error(error, is_oom_killed=is_oom_killed), message=message, details=details)
+
+
+def _kind_of_error(error: RaisedError, *, is_oom_killed: bool) -> FailureKind:
+    text, types = error.message.lower(), set(error.types)
+    if types & _OOM_TYPES or "[errno 12]" in text:
+        return "oom"
+    if is_oom_killed and "killed by signal: killed" in text:  # a worker of a DataLoader
+        return "oom"
+    if types & _OF_PYTHON:
+        return "workload_error"
+    if any(part in text for part in _OOM_TEXTS):
+        return "oom"
+    is_short = error.free_memory_share is not None and error.free_memory_share < _SHORT_SHARE
+    if is_short and any(part in text for part in _OOM_TEXTS_WHERE_SHORT):
+        return "oom"
+    if "NotImplementedError" in types or any(part in text for part in _UNSUPPORTED_TEXTS):
+        return "unsupported"
+    return "workload_error"
+
+
+def _failure_from_exit(evidence: Evidence) -> Failure:
+    """Return the failure of a process that ended without an answer: what it printed may say why."""
+    status, output = evidence.exit_status, evidence.output or ""
+    when = f" {evidence.activity}" if evidence.activity else ""
+    is_killed = status in (None, -signal.SIGKILL, 128 + signal.SIGKILL)  # as a shell says it
+    if is_killed and evidence.is_oom_killed:
+        kind: FailureKind = "oom"
+        message = f"the kernel ended {evidence.process} for want of memory{when}"
+    elif status != 0 and _is_any_in((*_OOM_TEXTS, "memoryerror"), output):
+        kind, message = "oom", f"the output of {evidence.process} says that memory ran out{when}"
+    else:
+        is_unsupported = status != 0 and _is_any_in(_UNSUPPORTED_TEXTS, printed_error(output) or "")
+        kind = "unsupported" if is_unsupported else "crash"
+        message = f"{evidence.process} {_ending(status)}{when}"
+    return Failure(kind=kind, message=message, details=evidence.output)
+
+
+def _is_any_in(texts: Iterable[str], output: str) -> bool:
+    lower = output.lower()
+    return any(part in lower for part in texts)
+
+
+def _ending(status: int | None) -> str:
+    if status is None:
+        return "died"
+    if status >= 0:
+        return f"exited with status {status}"
+    names = {each.value: each.name for each in signal.Signals}  # real-time signals have none
+    cause = " (segmentation fault)" if status == -signal.SIGSEGV else ""
+    return f"died of {names.get(-status, f'signal {-status}')}{cause}"
+
+
+def _failure_from_steps(steps: tuple[StepLosses, ...], *, goes_on: bool) -> Failure | None:
+    """Return the failure of steps whose losses have stopped being finite, or that the loss scaler skips for ever.
+
+    The step after a bad batch tells whether the weights have borne it; of a run that is over, the last steps have none.
+    """
+    seen = [step for step in steps if step.losses]
+    bad = list(takewhile(lambda step: not step.is_finite, reversed(seen)))
+    is_left_so = not goes_on and any(not step.is_skipped for step in bad)
+    if is_left_so or len(bad) >= NUM_NONFINITE_STEPS:
+        value = next(loss for loss in bad[-1].losses if not math.isfinite(loss))
+        return Failure(kind="nonfinite", message=f"the loss became {value}")
+    recent = steps[-MAX_SKIPS:] if goes_on else steps
+    if recent and all(step.is_skipped for step in recent) and (not goes_on or len(recent) == MAX_SKIPS):
+        message = f"gradients still overflow after {len(recent)} steps, all of which the loss scaler skipped"
+        return Failure(kind="nonfinite", message=message)
+    return None
