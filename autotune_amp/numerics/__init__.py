@@ -24,7 +24,8 @@ print(found.verdict, found.healing_pins)
 ```
 
 It runs the same weights, batches and dropout draws in both, in a process of its own, for about the price of 40
-training steps, and says *faithful*, *doubtful*, *unfaithful* or *unchecked*, with the numbers, the modules to blame
-and what to do: here *unfaithful*, and that it is faithful with that `wo` in fp32 (`AmpConfig(pinned_modules=...)`).
-On which workloads the verdicts were tried, and which it missed, is in `studies/fidelity`.
+training steps, and says *faithful*, *undecided*, *doubtful*, *unfaithful* or *unchecked*, with the numbers, the modules
+to blame and what to do: here *unfaithful*, and that it is faithful with that `wo` in fp32
+(`AmpConfig(pinned_modules=...)`). On which workloads the verdicts were tried, and which it missed, is in
+`studies/fidelity`.
 """

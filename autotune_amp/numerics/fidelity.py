@@ -286,6 +286,8 @@ class Experiment:
         where = f"; it begins in {', '.join(places.get(name, name) for name in culprits)}" if culprits else ""
         if self.low.drawn is not None:
             where += "; its random numbers were fp32's, rounded, since in half precision it draws others"
+        if training is None and verdict == "faithful":
+            where += "; there was no time for a training run"
         is_of_weights = attempt.grade.is_of_weights or (low_weights is not None and culprits == (OUTSIDE,))
         return Fidelity(
             precision=self.precision,

@@ -57,6 +57,8 @@ def verdict(row: Row) -> str:
 def is_right(row: Row) -> bool:
     if row["expected"] == "sick":
         return verdict(row) in ("doubtful", "unfaithful")
+    if row["expected"] == "healthy" and verdict(row) == "undecided":
+        return True
     return verdict(row) == ("faithful" if row["expected"] == "healthy" else "unsupported")
 
 
@@ -88,8 +90,8 @@ def healable(rows: list[Row]) -> list[Row]:
 
 def checks(rows: list[Row]) -> list[str]:
     titles = [
-        "case", "precision", "expected", "verdicts", "right", "noise ratio", "flushed", "training gap",
-        "gap over scatter", "culprit right", "healed", "passes", "cost, fp32 steps",
+        "case", "precision", "expected", "verdicts", "right", "noise ratio", "common error", "at most", "flushed",
+        "training gap", "culprit right", "healed", "passes", "cost, fp32 steps",
     ]  # fmt: skip
     return table(
         titles,
@@ -101,9 +103,10 @@ def checks(rows: list[Row]) -> list[str]:
                 tally(map(verdict, group)),
                 share(map(is_right, group)),
                 spread(checked(group, "noise_ratio")),
+                spread(checked(group, "common_error")),
+                spread(pair and pair[1] for pair in checked(group, "common_error_interval")),
                 spread(checked(group, "flushed_share")),
                 spread(checked(group, "training_gap")),
-                spread(checked(group, "training_noise_gap")),
                 share(map(has_right_culprit, blamed(group))),
                 share(bool(row["fidelity"]["healing_pins"]) for row in healable(group)),
                 spread(checked(group, "num_passes")),

@@ -67,6 +67,37 @@ def test_fp32_against_itself_has_no_noise_and_a_check_repeats() -> None:
     assert one == again
 
 
+def test_a_deep_network_with_batchnorm_amplifies_rounding_and_is_faithful() -> None:
+    """ResNet-50, a quarter as wide: at its first weights two roundings of it are as far apart as two batches."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ResNetConfig(num_labels=10, embedding_size=16, hidden_sizes=[64, 128, 256, 512])
+    classes = torch.randn(10, 3, 32, 32)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        images = classes[batch.y] + batch.x
+        return functional.cross_entropy(model(images).logits, batch.y)
+
+    made = subject(
+        transformers.ResNetForImageClassification(config), loss, x=lambda: torch.randn(8, 3, 32, 32),
+        y=lambda: torch.randint(10, (8,)), make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.02),
+    )  # fmt: skip
+    found = check(made, "bf16", batch_size=8, find_pins=False)
+    assert found.noise_ratio is not None
+    assert found.noise_ratio > 0.5
+    assert found.verdict == "faithful", found.reason
+    assert "smaller" in found.reason
+
+
+def test_in_less_time_fewer_batches_are_looked_at_and_no_training_is_made() -> None:
+    whole = checked(build("convnet with BatchNorm"), "bf16")
+    short = check(build("convnet with BatchNorm"), "bf16", batch_size=8, seconds=1e-9)
+    assert (short.verdict, short.num_paired_steps, short.common_error_interval) == ("faithful", 0, None)
+    assert short.num_passes < whole.num_passes / 3
+    assert "no time for a training" in short.reason
+    noisy = check(with_middle(lambda x: (x + 150.0) - 150.0), "bf16", batch_size=8, seconds=1e-9)
+    assert noisy.verdict == "undecided", noisy.reason
+
+
 # -- sick ones ---------------------------------------------------------------------------------------------------------
 
 

@@ -64,7 +64,7 @@ def checked(case: Any, precision: Precision) -> Fidelity:
         batches = list(islice(stream, 8))
     subject = Subject(model, workload.loss, batches, partial(make_optimizer, workload), torch.device("cpu"))
     found = check(subject, precision, batch_size=case.batch_size)
-    assert found.num_passes <= 60
+    assert found.num_passes <= (60 if found.verdict == "faithful" else 1000)
     return found
 
 
