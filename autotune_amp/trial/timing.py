@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.trial.failures import NonFiniteError
-from autotune_amp.trial.jobs import is_falling, is_hopeless, stop
+from autotune_amp.trial.jobs import MAX_FALLING_SECONDS, is_hopeless, is_warming, stop
 from autotune_amp.trial.training import BaseTraining
 
 
@@ -200,18 +200,19 @@ def _warm_up(training: BaseTraining, timer: _StepTimer, report: Report) -> list[
         report(0, steps[-1].seconds)
         is_skipping = num_backoffs(training, scale) > 0
         num_done = 1 + len(steps)
-        if num_done >= num_least and not is_skipping and training.has_stepped:
+        is_long = time.perf_counter() - began - timer.compiling_seconds >= MAX_FALLING_SECONDS
+        if (num_done >= num_least or is_long) and not is_skipping and training.has_stepped:
             break
         if num_done >= num_least + MAX_SCALE_SEARCH_STEPS:
             raise NonFiniteError(
                 f"gradients still overflow at a loss scale of {training.loss_scale():g} after {num_done} steps"
             )
     seconds = [step.seconds for step in steps]
-    while not is_hopeless(spec, seconds) and is_falling(
-        spec,
+    while not is_hopeless(spec, seconds) and is_warming(
         seconds,
         num_steps=1 + sum(step.num_steps for step in steps),
         warming_seconds=time.perf_counter() - began - timer.compiling_seconds,
+        limits=spec.num_warmup_steps,
     ):
         steps.append(timer.time_compiled(spec.num_steps_per_report))
         seconds.append(steps[-1].seconds)
