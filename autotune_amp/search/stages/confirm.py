@@ -77,6 +77,8 @@ class Confirm:
         conditions = planner.conditions
         if not self._is_begun:
             self._is_begun = True
+            if not self._is_environment_worth(ledger, planner):
+                self._environment = {}
             if not self._is_runner_up_worth(ledger, planner):
                 self._contenders = self._contenders._replace(runner_up=None)
         elif conditions.shares_processes:
@@ -130,6 +132,13 @@ class Confirm:
         lead = speeds[runner_up] / speeds[winner] - 1 + PLATEAU if winner in speeds else math.inf
         num_starts = 0 if planner.conditions.shares_processes else 1
         return lead > planner.least_gain(ledger, MIN_ROUNDS * planner.runs_seconds(ledger, [runner_up], num_starts))
+
+    def _is_environment_worth(self, ledger: Ledger, planner: Planner) -> bool:
+        """Whether the recommended variables alone may gain enough for the seconds of runs of what runs today."""
+        winner, _, baseline = self._contenders
+        if winner != baseline or ledger.objective != "speed":
+            return True
+        return PLATEAU > planner.least_gain(ledger, MIN_ROUNDS * planner.runs_seconds(ledger, [winner], 1))
 
     def _is_over(self, ledger: Ledger, planner: Planner) -> bool:
         """Whether more rounds would settle nothing, or take longer than what they may settle is worth."""
