@@ -11,8 +11,7 @@ import msgspec
 
 from autotune_amp.launch import messages
 from autotune_amp.launch.messages import Message, Step
-
-NUM_WARMUP_STEPS = 3
+from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, is_warming
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +28,7 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass
 class Rank:
     """One process that trains: the steps of each of its optimizers, its loaders and its loss scalers, and what
-    of its frameworks could be set or was."""
+    of its frameworks could be set or was. Once it `has_ended` no more steps come."""
 
     pid: int
     rank: int = 0
@@ -41,6 +40,7 @@ class Rank:
     switches: list[messages.Switch] = field(default_factory=list)
     sets: list[messages.Set] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    has_ended: bool = False
 
     @property
     def pace(self) -> list[Step]:
@@ -50,11 +50,32 @@ class Rank:
 
     @property
     def warm(self) -> list[Step]:
-        """The steps of `pace` from the end of the warm-up on: after `NUM_WARMUP_STEPS`, and what loader workers had
-        ready before the first."""
-        steps = self.pace
+        """The steps of `pace` from the last of the warm-up on, without those on what loader workers had ready before
+        the first. Of a process that ended before its steps were steady, those after the least warm-up."""
+        steps, num_warmup = self.pace, self._num_warmup_steps()
+        if num_warmup is None and not self.has_ended:
+            return []
         ahead = max((it.num_workers * (it.prefetch_factor or 0) for it in self.loaders.values()), default=0)
-        return [step for step in steps[NUM_WARMUP_STEPS - 1 :] if step.num_batches >= ahead]
+        return [step for step in steps[(num_warmup or NUM_WARMUP_STEPS) - 1 :] if step.num_batches >= ahead]
+
+    def _num_warmup_steps(self) -> int | None:
+        """Return the steps until they were steady, None while they are not. In one that compiles nothing is seen."""
+        pace, group_seconds, warming_seconds = self.pace, list[float](), 0.0
+        for i, j in self._spans(pace):
+            if pace[i].num_compilations == pace[j].num_compilations:
+                seconds = pace[j].time - pace[i].time
+                group_seconds.append(seconds / (j - i))
+                warming_seconds += seconds
+            if group_seconds and not is_warming(group_seconds, num_steps=j + 1, warming_seconds=warming_seconds):
+                return j + 1
+        return None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Of the fastest step so far that compiled nothing, None before there was one."""
+        pace = self.pace
+        found = [b.time - a.time for a, b in pairwise(pace) if a.num_compilations == b.num_compilations]
+        return min(found, default=None)
 
     @property
     def training_loaders(self) -> frozenset[str]:
@@ -180,12 +201,18 @@ class Heard:
                 self._ended.add(message.pid)
             case messages.Exit():
                 self._ended.add(message.pid)
+                self._end(message.pid)
             case messages.Stack():
                 self.stacks[message.pid] = message
 
     def gone(self, pid: int) -> None:
         """A process's connection has ended."""
         self._gone.append(pid)
+        self._end(pid)
+
+    def _end(self, pid: int) -> None:
+        if pid in self.ranks:
+            self.ranks[pid].has_ended = True
 
     @property
     def rank_by_pid(self) -> dict[int, int]:

@@ -12,7 +12,8 @@ from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.text import count
 from autotune_amp.launch.messages import Error, Refused
-from autotune_amp.launch.ranks import NUM_WARMUP_STEPS, Heard
+from autotune_amp.launch.ranks import Heard
+from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
 
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|bad_alloc|not enough memory"

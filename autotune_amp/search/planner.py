@@ -27,6 +27,7 @@ from autotune_amp.trial.jobs import (
     Check,
     CheckKind,
     Trial,
+    measure_seconds,
     num_warmup_steps,
 )
 
@@ -58,7 +59,6 @@ MIN_STEP_DEADLINE_SECONDS = 2.0  # a busy machine stalls a step for hundreds of 
 # The first step of EfficientNet took 0.7 s in fp32, 7.9 in fp16, 11.9 in channels_last: cuDNN chooses its algorithms.
 MIN_FIRST_STEP_DEADLINE_SECONDS = 30.0
 METERED_SECONDS, MAX_METERED_STEPS = 1.0, 1000  # an energy counter is updated every 100 ms at worst
-MEASURE_SECONDS, NUM_TRIALS_FORESEEN = 5.0, 16  # a trial measures for so long at most, or a part of a small budget
 WORKER_START_SECONDS = 10.0  # a worker that is not forked imports torch first
 
 
@@ -127,7 +127,7 @@ class Planner:
     @property
     def measure_seconds(self) -> float:
         """Seconds that a trial measures at most."""
-        return min(MEASURE_SECONDS, self.budget.seconds / NUM_TRIALS_FORESEEN)
+        return measure_seconds(self.budget.seconds)
 
     def trial_seconds(self, ledger: Ledger, step_seconds: float) -> float:
         """Seconds of a trial whose steps take so long."""
@@ -145,7 +145,9 @@ class Planner:
     def run_seconds(self, ledger: Ledger, setting: Setting) -> float:
         """Seconds of a confirming run from its first step to its ending: as seen, else as the trial foretells."""
         ours = [r for r in ledger.records if r.candidate == setting and r.round is not None]
-        seen = [r.seconds - _start_seconds(r) - (ending_seconds(r) or 0.0) for r in ours]
+        # What describing a command has measured already took no time for its record.
+        took = [r for r in ours if r.seconds > _start_seconds(r)]
+        seen = [r.seconds - _start_seconds(r) - (ending_seconds(r) or 0.0) for r in took]
         if seen:
             return fmean(seen)
         outcome = ledger.outcomes.get(setting)

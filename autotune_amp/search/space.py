@@ -41,7 +41,8 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     is why nothing may accumulate, None where nothing speaks against it. `weights` is what the parameters are kept in,
     `has_tf32` whether the device has it. `weighs_passes`: the training itself weighs what accumulates. `variants` are
     other values of further dimensions, by name, which are tried on the setting that would win, `variants_left_out`
-    those that cannot be, with the reason; `are_variants_named`: the user asked for these. `checks` are those that can be answered, at `check_batch_size` at most.
+    those that cannot be, with the reason; `are_variants_named`: the user asked for these. `checks` are those that can
+    be answered, at `check_batch_size` at most.
     """
 
     candidates: tuple[Setting, ...]

@@ -99,7 +99,8 @@ def _max_speedups(ledger: Ledger) -> dict[str, float]:
 def next_setting(ledger: Ledger, is_worth: Callable[[Setting], bool] = lambda _: True) -> Setting | None:
     """The would-be winner with a value that nobody tried yet, then what won so at the batch sizes next to its own.
 
-    None once there is nothing more that `is_worth` its seconds. A config cannot express what is as found: then it is the best beside that.
+    None once there is nothing more that `is_worth` its seconds. A config cannot express what is as found: then it is
+    the best beside that.
     """
     leader = _leader(ledger)
     if leader is None:
@@ -293,7 +294,9 @@ def _row(
         seconds = _least_seconds(ledger, dimension)
         at_least = f"a trial takes {seconds:.0f} s or more"
         spent = f"the budget ended, and {at_least}: a larger --budget tries it"
-        left_out = f"{at_least}, which is more than it is likely to be worth: --try {dimension.name} tries it all the same"
+        left_out = (
+            f"{at_least}, which is more than it is likely to be worth: --try {dimension.name} tries it all the same"
+        )
         return replace(row, reason=reason or (spent if is_budget_spent else left_out))
     record, outcome = trials[0], trials[0].outcome
     row = replace(row, setting=str(record.candidate))

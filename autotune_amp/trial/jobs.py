@@ -40,12 +40,13 @@ MAX_TIMED_MICRO_BATCHES = 4
 STEPS_PER_SYNC = 4
 NUM_WARMUP_STEPS, MAX_WARMUP_STEPS = 3, 40
 COMPILING_SHARE = 0.85  # of a trial's seconds, where that tries compiling
+MEASURE_SECONDS, NUM_TRIALS_FORESEEN = 5.0, 16  # a trial measures for so long at most, or a part of a small budget
 
 
 class Trial(Job[Measurement], frozen=True, kw_only=True):
     """One isolated run of one candidate.
 
-    `num_warmup_steps` [low, high] bounds the steps before the measured ones: they end between once none `is_warming`, of long steps before.
+    `num_warmup_steps` [low, high] bounds the steps before the measured ones, but for long ones: see `is_warming`.
     `num_steps` [low, high] bounds the measured optimizer steps: measuring stops between them once the trimmed
     95 % interval of the step time is within `interval_share` of it, or after `measure_seconds`. After five steps a
     median above `cut_step_seconds` ends the trial early. `first_step_deadline_seconds`, with compilation, and
@@ -211,7 +212,8 @@ class Describe(Job[Description], frozen=True, kw_only=True):
     """What the workload is, from building it once.
 
     Its data is looked at where a `baseline_batch_size` is given; a batch size of the data's own comes before it.
-    `has_tf32`: the device does. `is_ranked`: several ranks are to train it.
+    `has_tf32`: the device does. `is_ranked`: several ranks are to train it. `is_batch_free`: batches of other sizes are
+    to be tried even where nothing accumulates.
     """
 
     answer: ClassVar[Any] = Description
@@ -220,6 +222,7 @@ class Describe(Job[Description], frozen=True, kw_only=True):
     has_tf32: bool = False
     is_ranked: bool = False
     baseline_batch_size: int | None = None
+    is_batch_free: bool = True
 
 
 class FingerprintJob(Job[Fingerprint], frozen=True, kw_only=True):
@@ -252,6 +255,11 @@ DEADLINE_SHARE = 0.6
 HOPELESS_RATIO = 1.6
 # A fast card takes the least number of steps in tens of ms: in less time than its clocks take to settle.
 LEAST_ACCELERATOR_SECONDS = 0.25
+
+
+def measure_seconds(budget_seconds: float) -> float:
+    """Return the seconds that a trial measures at most in a search with this budget."""
+    return min(MEASURE_SECONDS, budget_seconds / NUM_TRIALS_FORESEEN)
 
 
 def num_warmup_steps(measured: Measurement) -> int:

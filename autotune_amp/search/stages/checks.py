@@ -57,6 +57,7 @@ class Checks:
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
         """The check, calibration or trial that the choice of contenders waits for."""
+
         def is_worth(gain: float, num_checks: int) -> bool:
             return gain > planner.least_gain(ledger, num_checks * planner.check_seconds(ledger))
 

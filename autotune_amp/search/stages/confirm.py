@@ -138,7 +138,7 @@ class Confirm:
         winner, _, baseline = self._contenders
         if winner != baseline or ledger.objective != "speed":
             return True
-        return PLATEAU > planner.least_gain(ledger, MIN_ROUNDS * planner.runs_seconds(ledger, [winner], 1))
+        return planner.least_gain(ledger, MIN_ROUNDS * planner.runs_seconds(ledger, [winner], 1)) < PLATEAU
 
     def _is_over(self, ledger: Ledger, planner: Planner) -> bool:
         """Whether more rounds would settle nothing, or take longer than what they may settle is worth."""

@@ -173,7 +173,11 @@ def next_promising(
         return num_tried[setting] < max_processes and seconds(setting) < left_seconds
 
     gains = curves.gains(choosable, least=median(throughputs.get(ledger.space.baseline, [0.0])))
-    worth = {c: gain / seconds(c) for c, gain in gains.items() if gain > planner.least_gain(ledger, seconds(c)) and may_run(c)}
+    worth = {
+        c: gain / seconds(c)
+        for c, gain in gains.items()
+        if gain > planner.least_gain(ledger, seconds(c)) and may_run(c)
+    }
     if worth:  # between equals their order decides, and not how a CPU rounds
         return max(worth, key=lambda c: float(f"{worth[c]:.6g}"))
     chosen = None if ledger.shortlist is None else ledger.shortlist.winner
