@@ -330,8 +330,10 @@ class CommandBackend(WorkloadBackend):
     def _described_run(self, trial: Trial) -> Ran | None:
         """Return the run in which the command was described, where a trial would run the same and it is the first."""
         line, ran = self._described.pop(trial.candidate, (None, None))
-        is_same = line == self._command.line and not trial.environment and trial.seed == 0
-        return ran if is_same and trial.purpose == "search" else None
+        if ran is None or trial.environment or trial.seed or trial.purpose != "search" or line != self._command.line:
+            return None
+        limit_bytes = math.inf if trial.memory_limit_bytes is None else trial.memory_limit_bytes
+        return ran if ran.seen.memory_bytes <= limit_bytes else None
 
     def _run(self, trial: Trial) -> Ran:
         began, deadlines = time.monotonic(), trial.deadlines

@@ -154,6 +154,8 @@ class Planner:
         if not isinstance(outcome, Measurement):
             return 0.0
         first_step_seconds = outcome.first_step_seconds * (CACHED_SHARE if setting.is_compiled else 1.0)
+        if self.conditions.are_trials_fresh:  # whose start ends with it
+            first_step_seconds = 0.0
         warm_up = first_step_seconds + num_warmup_steps(outcome) * outcome.step_seconds
         measuring = min(MAX_CONFIRM_STEPS * outcome.step_seconds, CONFIRM_SECONDS + outcome.step_seconds)
         return warm_up + measuring
