@@ -76,6 +76,7 @@ def test_a_warm_up_goes_on_while_its_steps_fall(groups: list[float], expected: b
     assert falls(groups) == expected
     assert not falls(groups, warming_seconds=MAX_FALLING_SECONDS), "what falls for ever is measured all the same"
     assert not falls(groups, num_steps=MAX_WARMUP_STEPS)
+    assert falls(groups, num_steps=2), "so few are taken in any case, unless they are long"
 
 
 @settings(deadline=None)
