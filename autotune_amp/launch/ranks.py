@@ -11,7 +11,9 @@ import msgspec
 
 from autotune_amp.launch import messages
 from autotune_amp.launch.messages import Message, Step
-from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, is_warming
+from autotune_amp.trial.jobs import MAX_WARMUP_STEPS, NUM_WARMUP_STEPS, is_warming
+
+LIMITS_OF_WARMUP_STEPS = 2, MAX_WARMUP_STEPS  # no trial of a command is ended in its warm-up, whatever that shows
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +68,9 @@ class Rank:
                 seconds = pace[j].time - pace[i].time
                 group_seconds.append(seconds / (j - i))
                 warming_seconds += seconds
-            if group_seconds and not is_warming(group_seconds, num_steps=j + 1, warming_seconds=warming_seconds):
+            if group_seconds and not is_warming(
+                group_seconds, num_steps=j + 1, warming_seconds=warming_seconds, limits=LIMITS_OF_WARMUP_STEPS
+            ):
                 return j + 1
         return None
 

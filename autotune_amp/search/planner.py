@@ -2,7 +2,8 @@
 
 A start of a process costs from 0.07 to 60 s, a compilation from 2 to 60, so that no share of a budget is right
 everywhere. Costs are what the records show, and before that what the description of the workload foretells. Comparing
-comes first: the confirmation's time is kept back only once every precision was measured.
+comes first: the confirmation's time is kept back only once every precision was measured. After that a job is run where
+it may bring enough for its seconds (`Planner.least_gain`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ EXTRA_SHARE = 0.15
 # Less of the throughput is worth no job. Mean regret and seconds by other values: studies/search_efficiency.
 LEAST_GAIN = 0.002
 # What a second has to bring of the throughput once a search has taken its usual time: three starts, and a minute, or a
-# share of a budget that is large.
+# share of a budget that is large. Half and four times as much change little (studies/search_efficiency, hosts).
 GAIN_PER_SECOND, USUAL_SECONDS, USUAL_SHARE = 1e-3, 60.0, 0.1
 COMPILE_SECONDS = 5.0  # the first time, at the least: 6.5 s a convnet of six blocks, on 2 cores without AVX-512
 # Of the seconds of a start: 2.5 on a CPU, 1.5 to 2 of a Llama on an H200's host (studies/real_card).

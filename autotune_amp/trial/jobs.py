@@ -46,7 +46,7 @@ MEASURE_SECONDS, NUM_TRIALS_FORESEEN = 5.0, 16  # a trial measures for so long a
 class Trial(Job[Measurement], frozen=True, kw_only=True):
     """One isolated run of one candidate.
 
-    `num_warmup_steps` [low, high] bounds the steps before the measured ones, but for long ones: see `is_warming`.
+    `num_warmup_steps` [low, high] bounds the steps before the measured ones: they end between once not `is_warming`.
     `num_steps` [low, high] bounds the measured optimizer steps: measuring stops between them once the trimmed
     95 % interval of the step time is within `interval_share` of it, or after `measure_seconds`. After five steps a
     median above `cut_step_seconds` ends the trial early. `first_step_deadline_seconds`, with compilation, and
@@ -284,13 +284,16 @@ def is_warming(
     `group_seconds` are the step seconds of its steps after the first, then the mean ones of each group of steps;
     `num_steps` counts them all, and `limits` are those of their number. They fall as long as one of the last
     `NUM_STEADY_GROUPS` is faster than all before by more than `LEAST_FALL`. `warming_seconds` are what the steps after
-    the first took together: from `MAX_FALLING_SECONDS` on nothing is waited for, since long steps are steady from the
-    third on. Noise alone costs few groups: the chance that one of the last two of n is the fastest is 2 / n.
+    the first took together: from `MAX_FALLING_SECONDS` on no fall is waited for, since long steps are steady from the
+    third on at the latest. Noise alone costs few groups: the chance that one of the last two of n is the fastest is
+    2 / n.
     """
     before, last = group_seconds[:-NUM_STEADY_GROUPS], group_seconds[-NUM_STEADY_GROUPS:]
+    if num_steps < limits[0]:
+        return True
     if num_steps >= limits[1] or warming_seconds >= MAX_FALLING_SECONDS:
         return False
-    return num_steps < limits[0] or not before or min(last) < (1 - LEAST_FALL) * min(before)
+    return not before or min(last) < (1 - LEAST_FALL) * min(before)
 
 
 def stop(

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.trial.failures import NonFiniteError
-from autotune_amp.trial.jobs import MAX_FALLING_SECONDS, is_hopeless, is_warming, stop
+from autotune_amp.trial.jobs import is_hopeless, is_warming, stop
 from autotune_amp.trial.training import BaseTraining
 
 
@@ -200,8 +200,7 @@ def _warm_up(training: BaseTraining, timer: _StepTimer, report: Report) -> list[
         report(0, steps[-1].seconds)
         is_skipping = num_backoffs(training, scale) > 0
         num_done = 1 + len(steps)
-        is_long = time.perf_counter() - began - timer.compiling_seconds >= MAX_FALLING_SECONDS
-        if (num_done >= num_least or is_long) and not is_skipping and training.has_stepped:
+        if num_done >= num_least and not is_skipping and training.has_stepped:
             break
         if num_done >= num_least + MAX_SCALE_SEARCH_STEPS:
             raise NonFiniteError(

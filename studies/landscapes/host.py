@@ -208,10 +208,14 @@ class HostBackend:
         if isinstance(described, Measurement):
             return Done(described, None, self._budget, self._budget.now)
         waited, start_seconds, building = self._begin()
-        if job.loading_seconds is not None and waited > job.loading_seconds:
+        allowed = job.loading_seconds
+        if self._host.is_command and job.deadline_seconds is not None:  # whose clock starts with its process
+            allowed = job.deadline_seconds
+            job = replace(job, deadline_seconds=max(0.0, allowed - waited))
+        if allowed is not None and waited > allowed:
             self._is_warm = False
             slow = Failure(kind="timeout", message="the workload takes longer to load", is_loading=True)
-            return Done(slow, start_seconds, self._budget, self._budget.now + job.loading_seconds)
+            return Done(slow, start_seconds, self._budget, self._budget.now + allowed)
         played, seconds = self._trial(job, building) if isinstance(job, Trial) else self._check(job, building)
         found: Any = played
         if self._chance.random() < self._host.death_share:
