@@ -160,12 +160,11 @@ def nothing_left_at_once() -> Iterator[None]:
 
 
 def _files(temporary: Path) -> list[str]:
-    """What was left in the folder for temporary files, without the compiler's cache, the file of eight characters that
-    `tempfile` writes in each process to see whether it may, and the folder in which multiprocessing receives batches of
-    loader workers: a process may be killed before it removes those.
+    """What was left in the folder for temporary files, without the compiler's cache and the file of eight characters
+    that `tempfile` writes in each process to see whether it may, which may be killed then.
     """
     names = [path.name for path in temporary.iterdir()]
-    return [name for name in names if not re.fullmatch(r"torchinductor_.*|pymp-.*|[a-z0-9_]{8}", name)]
+    return [name for name in names if not re.fullmatch(r"torchinductor_.*|[a-z0-9_]{8}", name)]
 
 
 def _left_beside(before: set[str]) -> set[str]:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -36,7 +37,7 @@ _EXIT_SECONDS = 10.0
 _SIGNAL_SECONDS = 1.0
 _SERVER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from autotune_amp.isolation.server import main; main(sys.argv[2], int(sys.argv[3]))"
+    "from autotune_amp.isolation.server import main; main(sys.argv[2], int(sys.argv[3]), sys.argv[4])"
 )
 
 
@@ -79,10 +80,11 @@ class Process:
         self._printed: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._tail: deque[str] = deque(maxlen=64)
         self._num_oom_kills = 0
-        self._folders: list[str] = []  # that a child makes and removes, unless it is killed
+        sockets = f"{tempfile.gettempdir()}/amp-{self._mark[:8]}"  # whose paths may have about a hundred characters
+        self._folders = [sockets]  # that a child makes and removes, unless it is killed
         try:
             self._popen = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                [sys.executable, "-c", _SERVER, json.dumps(sys.path), mode, str(os.getpid())],
+                [sys.executable, "-c", _SERVER, json.dumps(sys.path), mode, str(os.getpid()), sockets],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

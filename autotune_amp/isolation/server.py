@@ -17,13 +17,16 @@ import multiprocessing
 import os
 import queue
 import select
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Sequence
 from functools import partial
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -403,9 +406,33 @@ def _die_with(parent: int) -> None:
             os._exit(1)
 
 
-def main(mode: str, parent: int) -> None:
-    """Serve until `parent` closes our input, as template of ``forked`` children or as ``kept`` worker."""
+def _hold_sockets(folder: str) -> None:
+    """Have multiprocessing put its sockets into `folder`, which the parent removes: loader workers that are killed
+    do not remove theirs."""
+
+    def get_temp_dir() -> str:
+        config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+        while config.get("tempdir") is None:
+            Path(folder).mkdir(exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=folder)
+                util.Finalize(None, _remove_sockets, (config["tempdir"], folder), exitpriority=-100)
+        return str(config["tempdir"])
+
+    util.get_temp_dir = get_temp_dir
+
+
+def _remove_sockets(own: str, folder: str) -> None:
+    shutil.rmtree(own, ignore_errors=True)
+    with contextlib.suppress(OSError):  # others have theirs in it
+        Path(folder).rmdir()
+
+
+def main(mode: str, parent: int, sockets: str) -> None:
+    """Serve until `parent` closes our input, as template of ``forked`` children or as ``kept`` worker; `sockets` is the
+    folder for those of multiprocessing."""
     _die_with(parent)
+    _hold_sockets(sockets)
     channel = Channel()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a text stream: nobody replaced it yet
     is_template = mode == "forked"

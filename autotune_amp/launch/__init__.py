@@ -9,11 +9,12 @@ placeholders, of which each trial gets a filled copy. Other braces stay. In Pyth
 
 Each trial is the command itself, started with a few hooks in it (`autotune_amp/launch/agent`), watched until its
 steps are measured, and killed with all that it started; what it prints is shown where it fails. First it is run as
-it is today, then with another batch size and precision: a placeholder that does not reach the training is an error
-that names both values that were seen; a precision that it refuses, or in which it is hopelessly slow, is left out
-with a warning. Whether a precision is faithful is judged inside the command, by the gradients of the same batches on
-the same first weights. Without `{accumulation_steps}` a smaller batch would change what the training learns, so none
-is tried unless `--effective-batch-size free`.
+it is today, then in another precision, and with another batch size where others may be tried; both count as trials. A
+placeholder that does not reach the training is an error that names both values that were seen. A precision that the
+command refuses, or in which it is hopelessly slow, is left out with a warning. Whether a precision is faithful is
+judged inside the command, by the gradients of the same batches on the same first weights. Without
+`{accumulation_steps}` a smaller batch would change what the training learns, so none is tried unless
+`--effective-batch-size free`.
 
 Without placeholders, batch size and precision are set from outside: in the framework's own arguments, else in the
 script's own autocast regions, else around the model's forward. fp16 needs a GradScaler of the script's own. What

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from autotune_amp.core.errors import BudgetTooSmallError, WorkloadError
 from autotune_amp.core.job import Deadlines, Job
+from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Ability, Handle, Opened, Slot, WorkloadBackend
@@ -21,14 +22,15 @@ from autotune_amp.launch import measure
 from autotune_amp.launch.command import Command
 from autotune_amp.launch.frozen_pair import FrozenPair, pair
 from autotune_amp.launch.known_arguments import with_placeholders
-from autotune_amp.launch.ranks import Rank
+from autotune_amp.launch.ranks import Heard, Rank
+from autotune_amp.launch.running import Ran
 from autotune_amp.launch.settable import batches_in, deviation, probing_setting, set_from_outside, unsettable
-from autotune_amp.trial.jobs import Check, Describe, Trial
+from autotune_amp.trial.jobs import Check, Describe, Trial, measure_seconds
 
-NUM_DESCRIBED_STEPS = 8
 NUM_FROZEN_STEPS, MAX_SKIPS = 6, 4
 MAX_FROZEN_ENTRIES = 2_000_000
-# With less than a follow check and two trials there is nothing to choose from; three rounds confirm a choice.
+# With less than the run of today's, a follow check and a trial there is nothing to choose from; three rounds confirm a
+# choice.
 MIN_NUM_RUNS, NUM_RUNS_OF_A_CONFIRMED_SEARCH = 3, 12
 # What a run in another precision may take: a share of the time left, which a first compilation needs, and some times
 # what today's took. On a CPU without bf16 it takes a hundred times as long.
@@ -76,6 +78,7 @@ class CommandBackend(WorkloadBackend):
         self._local = local
         self._watcher = watcher
         self._environment = environment
+        self._described: dict[Setting, tuple[LaunchLine, Ran]] = {}  # runs that trials of the same need not repeat
 
     @property
     def abilities(self) -> frozenset[Ability]:
@@ -127,7 +130,7 @@ class CommandBackend(WorkloadBackend):
         assumed = {"precision": "fp32", "batch_size": job.baseline_batch_size or 1}
         today = Setting(**{**assumed, **command.line.today_values})
         is_assumed = "batch_size" in command.line.placeholders and "batch_size" not in command.line.today_values
-        first = self._observe(today, job.deadlines)
+        first = self._observe(today, job, job.deadlines, began=began)
         if isinstance(first, Failure) and first.is_loading:
             raise WorkloadError(
                 f"No training step of torch was seen in the command: {first.message}.",
@@ -136,7 +139,7 @@ class CommandBackend(WorkloadBackend):
             )
         if isinstance(first, Failure):
             return first
-        rank, started = self._of_samples(today, first, job.deadlines)
+        rank, ran = self._of_samples(today, first, job)
         self._require_device(job.device, rank)
         loader = measure.training_loader(rank)
         per_step = measure.samples_per_step(rank) or 1
@@ -150,10 +153,10 @@ class CommandBackend(WorkloadBackend):
         command.line, known = with_placeholders(command.line, rank.switches)
         self._refuse_ignored(today, rank)
         command.today, command.maker = today, None if loader is None else loader.maker
-        description = measure.description(rank, command.line.name, today, started)
-        self._require_time(job, description.build_seconds, time.monotonic() - began)
+        description = measure.description(rank, command.line.name, today, ran.began)
+        self._described[today] = command.line, ran
         cannot = unsettable(command.line, rank)
-        other = probing_setting(today, cannot)
+        other = probing_setting(today, cannot, is_batch_free=job.is_batch_free)
         more: dict[str, str] = {}
         if other is not None:
             more, followed = self._follow(other, today, job, began)
@@ -182,15 +185,24 @@ class CommandBackend(WorkloadBackend):
             check_batch_size=today.batch_size,
         )
 
-    def _observe(self, setting: Setting, deadlines: Deadlines) -> tuple[Rank, float] | Failure:
-        """The slowest rank of a few steps, and when it was started."""
-        ran = self._command.run(
-            setting,
-            deadlines,
-            lambda heard: heard.num_steps >= NUM_DESCRIBED_STEPS and measure.slowest(heard) is not None,
-            Watcher(),
-            environment=self._environment,
+    def _observe(
+        self, setting: Setting, job: Describe, deadlines: Deadlines, began: float | None = None
+    ) -> tuple[Rank, Ran] | Failure:
+        """Run it as a trial of the setting would; return the slowest rank and the run.
+
+        Raises `BudgetTooSmallError` as soon as its steps show that the time of a search that `began` is too short.
+        """
+        as_trial = Trial(
+            candidate=setting, device=job.device, measure_seconds=measure_seconds(job.deadline_seconds or math.inf)
         )
+        run_began = time.monotonic()
+
+        def is_enough(heard: Heard) -> bool:
+            if began is not None:
+                self._require_time(job, heard, run_began, began)
+            return measure.is_enough(heard, as_trial, run_began)
+
+        ran = self._command.run(setting, deadlines, is_enough, Watcher(), environment=self._environment)
         if isinstance(ran.ending, Failure):
             return ran.ending
         found = measure.slowest(ran.heard)
@@ -198,9 +210,9 @@ class CommandBackend(WorkloadBackend):
             return Failure(
                 kind="workload_error", message=f"it ended after {ran.heard.num_steps} steps, too few to measure"
             )
-        return found[0], ran.began
+        return found[0], ran
 
-    def _of_samples(self, today: Setting, first: tuple[Rank, float], deadlines: Deadlines) -> tuple[Rank, float]:
+    def _of_samples(self, today: Setting, first: tuple[Rank, Ran], job: Describe) -> tuple[Rank, Ran]:
         """What was observed, again where the model takes its samples along the second dimension, as recurrent ones do.
         Nothing but the batch size that was asked for tells so, nor whether the ranks divide it among them."""
         command, rank = self._command, first[0]
@@ -210,7 +222,7 @@ class CommandBackend(WorkloadBackend):
             command.num_sharing = rank.world
         elif measure.training_loader(rank) is None:
             command.sample_dim = 1
-            again = self._observe(today, deadlines)
+            again = self._observe(today, job, job.deadlines)
             if not isinstance(again, Failure) and self._deviation(today, again[0]) is None:
                 return again
             command.sample_dim = 0
@@ -230,8 +242,11 @@ class CommandBackend(WorkloadBackend):
 
         def run(setting: Setting, at_most: float = math.inf) -> Rank | Failure:
             seconds = min(left(), at_most)
-            found = self._observe(setting, Deadlines(whole_seconds=None if seconds == math.inf else seconds))
-            return found if isinstance(found, Failure) else found[0]
+            found = self._observe(setting, job, Deadlines(whole_seconds=None if seconds == math.inf else seconds))
+            if isinstance(found, Failure):
+                return found
+            self._described[setting] = self._command.line, found[1]
+            return found[0]
 
         patience = max(FOLLOWING_SHARE * left(), FOLLOWING_TIMES * (time.monotonic() - began))
         found, cannot = run(other, patience if other.precision != today.precision else math.inf), dict[str, str]()
@@ -282,24 +297,44 @@ class CommandBackend(WorkloadBackend):
                 f"Give --device {min(types)}, or see that the command uses the device.",
             )
 
-    def _require_time(self, job: Describe, setup_seconds: float, used_seconds: float) -> None:
+    def _require_time(self, job: Describe, heard: Heard, run_began: float, began: float) -> None:
         """Raises `BudgetTooSmallError` where a search, which gives a baseline, would come to nothing."""
-        if job.deadline_seconds is None or job.baseline_batch_size is None:
+        seconds = measure.foreseen_seconds(heard, run_began)
+        if job.deadline_seconds is None or job.baseline_batch_size is None or seconds is None:
             return
-        if MIN_NUM_RUNS * setup_seconds < job.deadline_seconds - used_seconds:
+        used_seconds = run_began - began
+        if MIN_NUM_RUNS * seconds < job.deadline_seconds - used_seconds:
             return
-        needed = NUM_RUNS_OF_A_CONFIRMED_SEARCH * setup_seconds + used_seconds
+        needed = NUM_RUNS_OF_A_CONFIRMED_SEARCH * seconds + used_seconds
         raise BudgetTooSmallError(
-            f"The command takes {setup_seconds:.0f} s to its first step, and a search starts it {MIN_NUM_RUNS} times "
-            f"at least: more than the {job.deadline_seconds:.0f} s that are left.",
+            f"A run of the command takes {seconds:.0f} s until its steps are measured, and a search starts it "
+            f"{MIN_NUM_RUNS} times at least: more than the {job.deadline_seconds:.0f} s that are left.",
             f"Give --budget {math.ceil(needed / 10) * 10} or more.",
         )
 
     def _measure(self, trial: Trial) -> Measurement | Failure:
+        ran = self._described_run(trial) or self._run(trial)
+        found = measure.slowest(ran.heard)
+        is_paused = isinstance(ran.ending, Failure) and ran.ending.kind == "timeout" and ran.heard.world == 1
+        if isinstance(ran.ending, Failure) and not (is_paused and found is not None):
+            return ran.ending
+        measured = measure.measurement(ran.heard, trial, ran.began, ran.seen.memory_bytes)
+        problem = None if found is None else self._deviation(trial.candidate, found[0])
+        return measured if problem is None else problem
+
+    def _described_run(self, trial: Trial) -> Ran | None:
+        """Return the run in which the command was described, where a trial would run the same and it is the first."""
+        line, ran = self._described.pop(trial.candidate, (None, None))
+        if ran is None or trial.environment or trial.seed or trial.purpose != "search" or line != self._command.line:
+            return None
+        limit_bytes = math.inf if trial.memory_limit_bytes is None else trial.memory_limit_bytes
+        return ran if ran.seen.memory_bytes <= limit_bytes else None
+
+    def _run(self, trial: Trial) -> Ran:
         began, deadlines = time.monotonic(), trial.deadlines
         if deadlines.step_seconds is not None:
             deadlines = replace(deadlines, step_seconds=max(PAUSE_SECONDS, deadlines.step_seconds))
-        ran = self._command.run(
+        return self._command.run(
             trial.candidate,
             deadlines,
             lambda heard: measure.is_enough(heard, trial, began),
@@ -308,13 +343,6 @@ class CommandBackend(WorkloadBackend):
             environment={**(self._environment or {}), **trial.environment},
             memory_limit_bytes=trial.memory_limit_bytes if trial.device == "cpu" else None,
         )
-        found = measure.slowest(ran.heard)
-        is_paused = isinstance(ran.ending, Failure) and ran.ending.kind == "timeout" and ran.heard.world == 1
-        if isinstance(ran.ending, Failure) and not (is_paused and found is not None):
-            return ran.ending
-        measured = measure.measurement(ran.heard, trial, ran.began, ran.seen.memory_bytes)
-        problem = None if found is None else self._deviation(trial.candidate, found[0])
-        return measured if problem is None else problem
 
     def _check(self, check: Check) -> Fidelity | Failure:
         """fp32 and the precision on the same weights and batches of today's size, no step taken."""

@@ -14,7 +14,7 @@ from autotune_amp.core.outcome import Description, Failure, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.launch.messages import Loader
 from autotune_amp.launch.ranks import Heard, Interval, Rank
-from autotune_amp.trial.jobs import Trial, stop
+from autotune_amp.trial.jobs import MAX_FALLING_SECONDS, NUM_WARMUP_STEPS, Trial, stop
 from autotune_amp.trial.judge import Evidence, judge
 
 MIN_NUM_INTERVALS = 2
@@ -48,6 +48,17 @@ def is_enough(heard: Heard, trial: Trial, began: float) -> bool:
         training_seconds=rank.steps[-1].time - began,
     )
     return why is not None
+
+
+def foreseen_seconds(heard: Heard, began: float) -> float | None:
+    """Return the seconds that a run takes until the least that can be measured of it is; None while two steps of every
+    rank have not shown that."""
+    found = [(rank.pace[0].time - began, rank.step_seconds) for rank in heard.ranks.values() if rank.pace]
+    steps = [seconds for _, seconds in found if seconds is not None]
+    if not heard.is_whole or len(steps) < len(found) or not steps:
+        return None
+    num_warmup = 2 if max(steps) >= MAX_FALLING_SECONDS else NUM_WARMUP_STEPS
+    return max(first for first, _ in found) + (num_warmup - 1 + MIN_NUM_INTERVALS) * max(steps)
 
 
 def measurement(heard: Heard, trial: Trial, began: float, memory_bytes: int) -> Measurement | Failure:

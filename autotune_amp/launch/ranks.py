@@ -12,9 +12,10 @@ import msgspec
 
 from autotune_amp.launch import messages
 from autotune_amp.launch.messages import Message, Step
+from autotune_amp.trial.jobs import MAX_WARMUP_STEPS, NUM_WARMUP_STEPS, is_warming
 from autotune_amp.trial.judge import MAX_SKIPS, StepLosses
 
-NUM_WARMUP_STEPS = 3
+LIMITS_OF_WARMUP_STEPS = 2, MAX_WARMUP_STEPS  # no trial of a command is ended in its warm-up, whatever that shows
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +32,7 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass
 class Rank:
     """One process that trains: the steps of each of its optimizers, its loaders and its loss scalers, and what
-    of its frameworks could be set or was."""
+    of its frameworks could be set or was. Once it `has_ended` no more steps come."""
 
     pid: int
     rank: int = 0
@@ -43,6 +44,7 @@ class Rank:
     switches: list[messages.Switch] = field(default_factory=list)
     sets: list[messages.Set] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    has_ended: bool = False
 
     @property
     def pace(self) -> list[Step]:
@@ -52,12 +54,15 @@ class Rank:
 
     @property
     def warm(self) -> list[Step]:
-        """The steps of `pace` from the end of the warm-up on: after `NUM_WARMUP_STEPS`, what loader workers had ready
-        before the first, and the skips in which a loss scaler finds its scale."""
-        steps = self.pace
+        """The steps of `pace` from the last of the warm-up on, without those on what loader workers had ready before
+        the first, and the skips in which a loss scaler finds its scale. Of a process that ended before its steps were
+        steady, those after the least warm-up."""
+        steps, num_warmup = self.pace, self._num_warmup_steps()
+        if num_warmup is None and not self.has_ended:
+            return []
         ahead = max((it.num_workers * (it.prefetch_factor or 0) for it in self.loaders.values()), default=0)
         num_skips = sum(1 for _ in takewhile(lambda step: step.is_skipped, steps))
-        first = max(NUM_WARMUP_STEPS - 1, min(num_skips, MAX_SKIPS))
+        first = max((num_warmup or NUM_WARMUP_STEPS) - 1, min(num_skips, MAX_SKIPS))
         return [step for step in steps[first:] if step.num_batches >= ahead]
 
     @property
@@ -72,6 +77,27 @@ class Rank:
             )
             for index in self.optimizers
         ]
+
+    def _num_warmup_steps(self) -> int | None:
+        """Return the steps until they were steady, None while they are not. In one that compiles nothing is seen."""
+        pace, group_seconds, warming_seconds = self.pace, list[float](), 0.0
+        for i, j in self._spans(pace):
+            if pace[i].num_compilations == pace[j].num_compilations:
+                seconds = pace[j].time - pace[i].time
+                group_seconds.append(seconds / (j - i))
+                warming_seconds += seconds
+            if group_seconds and not is_warming(
+                group_seconds, num_steps=j + 1, warming_seconds=warming_seconds, limits=LIMITS_OF_WARMUP_STEPS
+            ):
+                return j + 1
+        return None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Of the fastest step so far that compiled nothing, None before there was one."""
+        pace = self.pace
+        found = [b.time - a.time for a, b in pairwise(pace) if a.num_compilations == b.num_compilations]
+        return min(found, default=None)
 
     @property
     def training_loaders(self) -> frozenset[str]:
@@ -197,12 +223,18 @@ class Heard:
                 self._ended.add(message.pid)
             case messages.Exit():
                 self._ended.add(message.pid)
+                self._end(message.pid)
             case messages.Stack():
                 self.stacks[message.pid] = message
 
     def gone(self, pid: int) -> None:
         """A process's connection has ended."""
         self._gone.append(pid)
+        self._end(pid)
+
+    def _end(self, pid: int) -> None:
+        if pid in self.ranks:
+            self.ranks[pid].has_ended = True
 
     @property
     def rank_by_pid(self) -> dict[int, int]:

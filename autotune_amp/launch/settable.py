@@ -47,10 +47,11 @@ def set_from_outside(sets: Iterable[Set]) -> list[str]:
     return [f"Set from outside, since the command has no placeholder for it: {', '.join(found)}."]
 
 
-def probing_setting(today: Setting, cannot: Mapping[str, str]) -> Setting | None:
+def probing_setting(today: Setting, cannot: Mapping[str, str], *, is_batch_free: bool = True) -> Setting | None:
     """What shows whether a command follows: `today` with another batch size and precision, as far as they can be set;
-    None where neither can."""
-    sizes = [] if "batch_size" in cannot else [max(1, today.batch_size // 2) if today.batch_size > 1 else 2]
+    None where neither can. Unless `is_batch_free`, a batch size that nothing makes up for by accumulation stays."""
+    is_kept = "batch_size" in cannot or ("accumulation_steps" in cannot and not is_batch_free)
+    sizes = [] if is_kept else [max(1, today.batch_size // 2) if today.batch_size > 1 else 2]
     lower: tuple[Precision, ...] = ("bf16", "fp32")
     others = [p for p in lower if p not in cannot and p != today.precision]
     if not sizes and not others:

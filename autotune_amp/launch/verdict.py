@@ -14,7 +14,8 @@ from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.text import count
 from autotune_amp.launch.messages import Error, Refused
-from autotune_amp.launch.ranks import NUM_WARMUP_STEPS, Heard
+from autotune_amp.launch.ranks import Heard
+from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
 from autotune_amp.trial.judge import Evidence, RaisedError, culprit, judge
 
 # What a launcher says of its ranks: the cause only where no rank says one.

@@ -50,10 +50,11 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     def shares_processes(self) -> bool:
         """Whether the runs of a confirmation's round share a process.
 
-        Not on a CPU, where the state of the heap is part of what is measured. On an accelerator the allocator's cache
+        Those of a command do not, nor do they on a CPU, where the state of the heap is part of what is measured. On an
+        accelerator the allocator's cache
         is emptied between them, and no variables are recommended that would set their environments apart.
         """
-        return self.hardware.device != "cpu"
+        return self.hardware.device != "cpu" and not self.are_trials_fresh
 
     @property
     def num_cpus(self) -> int:

@@ -6,13 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 
 from autotune_amp.core.evidence import MIN_PROCESSES
-from autotune_amp.core.intervals import apart_interval, ratio_interval
+from autotune_amp.core.intervals import apart_interval, ratio_interval, t_quantile
 from autotune_amp.core.outcome import Measurement, Purpose, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.search import ranking
 from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.ranking import PLATEAU, Runs, confirm_runs
 from autotune_amp.trial.jobs import NUM_STEPS_BEFORE_CUT
+
+MOST_ROUNDS_FORESEEN = 100
 
 
 def gain_interval(ledger: Ledger, ours: Runs, today: Runs) -> tuple[float, float]:
@@ -27,20 +29,34 @@ def gain_interval(ledger: Ledger, ours: Runs, today: Runs) -> tuple[float, float
     return apart_interval([m.samples_per_second for m in ones], [m.samples_per_second for m in others])
 
 
-def is_settled(ledger: Ledger, chosen: Shortlist, environment: Mapping[str, str]) -> bool:
-    """Say whether enough processes measured the contenders and what runs today, and show of each contender that seems
-    to be worth a change that it surely is faster."""
+def unsettled(ledger: Ledger, chosen: Shortlist, environment: Mapping[str, str]) -> tuple[float, int] | None:
+    """Return the gain on what runs today that more rounds may show to be sure, and the rounds that are foreseen for it;
+    None once that is settled.
+
+    It is where enough processes measured the contenders and what runs today, and where the fastest contender that seems
+    to be worth a change surely is faster. The interval of a mean narrows with the root of the number of rounds.
+    """
     today = confirm_runs(ledger.records, chosen.baseline, {})
     ours = {c: confirm_runs(ledger.records, c, environment) for c in chosen[:2] if c is not None}
     running = [today, *(runs for c, runs in ours.items() if c == chosen.winner or runs.num_confirming)]
     if any(runs.num_confirming < MIN_PROCESSES and runs.candidate not in ledger.failures for runs in running):
-        return False
-    for runs in ours.values():
-        if runs.measurements and today.measurements and runs != today:
-            seems_faster = runs.speed >= (1 + PLATEAU) * today.speed
-            if seems_faster and gain_interval(ledger, runs, today)[0] <= 1:
-                return False
-    return True
+        return math.inf, 1
+    measured = [runs for runs in ours.values() if runs.measurements and runs != today]
+    if not today.measurements or not measured:
+        return None
+    fastest = max(measured, key=lambda runs: runs.speed)
+    ratio, (low, _) = fastest.speed / today.speed, gain_interval(ledger, fastest, today)
+    if ratio < 1 + PLATEAU or low > 1:
+        return None
+    num_rounds = min(fastest.num_confirming, today.num_confirming)
+    half = math.inf if low == 0 else math.log(ratio / low) * math.sqrt(num_rounds) / t_quantile(max(1, num_rounds - 1))
+    num_more = 1
+    while num_more < MOST_ROUNDS_FORESEEN:
+        num = num_rounds + num_more
+        if half * t_quantile(num - 1) / math.sqrt(num) < math.log(ratio):
+            break
+        num_more += 1
+    return ratio - 1, num_more
 
 
 def speedup(chosen: Runs, baseline: Runs, records: Sequence[Record]) -> tuple[float | None, tuple[float, float] | None]:

@@ -2,7 +2,8 @@
 
 A start of a process costs from 0.07 to 60 s, a compilation from 2 to 60, so that no share of a budget is right
 everywhere. Costs are what the records show, and before that what the description of the workload foretells. Comparing
-comes first: the confirmation's time is kept back only once every precision was measured.
+comes first: the confirmation's time is kept back only once every precision was measured. After that a job is run where
+it may bring enough for its seconds (`Planner.least_gain`).
 """
 
 from __future__ import annotations
@@ -27,18 +28,28 @@ from autotune_amp.trial.jobs import (
     Check,
     CheckKind,
     Trial,
+    measure_seconds,
     num_warmup_steps,
 )
 
 MIN_ROUNDS = 3  # of a confirmation
 SAFETY = 1.1  # an estimate of a process's seconds that turns out short must not break the budget
 FORESEEN_SECONDS = 2.0  # of a trial, from its first step on, while nothing was measured
+NUM_STEPS_FORESEEN = 6, 8  # of a trial: a first step as long as three, and the warm-up; the fewest that are measured
 CONFIRM_SECONDS, MAX_CONFIRM_STEPS = 2.0, 400  # what a confirming run measures
 # Of the first compilation's seconds, for one that the compiler's cache knows: 1.7 of 6.5 s for a convnet of six blocks.
 CACHED_SHARE = 0.3
 # Of what the search has taken so far, for each thing that decides nothing: trained weights, other effective batches.
 EXTRA_SHARE = 0.15
-NUM_CHECK_PASSES = 31  # of a check of bf16 against fp32, in real searches
+# Less of the throughput is worth no job. Mean regret and seconds by other values: studies/search_efficiency.
+LEAST_GAIN = 0.002
+# What a second has to bring of the throughput once a search has taken its usual time: three starts, and a minute, or a
+# share of a budget that is large. Half and four times as much change little (studies/search_efficiency, hosts).
+GAIN_PER_SECOND, USUAL_SECONDS, USUAL_SHARE = 1e-3, 60.0, 0.1
+COMPILE_SECONDS = 5.0  # the first time, at the least: 6.5 s a convnet of six blocks, on 2 cores without AVX-512
+# Of the seconds of a start: 2.5 on a CPU, 1.5 to 2 of a Llama on an H200's host (studies/real_card).
+COMPILE_STARTS = 2.0
+NUM_CHECK_PASSES = 42  # of a check of bf16 against fp32, in real searches
 IN_TIME = 0.7  # of a job's deadline, in which it ends by itself, with less looked at
 CHECK_SHARE = 0.1  # of the budget, that one check aims to take
 CHECK_PATIENCE, CHECK_PATIENCE_SECONDS = 10.0, 30.0  # times what a check is foreseen to take, and seconds beyond that
@@ -51,7 +62,6 @@ MIN_STEP_DEADLINE_SECONDS = 2.0  # a busy machine stalls a step for hundreds of 
 # The first step of EfficientNet took 0.7 s in fp32, 7.9 in fp16, 11.9 in channels_last: cuDNN chooses its algorithms.
 MIN_FIRST_STEP_DEADLINE_SECONDS = 30.0
 METERED_SECONDS, MAX_METERED_STEPS = 1.0, 1000  # an energy counter is updated every 100 ms at worst
-MEASURE_SECONDS, NUM_TRIALS_FORESEEN = 7.0, 16  # a trial measures for so long at most, or a part of a small budget
 WORKER_START_SECONDS = 10.0  # a worker that is not forked imports torch first
 
 
@@ -117,6 +127,17 @@ class Planner:
                 found.append(record.seconds - measured.first_step_seconds - num_steps * step_seconds)
         return max(0.0, median(found)) if found else self.conditions.setup_seconds
 
+    @property
+    def measure_seconds(self) -> float:
+        """Seconds that a trial measures at most."""
+        return measure_seconds(self.budget.seconds)
+
+    def trial_seconds(self, ledger: Ledger, step_seconds: float) -> float:
+        """Seconds of a trial whose steps take so long."""
+        num_unmeasured, num_measured = NUM_STEPS_FORESEEN
+        measuring = min(num_measured * step_seconds, self.measure_seconds + step_seconds)
+        return self.setup_seconds(ledger) + num_unmeasured * step_seconds + measuring
+
     def waiting_seconds(self, ledger: Ledger) -> float:
         """Seconds until a process is there for a trial: a failure has ended the one that was kept."""
         records = ledger.actual.records
@@ -127,13 +148,17 @@ class Planner:
     def run_seconds(self, ledger: Ledger, setting: Setting) -> float:
         """Seconds of a confirming run from its first step to its ending: as seen, else as the trial foretells."""
         ours = [r for r in ledger.records if r.candidate == setting and r.round is not None]
-        seen = [r.seconds - _start_seconds(r) - (ending_seconds(r) or 0.0) for r in ours]
+        # What describing a command has measured already took no time for its record.
+        took = [r for r in ours if r.seconds > _start_seconds(r)]
+        seen = [r.seconds - _start_seconds(r) - (ending_seconds(r) or 0.0) for r in took]
         if seen:
             return fmean(seen)
         outcome = ledger.outcomes.get(setting)
         if not isinstance(outcome, Measurement):
             return 0.0
         first_step_seconds = outcome.first_step_seconds * (CACHED_SHARE if setting.is_compiled else 1.0)
+        if self.conditions.are_trials_fresh:  # whose start ends with it
+            first_step_seconds = 0.0
         warm_up = first_step_seconds + num_warmup_steps(outcome) * outcome.step_seconds
         measuring = min(MAX_CONFIRM_STEPS * outcome.step_seconds, CONFIRM_SECONDS + outcome.step_seconds)
         return warm_up + measuring
@@ -154,6 +179,12 @@ class Planner:
         passes = NUM_CHECK_PASSES * ledger.space.check_batch_size / today.samples_per_second
         num_processes = 2 if self.conditions.are_trials_fresh else 1  # one in each precision
         return num_processes * self.setup_seconds(ledger) + passes
+
+    def compile_seconds(self, ledger: Ledger) -> float:
+        """Seconds of a compilation: the longest that was seen, else some times those of a start."""
+        compiled = [m for c, ours in ledger.actual.measurements.items() if c.is_compiled for m in ours]
+        foreseen = max(COMPILE_SECONDS, COMPILE_STARTS * self.conditions.start_seconds)
+        return max((m.first_step_seconds for m in compiled), default=foreseen)
 
     def confirmation_seconds(self, ledger: Ledger) -> float:
         """Seconds of the rounds that confirm what would win and what runs today, as far as they can be afforded: all,
@@ -213,6 +244,18 @@ class Planner:
         is_checked = any(ranking.needs_check(c, space) for c in (*space.candidates, space.baseline))
         return self.before_confirmation(ledger) - (self.check_seconds(ledger) if is_checked else 0.0)
 
+    def least_gain(self, ledger: Ledger, seconds: float) -> float:
+        """Return the share of the throughput that a job has to be expected to bring to be worth so many seconds.
+
+        What a second has to bring grows with the square of the seconds that were measured already, beside the usual
+        ones on this host.
+        """
+        measuring_seconds = max(USUAL_SECONDS, USUAL_SHARE * self.budget.seconds)
+        usual_seconds = measuring_seconds + MIN_ROUNDS * self.conditions.start_seconds
+        num_slots = self.budget.num_slots
+        lateness = (sum(r.seconds for r in ledger.records) + seconds / 2) / num_slots / usual_seconds
+        return max(LEAST_GAIN, GAIN_PER_SECOND * seconds / num_slots * lateness**2)
+
     def extra_seconds(self, left_seconds: float, used_seconds: float) -> float:
         """Seconds of what is left for one thing that decides nothing, which has used so many."""
         return max(0.0, min(left_seconds, EXTRA_SHARE * self.budget.elapsed() - used_seconds))
@@ -240,7 +283,7 @@ class Planner:
             seconds = min(seconds, HOPELESS_TIMES * longest - spent)
         if setting.is_compiled:  # whose seconds nobody knows
             seconds = min(seconds, self.budget.left() / 2)
-        limits: dict[str, Any] = {"measure_seconds": min(MEASURE_SECONDS, self.budget.seconds / NUM_TRIALS_FORESEEN)}
+        limits: dict[str, Any] = {"measure_seconds": self.measure_seconds}
         needs_energy = ledger.objective == "energy"
         if needs_energy:  # as long as a counter needs, however steady or slow the steps are
             limits["measure_seconds"] = min(METERED_SECONDS, limits["measure_seconds"])

@@ -302,6 +302,7 @@ class _Search:
             self.places.device,
             self.watcher,
             baseline_batch_size=self._options.baseline[1] if self._options.baseline else ASSUMED_BATCH_SIZE,
+            is_batch_free=self._options.effective_batch_size is not None,
             cannot_be_built=self._cannot_be_built,
         )
         if opened.why_not_forked is not None:

@@ -223,6 +223,7 @@ def open_workload(
     watcher: ProgressWatcher,
     *,
     baseline_batch_size: int | None = None,
+    is_batch_free: bool = True,
     cannot_be_built: Callable[[Failure], AutotuneAmpError] = lambda failure: WorkloadError(*message_of(failure)),
 ) -> Opened:
     """Call the workload that was loaded, probe the device and build it once.
@@ -255,6 +256,7 @@ def open_workload(
             torch_state=state,
             has_tf32=hardware.has_tf32,
             baseline_batch_size=baseline_batch_size,
+            is_batch_free=is_batch_free,
             deadline_seconds=max(0.0, budget.left()),
             loading_seconds=max(0.0, budget.left()),
         )

@@ -41,7 +41,8 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     is why nothing may accumulate, None where nothing speaks against it. `weights` is what the parameters are kept in,
     `has_tf32` whether the device has it. `weighs_passes`: the training itself weighs what accumulates. `variants` are
     other values of further dimensions, by name, which are tried on the setting that would win, `variants_left_out`
-    those that cannot be, with the reason. `checks` are those that can be answered, at `check_batch_size` at most.
+    those that cannot be, with the reason; `are_variants_named`: the user asked for these. `checks` are those that can
+    be answered, at `check_batch_size` at most.
     """
 
     candidates: tuple[Setting, ...]
@@ -56,6 +57,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     weighs_passes: bool = False
     variants: dict[str, tuple[Any, ...]] = {}
     variants_left_out: dict[str, dict[Any, str]] = {}
+    are_variants_named: bool = False
     checks: frozenset[str] = frozenset({"fidelity", "later", "calibration", "accumulation"})
     check_batch_size: int = 16
 
@@ -110,6 +112,7 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
         weighs_passes=description.weighs_passes,
         variants={name: found.values for name, found in variants.items()},
         variants_left_out={name: dict(found.left_out) for name, found in variants.items()},
+        are_variants_named=options.variants is not None,
         checks=frozenset(description.checks),
         check_batch_size=description.check_batch_size,
     )

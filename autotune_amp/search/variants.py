@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from msgspec.structs import replace
@@ -26,7 +26,9 @@ from autotune_amp.core.variants import (
 )
 from autotune_amp.profile.gap import DIMENSIONS_OF_A_PROFILE, gap, max_speedups
 from autotune_amp.search.ledger import Ledger
-from autotune_amp.search.ranking import PLATEAU
+from autotune_amp.search.planner import COMPILE_SECONDS, Planner
+from autotune_amp.search.ranking import PLATEAU, check_key, needs_check
+from autotune_amp.search.stages.curve import OF_A_PRECISION, OF_A_VALUE
 
 # Where no profile says more: what costs a trial alone comes before what compiles. Nothing is tried on top of weights in
 # low precision, which few checks find faithful.
@@ -43,7 +45,8 @@ _ORDER = (
 CUDA_GRAPHS = "reduce-overhead"
 MOST_GAIN = 2.5  # of further dimensions: 2.1 times of ten trainings on an H200 (studies/real_card)
 LAUNCH_BOUND_SHARE = 0.8  # of a pass, that one of half the batch takes where launches bound it
-COMPILE_SECONDS = 5.0  # the first time, at the least: 6.5 s a convnet of six blocks, on 2 cores without AVX-512
+# The mean of what a normal deviation gains, as a share of its standard deviation, where a loss is not chosen.
+_GAINED = 1 / math.sqrt(2 * math.pi)
 
 
 def ordered(ledger: Ledger) -> list[Dimension[Any]]:
@@ -62,7 +65,11 @@ def ordered(ledger: Ledger) -> list[Dimension[Any]]:
 
 def _least_seconds(ledger: Ledger, dimension: Dimension[Any]) -> float:
     """What a trial of it takes at the least."""
-    trial_seconds = min((r.seconds for r in ledger.actual.trials if isinstance(r.outcome, Measurement)), default=1.0)
+    # What describing a command has measured already took no time for its record.
+    ran = [
+        r for r in ledger.actual.trials if isinstance(o := r.outcome, Measurement) and r.seconds > o.first_step_seconds
+    ]
+    trial_seconds = min((r.seconds for r in ran), default=1.0)
     return trial_seconds + (COMPILE_SECONDS if dimension in (COMPILE, FP8_RECIPE) else 0.0)
 
 
@@ -93,10 +100,11 @@ def _max_speedups(ledger: Ledger) -> dict[str, float]:
     return {} if found is None or found.note is not None else max_speedups(found)
 
 
-def next_setting(ledger: Ledger) -> Setting | None:
+def next_setting(ledger: Ledger, is_worth: Callable[[Setting], bool] = lambda _: True) -> Setting | None:
     """The would-be winner with a value that nobody tried yet, then what won so at the batch sizes next to its own.
 
-    None once there is nothing more. A config cannot express what is as found: then it is the best beside that.
+    None once there is nothing more that `is_worth` its seconds. A config cannot express what is as found: then it is
+    the best beside that.
     """
     leader = _leader(ledger)
     if leader is None:
@@ -107,10 +115,27 @@ def next_setting(ledger: Ledger) -> Setting | None:
             if _trials_of(ledger, dimension, value) or why_not_worth(ledger, dimension, value) is not None:
                 continue
             setting = _at_its_batch(ledger, dimension.on(leader, value))
-            if setting not in tried:
+            if setting not in tried and is_worth(setting):
                 return setting
     further = (*_together(ledger, leader), *_beside(ledger, leader))
-    return next((setting for setting in further if setting not in tried), None)
+    return next((setting for setting in further if setting not in tried and is_worth(setting)), None)
+
+
+def is_worth_trying(ledger: Ledger, planner: Planner, setting: Setting) -> bool:
+    """Say whether a value of a further dimension may gain enough for the seconds of its trial and of what
+    follows from it: compiling, the check against fp32. What the user named is always tried."""
+    leader = _leader(ledger)
+    if ledger.space.are_variants_named or leader is None or ledger.objective != "speed":
+        return True
+    names = [d.name for d in ON_THE_WINNER if getattr(setting, d.name) != getattr(leader, d.name)]
+    most = min((gain for name, gain in _max_speedups(ledger).items() if name in names), default=math.inf)
+    gain = min(_GAINED * (OF_A_PRECISION if setting.precision != leader.precision else OF_A_VALUE), most - 1)
+    seconds = planner.trial_seconds(ledger, min(m.step_seconds for m in ledger.measurements[leader]))
+    if setting.is_compiled:
+        seconds += planner.compile_seconds(ledger)
+    if needs_check(setting, ledger.space) and check_key(setting) not in ledger.fidelity:
+        seconds += planner.check_seconds(ledger)
+    return gain > planner.least_gain(ledger, seconds)
 
 
 def why_not_worth(ledger: Ledger, dimension: Dimension[Any], value: Any) -> str | None:
@@ -271,8 +296,12 @@ def _row(
     if not trials:
         reason = why_not_worth(ledger, dimension, value)
         seconds = _least_seconds(ledger, dimension)
-        spent = f"the budget ended, and a trial takes {seconds:.0f} s or more: a larger --budget tries it"
-        return replace(row, reason=reason or (spent if is_budget_spent else "the search ended before"))
+        at_least = f"a trial takes {seconds:.0f} s or more"
+        spent = f"the budget ended, and {at_least}: a larger --budget tries it"
+        left_out = (
+            f"{at_least}, which is more than it is likely to be worth: --try {dimension.name} tries it all the same"
+        )
+        return replace(row, reason=reason or (spent if is_budget_spent else left_out))
     record, outcome = trials[0], trials[0].outcome
     row = replace(row, setting=str(record.candidate))
     if isinstance(outcome, Failure):

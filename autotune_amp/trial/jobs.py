@@ -40,12 +40,13 @@ MAX_TIMED_MICRO_BATCHES = 4
 STEPS_PER_SYNC = 4
 NUM_WARMUP_STEPS, MAX_WARMUP_STEPS = 3, 40
 COMPILING_SHARE = 0.85  # of a trial's seconds, where that tries compiling
+MEASURE_SECONDS, NUM_TRIALS_FORESEEN = 5.0, 16  # a trial measures for so long at most, or a part of a small budget
 
 
 class Trial(Job[Measurement], frozen=True, kw_only=True):
     """One isolated run of one candidate.
 
-    `num_warmup_steps` [low, high] bounds the steps before the measured ones: they end between once none `is_falling`.
+    `num_warmup_steps` [low, high] bounds the steps before the measured ones: they end between once not `is_warming`.
     `num_steps` [low, high] bounds the measured optimizer steps: measuring stops between them once the trimmed
     95 % interval of the step time is within `interval_share` of it, or after `measure_seconds`. After five steps a
     median above `cut_step_seconds` ends the trial early. `first_step_deadline_seconds`, with compilation, and
@@ -212,7 +213,8 @@ class Describe(Job[Description], frozen=True, kw_only=True):
     """What the workload is, from building it once.
 
     Its data is looked at where a `baseline_batch_size` is given; a batch size of the data's own comes before it.
-    `has_tf32`: the device does. `is_ranked`: several ranks are to train it.
+    `has_tf32`: the device does. `is_ranked`: several ranks are to train it. `is_batch_free`: batches of other sizes are
+    to be tried even where nothing accumulates.
     """
 
     answer: ClassVar[Any] = Description
@@ -221,6 +223,7 @@ class Describe(Job[Description], frozen=True, kw_only=True):
     has_tf32: bool = False
     is_ranked: bool = False
     baseline_batch_size: int | None = None
+    is_batch_free: bool = True
 
 
 class FingerprintJob(Job[Fingerprint], frozen=True, kw_only=True):
@@ -255,9 +258,14 @@ HOPELESS_RATIO = 1.6
 LEAST_ACCELERATOR_SECONDS = 0.25
 
 
+def measure_seconds(budget_seconds: float) -> float:
+    """Return the seconds that a trial measures at most in a search with this budget."""
+    return min(MEASURE_SECONDS, budget_seconds / NUM_TRIALS_FORESEEN)
+
+
 def num_warmup_steps(measured: Measurement) -> int:
-    """Return the steps that a trial took before it measured, the least where its record does not say."""
-    return max(NUM_WARMUP_STEPS, measured.num_unmeasured_steps)
+    """Return the steps that a trial took before it measured, the usual ones where its record does not say."""
+    return measured.num_unmeasured_steps or NUM_WARMUP_STEPS
 
 
 def is_hopeless(spec: Trial, warmup_step_seconds: Sequence[float]) -> bool:
@@ -265,17 +273,26 @@ def is_hopeless(spec: Trial, warmup_step_seconds: Sequence[float]) -> bool:
     return spec.cut_step_seconds is not None and min(warmup_step_seconds) > HOPELESS_RATIO * spec.cut_step_seconds
 
 
-def is_falling(spec: Trial, group_seconds: Sequence[float], *, num_steps: int, warming_seconds: float) -> bool:
-    """Whether the step times of a warm-up still fall, so that measuring has to wait.
+def is_warming(
+    group_seconds: Sequence[float],
+    *,
+    num_steps: int,
+    warming_seconds: float,
+    limits: tuple[int, int] = (NUM_WARMUP_STEPS, MAX_WARMUP_STEPS),
+) -> bool:
+    """Return whether measuring has to wait: for the least number of steps, and while the step times still fall.
 
     `group_seconds` are the step seconds of its steps after the first, then the mean ones of each group of steps;
-    `num_steps` counts them all. They fall as long as one of the last `NUM_STEADY_GROUPS` is faster than all before by
-    more than `LEAST_FALL`, and until `warming_seconds`, which they took together, reach `MAX_FALLING_SECONDS`: long
-    steps are steady from the second on. Noise alone costs few groups: the chance that one of the last two of n is the
-    fastest is 2 / n.
+    `num_steps` counts them all, and `limits` are those of their number. They fall as long as one of the last
+    `NUM_STEADY_GROUPS` is faster than all before by more than `LEAST_FALL`. `warming_seconds` are what the steps after
+    the first took together: from `MAX_FALLING_SECONDS` on no fall is waited for, since long steps are steady from the
+    third on at the latest. Noise alone costs few groups: the chance that one of the last two of n is the fastest is
+    2 / n.
     """
     before, last = group_seconds[:-NUM_STEADY_GROUPS], group_seconds[-NUM_STEADY_GROUPS:]
-    if num_steps >= spec.num_warmup_steps[1] or warming_seconds >= MAX_FALLING_SECONDS:
+    if num_steps < limits[0]:
+        return True
+    if num_steps >= limits[1] or warming_seconds >= MAX_FALLING_SECONDS:
         return False
     return not before or min(last) < (1 - LEAST_FALL) * min(before)
 

@@ -26,7 +26,7 @@ from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.trial import data
 from autotune_amp.trial.context import Optimizers
 from autotune_amp.trial.failures import raise_if_failed
-from autotune_amp.trial.jobs import is_falling, stop
+from autotune_amp.trial.jobs import is_warming, stop
 from autotune_amp.trial.judge import MAX_SKIPS, Evidence, StepLosses
 from autotune_amp.trial.timing import (
     MAX_COMPILING_STEPS,
@@ -207,7 +207,7 @@ class _Steps:
         if not self._is_warm:
             self._first_step_seconds = self._first_step_seconds or group.step_seconds
             self._warm_up += [group] if self._num_steps > NUM_WORST_STEPS else []
-            self._is_warm = self._num_steps >= self._num_warmup and not self._still_falls()
+            self._is_warm = self._num_steps >= self._num_warmup and not self._is_warming()
             self._losses = [] if self._is_warm else self._losses
             self._report(0, group.step_seconds)
         elif group.has_compiled and sum(one.num_steps for one in self._compiled) < MAX_COMPILING_STEPS:
@@ -263,12 +263,12 @@ class _Steps:
             self._training.loss_scale(),
         )
 
-    def _still_falls(self) -> bool:
-        return is_falling(
-            self._training.spec,
+    def _is_warming(self) -> bool:
+        return is_warming(
             [group.step_seconds for group in self._warm_up],
             num_steps=self._num_steps,
             warming_seconds=sum(group.step_seconds * group.num_steps for group in self._warm_up),
+            limits=self._training.spec.num_warmup_steps,
         )
 
     def _end_if_enough(self) -> None:

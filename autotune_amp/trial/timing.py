@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.trial.failures import raise_if_failed
-from autotune_amp.trial.jobs import is_falling, is_hopeless, stop
+from autotune_amp.trial.jobs import is_hopeless, is_warming, stop
 from autotune_amp.trial.judge import MAX_SKIPS, Evidence, StepLosses
 from autotune_amp.trial.training import BaseTraining
 
@@ -198,11 +198,11 @@ def _warm_up(training: BaseTraining, timer: _StepTimer, report: Report) -> list[
         if num_done >= num_least + MAX_SKIPS:
             require_step(training, num_done)
     seconds = [step.seconds for step in steps]
-    while not is_hopeless(spec, seconds) and is_falling(
-        spec,
+    while not is_hopeless(spec, seconds) and is_warming(
         seconds,
         num_steps=1 + sum(step.num_steps for step in steps),
         warming_seconds=time.perf_counter() - began - timer.compiling_seconds,
+        limits=spec.num_warmup_steps,
     ):
         steps.append(timer.time_compiled(spec.num_steps_per_report))
         seconds.append(steps[-1].seconds)

@@ -25,7 +25,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Ability, Isolation, Slot
 from autotune_amp.isolation.places import ConfirmingProcesses
 from autotune_amp.search.conditions import Conditions
-from autotune_amp.trial.jobs import Check, Trial
+from autotune_amp.trial.jobs import Check, Trial, measure_seconds
 
 FORK_SECONDS = 0.07  # studies/overheads
 CONTEXT_SECONDS = 0.3  # of an accelerator, in each process: 0.16 to 0.4 s on an H200 (studies/real_card)
@@ -33,7 +33,7 @@ HAND_OVER_SECONDS = 0.05  # until a process that stood by has its first job
 MIN_CORES_TO_STAND_BY = 4  # below that, loading would slow down what is measured
 PROBE_SECONDS = 1.0
 TORCH_SECONDS = 4.0  # to start a process that imports torch and nothing of the user's: 3.7 s warm on an H200's host
-NUM_DESCRIBED_STEPS, NUM_FROZEN_STEPS = 8, 6  # of a command's run that describes, and that checks (launch/backend.py)
+NUM_FROZEN_STEPS = 6  # of a command's run that checks (launch/backend.py)
 RECOMPILING_SHARE = 0.3  # of the first compilation's seconds, once the compiler's cache on disk knows the model
 
 
@@ -166,6 +166,7 @@ class HostBackend:
         self._environment = environment or {}
         self._is_warm = False  # a process that ran a job is there
         self._compiled: set[Setting] = set()
+        self._described: dict[Setting, Any] = {}  # what the runs that describe a command measured
 
     @property
     def abilities(self) -> frozenset[Ability]:
@@ -178,23 +179,43 @@ class HostBackend:
     def open(self) -> None:
         """Move the clock to where the workload was loaded, the device probed and the workload described."""
         host, form = self._host, self._landscape
-        today = form.space().baseline
-        if host.is_command:  # which is run as today, and once more to see whether it follows
-            steps = form.shape.first_step_seconds(today) + NUM_DESCRIBED_STEPS * form.shape.step_seconds(today)
-            loading = min(TORCH_SECONDS, host.start_seconds) + 2 * (host.load_seconds + form.context_seconds + steps)
+        if host.is_command:
+            self._budget.now += min(TORCH_SECONDS, host.start_seconds) + PROBE_SECONDS
+            self._describe()
         else:
-            loading = host.load_seconds + form.context_seconds
-        self._budget.now += loading + PROBE_SECONDS
+            self._budget.now += host.load_seconds + form.context_seconds + PROBE_SECONDS
         self._is_warm = True
         self._processes.stand_by()
 
+    def _describe(self) -> None:
+        """Run a command as today, and once more to see whether it follows: where the effective batch is kept, at it."""
+        space = self._landscape.space()
+        today = space.baseline
+        batch_size = today.batch_size if space.effective_batch_size else max(1, today.batch_size // 2)
+        precision = "bf16" if any(c.precision == "bf16" for c in space.candidates) else today.precision
+        for setting in (today, replace(today, precision=precision, batch_size=batch_size)):
+            spec = Trial(
+                candidate=setting,
+                device=self._landscape.header.hardware.device,
+                measure_seconds=measure_seconds(self._budget.seconds),
+            )
+            found = self.submit(spec).result()
+            self._described[setting] = found
+
     def submit(self, job: Any, slot: Slot | None = None) -> Done:
         """Play the job; the clock moves once somebody waits for it."""
+        described = self._described.pop(job.candidate, None) if isinstance(job, Trial) and not job.environment else None
+        if isinstance(described, Measurement):
+            return Done(described, None, self._budget, self._budget.now)
         waited, start_seconds, building = self._begin()
-        if job.loading_seconds is not None and waited > job.loading_seconds:
+        allowed = job.loading_seconds
+        if self._host.is_command and job.deadline_seconds is not None:  # whose clock starts with its process
+            allowed = job.deadline_seconds
+            job = replace(job, deadline_seconds=max(0.0, allowed - waited))
+        if allowed is not None and waited > allowed:
             self._is_warm = False
             slow = Failure(kind="timeout", message="the workload takes longer to load", is_loading=True)
-            return Done(slow, start_seconds, self._budget, self._budget.now + job.loading_seconds)
+            return Done(slow, start_seconds, self._budget, self._budget.now + allowed)
         played, seconds = self._trial(job, building) if isinstance(job, Trial) else self._check(job, building)
         found: Any = played
         if self._chance.random() < self._host.death_share:

@@ -19,11 +19,11 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Ability, Slot
 from autotune_amp.search.planner import Budget
 from autotune_amp.search.space import Space
-from autotune_amp.trial.jobs import Check, Trial, is_falling, is_hopeless, stop
+from autotune_amp.trial.jobs import Check, Trial, is_hopeless, is_warming, stop
 
 # Of a check of bf16 and of a calibration in real searches (num_passes in their outcomes.jsonl): of a check half are in
 # fp32, of a calibration those of its histograms.
-NUM_CHECK_PASSES = 31
+NUM_CHECK_PASSES = 42
 NUM_CALIBRATION_PASSES, NUM_HISTOGRAM_PASSES = 20, 3
 
 
@@ -101,13 +101,11 @@ def _fail(process: Process, failure: Failure, spec: Trial, watch: _Watch) -> Pla
 
 def _measure(process: Process, recorded: Measurement, spec: Trial, watch: _Watch, chance: random.Random) -> Played:
     started, limits = watch.seconds, _limits(spec)
-    first, *warmup = process.warmup_step_seconds
+    first, *recorded_warmup = process.warmup_step_seconds
     watch.take(first, next(limits))
     if spec.memory_limit_bytes is not None and recorded.reserved_memory_bytes > spec.memory_limit_bytes:
         return Played(Failure(kind="oom", message="it took more than its limit"), watch.seconds)
     warming = watch.seconds
-    for seconds in warmup:
-        watch.take(seconds, next(limits))
     num_together = spec.num_steps_per_report
     known = iter(recorded.raw_step_seconds)
 
@@ -116,12 +114,18 @@ def _measure(process: Process, recorded: Measurement, spec: Trial, watch: _Watch
         watch.take(num_together * seconds, next(limits))
         return seconds
 
-    num_taken = 1 + len(warmup)
-    while not is_hopeless(spec, warmup) and is_falling(
-        spec, warmup, num_steps=num_taken, warming_seconds=watch.seconds - warming
-    ):
-        warmup.append(take_group())
-        num_taken += num_together
+    warmup: list[float] = []
+    num_taken = 1
+    while is_warming(
+        warmup, num_steps=num_taken, warming_seconds=watch.seconds - warming, limits=spec.num_warmup_steps
+    ) and not (num_taken >= spec.num_warmup_steps[0] and is_hopeless(spec, warmup)):
+        if recorded_warmup:
+            warmup.append(recorded_warmup.pop(0))
+            watch.take(warmup[-1], next(limits))
+            num_taken += 1
+        else:
+            warmup.append(take_group())
+            num_taken += num_together
     if is_hopeless(spec, warmup):
         return Played(_measurement(recorded, spec, warmup, 1, was_cut=True), watch.seconds)
     fewest, most = (math.ceil(num_steps / num_together) for num_steps in spec.num_steps)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.trial.jobs import Trial, is_falling, stop
+from autotune_amp.trial.jobs import Trial, is_warming, stop
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "landscapes"))
 from landscape import Landscape
@@ -73,7 +73,7 @@ def until_steady(group_seconds: Sequence[float], steps_per_group: int) -> int:
     warming_seconds = sum(seconds)
     num_steps = 1 + num_least * steps_per_group
     for num, mean_seconds in enumerate(group_seconds[num_least:-1], num_least):
-        if not is_falling(SPECS[steps_per_group], seconds, num_steps=num_steps, warming_seconds=warming_seconds):
+        if not is_warming(seconds, num_steps=num_steps, warming_seconds=warming_seconds):
             return num
         num_steps += steps_per_group
         seconds.append(mean_seconds)

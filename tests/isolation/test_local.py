@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -245,6 +247,48 @@ def test_a_program_that_a_late_trial_runs_may_remove_its_temporary_files(
     assert opened.failure(7, first_step_deadline_seconds=5.0).kind == "timeout"
     assert opened.listener.words("compiler"), "it was started"
     assert not list(opened.workload.parent.glob("*.s"))
+
+
+LOADING = """
+import os, signal
+import torch
+from torch import nn
+from autotune_amp import Workload
+
+def loss(model, batch):
+    if not model.training_steps:
+        os.kill(os.getpid(), signal.SIGKILL)  # with loader workers that hold sockets
+    model.training_steps -= 1
+    return model(batch).square().mean()
+
+def model():
+    made = nn.Linear(4, 1)
+    made.training_steps = 2
+    return made
+
+def workload():
+    loader = torch.utils.data.DataLoader(torch.ones(64, 4), batch_size=4, num_workers=2)
+    return Workload(model, loss, loader, lambda p: torch.optim.SGD(p, lr=0.03))
+"""
+
+
+@pytest.mark.parametrize("isolation", ["kept", pytest.param("forked", marks=needs_fork)])
+def test_a_process_that_is_killed_leaves_no_sockets_of_its_loader_workers(
+    isolation: Isolation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = Path(tempfile.mkdtemp(prefix="amp-"))  # of a short name, for the sockets
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    opened = Opened(tmp_path, isolation, text=LOADING)
+    found = opened.backend.submit(opened.trial()).result()
+    sockets = list(temporary.glob("*/pymp-*"))
+    opened.backend.close()
+    assert isinstance(found, Failure)
+    assert found.kind == "crash"
+    assert isolation == "kept" or sockets, "it was killed before it could remove them"
+    left = list(temporary.glob("*/pymp-*")) + list(temporary.glob("pymp-*"))
+    shutil.rmtree(temporary)
+    assert left == []
 
 
 def test_what_the_workloads_code_sets_and_prints_is_taken_over_and_trackers_are_off(forked: Opened) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from backend_contract import BackendContract, Made
-from closed_form import SHAPES, ClosedForm
+from closed_form import SHAPES, ClosedForm, Shape
 from conftest import SharedOnce
 from host import (
     CONTEXT_SECONDS,
@@ -26,6 +26,7 @@ from hosts import FACTORS, MAX_OVERRUN, Case, Line, cases, covering, has_all, is
 from measured import BY_HAND, CARD, MeasuredShape, measured_shapes
 from replay import ReplayBudget
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Isolation
@@ -287,3 +288,64 @@ def test_three_trainings_on_a_card_end_where_a_person_would(
     assert line["compared"] >= num_precisions
     assert line["regret"] <= most_regret
     assert line["gain"] > 2
+
+
+# A training on two busy cores: a start of 6 s, steps of about a second.
+BUSY_MS = {
+    "bf16": {"fp32": 1300, "bf16": 1000, "fp16": 1030},
+    "fp32": {"fp32": 1300, "bf16": 1800, "fp16": 2200},
+    "fp16": {"fp32": 1300, "bf16": 1100, "fp16": 950},
+}
+
+
+@pytest.mark.parametrize("fastest", list(BUSY_MS))
+@pytest.mark.parametrize(("is_command", "most_seconds"), [(True, 180), (False, 260)])
+def test_a_search_on_a_busy_cpu_is_soon_over(fastest: Precision, is_command: bool, most_seconds: float) -> None:
+    def pass_seconds(precision: Precision, batch_size: int) -> float:
+        return 0.02 + BUSY_MS[fastest][precision] / 1000 * batch_size / 32
+
+    shape = Shape(
+        "busy",
+        pass_seconds,
+        matmul_rates={"fp32": 1.0, "bf16": 1.3, "fp16": 1.2},
+        effective_batch_size=32,
+        sizes=None,
+        update_seconds=0.03,
+    )
+    host = Host(5.5, 0.5, can_fork=True, num_cores=2, is_command=is_command)
+    line = searched(Case(ClosedForm(shape, 0.02, with_variants=not is_command), host, None, seed=0))
+    assert line["compared"] == line["precisions"] == 3
+    assert line["confirmed"]
+    assert line["answer"].startswith(fastest)
+    assert line["seconds"] < most_seconds  # on the virtual clock
+
+
+@pytest.mark.parametrize(
+    ("budget_seconds", "runs"),
+    [
+        (75.0, ["fp32", "bf16", "check", "bf16"]),
+        (85.0, ["fp32", "bf16", "check", "fp32", "bf16"]),
+        (110.0, ["fp32", "bf16", "check", "fp32", "bf16", "bf16", "fp32"]),
+        (None, ["fp32", "bf16", "check", "fp32", "bf16", "bf16", "fp32"]),
+    ],
+)
+def test_what_a_command_is_run_as_with_eleven_seconds_a_start(budget_seconds: float | None, runs: list[str]) -> None:
+    """What described it are the first two."""
+    shape = Shape(
+        "gpt, 32 ms a step",
+        lambda precision, size: 0.002 + (0.030 if precision == "fp32" else 0.010) * size / 8,
+        matmul_rates={"fp32": 1.0, "bf16": 3.0},
+        effective_batch_size=8,
+        todays_batch_size=8,
+        sizes=None,
+        device="cuda",
+        update_seconds=0.001,
+    )
+    found = search_on(ClosedForm(shape, 0.0), Host(11.0, 0.0, is_command=True), 0, budget_seconds or 600.0)
+    assert found is not None
+    made = ["check" if r.purpose == "fidelity" else r.candidate.precision for _, r in found.records]
+    assert made == runs
+    assert found.decision is not None
+    assert found.decision.config.precision == "bf16"
+    assert found.decision.evidence.is_confirmed == (len(runs) == 7)
+    assert found.records[-1][0] <= (budget_seconds or 110.0)

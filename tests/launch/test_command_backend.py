@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from backend_contract import BackendContract, Made
 from forked_commands import forked_commands
 from forked_python import ForkServer
+from msgspec.structs import replace
 
 from autotune_amp.core.errors import BudgetTooSmallError, WorkloadError
 from autotune_amp.core.launch_line import LaunchLine
@@ -49,6 +51,8 @@ for epoch in range(1000):
     for number, (x, y) in enumerate(torch.utils.data.DataLoader(data, batch_size=batch, shuffle=True)):
         if options.be == "slow in bf16" and options.precision == "bf16":
             time.sleep(600)
+        if options.be == "slow":
+            time.sleep(4)
         if len(x) == 3:
             raise ValueError("three")
         with torch.autocast("cpu", torch.bfloat16, enabled=options.precision == "bf16"):
@@ -285,9 +289,49 @@ def test_a_budget_for_less_than_a_search_says_what_would_do(
     script: str, local: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command_backend, "MIN_NUM_RUNS", 1_000_000)
-    with pytest.raises(BudgetTooSmallError, match="to its first step") as raised:
+    with pytest.raises(BudgetTooSmallError, match="until its steps are measured") as raised:
         described([sys.executable, script], local)
     assert "--budget" in raised.value.next_step
+
+
+def test_what_described_the_command_measured_the_first_trials_of_both_settings(
+    script: str, local: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: list[Setting] = []
+    run = Command.run
+
+    def counted(self: Command, setting: Setting, *args: Any, **fields: Any) -> Any:
+        settings.append(setting)
+        return run(self, setting, *args, **fields)
+
+    monkeypatch.setattr(Command, "run", counted)
+    backend = CommandBackend(Command(LaunchLine.of([sys.executable, script, *BATCH, *PRECISION])), local, Watcher())
+    job = Describe(device="cpu", baseline_batch_size=8, deadline_seconds=SECONDS, is_batch_free=False)
+    assert isinstance(backend.submit(job).result(), Description)
+    both = [Setting(precision="fp32", batch_size=8), Setting(precision="bf16", batch_size=8)]
+    assert settings == both, "nothing makes up for another batch size, so none is tried"
+    for setting in both:
+        assert isinstance(backend.submit(trial(setting)).result(), Measurement)
+    assert settings == both
+    for setting in (both[0], replace(both[1], batch_size=4)):
+        assert isinstance(backend.submit(trial(setting)).result(), Measurement)
+    assert len(settings) == 4, "it counts once, and for what it ran alone"
+
+
+def test_a_trial_in_an_environment_of_its_own_is_run(
+    script: str, local: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, found = described([sys.executable, script], local)
+    assert isinstance(found, Description), found
+    monkeypatch.setattr(Command, "run", lambda *_, **__: pytest.fail("it is run"))
+    with pytest.raises(pytest.fail.Exception, match="it is run"):
+        backend.submit(replace(trial(Setting(precision="fp32", batch_size=8)), environment={"HELD": "1"}))
+
+
+def test_steps_that_a_search_has_no_time_for_are_found_out_by_the_second(script: str, local: LocalBackend) -> None:
+    slow = [sys.executable, script, "--be", "slow", *PRECISION]
+    with pytest.raises(BudgetTooSmallError, match="until its steps are measured"):
+        described(slow, local, seconds=15.0)
 
 
 @pytest.mark.slow

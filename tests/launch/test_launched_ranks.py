@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 import said
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune_amp.launch.messages import Message, Stack
-from autotune_amp.launch.ranks import NUM_WARMUP_STEPS, Heard, Rank
+from autotune_amp.launch.messages import Exit, Message, Stack
+from autotune_amp.launch.ranks import Heard, Rank
+from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
 
 
 def only(heard: Heard) -> Rank:
@@ -22,23 +25,25 @@ def only(heard: Heard) -> Rank:
 def test_intervals_hold_neither_warm_up_nor_compilations_nor_evaluations(
     num_steps: int, compiling: set[int], evaluating: set[int]
 ) -> None:
-    """A step that is compiled or evaluated in takes a hundred times as long."""
+    """A step that is compiled or evaluated in takes a hundred times as long. Long steps are steady from the third on,
+    and of one that compiled nothing is known."""
     messages: list[Message] = [said.loader(7), said.loader(7, "1", maker="other", shuffles=False), said.optimizer(7)]
     evaluating = {number for number in evaluating if number % 3 == 0}  # not in most steps
     seconds, num_compilations, num_evaluated = 0.0, 0, 0
     for number in range(1, num_steps + 1):
-        is_slow = number in compiling or number in evaluating or number <= NUM_WARMUP_STEPS
+        is_slow = number in compiling or number in evaluating or number <= 2
         seconds += said.STEP_SECONDS * (100 if is_slow else 1)
         num_compilations += number in compiling
         num_evaluated += 64 * (number in evaluating)
         samples = {"0": 8 * number, "1": num_evaluated}
         messages.append(said.step(7, number, time=seconds, num_samples=samples, num_compilations=num_compilations))
     rank = only(said.heard(messages))
-    expected = set(range(NUM_WARMUP_STEPS + 1, num_steps + 1)) - compiling - evaluating
+    num_warmup = next(number for number in range(2, 43) if number not in compiling)
+    expected = set(range(num_warmup + 1, num_steps + 1)) - compiling - evaluating
     found = list(rank.intervals())
     assert len(found) == len(expected)
     assert {(round(one.step_seconds, 6), one.num_samples, one.num_passes) for one in found} <= {(0.5, 8, 1)}
-    assert rank.num_compiling_steps == len([n for n in compiling if NUM_WARMUP_STEPS < n <= num_steps])
+    assert rank.num_compiling_steps == len([n for n in compiling if num_warmup < n <= num_steps])
 
 
 def test_a_loader_made_anew_for_every_epoch_is_one() -> None:
@@ -51,7 +56,7 @@ def test_a_loader_made_anew_for_every_epoch_is_one() -> None:
         messages.append(said.step(7, number, num_samples=samples))
     rank = only(said.heard(messages))
     assert rank.training_loaders == {"0", "1", "2", "3"}
-    assert [one.num_samples for one in rank.intervals()] == [8] * 13
+    assert [one.num_samples for one in rank.intervals()] == [8] * 14
 
 
 def test_steps_between_two_looks_at_the_device_are_one_interval() -> None:
@@ -59,7 +64,30 @@ def test_steps_between_two_looks_at_the_device_are_one_interval() -> None:
     messages += [said.step(7, number, is_settled=number % 4 == 3) for number in range(1, 16)]
     assert [(one.num_steps, one.num_samples, one.step_seconds) for one in only(said.heard(messages)).intervals()] == [
         (4, 32, 0.5)
-    ] * 3
+    ] * 2
+
+
+FALLING = [1.0, 0.09, 0.07, 0.05, 0.03, 0.03, 0.03, 0.03, 0.03]  # seconds of steps
+
+
+def with_steps(seconds: Sequence[float], *more: Message) -> Rank:
+    times = itertools.accumulate(seconds)
+    steps = [said.step(7, number, time=time) for number, time in enumerate(times, 1)]
+    return only(said.heard([said.loader(7), said.optimizer(7), *steps, *more]))
+
+
+def test_steps_are_measured_once_they_have_stopped_falling() -> None:
+    assert [round(one.step_seconds, 6) for one in with_steps(FALLING).intervals()] == [0.03] * 2
+    assert list(with_steps(FALLING[:6]).intervals()) == []
+
+
+def test_of_a_process_that_ended_before_they_did_what_follows_the_least_warm_up_is_measured() -> None:
+    gone = Exit(pid=7, time=9.0, rank=0, world=1, local_rank=0)
+    assert len(list(with_steps(FALLING[:6], gone).intervals())) == 6 - NUM_WARMUP_STEPS
+
+
+def test_long_steps_are_measured_from_the_third_on() -> None:
+    assert [one.step_seconds for one in with_steps([9.0, 2.0, 2.0, 2.0]).intervals()] == [2.0, 2.0]
 
 
 @given(seconds=st.lists(st.floats(0.01, 10), min_size=1, max_size=4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -92,7 +93,8 @@ class ScriptedBackend:
         self.specs.append(spec)
         outcome = self._answer(spec)
         if isinstance(outcome, Measurement):
-            self._budget.now += SETUP_SECONDS + 11 * outcome.step_seconds
+            measuring = min(8 * outcome.step_seconds, (spec.measure_seconds or math.inf) + outcome.step_seconds)
+            self._budget.now += SETUP_SECONDS + 3 * outcome.step_seconds + measuring
         else:
             self._budget.now += spec.deadline_seconds or 0.0 if outcome.kind == "timeout" else SETUP_SECONDS
         return outcome

@@ -260,3 +260,16 @@ def test_what_a_check_speaks_against_is_not_tried_again_and_what_is_left_is_seed
     assert ("search", "fp32", 64) in done
     decision = machine.decide()
     assert (decision.config.precision, decision.config.batch_size) == ("fp32", 64)
+
+
+@pytest.mark.parametrize(
+    ("speed", "seconds", "is_checked"),
+    [(99.0, 1.0, True), (99.0, 60.0, False), (96.0, 1.0, False), (102.0, 20.0, True)],
+)
+def test_a_runner_up_is_checked_where_it_may_win_by_enough_for_the_seconds(
+    speed: float, seconds: float, *, is_checked: bool
+) -> None:
+    """Within the plateau bf16 wins before fp16, which is calibrated too."""
+    made = log(fp32=50.0, bf16=100.0, fp16=speed).add(candidate("bf16", 16), fidelity("bf16"), "fidelity")
+    found = next_todo(ledger_of(made.records, WHERE), is_worth=lambda gain, num: gain > 1e-3 * num * seconds)
+    assert (found == Todo("calibration", FP16)) == is_checked

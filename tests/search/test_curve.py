@@ -10,8 +10,8 @@ from scripted_backend import candidate
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.setting import Setting
+from autotune_amp.search.planner import LEAST_GAIN
 from autotune_amp.search.stages.curve import Curves
-from autotune_amp.search.stages.explore import LEAST_GAIN
 
 SIZES = tuple(2**k for k in range(3, 11))
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")

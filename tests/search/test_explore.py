@@ -17,7 +17,7 @@ from autotune_amp.search.planner import Budget, Planner
 from autotune_amp.search.ranking import PLATEAU, failures
 from autotune_amp.search.search import nothing_works
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.explore import LEAST_GAIN, MAX_PROCESSES, NUM_STEPS_FORESEEN, next_promising
+from autotune_amp.search.stages.explore import MAX_PROCESSES, next_promising
 from autotune_amp.trial.jobs import Check, Trial
 
 SIZES, SETTING = (8, 32, 128), candidate("fp32", 32)
@@ -49,7 +49,6 @@ def promising(
         ledger.throughputs(),
         left_seconds,
         untried or [],
-        least_gain=LEAST_GAIN,
         max_processes=max_processes,
         most_luck=PLATEAU,
     )
@@ -88,7 +87,7 @@ def test_what_promises_something_must_fit_into_the_time_left(times: float, is_ru
     found = measured(Trial(candidate=setting, device="cpu"), 32.0)
     took = Record(search_id="s", number=1, candidate=setting, purpose="search", outcome=found, seconds=20.0 + 12.0)
     ledger = known([took])
-    seconds = 20.0 + NUM_STEPS_FORESEEN * 64 / 32.0  # no faster than what was measured
+    seconds = Planner(CONDITIONS, Budget(math.inf)).trial_seconds(ledger, 64 / 32.0)  # no faster than what was measured
     assert (promising(ledger, untried, left_seconds=times * seconds) == untried[0]) == is_run
 
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from scripted_backend import ScriptedSearch, candidate, described, hardware, measured
 
 from autotune_amp.core.outcome import Failure, Outcome
-from autotune_amp.search.planner import CONFIRM_SECONDS, MIN_ROUNDS, Planner
+from autotune_amp.search.planner import CONFIRM_SECONDS, LEAST_GAIN, MIN_ROUNDS, Planner
 from autotune_amp.search.space import Space
 from autotune_amp.trial.jobs import Trial
 
@@ -67,7 +67,7 @@ def test_where_not_all_rounds_can_be_afforded_there_is_one_or_none(budget_second
 
 
 def test_what_runs_of_a_command_have_measured_is_confirmed_already() -> None:
-    search = searched(start_seconds=11.0)
+    search = searched(start_seconds=11.0, device="cpu")
     search.conditions = replace(search.conditions, are_trials_fresh=True)
     search.backend.start_seconds = None
     planner = search.planner
@@ -131,3 +131,25 @@ def test_what_is_bought_is_said_before_the_first_trial() -> None:
     said = searched(start_seconds=17.0).planner.forecast(searched().ledger, may_fork=False)
     assert "17 s to start" in said
     assert "2 precisions at batch 32" in said
+
+
+def test_the_longer_a_search_has_taken_the_more_a_second_has_to_bring() -> None:
+    search = searched(start_seconds=10.0)
+    planner, needed = search.planner, []
+    for _ in range(3):
+        needed.append(planner.least_gain(search.ledger, 20.0))
+        search.measure(FP32)
+        search.ledger.append(replace(search.ledger.records[-1], seconds=60.0))
+    assert needed == sorted(needed)
+    assert needed[0] < 0.01 < 0.03 < needed[-1]
+    assert planner.least_gain(search.ledger, 40.0) > 2 * needed[-1]
+    assert planner.least_gain(search.ledger, 0.0) == LEAST_GAIN
+
+
+@pytest.mark.parametrize("more", [{"start_seconds": 40.0}, {"budget_seconds": 3000.0}])
+def test_where_a_process_costs_more_or_the_user_gives_more_time_seconds_count_less(more: dict[str, Any]) -> None:
+    usual, patient = searched(), searched(**more)
+    for search in (usual, patient):
+        search.measure(FP32)
+        search.ledger.append(replace(search.ledger.records[-1], seconds=100.0))
+    assert patient.planner.least_gain(patient.ledger, 20.0) < usual.planner.least_gain(usual.ledger, 20.0)

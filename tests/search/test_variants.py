@@ -14,6 +14,7 @@ from autotune_amp.core.outcome import Failure, Measurement, Outcome, Profiled
 from autotune_amp.core.recommendation import VariantRow
 from autotune_amp.core.setting import Setting
 from autotune_amp.profile.gap import Profile
+from autotune_amp.search import planner
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.space import build_space
@@ -378,3 +379,15 @@ def test_try_names_dimensions_or_values(given: Any, expected: Any) -> None:
 def test_try_refuses_what_it_does_not_know(given: Any) -> None:
     with pytest.raises(InvalidRequestError, match="--try is"):
         SearchOptions.from_user(try_=given)
+
+
+def test_what_would_take_longer_than_it_may_gain_is_left_and_says_how_it_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(planner, "GAIN_PER_SECOND", 1.0)
+    tried, found, _ = searched()
+    assert tried == []
+    assert found["compile", "default"].reason is not None
+    assert "--try compile" in found["compile", "default"].reason
+    tried, _, _ = searched(options={"try_": "compile"})
+    assert {setting.compile for setting in tried} >= {"default"}, "what the user names is tried"

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune_amp.core.setting import Setting
-from autotune_amp.trial.jobs import MAX_FALLING_SECONDS, MAX_WARMUP_STEPS, Trial, is_falling, stop
+from autotune_amp.trial.jobs import MAX_FALLING_SECONDS, MAX_WARMUP_STEPS, Trial, is_warming, stop
 
 FP32 = Setting(precision="fp32", batch_size=8)
 STEADY, RESTLESS = [0.1] * 8, [0.1, 0.3] * 4
@@ -57,8 +57,7 @@ def test_what_ends_measuring(steps: list[float], fields: dict[str, Any], expecte
 
 
 def falls(groups: list[float], num_steps: int = 10, warming_seconds: float = 0.1) -> bool:
-    spec = Trial(candidate=FP32, device="cpu")
-    return is_falling(spec, groups, num_steps=num_steps, warming_seconds=warming_seconds)
+    return is_warming(groups, num_steps=num_steps, warming_seconds=warming_seconds)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +76,7 @@ def test_a_warm_up_goes_on_while_its_steps_fall(groups: list[float], expected: b
     assert falls(groups) == expected
     assert not falls(groups, warming_seconds=MAX_FALLING_SECONDS), "what falls for ever is measured all the same"
     assert not falls(groups, num_steps=MAX_WARMUP_STEPS)
+    assert falls(groups, num_steps=2), "so few are taken in any case, unless they are long"
 
 
 @settings(deadline=None)

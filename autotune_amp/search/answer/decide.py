@@ -141,8 +141,11 @@ def _was_confirmed(ledger: Ledger, environment: Mapping[str, str]) -> bool:
     """Whether the confirmation was of this objective's winner, and not of another's."""
     before = [r for r in ledger.records if r.purpose not in ("confirm", "plain")]
     chosen = ledger.with_only(before).finalists
-    return chosen is not None and any(
-        r.purpose == "confirm" and r.candidate == chosen.winner and r.environment == environment
+    if chosen is None:
+        return False
+    environments = [environment, {}] if chosen.winner == chosen.baseline else [environment]
+    return any(
+        r.purpose == "confirm" and r.candidate == chosen.winner and r.environment in environments
         for r in ranking.counted(ledger.records)
     )
 

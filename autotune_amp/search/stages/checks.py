@@ -4,6 +4,7 @@ learns, and which loss scales are safe for fp16.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -15,7 +16,7 @@ from autotune_amp.precision.modes import MODES
 from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.ledger import RIVAL, Ledger
 from autotune_amp.search.planner import Planner
-from autotune_amp.search.ranking import check_key, rank
+from autotune_amp.search.ranking import PLATEAU, check_key, rank
 from autotune_amp.search.space import HOPELESS, Space
 from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Check, Trial
@@ -49,14 +50,19 @@ class AccumulationCheck:
 @dataclass
 class Checks:
     """Holds contenders against fp32 and calibrates fp16, until they are judged or the time is over: the winner, and the
-    runner-up too unless `only_winner`."""
+    runner-up too unless `only_winner`, where it may win by enough to be worth its checks."""
 
     is_exclusive: ClassVar[bool] = False
     only_winner: bool = False
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
         """The check, calibration or trial that the choice of contenders waits for."""
-        todo, left = next_todo(ledger, only_winner=self.only_winner), planner.before_confirmation(ledger)
+
+        def is_worth(gain: float, num_checks: int) -> bool:
+            return gain > planner.least_gain(ledger, num_checks * planner.check_seconds(ledger))
+
+        todo = next_todo(ledger, only_winner=self.only_winner, is_worth=is_worth)
+        left = planner.before_confirmation(ledger)
         if todo is None or planner.budget.left() <= max(MIN_CHECK_SECONDS, planner.check_seconds(ledger)):
             return None
         if todo.purpose != "search":
@@ -104,12 +110,16 @@ class LossScales:
             self.study.suggest_pairs(contender.with_own_workers, NUM_PAIRS, lambda: planner.before_confirmation(ledger))
 
 
-def next_todo(ledger: Ledger, *, only_winner: bool = False) -> Todo | None:
+def next_todo(
+    ledger: Ledger, *, only_winner: bool = False, is_worth: Callable[[float, int], bool] = lambda *_: True
+) -> Todo | None:
     """What is still to be found out before the contenders, or the `only_winner`, can be confirmed; None where all are
     judged. Pure.
 
     Every answer adds a record that changes the next one: what is unfaithful leaves the shortlist to others. The
-    baseline is a contender, since it may be kept; a runner-up that is hopelessly slow is not confirmed.
+    baseline is a contender, since it may be kept; a runner-up that is hopelessly slow is not confirmed. `is_worth` says
+    whether a gain in throughput, a share, is worth so many checks: of a runner-up, its lead over the winner once both
+    are known as well as the plateau is wide.
     """
     healing = _healing(ledger)
     if healing is not None:
@@ -124,14 +134,20 @@ def next_todo(ledger: Ledger, *, only_winner: bool = False) -> Todo | None:
             continue
         is_rival = setting == chosen.winner or speeds[setting] >= (1 - RIVAL) * fastest
         may_win = is_rival or ledger.objective != "speed"  # then what is slower may win
-        if (
+        is_uncalibrated = (
             "calibration" in ledger.space.checks
             and MODES[setting.precision].takes_scaler
             and may_win
             and setting.scaling not in ledger.scales
-        ):
+        )
+        is_unchecked = _is_unchecked(ledger, setting)
+        if setting == chosen.runner_up and setting != chosen.baseline and ledger.objective == "speed":
+            lead = speeds[setting] / speeds[chosen.winner] - 1 + PLATEAU
+            if not is_worth(lead, is_uncalibrated + is_unchecked):
+                continue
+        if is_uncalibrated:
             return Todo("calibration", setting.scaling)
-        if _is_unchecked(ledger, setting):
+        if is_unchecked:
             return _compare(setting, ledger.space)
     healable = _healable(ledger, fastest)
     return None if healable is None else _compare(healable, ledger.space)

@@ -13,7 +13,7 @@ from autotune_amp.core.outcome import Measurement, Purpose
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Slot
 from autotune_amp.search.conditions import Conditions
-from autotune_amp.search.gains import is_settled
+from autotune_amp.search.gains import unsettled
 from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.planner import (
     CONFIRM_SECONDS,
@@ -77,14 +77,16 @@ class Confirm:
         conditions = planner.conditions
         if not self._is_begun:
             self._is_begun = True
-            if self._contenders.runner_up not in ledger.may_win(self._contenders):
+            if not self._is_environment_worth(ledger, planner):
+                self._environment = {}
+            if not self._is_runner_up_worth(ledger, planner):
                 self._contenders = self._contenders._replace(runner_up=None)
         elif conditions.shares_processes:
             of_round = [r for r in ledger.records if (r.round, r.slot) == (self._round, self._slot)]
             self._is_started = bool(of_round) and isinstance(of_round[-1].outcome, Measurement)
         while not self._to_run:
             if not self._rounds or (
-                self._num_beside == 1 and self._rounds[0] >= MIN_ROUNDS and self._is_settled(ledger)
+                self._num_beside == 1 and self._rounds[0] >= MIN_ROUNDS and self._is_over(ledger, planner)
             ):
                 return None
             self._round, self._is_started = self._rounds.pop(0), False
@@ -119,13 +121,42 @@ class Confirm:
             self._rounds.insert(0, self._round)
         self._to_run, self._slot = [], slot.name
 
-    def _is_settled(self, ledger: Ledger) -> bool:
-        return is_settled(ledger, self._contenders, self._environment)
+    def _is_runner_up_worth(self, ledger: Ledger, planner: Planner) -> bool:
+        """Whether it may overtake the winner by enough for the seconds of its runs."""
+        winner, runner_up, _ = self._contenders
+        if runner_up is None or runner_up not in ledger.may_win(self._contenders):
+            return False
+        if ledger.objective != "speed":
+            return True
+        speeds = {c: found.samples_per_second for c, found in ledger.measured.items()}
+        lead = speeds[runner_up] / speeds[winner] - 1 + PLATEAU if winner in speeds else math.inf
+        num_starts = 0 if planner.conditions.shares_processes else 1
+        return lead > planner.least_gain(ledger, MIN_ROUNDS * planner.runs_seconds(ledger, [runner_up], num_starts))
+
+    def _is_environment_worth(self, ledger: Ledger, planner: Planner) -> bool:
+        """Whether the recommended variables alone may gain enough for the seconds of runs of what runs today."""
+        winner, _, baseline = self._contenders
+        if winner != baseline or ledger.objective != "speed":
+            return True
+        return planner.least_gain(ledger, MIN_ROUNDS * planner.runs_seconds(ledger, [winner], 1)) < PLATEAU
+
+    def _is_over(self, ledger: Ledger, planner: Planner) -> bool:
+        """Whether more rounds would settle nothing, or take longer than what they may settle is worth."""
+        found = unsettled(ledger, self._contenders, self._environment)
+        if found is None:
+            return True
+        gain, num_rounds = found
+        runs = [Run(self._contenders.winner, "confirm", {}), Run(self._contenders.baseline, "confirm", {})]
+        seconds = num_rounds * self._seconds_of(runs, ledger, planner)
+        return num_rounds > len(self._rounds) or gain < planner.least_gain(ledger, seconds)
+
+    def _seconds_of(self, runs: Sequence[Run], ledger: Ledger, planner: Planner) -> float:
+        num_starts = min(1, len(runs)) if planner.conditions.shares_processes else len(runs)
+        return planner.runs_seconds(ledger, [run.setting for run in runs], num_starts)
 
     def _plan(self, ledger: Ledger, planner: Planner) -> list[Run]:
         def seconds_of(runs: Sequence[Run]) -> float:
-            num_starts = min(1, len(runs)) if planner.conditions.shares_processes else len(runs)
-            return planner.runs_seconds(ledger, [run.setting for run in runs], num_starts)
+            return self._seconds_of(runs, ledger, planner)
 
         left = planner.budget.left() - (self._ending_left(ledger, planner) if self._round == 0 else 0.0)
         num_needed = max(1, math.ceil((MIN_ROUNDS - self._round) / self._num_beside))

@@ -35,10 +35,6 @@ from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Trial
 
 MAX_PROCESSES = 4  # of one setting
-# Of the throughput: a trial that is expected to make less of a difference to the choice is not run. Mean regret and
-# seconds by other values are in studies/search_efficiency.
-LEAST_GAIN = 0.002
-NUM_STEPS_FORESEEN = 14  # of a trial: a first step as long as three, the warm-up, the fewest measured
 WORTH_SHARING = 0.2  # of a trial
 MIN_SHARED_SECONDS = 0.5  # less is not worth a model that lies in memory and a process that may fail to share it
 BYTES_PER_PARAMETER = 4
@@ -106,7 +102,6 @@ class Promising(_Explore):
             throughputs,
             left_seconds,
             [*worth_trying(ledger, conditions, throughputs), *healed_settings(ledger)],
-            least_gain=LEAST_GAIN,
             max_processes=self.max_processes,
             most_luck=PLATEAU,
         )
@@ -150,7 +145,6 @@ def next_promising(
     left_seconds: float,
     untried: Sequence[Setting] = (),
     *,
-    least_gain: float,
     max_processes: int = MAX_PROCESSES,
     most_luck: float = math.inf,
 ) -> Setting | None:
@@ -158,13 +152,11 @@ def next_promising(
 
     `throughputs` are of the processes of each setting; where they differ so much that the choice hangs on it, one of
     these is measured again, and so is a winner that is `most_luck`, a share, above what the model expects of it.
-    `least_gain` is a share of the throughput too.
     """
     choosable = ledger.may_choose((*throughputs, *untried))
     if not throughputs or not choosable:
         return None
     curves = Curves(throughputs, untried)
-    setup_seconds = planner.setup_seconds(ledger)
     fastest = max(m.samples_per_second for ours in ledger.measurements.values() for m in ours)
     num_tried = Counter(r.candidate for r in ledger.records if r.purpose == "search")
 
@@ -173,7 +165,7 @@ def next_promising(
         # Without the wait for data, or by the joule, throughput is no speed.
         speed = fastest if ledger.objective == "energy" else min(fastest, curves.throughput(setting))
         num_samples = setting.batch_size * num_timed_passes(setting) * planner.conditions.description.num_ranks
-        return setup_seconds + max(compiling, default=0.0) + NUM_STEPS_FORESEEN * num_samples / speed
+        return max(compiling, default=0.0) + planner.trial_seconds(ledger, num_samples / speed)
 
     def may_run(setting: Setting) -> bool:
         if (setting in ledger.measurements) != (setting in ledger.actual.measurements):
@@ -181,7 +173,11 @@ def next_promising(
         return num_tried[setting] < max_processes and seconds(setting) < left_seconds
 
     gains = curves.gains(choosable, least=median(throughputs.get(ledger.space.baseline, [0.0])))
-    worth = {c: gain / seconds(c) for c, gain in gains.items() if gain > least_gain and may_run(c)}
+    worth = {
+        c: gain / seconds(c)
+        for c, gain in gains.items()
+        if gain > planner.least_gain(ledger, seconds(c)) and may_run(c)
+    }
     if worth:  # between equals their order decides, and not how a CPU rounds
         return max(worth, key=lambda c: float(f"{worth[c]:.6g}"))
     chosen = None if ledger.shortlist is None else ledger.shortlist.winner

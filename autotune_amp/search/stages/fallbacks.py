@@ -16,8 +16,8 @@ from autotune_amp.core.variants import FP8_RECIPE, VARIANTS
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import ranking
 from autotune_amp.search.ledger import Ledger
-from autotune_amp.search.planner import MEASURE_SECONDS, Planner
-from autotune_amp.trial.jobs import Check, Trial
+from autotune_amp.search.planner import Planner
+from autotune_amp.trial.jobs import MEASURE_SECONDS, Check, Trial
 
 MAX_FALLBACK_TRIES = 3
 

@@ -4,6 +4,7 @@ other numbers of its workers. One change at a time, the best kept.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
@@ -20,12 +21,12 @@ from autotune_amp.search.planner import Planner
 from autotune_amp.search.ranking import MAX_DATA_SHARE, PLATEAU, data_share, rank
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.explore import is_of_the_space, next_promising, worth_trying
-from autotune_amp.search.variants import next_setting, to_profile
+from autotune_amp.search.variants import is_worth_trying, next_setting, to_profile
 from autotune_amp.trial.jobs import Check, Trial
 
 PROFILE_SHARE = 0.05  # of the time that is left, for a profile of the winner
 TRACE_SECONDS, NUM_STEPS_FORESEEN = 2.0, 8  # of a profile: for its trace; warming up and under the profiler
-LEAST_GAIN = 0.005  # of the throughput: measuring again what gains a few percent takes a trial that may compile
+PROFILE_PATIENCE = 3.0  # times what a profile is foreseen to take
 SHORT_WAIT = 0.05  # of a step: more workers have little left to gain
 SAME_WAIT = 0.9  # of the share of a step before: a lucky process before hides that more workers help, not what waits
 HANDOVER_SECONDS = 1e-3  # of a batch from a worker process: a shorter wait is not made shorter by one
@@ -44,9 +45,10 @@ class Variants:
     def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | Profile | None:
         """The profile, another trial, else the check that the leader calls for."""
         left, leader = planner.to_explore(ledger), to_profile(ledger)
-        if leader is not None and self._profile_seconds(ledger, planner, leader) < PROFILE_SHARE * left:
+        foreseen = math.inf if leader is None else self._profile_seconds(ledger, planner, leader)
+        if leader is not None and foreseen < PROFILE_SHARE * left:
             trial = planner.conditions.trial(ledger, leader)
-            seconds = 2 * PROFILE_SHARE * left
+            seconds = PROFILE_PATIENCE * foreseen
             return Profile(device=trial.device, trial=trial, deadline_seconds=seconds, counts_flops=False)
         setting = self._next(ledger, planner, left) if planner.may_try(ledger, left) else None
         if setting is None:
@@ -61,8 +63,8 @@ class Variants:
         """What the last choice hangs on once more, else the next value: it builds on that choice."""
         throughputs, again = ledger.throughputs(), None
         if ledger.objective == "speed" and any(setting.set_up for setting in throughputs):
-            again = next_promising(ledger, planner, throughputs, left_seconds, least_gain=LEAST_GAIN)
-        return again or next_setting(ledger)
+            again = next_promising(ledger, planner, throughputs, left_seconds)
+        return again or next_setting(ledger, lambda c: is_worth_trying(ledger, planner, c))
 
 
 @dataclass
@@ -150,7 +152,7 @@ class LoaderWorkers:
             for c in worth_trying(ledger, planner.conditions, observed)
             if all(c.precision != other.precision or c.batch_size < other.batch_size for other in failed)
         ]
-        return next_promising(ledger, planner, observed, left_seconds, untried, least_gain=LEAST_GAIN)
+        return next_promising(ledger, planner, observed, left_seconds, untried)
 
 
 def ladder(own_num_workers: int, num_cpus: int) -> Iterator[int]:

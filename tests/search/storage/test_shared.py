@@ -117,7 +117,7 @@ def test_an_answer_of_another_host_is_saved_with_its_origin_and_runs_nothing_of_
     assert answer.config == replace(found.config, environment=HELD)
     assert "theirs" not in answer.to_json()
     assert answer.launch_line == MINE
-    assert str(answer.command).endswith(" -- python mine.py 64")
+    assert str(answer.command).endswith(" -- python mine.py 128")
     assert notes[0] in answer.warnings
     assert {path.name for path in (tmp_path / "train").iterdir()} <= {"recommendation.json", ".lock"}
 
