@@ -126,7 +126,7 @@ class GradientDamage(msgspec.Struct, frozen=True, kw_only=True):
         """What stands under `DAMAGE_COLUMNS`."""
         values = (self.noise_ratio, self.common_error, self.cosine, self.norm_ratio)
         ratios = ["-" if value is None else number(value) for value in values]
-        return [one_line(self.name) or "outside of modules", *ratios, f"{100 * self.flushed_share:.3g} %"]
+        return [one_line(self.name) or "the model itself", *ratios, f"{100 * self.flushed_share:.3g} %"]
 
 
 class LowWeights(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import Failure
 from autotune_amp.memory.job import MemoryBreakdown, MemoryJob, ModuleActivations
 from autotune_amp.numerics.accumulation import tensors
-from autotune_amp.precision.forward_wrapper import modules_by_name
+from autotune_amp.precision.forward_wrapper import modules_by_name, takes_roles
 from autotune_amp.profile.child import warm_up
 from autotune_amp.trial import data
 from autotune_amp.trial.context import Context
@@ -147,7 +147,8 @@ class HeldMemory:
         self._batch_bytes = min(sum(self._batch.values()), sum(map(_num_bytes, given)))
         self._saved_by.clear()
         with ExitStack() as stack:
-            for name, module in self._modules.items():
+            # TorchScript's modules take no hooks: what one holds counts as that of the module around it.
+            for name, module in ((name, module) for name, module in self._modules.items() if takes_roles(module)):
                 enter = module.register_forward_pre_hook(partial(self._enter, name), prepend=True)
                 # What a checkpoint computes again ends by an exception.
                 leave = module.register_forward_hook(self._leave, always_call=True)

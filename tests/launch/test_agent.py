@@ -479,6 +479,32 @@ for x, y in torch.utils.data.DataLoader(data, batch_size=8) if {data == "loader"
     assert {sum(each.sizes) for each in told} == {8 * 8 + 8 + 8 + 1}
 
 
+def test_frozen_gradients_of_complex_and_sparse_weights_are_written_in_full(train: Train) -> None:
+    text = """
+mix = torch.nn.Parameter(torch.randn(3, dtype=torch.complex64))
+words = torch.nn.Embedding(5, 2, sparse=True)
+optimizer = torch.optim.SGD([mix, *words.parameters()], lr=1.0)
+for x, y in torch.utils.data.DataLoader(data, batch_size=8):
+    (loss_of(model(x), y) + (mix.conj() * (1 + 2j)).real.sum() + words(torch.arange(2)).sum()).backward()
+    optimizer.step()
+"""
+    told = train(text, frozen={"num_steps": 3, "max_entries": 1000}).gradients
+    assert len(told) == 3
+    assert {each.sizes for each in told} == {(2 * 3, 5 * 2)}
+
+
+def test_what_weights_are_used_in_is_not_what_they_are_packed_in(train: Train) -> None:
+    heard = train("""
+model.packed = torch.nn.Parameter(torch.zeros(4096, dtype=torch.uint8), requires_grad=False)
+optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+for x, y in torch.utils.data.DataLoader(data, batch_size=8):
+    loss_of(model(x), y).backward()
+    optimizer.step()
+""")
+    (rank,) = heard.ranks.values()
+    assert {dtype for step in rank.steps for _, _, dtype in step.forwards} == {"float32"}
+
+
 def test_no_thread_of_ours_lives_while_python_is_torn_down(tmp_path: Path) -> None:
     """In a fresh process, whose own end it is."""
     (tmp_path / "train.py").write_text("""

@@ -207,6 +207,18 @@ def test_blocks_that_a_checkpoint_would_free_are_named() -> None:
     assert taken_apart().checkpointable_modules == ()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:FutureWarning")
+def test_what_a_torchscript_module_saves_is_of_the_module_around_it() -> None:
+    def model() -> nn.Module:
+        traced: Any = torch.jit.trace(nn.Linear(WIDTH, HIDDEN), torch.ones(BATCH, WIDTH))  # type: ignore[no-untyped-call]
+        return nn.Sequential(nn.Sequential(traced), nn.ReLU(), nn.Linear(HIDDEN, 1))
+
+    found = taken_apart(model)
+    assert found.parameters_bytes == FLOAT * MLP_PARAMETERS
+    assert set(saved(found)) <= {"", "0", "1", "2"}
+
+
 def test_gradients_come_as_activations_go() -> None:
     """At the start of the backward pass both layers' activations are there and no gradient; at its end the reverse."""
     found = taken_apart()

@@ -131,6 +131,42 @@ def test_a_description_tells_the_format_of_weights_and_looks_at_the_data_only_wh
         assert described(trained).weights == "frozen_low"
 
 
+def test_complex_parameters_leave_out_fp16_which_cannot_be_unscaled() -> None:
+    model = nn.Linear(2, 2)
+    model.mix = nn.Parameter(torch.randn(2, dtype=torch.complex64))
+    assert "GradScaler" in described(Workload(model, squared, images)).unsettable["fp16"]
+    model.mix.requires_grad_(False)
+    assert not described(Workload(model, squared, images)).unsettable
+
+
+class Quantized(nn.Linear):
+    """Writes what it does not read back, as the layers of bitsandbytes do, and a state that is no tensor."""
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight.absmax"] = torch.ones(1)
+
+    def get_extra_state(self) -> Any:
+        return {"scale": 1.0}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"scale": 1.0}
+
+
+def test_a_kept_worker_goes_back_to_the_first_weights_of_any_module() -> None:
+    context = Context(Workload(lambda: nn.Sequential(Quantized(3, 3)), squared, images), is_kept=True)
+    context.open("a test")
+    model = context.model(torch.device("cpu"))
+    first = model[0].weight.detach().clone()  # type: ignore[index] # a module of modules
+    with torch.no_grad():
+        model[0].weight.zero_()  # type: ignore[index] # as above
+    again = context.model(torch.device("cpu"))
+    assert again is model
+    assert torch.equal(again[0].weight, first)  # type: ignore[index] # as above
+    again[0].added = nn.Parameter(torch.ones(1))  # type: ignore[index] # as a job that prunes it does
+    assert context.model(torch.device("cpu")) is not model
+
+
 # -- a trial -----------------------------------------------------------------------------------------------------------
 
 
