@@ -105,8 +105,9 @@ def check(
     is_watched = not subject.is_compiled or MODES[precision].takes_scaler
     with watch_forward(subject.model, subject.device) if is_watched else nullcontext(_no_maxima) as read_maxima:
         try:
-            experiment = Experiment(passes, precision, batch_size, read_maxima, label or precision, num_steps_before)
-            experiment.seconds = seconds
+            experiment = Experiment(
+                passes, precision, batch_size, read_maxima, label or precision, num_steps_before, seconds
+            )
             attempt = experiment.attempt(tuple(pinned_modules))
             if attempt.grade.is_bad and experiment.takes_like_draws(attempt.pins):
                 attempt = experiment.attempt(attempt.pins)
@@ -160,6 +161,7 @@ class Experiment:
         read_maxima: Callable[[], dict[str, float]],
         label: str,
         num_steps_before: int,
+        seconds: float,
     ) -> None:
         self._started = time.perf_counter()
         self._batch_size = batch_size
@@ -177,7 +179,7 @@ class Experiment:
         self.fp32 = low if reference is subject else Passes(reference)
         if has_half_weights(reference.model):  # fp32 is a copy of the model
             self.fp32 = Passes(reference, in_fp32(reference.model, subject.device.type))
-        self.seconds = math.inf  # that all of it may take
+        self._seconds = seconds  # that all of it may take
         self.bad_reference: int | None = None  # the batch that fp32 itself gives no finite numbers for
         self._reference_runs: list[Run] = []  # plain, and from weights that are rounded otherwise
         self._fp32_step_seconds: float | None = None
@@ -359,7 +361,7 @@ class Experiment:
 
     def _has_time_for_batch(self, num_batches: int) -> bool:
         share = STEP_SHARE if num_batches >= MIN_NUM_BATCHES else SHORT_SHARE
-        return num_batches < 2 or (num_batches < MAX_NUM_BATCHES and self._spent() < share * self.seconds)
+        return num_batches < 2 or (num_batches < MAX_NUM_BATCHES and self._spent() < share * self._seconds)
 
     def _spent(self) -> float:
         return time.perf_counter() - self._started
@@ -367,7 +369,7 @@ class Experiment:
     def _has_time_for(self, num_steps: int) -> bool:
         """Whether so many more passes fit, each as long as those so far, and half for what else is done."""
         num_passes = self.low.num_passes + (0 if self.fp32 is self.low else self.fp32.num_passes)
-        return self._spent() * (1 + 1.5 * num_steps / num_passes) <= self.seconds
+        return self._spent() * (1 + 1.5 * num_steps / num_passes) <= self._seconds
 
     def _trained_longer(self, found: Findings, scale: float) -> Findings:
         """What longer runs add, over the batches in several orders; nothing where not even the shortest fit."""
@@ -434,7 +436,7 @@ def _locate(experiment: Experiment, attempt: Attempt) -> tuple[tuple[str, ...], 
             attempt = experiment.attempt(pins)
         except Exception:
             break
-        if attempt.grade.verdict == "faithful":
+        if attempt.grade.verdict == "faithful" and attempt.training is not None:
             return tuple(pin for pin in pins if pin not in given), pins
     return culprits, ()
 

@@ -223,7 +223,12 @@ def checks_of(row: Row) -> str:
 def trainings(rows: list[Row]) -> list[str]:
     lines = []
     for row in rows:
-        names = [row["case"], row["precision"], ", ".join(f"`{name}`" for name in row["pinned_modules"]) or "-"]
+        names = [
+            row["case"],
+            row["precision"],
+            str(row.get("seed", 0)),
+            ", ".join(f"`{name}`" for name in row["pinned_modules"]) or "-",
+        ]
         if "error" in row:
             lines.append([*names, row["expected"], checks_of(row), row["error"].split(":")[0], *["-"] * 5])
             continue
@@ -245,8 +250,8 @@ def trainings(rows: list[Row]) -> list[str]:
             ]
         )
     titles = [
-        "case", "precision", "pinned", "expected", "check's verdicts", "training", "fp32 loss, first to last tenth",
-        "loss in the precision", "excess, % of fp32's fall", "fp32 runs apart", "skips of steps",
+        "case", "precision", "seed", "pinned", "expected", "check's verdicts", "training",
+        "fp32 loss, first to last tenth", "loss in the precision", "excess, % of fp32's fall", "fp32 runs apart", "skips of steps",
     ]  # fmt: skip
     return table(titles, lines)
 
