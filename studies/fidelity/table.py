@@ -251,7 +251,8 @@ def trainings(rows: list[Row]) -> list[str]:
         )
     titles = [
         "case", "precision", "seed", "pinned", "expected", "check's verdicts", "training",
-        "fp32 loss, first to last tenth", "loss in the precision", "excess, % of fp32's fall", "fp32 runs apart", "skips of steps",
+        "fp32 loss, first to last tenth", "loss in the precision", "excess, % of fp32's fall", "fp32 runs apart",
+        "skips of steps",
     ]  # fmt: skip
     return table(titles, lines)
 
