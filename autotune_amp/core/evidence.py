@@ -360,8 +360,8 @@ def loss_scale_line(scale: LossScale, known: LossScaleEvidence | None) -> str:
 
 
 def names(modules: Sequence[str]) -> str:
-    """Modules by name; the empty name is the code outside of every module."""
-    return one_line(", ".join(name or "code outside of every module" for name in modules))
+    """Modules by name; the empty name is the model itself."""
+    return one_line(", ".join(name or "the model itself" for name in modules))
 
 
 def _numbers(found: Fidelity) -> list[str]:

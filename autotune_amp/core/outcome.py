@@ -122,7 +122,7 @@ class GradientDamage(msgspec.Struct, frozen=True, kw_only=True):
     def cells(self) -> list[str]:
         """What stands under `DAMAGE_COLUMNS`."""
         ratios = [number(value) for value in (self.noise_ratio, self.cosine, self.norm_ratio)]
-        return [one_line(self.name) or "outside of modules", *ratios, f"{100 * self.flushed_share:.3g} %"]
+        return [one_line(self.name) or "the model itself", *ratios, f"{100 * self.flushed_share:.3g} %"]
 
 
 class LowWeights(msgspec.Struct, frozen=True, kw_only=True):

@@ -143,7 +143,7 @@ def test_a_check_is_told_with_its_numbers_and_what_heals_it() -> None:
     for words in ("bf16 is faithful: its rounding is small; ", "0.0042", "0 % flushed", "12.3 of 65504", "1.2 over 8"):
         assert words in said
     healed = fidelity(reason="bf16 is bad.", verdict="unfaithful", healing_pins=("a.b", ""), **BARE)
-    assert check_line(healed) == "bf16 is bad; with a.b, code outside of every module in fp32 it is faithful"
+    assert check_line(healed) == "bf16 is bad; with a.b, the model itself in fp32 it is faithful"
     assert check_line(fidelity(pinned_modules=("a.b",), **BARE)).startswith("with a.b in fp32 bf16 is faithful")
     low = LowWeights(weights="bf16", lost_share=0.84)
     assert "84 %" in check_line(fidelity(low_weights=low, **BARE))
