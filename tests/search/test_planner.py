@@ -147,7 +147,7 @@ def test_the_longer_a_search_has_taken_the_more_a_second_has_to_bring() -> None:
 
 
 @pytest.mark.parametrize("more", [{"start_seconds": 40.0}, {"budget_seconds": 3000.0}])
-def test_where_a_process_costs_more_or_the_user_gives_more_time_seconds_count_less(more: dict[str, float]) -> None:
+def test_where_a_process_costs_more_or_the_user_gives_more_time_seconds_count_less(more: dict[str, Any]) -> None:
     usual, patient = searched(), searched(**more)
     for search in (usual, patient):
         search.measure(FP32)
