@@ -56,10 +56,12 @@ class Rank:
     def warm(self) -> list[Step]:
         """The steps of `pace` from the last of the warm-up on, without those on what loader workers had ready before
         the first, and the skips in which a loss scaler finds its scale. Of a process that ended before its steps were
-        steady, those after the least warm-up."""
+        steady, or soon after, those after the least warm-up."""
         steps, num_warmup = self.pace, self._num_warmup_steps()
         if num_warmup is None and not self.has_ended:
             return []
+        if self.has_ended and num_warmup is not None and len(steps) < num_warmup + NUM_WARMUP_STEPS:
+            num_warmup = None
         ahead = max((it.num_workers * (it.prefetch_factor or 0) for it in self.loaders.values()), default=0)
         num_skips = sum(1 for _ in takewhile(lambda step: step.is_skipped, steps))
         first = max((num_warmup or NUM_WARMUP_STEPS) - 1, min(num_skips, MAX_SKIPS))

@@ -34,7 +34,7 @@ FAITHFUL = Findings(
 )
 GAP = {"training_gap": 50.0}
 APART, TOGETHER = (Parting(distance, spread=0.1, fall=2.0, num_steps=48) for distance in (0.5, 0.09))
-BIAS = {"common_error": 0.1, "common_error_interval": (0.05, 0.15)}
+BIAS: dict[str, Any] = {"common_error": 0.1, "common_error_interval": (0.05, 0.15)}
 UNRESOLVED = {"noise_ratio": 1.0, "common_error_interval": (0.0, 0.5)}
 CASES: list[tuple[dict[str, Any], Verdict, str]] = [
     ({}, "faithful", "sampling"),
@@ -64,7 +64,8 @@ CASES: list[tuple[dict[str, Any], Verdict, str]] = [
     ({"common_error_interval": (0.0, 0.06)}, "undecided", "up to 6 %"),
     ({"common_error": 0.03, "common_error_interval": (0.01, 0.04)}, "faithful", ""),  # maybe by chance
     ({"common_error": 0.8, "common_error_interval": (0.6, 1.0)}, "unfaithful", "80 % of the gradient"),
-    ({"most_common": damage(least=0.6), "parting": TOGETHER}, "doubtful", "body.weight"),
+    ({"most_common": damage(least=0.6)}, "undecided", "body.weight"),
+    ({"most_common": damage(least=0.6), "parting": TOGETHER}, "faithful", ""),
     ({"norm_ratio": 0.3}, "undecided", "0.3 times as long"),
     ({"flushed_share": 0.005}, "faithful", ""),
     ({"flushed_share": 0.05}, "unfaithful", "5 % of the gradient's entries"),
@@ -98,5 +99,5 @@ def test_what_to_do_next_follows_from_the_verdict_the_pins_and_the_weights() -> 
     assert "Train in bf16" in next_step("bf16", "faithful", ())
     assert "pinned_modules=['head']" in next_step("bf16", "unfaithful", ("head",))
     assert grade(FAITHFUL._replace(lost_share=0.9)).is_of_weights
-    assert not grade(FAITHFUL._replace(lost_share=0.9, most_common=damage(least=0.6), parting=TOGETHER)).is_of_weights
+    assert not grade(FAITHFUL._replace(lost_share=0.9, **BIAS)).is_of_weights
     assert "model.float()" in next_step("bf16", "doubtful", (), is_of_weights=True)
