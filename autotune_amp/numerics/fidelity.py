@@ -376,15 +376,14 @@ class Experiment:
         num_steps = next((num for num in LONG_STEPS if self._has_time_for(2 * NUM_ORDERS * num)), None)
         if num_steps is None:
             return found
-        num_batches = len(self._subject.batches)
-        orders = [shuffled(num_steps, num_batches, order) for order in range(NUM_ORDERS)]
+        orders = [shuffled(num_steps, MAX_NUM_BATCHES, order) for order in range(NUM_ORDERS)]
         low = [train(self.low, self.precision, num_steps, scale=scale, order=order) for order in orders]
         fp32 = [train(self.fp32, "fp32", num_steps, order=order) for order in orders]
         is_reference_finite, is_finite = (all(run.is_finite for run in runs) for runs in (fp32, low))
         return found._replace(
             is_reference_finite=is_reference_finite,
             is_training_finite=is_finite,
-            parting=parting(low, fp32, num_batches) if is_finite and is_reference_finite else None,
+            parting=parting(low, fp32, MAX_NUM_BATCHES) if is_finite and is_reference_finite else None,
         )
 
     def _fp32_runs(self) -> list[Run]:

@@ -98,6 +98,12 @@ def test_in_less_time_fewer_batches_are_looked_at_and_no_training_is_made() -> N
     assert noisy.verdict == "undecided", noisy.reason
 
 
+def test_a_longer_training_goes_over_the_batches_that_were_looked_at_however_many_there_are() -> None:
+    made = with_middle(lambda x: (x + 150.0) - 150.0)
+    more = replace(made, batches=[*made.batches, *made.batches] * 8)
+    assert check(more, "bf16", batch_size=8, find_pins=False).verdict == checked(made, "bf16", find_pins=False).verdict
+
+
 # -- sick ones ---------------------------------------------------------------------------------------------------------
 
 
