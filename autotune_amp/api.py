@@ -138,10 +138,11 @@ def check_fidelity(
     workload's own, 16 at most, unless given; fewer samples are used where memory is short. `pinned_modules` run in
     fp32 meanwhile: a bad verdict's `healing_pins` are such. `budget` is wall-clock seconds for everything.
 
-    What could not be checked, for want of memory or time or because the workload does not run in that precision, is
-    "unchecked", with the reason. Raises `InvalidRequestError` (a wrong option, device, module name, or a precision that
-    the device does not have), `WorkloadError` (the workload cannot be loaded or built, or does not run in fp32 either),
-    `NothingWorksError` (the device cannot be probed) and `BudgetTooSmallError` (the budget ended before it was loaded).
+    What could not be checked, for want of memory or because the workload does not run in that precision, is
+    "unchecked", and what there was too little time to decide is "undecided", with the reason. Raises
+    `InvalidRequestError` (a wrong option, device, module name, or a precision that the device does not have),
+    `WorkloadError` (the workload cannot be loaded or built, or does not run in fp32 either), `NothingWorksError` (the
+    device cannot be probed) and `BudgetTooSmallError` (the budget ended before it was loaded).
     """
     from autotune_amp.search.checks import run_check
 

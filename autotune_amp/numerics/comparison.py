@@ -24,7 +24,7 @@ from autotune_amp.core.config import MIN_LOSS_SCALE
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.intervals import t_quantile
 from autotune_amp.core.outcome import GradientDamage, LowWeights
-from autotune_amp.numerics.grading import Parting
+from autotune_amp.numerics.grading import Parting, least_common_error
 from autotune_amp.numerics.passes import Gradients, Pass, Passes, Subject, stored
 from autotune_amp.precision.forward_wrapper import parameters_by_name
 from autotune_amp.precision.modes import MODES
@@ -38,6 +38,7 @@ MAX_OWN_NOISE = 0.1
 _MOVED_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
 _NUM_HALVINGS = 4  # of a step's loss scale, before it is asked whether any will do
 _MAX_MODULES = 40  # rows of a chart
+MIN_VARIANCE = 1e-6  # of a gradient's square: less between batches is rounding of the sums
 _STRETCH = 2**22  # entries of each batch's error that are multiplied at a time
 
 
@@ -69,9 +70,11 @@ class Sums:
         num_batches = len(self.errors)
         square = self.reference / num_batches
         between = (num_batches * self.reference - self.total) / (num_batches * max(1, num_batches - 1))
-        yardstick = between if num_batches > 1 and between > 1e-12 * square else square
+        are_alike = num_batches < 2 or between <= MIN_VARIANCE * square
+        yardstick = square if are_alike else between
         norms = math.sqrt(self.reference) * math.sqrt(self.low)
         common, half = common_error(self.errors)
+        half = None if are_alike else half  # of batches that are alike, noise is alike too
         least, most = (_root(_ratio(common + side * (half or 0.0), square)) for side in (-1, 1))
         return GradientDamage(
             name=name,
@@ -112,6 +115,20 @@ class Comparison(NamedTuple):
     whole: GradientDamage
     parameters: list[GradientDamage]
     modules: list[GradientDamage]
+
+    def findings(self) -> dict[str, Any]:
+        """What `Findings` holds of it, by name."""
+        whole, parameters = self.whole, self.parameters
+        return {
+            "noise_ratio": whole.noise_ratio,
+            "common_error": whole.common_error,
+            "common_error_interval": whole.common_error_interval,
+            "norm_ratio": whole.norm_ratio,
+            "flushed_share": whole.flushed_share,
+            "most_flushed": max(parameters, key=attrgetter("flushed_share"), default=None),
+            "most_common": max(parameters, key=least_common_error, default=None),
+            "shortest": min(parameters, key=attrgetter("norm_ratio"), default=None),
+        }
 
 
 class Gathered:
@@ -304,9 +321,10 @@ def shuffled(num_steps: int, num_batches: int, order: int) -> list[int]:
     return list(chain.from_iterable(rounds))[:num_steps]
 
 
-def parting(low: Sequence[Run], fp32: Sequence[Run], num_batches: int) -> Parting:
+def parting(low: Sequence[Run], fp32: Sequence[Run], rerounded: Run, num_batches: int, roundoff: float) -> Parting:
     """How far finite runs in the precision are from those in fp32 in each pass through all `num_batches`; each two runs
-    saw the batches in the same order."""
+    saw the batches in the same order, and the `rerounded` one those of the first, from weights that were moved by one
+    rounding of the precision, whose unit is `roundoff`."""
     num_rounds = len(fp32[0].losses) // num_batches
     rounds = [slice(number * num_batches, (number + 1) * num_batches) for number in range(num_rounds)]
     theirs = [[fmean(run.losses[one]) for run in fp32] for one in rounds]
@@ -317,8 +335,10 @@ def parting(low: Sequence[Run], fp32: Sequence[Run], num_batches: int) -> Partin
     return Parting(
         distance=fmean(abs(fmean(each)) for each in differences),
         spread=fmean(
-            max(max(means) - min(means), max(each) - min(each)) for means, each in zip(theirs, differences, strict=True)
+            max(max(means) - min(means), max(each) - min(each), abs(fmean(rerounded.losses[one]) - means[0]))
+            for one, means, each in zip(rounds, theirs, differences, strict=True)
         ),
+        resolution=2 * roundoff * fmean(abs(mean) for means in theirs for mean in means),
         fall=abs(fmean(theirs[0]) - fmean(theirs[-1])),
         num_steps=num_rounds * num_batches,
     )

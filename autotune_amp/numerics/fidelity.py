@@ -15,9 +15,11 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from autotune_amp.core.config import FP16_MAX, MIN_LOSS_SCALE
 from autotune_amp.core.dimensions import Precision
@@ -42,7 +44,6 @@ from autotune_amp.numerics.grading import (
     Findings,
     Grade,
     grade,
-    least_common_error,
     next_step,
     suspicion,
 )
@@ -146,6 +147,27 @@ class Attempt:
         return grade(self.found)
 
 
+class Steps(NamedTuple):
+    """Passes over batches in the precision and in fp32, their gradients left out but for the last that was not finite,
+    whose batch is `bad_index`; `comparison` is what the gradients say where all are."""
+
+    low: list[Pass]
+    reference: list[Pass]
+    scale: float
+    bad_index: int | None = None
+    is_safe: bool = True
+    comparison: Comparison | None = None
+
+
+class Look(NamedTuple):
+    """What one batch says in fp32: its pass, how many entries of its gradients lie in which octave, and the parameters
+    whose gradient is more than rounding noise."""
+
+    first: Pass
+    octaves: tuple[tuple[int, int], ...]
+    signals: set[str]
+
+
 class Experiment:
     """What fp32 does, measured once and when it is needed, and attempts at the precision.
 
@@ -170,10 +192,12 @@ class Experiment:
         self.low = low
         self.precision = precision
         self._mode = MODES[precision]
+        self._longer_runs: dict[int, tuple[Run, list[Run]]] = {}  # in fp32, by their steps: rerounded, and by order
         self._read_maxima = read_maxima
         self._subject = subject = low.subject
         reference = subject.reference or subject
         self._has_half_weights = has_half_weights(subject.model)
+        self._roundoff = MODES["bf16" if self._has_half_weights else precision].unit_roundoff
         is_fp16 = any(parameter.dtype == torch.float16 for parameter in subject.model.parameters())
         self._format_max = FP16_MAX if is_fp16 else self._mode.format_max
         self.fp32 = low if reference is subject else Passes(reference)
@@ -192,9 +216,9 @@ class Experiment:
         something open. The model is left where the first training ended."""
         self._read_maxima()  # of passes before
         with self.low.pinned(pins):
-            low, reference, scale, has_safe_scale, comparison = self._steps()
+            low, reference, scale, bad_index, has_safe_scale, comparison = self._steps()
             maxima = self._low_maxima({})
-            self.bad_reference = next((index for index, done in enumerate(reference) if not done.is_finite), None)
+            self.bad_reference = None if all(done.is_finite for done in reference) else bad_index
             found = Findings(
                 is_finite=low[-1].is_finite,
                 is_reference_finite=all(done.is_finite for done in reference),
@@ -206,25 +230,19 @@ class Experiment:
                 reuses_casts=self.low.reuses_casts,
             )
             if not found.is_finite:
-                return Attempt(pins, scale, maxima, found, bad_index=len(low) - 1)
+                return Attempt(pins, scale, maxima, found, bad_index=bad_index)
             if comparison is None:  # there is nothing to hold it to
                 return Attempt(pins, scale, maxima, found)
             difference = math.hypot(*(a.loss - b.loss for a, b in zip(low, reference, strict=True)))
             size = math.hypot(*(done.loss for done in reference))
-            whole = comparison.whole
             found = found._replace(
                 loss_error=difference / size if size else difference,
-                noise_ratio=whole.noise_ratio,
-                common_error=whole.common_error,
-                common_error_interval=whole.common_error_interval,
-                norm_ratio=whole.norm_ratio,
-                flushed_share=whole.flushed_share,
-                most_flushed=max(comparison.parameters, key=attrgetter("flushed_share"), default=None),
-                most_common=max(comparison.parameters, key=least_common_error, default=None),
                 has_signal=bool(self.signals),
+                is_cut=not self._has_time_for(3 * NUM_PAIRED_STEPS),
+                **comparison.findings(),
             )
             attempt = Attempt(pins, scale, maxima, found, comparison=comparison)
-            if attempt.grade.verdict == "unfaithful" or not self._has_time_for(3 * NUM_PAIRED_STEPS):
+            if attempt.grade.verdict == "unfaithful" or found.is_cut:
                 return attempt
             plain, perturbed = runs = self._fp32_runs()
             run = train(self.low, self.precision, NUM_PAIRED_STEPS, scale=scale)
@@ -241,6 +259,8 @@ class Experiment:
             )
             if are_finite and self._has_moved and suspicion(found) is not None:
                 found = self._trained_longer(found, scale)
+                maxima = self._low_maxima(maxima)
+                found = found._replace(forward_max=max(maxima.values(), default=None))
         return replace(attempt, found=found, training=run, forward_maxima=maxima)
 
     def takes_like_draws(self, pins: tuple[str, ...]) -> bool:
@@ -261,20 +281,25 @@ class Experiment:
         return are_unlike
 
     @cached_property
-    def _first(self) -> tuple[int, Pass]:
-        """The first batch with a gradient, and what fp32 makes of it: one without labels tells of no other."""
-        passes = ((index, self.fp32.run(index, "fp32")) for index in range(MIN_NUM_BATCHES))
-        first = next(passes)
-        return first if first[1].has_gradient else next((each for each in passes if each[1].has_gradient), first)
-
-    @cached_property
-    def signals(self) -> set[str]:
-        """The parameters whose gradient is more than rounding noise in fp32 itself."""
-        index, first = self._first
+    def _look(self) -> Look:
+        """The first batch with a gradient, in fp32 and in fp32 once more with other roundings: one without labels tells
+        of no other."""
+        indices = iter(range(MIN_NUM_BATCHES))
+        index = next(indices)
+        first = self.fp32.run(index, "fp32")
+        while not first.has_gradient and (following := next(indices, None)) is not None:
+            index, first = following, self.fp32.run(following, "fp32")
         self.fp32.restore()
         perturb(self.fp32.model, REROUNDING, self._subject.seed)
         moved = self.fp32.run(index, "fp32", restores=False)
-        return signals(first.gradients, moved.gradients)
+        octaves = tuple(sorted(count_octaves(first.gradients.values()).items()))
+        names = signals(first.gradients, moved.gradients)
+        return Look(first if not first.is_finite else replace(first, gradients={}), octaves, names)
+
+    @property
+    def signals(self) -> set[str]:
+        """The parameters whose gradient is more than rounding noise in fp32 itself."""
+        return self._look.signals
 
     def report(self, attempt: Attempt, culprits: tuple[str, ...] = (), healing: tuple[str, ...] = ()) -> Fidelity:
         """What was found so far."""
@@ -288,8 +313,6 @@ class Experiment:
         where = f"; it begins in {', '.join(places.get(name, name) for name in culprits)}" if culprits else ""
         if self.low.drawn is not None:
             where += "; its random numbers were fp32's, rounded, since in half precision it draws others"
-        if training is None and verdict == "faithful":
-            where += "; there was no time for a training run"
         is_of_weights = attempt.grade.is_of_weights or (low_weights is not None and culprits == (OUTSIDE,))
         return Fidelity(
             precision=self.precision,
@@ -306,7 +329,7 @@ class Experiment:
             num_skips=0 if training is None else training.num_skips,
             worst_parameters=tuple(sorted(parameters, key=attrgetter("noise_ratio"), reverse=True)[:_NUM_WORST]),
             modules=() if sums is None else tuple(sums.modules),
-            gradient_histogram=tuple(sorted(count_octaves(self._first[1].gradients.values()).items())),
+            gradient_histogram=self._look.octaves,
             culprits=culprits,
             healing_pins=healing,
             low_weights=low_weights,
@@ -330,38 +353,45 @@ class Experiment:
         maxima = self._read_maxima().items()
         return {name: math.inf if math.isnan(m) else max(m, before.get(name, 0.0)) for name, m in maxima}
 
-    def _steps(self) -> tuple[list[Pass], list[Pass], float, bool, Comparison | None]:
-        """Passes over the first batches in the precision, all at one loss scale, as a training step has them, and in
-        fp32, without their gradients; the scale, whether it is safe, and what the gradients say where all are finite.
-        The first that is not ends them."""
+    def _steps(self) -> Steps:
+        """Go over batches that differ, in the precision at one loss scale, as a training step has them, and in fp32;
+        the first that is not finite ends it."""
         scale = 1.0
         if self._mode.takes_scaler:
             safe = largest_safe_scale(self.low, 0, self._log2_guess)
             if safe.log2_scale is None:
-                return [safe.last], [self._first[1]], MIN_LOSS_SCALE, False, None
+                return Steps([safe.last], [self._look.first], MIN_LOSS_SCALE, bad_index=0, is_safe=False)
             self._log2_guess = safe.log2_scale
             scale = starting_scale([safe.log2_scale])
         low: list[Pass] = []
         reference: list[Pass] = []
         gathered = Gathered(self.signals)
-        while self._has_time_for_batch(len(low)):
-            fp32 = self.fp32.run(len(low), "fp32")
-            done, lower, _ = finite_pass(self.low, len(low), self.precision, scale, restores=True)
-            if lower != scale:
-                low, reference, gathered = [], [], Gathered(self.signals)
-                scale = lower
-                if done.is_finite:
-                    continue
-            low, reference = [*low, replace(done, gradients={})], [*reference, replace(fp32, gradients={})]
+        while len(low) < len(self._distinct) and self._has_time_for_batch(len(low)):
+            index = self._distinct[len(low)]
+            started = time.perf_counter()
+            fp32 = self.fp32.run(index, "fp32")
+            self._fp32_step_seconds = time.perf_counter() - started
+            done, lower, _ = finite_pass(self.low, index, self.precision, scale, restores=True)
             if not done.is_finite or not fp32.is_finite:
                 is_safe = not self._mode.takes_scaler or done.is_finite
-                return [*low[:-1], done], [*reference[:-1], fp32], scale, is_safe, None
+                return Steps([*low, done], [*reference, fp32], lower, bad_index=index, is_safe=is_safe)
+            if lower != scale:  # all over again
+                low, reference, gathered, scale = [], [], Gathered(self.signals), lower
+                continue
             gathered.add(done.gradients, fp32.gradients)
-        return low, reference, scale, True, gathered.compared()
+            low, reference = [*low, replace(done, gradients={})], [*reference, replace(fp32, gradients={})]
+            del done, fp32  # their memory is wanted for the next
+        return Steps(low, reference, scale, comparison=gathered.compared())
+
+    @cached_property
+    def _distinct(self) -> list[int]:
+        """The first batches that differ from all before: noise is the same in two that are alike."""
+        batches = self._subject.batches[:MAX_NUM_BATCHES]
+        return [i for i, one in enumerate(batches) if not any(are_equal(one, other) for other in batches[:i])]
 
     def _has_time_for_batch(self, num_batches: int) -> bool:
         share = STEP_SHARE if num_batches >= MIN_NUM_BATCHES else SHORT_SHARE
-        return num_batches < 2 or (num_batches < MAX_NUM_BATCHES and self._spent() < share * self._seconds)
+        return num_batches < 2 or self._spent() < share * self._seconds
 
     def _spent(self) -> float:
         return time.perf_counter() - self._started
@@ -373,30 +403,42 @@ class Experiment:
 
     def _trained_longer(self, found: Findings, scale: float) -> Findings:
         """What longer runs add, over the batches in several orders; nothing where not even the shortest fit."""
-        num_steps = next((num for num in LONG_STEPS if self._has_time_for(2 * NUM_ORDERS * num)), None)
+        num_steps = next((num for num in LONG_STEPS if self._has_time_for((2 * NUM_ORDERS + 1) * num)), None)
         if num_steps is None:
             return found
         orders = [shuffled(num_steps, MAX_NUM_BATCHES, order) for order in range(NUM_ORDERS)]
+        if num_steps not in self._longer_runs:
+            rerounded = train(
+                self.fp32, "fp32", num_steps, order=orders[0], perturbation=self._roundoff, seed=self._subject.seed
+            )
+            self._longer_runs[num_steps] = rerounded, [train(self.fp32, "fp32", num_steps, order=o) for o in orders]
+        rerounded, fp32 = self._longer_runs[num_steps]
+        if not all(run.is_finite for run in (rerounded, *fp32)):
+            return found
         low = [train(self.low, self.precision, num_steps, scale=scale, order=order) for order in orders]
-        fp32 = [train(self.fp32, "fp32", num_steps, order=order) for order in orders]
-        is_reference_finite, is_finite = (all(run.is_finite for run in runs) for runs in (fp32, low))
-        return found._replace(
-            is_reference_finite=is_reference_finite,
-            is_training_finite=is_finite,
-            parting=parting(low, fp32, MAX_NUM_BATCHES) if is_finite and is_reference_finite else None,
-        )
+        if not all(run.is_finite for run in low):
+            return found._replace(is_training_finite=False)
+        return found._replace(parting=parting(low, fp32, rerounded, MAX_NUM_BATCHES, self._roundoff))
 
     def _fp32_runs(self) -> list[Run]:
         if not self._reference_runs:
-            rounding = MODES["bf16"].unit_roundoff if self._has_half_weights else self._mode.unit_roundoff
             started = time.perf_counter()
             reference = train(self.fp32, "fp32", NUM_PAIRED_STEPS)
             parameters = self.fp32.model.named_parameters()
             self._has_moved = bool(self.fp32.changed(named for named in parameters if named[1].requires_grad))
-            perturbed = train(self.fp32, "fp32", NUM_PAIRED_STEPS, perturbation=rounding, seed=self._subject.seed)
+            perturbed = train(self.fp32, "fp32", NUM_PAIRED_STEPS, perturbation=self._roundoff, seed=self._subject.seed)
             self._reference_runs = [reference, perturbed]
             self._fp32_step_seconds = (time.perf_counter() - started) / (2 * NUM_PAIRED_STEPS)
         return self._reference_runs
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Whether two batches hold the same numbers; those without tensors are taken to differ."""
+    ours, theirs = ([leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)] for batch in (one, other))
+    if not ours or len(ours) != len(theirs):
+        return False
+    pairs = zip(ours, theirs, strict=True)
+    return all(a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
 def _no_maxima() -> dict[str, float]:

@@ -39,9 +39,7 @@ def judge_frozen(
         difference = math.hypot(*(a - b for a, b in zip(*losses, strict=False)))
         found = found._replace(
             loss_error=difference / size if size else difference,
-            noise_ratio=sums.whole.noise_ratio,
-            flushed_share=sums.whole.flushed_share,
-            most_flushed=max(sums.parameters, key=attrgetter("flushed_share"), default=None),
+            **sums.findings(),
         )
     graded = grade(found)
     return Fidelity(
@@ -51,6 +49,8 @@ def judge_frozen(
         reason=f"{precision} is {graded.verdict}: {graded.reason}; that is of the command's first weights.",
         next_step=graded.next_step or next_step(precision, graded.verdict, ()),
         noise_ratio=found.noise_ratio,
+        common_error=found.common_error,
+        common_error_interval=found.common_error_interval,
         loss_error=found.loss_error,
         flushed_share=found.flushed_share,
         gradient_cosine=None if sums is None else sums.whole.cosine,

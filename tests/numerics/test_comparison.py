@@ -45,7 +45,7 @@ def test_by_hand() -> None:
     assert found.norm_ratio == pytest.approx(math.sqrt((23.2 + 100) / 125))
     assert found.flushed_share == 0.0
     # Of equal batches, and of one alone, the yardstick is the gradient itself.
-    for num in (1, 2):
+    for num in (1, 2, 5, 8):
         found = sums([one(3.0, 3.9)] * num, [one(3.0, 4.0)] * num)
         assert found.noise_ratio == pytest.approx(0.1 / 5, rel=0.01)
 
@@ -73,7 +73,10 @@ def test_noise_is_not_taken_for_an_error_that_batches_share(num_batches: int, no
 
 def test_fewer_than_three_batches_say_nothing_of_what_they_share() -> None:
     assert sums([one(1.0)] * 2, [one(2.0)] * 2).common_error_interval is None
-    assert sums([one(1.0)] * 3, [one(2.0)] * 3).common_error_interval == pytest.approx((0.5, 0.5))
+    assert sums([one(1.0)] * 3, [one(2.0)] * 3).common_error_interval is None, "nor do batches that are alike"
+    three = [one(2.0), one(3.0), one(4.0)]
+    found = sums([one(1.0), one(2.0), one(3.0)], three).common_error_interval
+    assert found == pytest.approx((math.sqrt(3 / 29),) * 2)
 
 
 def test_gradients_that_are_missing_sparse_complex_empty_huge_or_tiny() -> None:
@@ -159,10 +162,14 @@ def test_orders_hold_every_batch_once_in_each_round_and_runs_part_by_the_end_of_
     assert all(sorted(order[start : start + 4]) == [0, 1, 2, 3] for order in orders for start in (0, 4, 8))
     fp32 = [Run((9.0, 7.0, 3.0, 1.0), 0), Run((8.0, 8.0, 2.0, 3.0), 0)]
     low = [Run((9.0, 7.0, 5.0, 3.0), 0), Run((9.0, 9.0, 5.0, 4.0), 0)]
-    found = parting(low, fp32, 2)
+    rerounded = Run((9.0, 7.0, 3.0, 1.2), 0)
+    found = parting(low, fp32, rerounded, 2, roundoff=2.0**-9)
     # A pass through both: 8, 8 in fp32, then 2 and 2.5; the differences are 0 and 1, then 2 and 2.
     assert (found.distance, found.spread, found.fall, found.num_steps) == (1.25, 0.75, 5.75, 4)
+    assert found.resolution == pytest.approx(2.0**-8 * (8 + 8 + 2 + 2.5) / 4)
     assert found.is_apart
+    moved = parting(low, fp32, Run((9.0, 9.0, 5.0, 5.0), 0), 2, roundoff=2.0**-9)
+    assert (moved.spread, moved.is_apart) == (2.0, False), "as far as one rounding takes fp32 from itself"
 
 
 def test_an_overflow_halves_the_scale_and_tries_the_same_batch_again() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import pytest
 
 from autotune_amp.core.outcome import GradientDamage, Verdict
@@ -16,6 +17,10 @@ def damage(least: float = 0.0, flushed_share: float = 0.0) -> GradientDamage:
         name="body.weight", noise_ratio=0.1, common_error=2 * least, common_error_interval=(least, 3 * least),
         cosine=1.0, norm_ratio=1.0, flushed_share=flushed_share,
     )  # fmt: skip
+
+
+def parted(distance: float, *, spread: float = 0.1, resolution: float = 0.01) -> Parting:
+    return Parting(distance, spread, resolution, fall=2.0, num_steps=48)
 
 
 FAITHFUL = Findings(
@@ -33,7 +38,7 @@ FAITHFUL = Findings(
     lost_share=0.1,
 )
 GAP = {"training_gap": 50.0}
-APART, TOGETHER = (Parting(distance, spread=0.1, fall=2.0, num_steps=48) for distance in (0.5, 0.09))
+APART, TOGETHER = parted(0.5), parted(0.09)
 BIAS: dict[str, Any] = {"common_error": 0.1, "common_error_interval": (0.05, 0.15)}
 UNRESOLVED = {"noise_ratio": 1.0, "common_error_interval": (0.0, 0.5)}
 CASES: list[tuple[dict[str, Any], Verdict, str]] = [
@@ -55,8 +60,8 @@ CASES: list[tuple[dict[str, Any], Verdict, str]] = [
     ({**UNRESOLVED, "parting": TOGETHER}, "faithful", "a batch 50 % smaller"),
     ({**UNRESOLVED, "parting": APART}, "unfaithful", "0.5 from fp32's"),
     ({"noise_ratio": 1.0, "common_error_interval": None}, "undecided", "no training was made"),
-    ({"parting": Parting(0.5, spread=0.6, fall=2.0, num_steps=48)}, "faithful", ""),  # as orders of fp32 part
-    ({"parting": Parting(0.03, spread=0.01, fall=2.0, num_steps=48)}, "faithful", ""),  # a small share of its fall
+    ({"parting": parted(0.5, spread=0.6)}, "faithful", ""),  # as orders of fp32 part
+    ({"parting": parted(0.03, spread=0.01)}, "faithful", ""),  # a small share of its fall
     # An error that all batches share harms, or may.
     (BIAS, "doubtful", "10 % of the gradient is the same in every batch"),
     ({**BIAS, "parting": TOGETHER}, "doubtful", "do not show it"),
@@ -66,7 +71,13 @@ CASES: list[tuple[dict[str, Any], Verdict, str]] = [
     ({"common_error": 0.8, "common_error_interval": (0.6, 1.0)}, "unfaithful", "80 % of the gradient"),
     ({"most_common": damage(least=0.6)}, "undecided", "body.weight"),
     ({"most_common": damage(least=0.6), "parting": TOGETHER}, "faithful", ""),
+    ({"parting": parted(0.5, resolution=0.6)}, "faithful", ""),  # the loss rounds
     ({"norm_ratio": 0.3}, "undecided", "0.3 times as long"),
+    # A gradient that shrinks, in one parameter too, is no noise.
+    ({"shortest": msgspec.structs.replace(damage(), norm_ratio=0.4)}, "doubtful", "body.weight is 0.4 times as long"),
+    ({"shortest": msgspec.structs.replace(damage(), norm_ratio=0.6)}, "faithful", ""),
+    ({"is_cut": True}, "undecided", "no time for a training"),
+    ({"is_cut": True, "flushed_share": 0.5}, "unfaithful", "flushed"),
     ({"flushed_share": 0.005}, "faithful", ""),
     ({"flushed_share": 0.05}, "unfaithful", "5 % of the gradient's entries"),
     ({"most_flushed": damage(flushed_share=0.4)}, "faithful", ""),
@@ -92,7 +103,7 @@ def test_where_the_limits_lie(worse: dict[str, Any], verdict: Verdict, says: str
     assert found.verdict == verdict, found.reason
     assert says in found.reason
     assert verdict != "unfaithful" or "updates" not in found.reason
-    assert (suspicion(FAITHFUL._replace(**worse)) is not None) or verdict != "undecided"
+    assert (verdict == "undecided") <= (suspicion(FAITHFUL._replace(**worse)) is not None or "is_cut" in worse)
 
 
 def test_what_to_do_next_follows_from_the_verdict_the_pins_and_the_weights() -> None:

@@ -221,7 +221,7 @@ def _numerical_doubts(ledger: Ledger, chosen: Runs, evidence: Evidence, why_unca
         found.append(f"{sentence(fidelity.reason)} {sentence(fidelity.next_step)}")
     elif chosen.candidate in ledger.ruled_out:  # what runs today is kept all the same
         found.append(f"{sentence(ledger.ruled_out[chosen.candidate])} Try --precision with another one.")
-    if fidelity is not None and fidelity.later is not None and fidelity.later.verdict == "doubtful":
+    if fidelity is not None and fidelity.later is not None and fidelity.later.verdict in ("undecided", "doubtful"):
         found.append(f"{sentence(fidelity.later.reason)} Look at the losses of its first few hundred steps.")
     if fidelity is not None and fidelity.verdict == "faithful" and not fidelity.has_moved:
         found.append(f"{sentence(fidelity.reason)} Search again with a learning rate above 0 for the rest.")

@@ -18,7 +18,7 @@ from autotune_amp.profile.gap import Profile
 from autotune_amp.search.conditions import Conditions
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Planner
-from autotune_amp.search.ranking import MAX_DATA_SHARE, PLATEAU, data_share, rank
+from autotune_amp.search.ranking import MAX_DATA_SHARE, PLATEAU, UNDECIDED_TIER, data_share, rank
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.explore import is_of_the_space, next_promising, worth_trying
 from autotune_amp.search.variants import is_worth_trying, next_setting, to_profile
@@ -107,7 +107,7 @@ class LoaderWorkers:
         if own_num_workers is None or not unheld:
             return None
         target = rank(unheld, tiers=tiers)[0]
-        fastest = max(speed for c, speed in speeds.items() if tiers[c] <= tiers[target])
+        fastest = max(speed for c, speed in speeds.items() if tiers[c] <= max(UNDECIDED_TIER, tiers[target]))
         wait_seconds = waits[target] * target.batch_size / speeds[target]
         if waits[target] <= MAX_DATA_SHARE or wait_seconds < HANDOVER_SECONDS:
             return None
