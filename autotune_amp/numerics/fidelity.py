@@ -409,7 +409,7 @@ class Experiment:
         orders = [shuffled(num_steps, MAX_NUM_BATCHES, order) for order in range(NUM_ORDERS)]
         if num_steps not in self._longer_runs:
             rerounded = train(
-                self.fp32, "fp32", num_steps, order=orders[0], perturbation=self._roundoff, seed=self._subject.seed
+                self.fp32, "fp32", num_steps, order=orders[0], perturbation=REROUNDING, seed=self._subject.seed
             )
             self._longer_runs[num_steps] = rerounded, [train(self.fp32, "fp32", num_steps, order=o) for o in orders]
         rerounded, fp32 = self._longer_runs[num_steps]

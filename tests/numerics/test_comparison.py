@@ -169,7 +169,7 @@ def test_orders_hold_every_batch_once_in_each_round_and_runs_part_by_the_end_of_
     assert found.resolution == pytest.approx(2.0**-8 * (8 + 8 + 2 + 2.5) / 4)
     assert found.is_apart
     moved = parting(low, fp32, Run((9.0, 9.0, 5.0, 5.0), 0), 2, roundoff=2.0**-9)
-    assert (moved.spread, moved.is_apart) == (2.0, False), "as far as one rounding takes fp32 from itself"
+    assert (moved.spread, moved.is_apart) == (2.0, False), "as far as another rounding takes fp32 from itself"
 
 
 def test_an_overflow_halves_the_scale_and_tries_the_same_batch_again() -> None:
