@@ -53,8 +53,8 @@ class Parting(NamedTuple):
 
     `distance` is between the mean losses of a pass through the batches, over several orders of them, in the mean of all
     passes; `spread` the same between two of the orders, the largest, of fp32's losses or of the differences, or between
-    fp32 and fp32 from weights that are rounded otherwise; `resolution` is what the precision cannot tell apart of a loss,
-    `fall` how far fp32's loss falls from the first pass to the last. All are in the loss's unit.
+    fp32 and fp32 from weights that are rounded otherwise; `resolution` is what the precision cannot tell apart of a
+    loss, `fall` how far fp32's loss falls from the first pass to the last. All are in the loss's unit.
     """
 
     distance: float
