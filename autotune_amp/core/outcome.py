@@ -159,8 +159,7 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     batch to batch of `batch_size`: noise of ratio r acts like a batch 1 + r^2 times smaller. `common_error` is the part
     of that error that is the same in every batch, over the size of the gradient, with its 95 % interval: it harms,
     where noise does not. `loss_error` is relative to the fp32 loss. `gradient_cosine` and `gradient_norm_ratio` (low
-    over fp32)
-    are of the whole gradient, `flushed_share` the entries that count and are zero only in the low precision.
+    over fp32) are of the whole gradient, `flushed_share` the entries that count and are zero only in the low precision.
     `forward_max` is the largest magnitude a module put out, `format_max` the largest that the precision holds.
     `training_gap` is the mean distance between the losses of a paired training run over `num_paired_steps` steps, in
     units of that between fp32 runs whose first weights differ by one rounding of the precision, `training_noise_gap`

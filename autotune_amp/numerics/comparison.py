@@ -322,9 +322,11 @@ def shuffled(num_steps: int, num_batches: int, order: int) -> list[int]:
 
 
 def parting(low: Sequence[Run], fp32: Sequence[Run], rerounded: Run, num_batches: int, roundoff: float) -> Parting:
-    """How far finite runs in the precision are from those in fp32 in each pass through all `num_batches`; each two runs
-    saw the batches in the same order, and the `rerounded` one those of the first, from weights that fp32 rounds
-    otherwise. `roundoff` is the precision's unit."""
+    """Say how far runs in the precision part from those in fp32, pass after pass through all `num_batches`.
+
+    All runs are finite; each two saw the batches in the same order, and the `rerounded` one saw them as the first in
+    fp32 did, from weights that fp32 rounds otherwise. `roundoff` is the precision's unit.
+    """
     num_rounds = len(fp32[0].losses) // num_batches
     rounds = [slice(number * num_batches, (number + 1) * num_batches) for number in range(num_rounds)]
     theirs = [[fmean(run.losses[one]) for run in fp32] for one in rounds]

@@ -3,9 +3,8 @@
 What does not learn what fp32 learns is out, what nobody checked comes after fp32 and what a check found no harm in, and
 what is doubtful comes last. Among the others `rank_for` decides. Speed: on the plateau, within 3 % of the fastest, wins
 what is decided over what is undecided, then the precision with the least to go wrong at run time, then the smallest
-batch (`Setting.risks`). Memory: the least peak
-of what is no slower than the baseline; peaks within 2 % are alike, and speed decides. Energy: the least joules per
-sample, and within 3 % what has the least to go wrong.
+batch (`Setting.risks`). Memory: the least peak of what is no slower than the baseline; peaks within 2 % are alike, and
+speed decides. Energy: the least joules per sample, and within 3 % what has the least to go wrong.
 """
 
 from __future__ import annotations
