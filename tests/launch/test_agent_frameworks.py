@@ -10,6 +10,7 @@ from commands import run
 
 from autotune_amp.launch.measure import precision_of
 from autotune_amp.launch.ranks import Rank
+from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
 
 pytestmark = pytest.mark.slow
 
@@ -83,6 +84,7 @@ def trained(script: str, argument: str, folder: Path) -> Rank:
 )
 def test_a_framework(
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     script: str,
     argument: str,
     precision: str,
@@ -90,6 +92,7 @@ def test_a_framework(
     num_steps: int,
     num_intervals: int,
 ) -> None:
+    monkeypatch.setattr(Rank, "_num_warmup_steps", lambda _: NUM_WARMUP_STEPS)  # as of steps that are steady at once
     rank = trained(script, argument, tmp_path)
     assert len(rank.pace) == num_steps
     assert {(one.num_samples, one.num_passes) for one in rank.intervals()} == {(num_samples, 2)}
