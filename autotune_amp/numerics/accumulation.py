@@ -24,8 +24,8 @@ from torch.utils import _pytree as pytree
 from autotune_amp.core.outcome import Accumulation, AccumulationVerdict
 from autotune_amp.numerics.comparison import perturb, signals
 from autotune_amp.numerics.draws import without_dropout
-from autotune_amp.numerics.fidelity import REROUNDING, in_fp32
-from autotune_amp.numerics.passes import Gradients, Pass, Passes, Subject
+from autotune_amp.numerics.fidelity import REROUNDING
+from autotune_amp.numerics.passes import Gradients, Pass, Passes, Subject, in_fp32
 from autotune_amp.precision.forward_wrapper import (
     can_be_pinned,
     clear_override,

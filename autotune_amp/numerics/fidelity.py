@@ -7,7 +7,6 @@ looked for, and tried in fp32.
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -15,11 +14,9 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from autotune_amp.core.config import FP16_MAX, MIN_LOSS_SCALE
 from autotune_amp.core.dimensions import Precision
@@ -48,14 +45,13 @@ from autotune_amp.numerics.grading import (
     suspicion,
 )
 from autotune_amp.numerics.locate import OUTSIDE, bad_parameters, blown_up, first_wrong
-from autotune_amp.numerics.passes import Pass, Passes, Subject
+from autotune_amp.numerics.passes import Pass, Passes, Subject, are_equal, in_fp32
 from autotune_amp.numerics.scaler_replay import starting_scale
 from autotune_amp.precision.forward_wrapper import (
     can_be_pinned,
     has_half_weights,
     is_inside,
     modules_by_name,
-    override,
     own_class,
     parameters_by_name,
     unwrap,
@@ -432,24 +428,8 @@ class Experiment:
         return self._reference_runs
 
 
-def are_equal(one: Any, other: Any) -> bool:
-    """Whether two batches hold the same numbers; those without tensors are taken to differ."""
-    ours, theirs = ([leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)] for batch in (one, other))
-    if not ours or len(ours) != len(theirs):
-        return False
-    pairs = zip(ours, theirs, strict=True)
-    return all(a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
-
-
 def _no_maxima() -> dict[str, float]:
     return {}
-
-
-def in_fp32(model: nn.Module, device_type: str) -> nn.Module:
-    """A copy with its weights in fp32, and run in it."""
-    reference = copy.deepcopy(model).float()
-    override(reference, "fp32", device_type)  # casts its inputs up
-    return reference
 
 
 # -- which modules it begins in, and whether fp32 there heals it -------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,14 +12,14 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.numerics.draws import DrawnInFp32, comparable_draws
 from autotune_amp.precision import torch_state
-from autotune_amp.precision.forward_wrapper import is_pinned, named, parameters_by_name, pin_fp32, unpin
+from autotune_amp.precision.forward_wrapper import is_pinned, named, override, parameters_by_name, pin_fp32, unpin
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.step_amp import StepAmp
 from autotune_amp.precision.torch_state import autocast, set_flags
@@ -324,3 +325,19 @@ def stored(tensor: Tensor) -> Tensor:
 def _gradients(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor]]:
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Whether two batches hold the same numbers; those without tensors are taken to differ."""
+    ours, theirs = ([leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)] for batch in (one, other))
+    if not ours or len(ours) != len(theirs):
+        return False
+    pairs = zip(ours, theirs, strict=True)
+    return all(a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+
+
+def in_fp32(model: nn.Module, device_type: str) -> nn.Module:
+    """A copy with its weights in fp32, and run in it."""
+    reference = copy.deepcopy(model).float()
+    override(reference, "fp32", device_type)  # casts its inputs up
+    return reference
