@@ -116,7 +116,8 @@ def _found(subject: Subject, spec: Check, tell: Tell) -> Fidelity | Calibration 
         find_pins=spec.find_pins and subject.loop is None and subject.reference is None,
         label=asked.labelled(NUMERIC),
         num_steps_before=spec.num_steps_before,
-        seconds=math.inf if spec.aim_seconds is None else spec.aim_seconds,
+        # What compiling takes says nothing of how long a pass does.
+        seconds=math.inf if spec.aim_seconds is None or subject.is_compiled else spec.aim_seconds,
         on_bad_verdict=lambda found: tell({"event": "so far", "value": msgspec.to_builtins(found)}),
     )
 
