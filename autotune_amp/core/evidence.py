@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -15,7 +14,7 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import LoadEvidence
 from autotune_amp.core.outcome import Accumulation, Description, Fidelity, after_steps
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.text import count, duration, exact, number, one_line, rate, size, times
+from autotune_amp.core.text import count, duration, exact, module_names, number, one_line, rate, size, times
 from autotune_amp.core.variants import ALLOCATOR, VARIANTS
 
 Objective: TypeAlias = Literal["speed", "memory", "energy"]
@@ -296,12 +295,12 @@ def outlook_line(outlook: Outlook) -> str:
 
 def check_line(found: Fidelity) -> str:
     """A check: its verdict with the modules to blame, the numbers, and the modules that heal it."""
-    pinned = f"with {names(found.pinned_modules)} in fp32 " if found.pinned_modules else ""
+    pinned = f"with {module_names(found.pinned_modules)} in fp32 " if found.pinned_modules else ""
     parts = [pinned + one_line(found.reason).rstrip("."), *_numbers(found)]
     if found.later is not None:
         parts.append(f"{found.later.verdict}{after_steps(found.later.num_steps)}")
     if found.healing_pins:
-        parts.append(f"with {names(found.healing_pins)} in fp32 it is faithful")
+        parts.append(f"with {module_names(found.healing_pins)} in fp32 it is faithful")
     return "; ".join(parts)
 
 
@@ -357,11 +356,6 @@ def loss_scale_line(scale: LossScale, known: LossScaleEvidence | None) -> str:
             f"{known.num_skips_foretold} foretold"
         )
     return f"{text}; {_percent(known.flushed_share)} of the gradient's entries flushed"
-
-
-def names(modules: Sequence[str]) -> str:
-    """Modules by name; the empty name is the model itself."""
-    return one_line(", ".join(name or "the model itself" for name in modules))
 
 
 def _numbers(found: Fidelity) -> list[str]:

@@ -11,7 +11,7 @@ from autotune_amp.core.config import LossScale
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import MachineLoad
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.text import exact, number, one_line
+from autotune_amp.core.text import exact, module_names, number, one_line
 
 # search: a candidate tried; fallback: a plan for a lower rung; confirm: again in a fresh process in the recommended
 # environment (the baseline: in the user's own); plain: the winner once in the user's own environment; one_rank: what
@@ -126,7 +126,7 @@ class GradientDamage(msgspec.Struct, frozen=True, kw_only=True):
         """What stands under `DAMAGE_COLUMNS`."""
         values = (self.noise_ratio, self.common_error, self.cosine, self.norm_ratio)
         ratios = ["-" if value is None else number(value) for value in values]
-        return [one_line(self.name) or "the model itself", *ratios, f"{100 * self.flushed_share:.3g} %"]
+        return [module_names([self.name]), *ratios, f"{100 * self.flushed_share:.3g} %"]
 
 
 class LowWeights(msgspec.Struct, frozen=True, kw_only=True):
@@ -250,8 +250,7 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
             ("healed by", self.healing_pins),
         ):
             if names:
-                named = one_line(", ".join(name or "the model itself" for name in names))
-                lines.append((label, named + (" in fp32" if label != "culprits" else "")))
+                lines.append((label, module_names(names) + (" in fp32" if label != "culprits" else "")))
         return lines
 
     def _repr_html_(self) -> str:

@@ -61,7 +61,7 @@ from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Description, Fidelity
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.text import count, duration, number, one_line, size, times
+from autotune_amp.core.text import count, duration, module_names, number, one_line, size, times
 
 FORMAT = 1
 
@@ -297,7 +297,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
             ("pauses", ", ".join(taken) or None),
             ("loss scale", None if scale is None else explain.loss_scale_line(scale, evidence.loss_scale)),
             ("accumulation", None if accumulation is None else explain.accumulation_line(accumulation)),
-            ("pinned", f"{explain.names(config.pinned_modules)} in fp32" if config.pinned_modules else None),
+            ("pinned", f"{module_names(config.pinned_modules)} in fp32" if config.pinned_modules else None),
             *(("fidelity", explain.check_line(found)) for found in self.checks()),
             *(("fallback", explain.measured_line(p, p.samples_per_second, p.peak_memory_bytes)) for p in config.plans),
             *(("warning", one_line(warning)) for warning in self.warnings),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from fractions import Fraction
 
 _OUTCOMES = {
@@ -112,6 +113,11 @@ def outcome_name(status: str) -> str:
 def one_line(text: str) -> str:
     """Foreign text on one line, without control characters or lone surrogates that a terminal could act on."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def module_names(names: Iterable[str]) -> str:
+    """List modules by name on one line; the empty name is the model itself."""
+    return one_line(", ".join(name or "the model itself" for name in names))
 
 
 def printable(text: str) -> str:

@@ -117,7 +117,7 @@ class Comparison(NamedTuple):
     modules: list[GradientDamage]
 
     def findings(self) -> dict[str, Any]:
-        """What `Findings` holds of it, by name."""
+        """Return the fields of `Findings` that it fills, by name."""
         whole, parameters = self.whole, self.parameters
         return {
             "noise_ratio": whole.noise_ratio,
@@ -169,7 +169,7 @@ class Gathered:
         self._num_batches += 1
 
     def compared(self) -> Comparison:
-        """What they say, of one batch at least."""
+        """Compare the gradients of all batches that were added, of which there is one at least."""
         parameters: dict[str, Sums] = {}
         modules: dict[str, Sums] = {}
         nothing = torch.zeros(self._num_batches, self._num_batches, dtype=torch.float64)

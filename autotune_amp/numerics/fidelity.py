@@ -109,7 +109,7 @@ def check(
             if attempt.grade.is_bad and experiment.takes_like_draws(attempt.pins):
                 attempt = experiment.attempt(attempt.pins)
             if not attempt.found.is_reference_finite and subject.loop is None:
-                return experiment.report(attempt, _not_finite_in_fp32(experiment))
+                return experiment.report(attempt, _not_finite_in_fp32(experiment, attempt))
             if not find_pins or not attempt.grade.is_bad or attempt.grade.is_of_weights:
                 return experiment.report(attempt)
             if on_bad_verdict is not None:
@@ -200,7 +200,6 @@ class Experiment:
         if has_half_weights(reference.model):  # fp32 is a copy of the model
             self.fp32 = Passes(reference, in_fp32(reference.model, subject.device.type))
         self._seconds = seconds  # that all of it may take
-        self.bad_reference: int | None = None  # the batch that fp32 itself gives no finite numbers for
         self._reference_runs: list[Run] = []  # plain, and from weights that are rounded otherwise
         self._fp32_step_seconds: float | None = None
         self._has_moved = True  # False once fp32's own training run has moved no weight
@@ -214,7 +213,6 @@ class Experiment:
         with self.low.pinned(pins):
             low, reference, scale, bad_index, has_safe_scale, comparison = self._steps()
             maxima = self._low_maxima({})
-            self.bad_reference = None if all(done.is_finite for done in reference) else bad_index
             found = Findings(
                 is_finite=low[-1].is_finite,
                 is_reference_finite=all(done.is_finite for done in reference),
@@ -225,15 +223,13 @@ class Experiment:
                 num_steps_per_call=self.low.num_steps_per_call,
                 reuses_casts=self.low.reuses_casts,
             )
-            if not found.is_finite:
+            if comparison is None:
                 return Attempt(pins, scale, maxima, found, bad_index=bad_index)
-            if comparison is None:  # there is nothing to hold it to
-                return Attempt(pins, scale, maxima, found)
             difference = math.hypot(*(a.loss - b.loss for a, b in zip(low, reference, strict=True)))
             size = math.hypot(*(done.loss for done in reference))
             found = found._replace(
                 loss_error=difference / size if size else difference,
-                has_signal=bool(self.signals),
+                has_signal=bool(self._look.signals),
                 is_cut=not self._has_time_for(3 * NUM_PAIRED_STEPS),
                 **comparison.findings(),
             )
@@ -278,8 +274,8 @@ class Experiment:
 
     @cached_property
     def _look(self) -> Look:
-        """The first batch with a gradient, in fp32 and in fp32 once more with other roundings: one without labels tells
-        of no other."""
+        """Look at the first batch with a gradient, since one without labels tells of no other, in fp32 and in fp32
+        rounded otherwise."""
         indices = iter(range(MIN_NUM_BATCHES))
         index = next(indices)
         first = self.fp32.run(index, "fp32")
@@ -291,11 +287,6 @@ class Experiment:
         octaves = tuple(sorted(count_octaves(first.gradients.values()).items()))
         names = signals(first.gradients, moved.gradients)
         return Look(first if not first.is_finite else replace(first, gradients={}), octaves, names)
-
-    @property
-    def signals(self) -> set[str]:
-        """The parameters whose gradient is more than rounding noise in fp32 itself."""
-        return self._look.signals
 
     def report(self, attempt: Attempt, culprits: tuple[str, ...] = (), healing: tuple[str, ...] = ()) -> Fidelity:
         """What was found so far."""
@@ -361,7 +352,7 @@ class Experiment:
             scale = starting_scale([safe.log2_scale])
         low: list[Pass] = []
         reference: list[Pass] = []
-        gathered = Gathered(self.signals)
+        gathered = Gathered(self._look.signals)
         while len(low) < len(self._distinct) and self._has_time_for_batch(len(low)):
             index = self._distinct[len(low)]
             started = time.perf_counter()
@@ -372,7 +363,7 @@ class Experiment:
                 is_safe = not self._mode.takes_scaler or done.is_finite
                 return Steps([*low, done], [*reference, fp32], lower, bad_index=index, is_safe=is_safe)
             if lower != scale:  # all over again
-                low, reference, gathered, scale = [], [], Gathered(self.signals), lower
+                low, reference, gathered, scale = [], [], Gathered(self._look.signals), lower
                 continue
             gathered.add(done.gradients, fp32.gradients)
             low, reference = [*low, replace(done, gradients={})], [*reference, replace(fp32, gradients={})]
@@ -398,7 +389,8 @@ class Experiment:
         return self._spent() * (1 + 1.5 * num_steps / num_passes) <= self._seconds
 
     def _trained_longer(self, found: Findings, scale: float) -> Findings:
-        """What longer runs add, over the batches in several orders; nothing where not even the shortest fit."""
+        """Add to `found` what longer training runs show, over the batches in several orders; return it as it is where
+        the time allows not even the shortest."""
         num_steps = next((num for num in LONG_STEPS if self._has_time_for((2 * NUM_ORDERS + 1) * num)), None)
         if num_steps is None:
             return found
@@ -484,9 +476,9 @@ def _suspects(experiment: Experiment, attempt: Attempt) -> tuple[str, ...]:
     return (OUTSIDE if flushed is None or flushed.flushed_share == 0 else _parent(flushed.name),)
 
 
-def _not_finite_in_fp32(experiment: Experiment) -> tuple[str, ...]:
+def _not_finite_in_fp32(experiment: Experiment, attempt: Attempt) -> tuple[str, ...]:
     """The modules where the first step in fp32 is not finite; () where it is, or where that cannot be found out."""
-    index = experiment.bad_reference
+    index = attempt.bad_index
     if index is None:
         return ()
     with suppress(Exception):  # the user's code, run another way than it was written for, may raise anything

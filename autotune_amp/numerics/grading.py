@@ -136,7 +136,7 @@ def bias(found: Findings) -> str | None:
 
 
 def suspicion(found: Findings) -> str | None:
-    """What only a longer training decides, a clause without a full stop; None where nothing is left open. Pure."""
+    """Say what only a longer training decides, in a clause without a full stop; return None where nothing is open."""
     if (biased := bias(found)) is not None:
         return biased
     parameter = found.most_common  # of hundreds one is beyond its interval by chance: it is asked, and excludes nothing

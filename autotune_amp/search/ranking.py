@@ -302,16 +302,19 @@ LAST_TIER = max(_TIERS.values())
 
 
 def tier(found: Fidelity | None) -> int:
-    """What ranks before what: fp32 and the faithful are in tier 0, then the undecided, which give way to them at equal
-    speed alone, the unchecked, the doubtful, the unfaithful."""
+    """Return the tier of a setting by its verdict, None for fp32; a lower one ranks before.
+
+    fp32 and the faithful are in tier 0, then come the undecided, which give way to them at equal speed alone, the
+    unchecked, the doubtful, the unfaithful.
+    """
     return 0 if found is None else _TIERS.get(found.verdict, 0)
 
 
 def contenders(
     merits: Mapping[Setting, Merit], tiers: Mapping[Setting, int], baseline: Setting
 ) -> dict[Setting, Merit]:
-    """What may take the place of the baseline: what a config can express, and no check puts in a tier behind it; what
-    is undecided too."""
+    """Return the settings that may take the place of the baseline: those that a config can express and that no check
+    puts in a tier behind it, the undecided among them."""
     last = max(min(tiers.values()), tiers.get(baseline, 0), UNDECIDED_TIER)
     return {c: found for c, found in merits.items() if tiers[c] <= last and not c.as_found}
 

@@ -267,40 +267,31 @@ def detection_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
     return total
 
 
+def picture(name: str, model: Callable[[], nn.Module], loss: Any, data: Any, optimizer: Any) -> Case:
+    return Case(name, lambda: Workload(model, loss, data, optimizer, name), is_unsupported_in=NO_FP16)
+
+
 PICTURES = [
-    Case(
-        "ddpm_unet",
-        lambda: Workload(lambda: UNet(group_norm), denoising, noisy_images, adamw),
-        is_unsupported_in=NO_FP16,
-    ),
-    Case("unet_bn", lambda: Workload(StillUNet, segmentation_loss, masks, adamw), is_unsupported_in=NO_FP16),
-    Case(
+    picture("ddpm_unet", lambda: UNet(group_norm), denoising, noisy_images, adamw),
+    picture("unet_bn", StillUNet, segmentation_loss, masks, adamw),
+    picture(
         "fcn_resnet50",
-        lambda: Workload(
-            lambda: vision.segmentation.fcn_resnet50(weights_backbone=None, num_classes=2),
-            segmentation_loss, masks, sgd,
-        ),
-        is_unsupported_in=NO_FP16,
+        lambda: vision.segmentation.fcn_resnet50(weights_backbone=None, num_classes=2),
+        segmentation_loss, masks, sgd,
     ),
-    Case(
+    picture(
         "deeplabv3_mobilenet",
-        lambda: Workload(
-            lambda: vision.segmentation.deeplabv3_mobilenet_v3_large(weights_backbone=None, num_classes=2),
-            segmentation_loss, masks, sgd,
-        ),
-        is_unsupported_in=NO_FP16,
+        lambda: vision.segmentation.deeplabv3_mobilenet_v3_large(weights_backbone=None, num_classes=2),
+        segmentation_loss, masks, sgd,
     ),
-    Case(
+    picture(
         "retinanet",
-        lambda: Workload(
-            lambda: vision.detection.retinanet_resnet50_fpn(
-                weights=None, weights_backbone=None, num_classes=2, min_size=PIXELS, max_size=PIXELS
-            ),
-            detection_loss, boxes, lambda parameters: torch.optim.SGD(parameters, lr=0.002, momentum=0.9),
+        lambda: vision.detection.retinanet_resnet50_fpn(
+            weights=None, weights_backbone=None, num_classes=2, min_size=PIXELS, max_size=PIXELS
         ),
-        is_unsupported_in=NO_FP16,
+        detection_loss, boxes, lambda parameters: torch.optim.SGD(parameters, lr=0.002, momentum=0.9),
     ),
-    Case("dcgan", lambda: Workload(Gan, gan_loss, gan_batch, adam), is_unsupported_in=NO_FP16),
+    picture("dcgan", Gan, gan_loss, gan_batch, adam),
 ]  # fmt: skip
 
 
