@@ -15,9 +15,11 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -25,7 +27,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ORDER = ("llama", "resnet50_free", "gpt", "unet", "mlp", "vit_b16", "efficientnet_b0", "bert", "t5_small", "lstm")
-SECONDS_FORESEEN, LIMIT_SECONDS = 100.0, 240.0  # of one search with the trainings after it
+SECONDS_OF_TRAININGS = 45.0  # what today's setting and the answer take by hand, after a search
 NUM_SAMPLES = 2048
 
 
@@ -64,8 +66,8 @@ for each in (*ORDER, "resnet50"):  # searches.py:NAME for the command line
     globals()[each] = partial(workload, each)
 
 
-def searched(name: str, device: str, folder: Path, budget: str | None) -> dict[str, Any]:
-    """Run the search of a training run, as a command of its own; returns what it says, or how it failed."""
+def searched(name: str, device: str, folder: Path, budget: str | None, limit_seconds: float) -> dict[str, Any]:
+    """Run the search of a training run, as a command of its own that gets Ctrl-C at its limit; returns what it says."""
     training = named(name)
     command = [
         sys.executable,
@@ -83,15 +85,24 @@ def searched(name: str, device: str, folder: Path, budget: str | None) -> dict[s
         command += ["--baseline", f"fp32:{training.batch_size}"]
     began = time.monotonic()
     environment = {**os.environ, "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, env=environment)
-    except subprocess.TimeoutExpired as error:
-        said = (error.stderr or b"").decode(errors="replace")
-        return {"seconds": time.monotonic() - began, "failure": "the study's limit", "said": said[-3000:]}
-    found: dict[str, Any] = {"seconds": round(time.monotonic() - began, 1), "said": done.stderr[-6000:]}
-    if done.returncode != 0:
-        return {**found, "failure": done.stdout[-2000:]}
-    answer = json.loads(done.stdout)
+    with tempfile.TemporaryFile("w+") as answered:
+        process = subprocess.Popen(command, stdout=answered, stderr=subprocess.PIPE, text=True, env=environment)
+        interrupt = threading.Timer(limit_seconds, process.send_signal, (signal.SIGINT,))
+        interrupt.start()
+        assert process.stderr is not None
+        said = [f"{time.monotonic() - began:6.1f} {line}" for line in process.stderr]
+        status = process.wait()
+        interrupt.cancel()
+        answered.seek(0)
+        printed = answered.read()
+    found: dict[str, Any] = {"seconds": round(time.monotonic() - began, 1), "said": "".join(said)}
+    found["interrupted"] = found["seconds"] > limit_seconds
+    if not printed.startswith("{"):
+        return {**found, "failure": f"exit status {status}: {printed[-2000:]}"}
+    answer = json.loads(printed)
+    answer = answer.get("recommendation") or answer  # beside its error where the search was interrupted
+    if "config" not in answer:
+        return {**found, "failure": printed[-2000:]}
     evidence = answer["evidence"]
     keys = ("samples_per_second", "samples_per_second_interval", "speedup", "speedup_interval", "is_confirmed")
     return {
@@ -110,7 +121,7 @@ def searched(name: str, device: str, folder: Path, budget: str | None) -> dict[s
 def trained(name: str, settings: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:
     """Time settings by hand, each after the other in one process without anything of autotune_amp."""
     command = [sys.executable, str(HERE / "searches.py"), "--train", name, "--settings", json.dumps(settings)]
-    done = subprocess.run([*command, "--device", device], capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    done = subprocess.run([*command, "--device", device], capture_output=True, text=True, timeout=120)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     return [json.loads(line) for line in lines] or [{"failure": done.stderr[-2000:]}]
 
@@ -152,13 +163,13 @@ def known_best(name: str) -> dict[str, Any] | None:
     return max(ours, key=lambda line: line["samples_per_second"], default=None)
 
 
-def piece(name: str, device: str, out: Path, budget: str | None) -> dict[str, Any]:
+def piece(name: str, device: str, out: Path, budget: str | None, limit_seconds: float) -> dict[str, Any]:
     """One training run: its search, then by hand today's setting and what was answered."""
     import torch
 
     folder = Path(tempfile.mkdtemp())
     found = {"training": name, "device": torch.cuda.get_device_name() if device == "cuda" else device}
-    found |= {"budget": budget, **searched(name, device, folder, budget)}
+    found |= {"budget": budget, **searched(name, device, folder, budget, limit_seconds)}
     study = next(folder.glob("*/outcomes.jsonl"), None)
     if study is not None:
         kept = out / found["device"].replace(" ", "_") / name
@@ -214,6 +225,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=ORDER)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--budget")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds after which a search gets Ctrl-C")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--train")
@@ -234,12 +246,12 @@ def main() -> None:
         ends = time.monotonic() + 60 * given.minutes
         done = {json.loads(line)["training"] for line in path.read_text().splitlines()} if path.exists() else set()
         for name in given.only:
-            if name in done or time.monotonic() + SECONDS_FORESEEN > ends:
+            if name in done or time.monotonic() + given.limit + SECONDS_OF_TRAININGS > ends:
                 continue
-            found = piece(name, given.device, given.out, given.budget)
+            found = piece(name, given.device, given.out, given.budget, given.limit)
             with path.open("a") as file:
                 file.write(json.dumps(found) + "\n")
-            said = {key: value for key, value in found.items() if key not in ("said", "trained", "warnings")}
+            said = {key: value for key, value in found.items() if key not in ("trained", "warnings")}
             print(json.dumps(said), flush=True)
             print([(one.get("setting"), one.get("samples_per_second")) for one in found.get("trained", ())], flush=True)
 
