@@ -1,13 +1,22 @@
 """The check of each precision on each case of a zoo, over seeds; appends what is missing to raw/checks_<zoo>.jsonl.
 
-Usage: checks.py --zoo healthy|sick|sick_later|held_out|field [--seeds 10] [--device cpu] [--suffix after]
-       [--precisions bf16 ...] [--only NAME ...]
+Usage: checks.py --zoo healthy|sick|sick_later|held_out|bias|field [--seeds 10] [--device cpu] [--suffix after]
+       [--precisions bf16 ...] [--only NAME ...] [--minutes 2] [--part 0 4]
 With --steps-before 300 on weights trained in fp32 for so many steps: raw/later_<zoo>.jsonl.
+With --minutes it stops after that time, between two outcomes or in the middle of one, which is then lost; no check may
+take longer than 20 s, and none looks for the modules responsible. `--part 0 4` takes every fourth case from the first:
+four processes with the parts 0 to 3 may run at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
+import math
+import signal
+import sys
+import time
 from typing import Any
 
 import common
@@ -18,8 +27,10 @@ from case import Case
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.numerics.comparison import train_before
 from autotune_amp.numerics.fidelity import check
+from autotune_amp.numerics.passes import Subject
 
 NUM_BATCHES = 8
+MAX_SECONDS = 20.0  # of a check where time is short
 
 
 def precisions(case: Case, device: torch.device) -> list[Precision]:
@@ -28,15 +39,40 @@ def precisions(case: Case, device: torch.device) -> list[Precision]:
     return [*tried, "fp32"] if "fp32" in case.sick_in else tried
 
 
-def outcome(case: Case, precision: Precision, seed: int, device: torch.device, num_steps: int) -> dict[str, Any]:
-    """The `Fidelity`, or what was raised."""
+@functools.lru_cache(maxsize=1)
+def prepared(case: Case, seed: int, device: torch.device, num_steps: int) -> Subject:
+    """Build the case once for all of its precisions: a check leaves the model as it was."""
+    subject = common.subject(case, seed, NUM_BATCHES + num_steps, device)
+    train_before(subject, subject.batches[NUM_BATCHES:])
+    return subject
+
+
+def outcome(
+    case: Case, precision: Precision, seed: int, device: torch.device, num_steps: int, is_short: bool
+) -> dict[str, Any]:
+    """Return the `Fidelity`, or the error that was raised, with the seconds that building and checking took."""
+    started = time.perf_counter()
     try:
-        subject = common.subject(case, seed, NUM_BATCHES + num_steps, device)
-        train_before(subject, subject.batches[NUM_BATCHES:])
-        found = check(subject, precision, batch_size=case.batch_size, num_steps_before=num_steps)
+        subject = prepared(case, seed, device, num_steps)
+        built = time.perf_counter()
+        seconds = MAX_SECONDS if is_short else math.inf
+        found = check(
+            subject, precision, batch_size=case.batch_size, num_steps_before=num_steps, seconds=seconds,
+            find_pins=not is_short,
+        )  # fmt: skip
     except Exception as error:
-        return {"error": common.said(error)}
-    return {"fidelity": msgspec.to_builtins(found)}
+        return {"error": common.said(error), "seconds": time.perf_counter() - started}
+    return {
+        "fidelity": msgspec.to_builtins(found),
+        "build_seconds": built - started,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def stop_after(minutes: float) -> None:
+    """Have this process exit by itself after that time, with status 0."""
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit())
+    signal.setitimer(signal.ITIMER_REAL, 60 * minutes)
 
 
 def main() -> None:
@@ -48,28 +84,32 @@ def main() -> None:
     parser.add_argument("--steps-before", type=int, default=0)
     parser.add_argument("--precisions", nargs="*", default=[])
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--minutes", type=float)
+    parser.add_argument("--part", nargs=2, type=int, default=(0, 1), metavar=("INDEX", "COUNT"))
     options = parser.parse_args()
+    is_short = options.minutes is not None
+    if is_short:
+        stop_after(options.minutes)
     common.quieten()
     device, code = torch.device(options.device), common.code()
     kind, num_steps = "later" if options.steps_before else "checks", options.steps_before
     name = f"{kind}_{options.zoo}{options.suffix and '_' + options.suffix}"
     keys = ("case", "precision", "seed", *(["num_steps"] if num_steps else []))
     raw = common.RawFile(common.raw_path(name, device), keys)
-    for case in common.cases(options.zoo, options.only):
-        for precision in precisions(case, device):
-            if options.precisions and precision not in options.precisions:
+    first, num_parts = options.part
+    for case in common.cases(options.zoo, options.only)[first::num_parts]:
+        tried = [p for p in precisions(case, device) if not options.precisions or p in options.precisions]
+        for seed, precision in itertools.product(range(options.seeds), tried):
+            key = {"case": case.name, "precision": precision, "seed": seed}
+            key |= {"num_steps": num_steps} if num_steps else {}
+            if raw.has(**key):
                 continue
             expected = common.expected(case, precision)
             truth = {"expected": expected, "culprit": case.culprit, "is_healable": case.is_healable}
-            for seed in range(options.seeds):
-                key = {"case": case.name, "precision": precision, "seed": seed}
-                key |= {"num_steps": num_steps} if num_steps else {}
-                if raw.has(**key):
-                    continue
-                found = outcome(case, precision, seed, device, num_steps)
-                raw.append({**key, **truth, "code": code, **found})
-                verdict = found["fidelity"]["verdict"] if "fidelity" in found else found["error"]
-                print(case.name, precision, seed, expected, verdict, flush=True)
+            found = outcome(case, precision, seed, device, num_steps, is_short)
+            raw.append({**key, **truth, "code": code, **found})
+            verdict = found["fidelity"]["verdict"] if "fidelity" in found else found["error"]
+            print(case.name, precision, seed, expected, verdict, f"{found['seconds']:.1f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -90,9 +90,10 @@ class RawFile:
         return self._key(key) in self._done
 
     def append(self, row: dict[str, Any]) -> None:
+        """Append the row in one write, so that several processes can append to the file."""
         self._done.add(self._key(row))
-        with self._path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        with self._path.open("ab", buffering=0) as file:
+            file.write((json.dumps(row) + "\n").encode())
 
     def _key(self, row: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(map(repr, (row[key] for key in self._keys)))
