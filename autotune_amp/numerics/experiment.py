@@ -55,7 +55,7 @@ MIN_NUM_BATCHES, MAX_NUM_BATCHES = 4, 8  # held against each other in one step, 
 # Of the check's seconds, after which no more than the fewest batches are looked at, than two, and no loss scale is
 # looked for.
 STEP_SHARE, SHORT_SHARE, SCALE_SHARE = 0.25, 0.5, 0.25
-MIN_NUM_SAMPLES = 4  # of a batch that is cut for want of time
+MIN_NUM_SAMPLES = 8  # of a batch that is cut for want of time: of fewer, bf16 flushes more (5 % for 1 %, measured)
 NUM_SCALE_PASSES = 3  # that finding a loss scale takes as a rule
 SURE_SHARE = 0.5  # of the limits: below it the fewest batches will do
 NUM_PAIRED_STEPS = 8
@@ -385,7 +385,11 @@ class Experiment:
                 fitting = [num for num in halves if num * seconds <= left] or halves[-1:]
                 if fitting[0] == num_samples or left <= 0:
                     break
-        self._look_at(cut_all(subject.batches, fitting[0]) if fitting else subject.batches)
+        if fitting and fitting[0] < num_samples:
+            self._look_at(cut_all(subject.batches, fitting[0]))
+            self._batch_size = self._batch_size * fitting[0] // num_samples
+        else:
+            self._look_at(subject.batches)
 
     def _look_at(self, batches: Sequence[Any]) -> None:
         """Make all passes from now on over these batches."""
