@@ -233,16 +233,19 @@ def of_all_sizes(norm: Callable[[], nn.Module], name: str) -> Callable[[], Workl
 
 
 class Codebook(nn.Module):
-    """VQ-VAE's codes, which follow the features by a moving average in the features' precision."""
+    """Codes that follow fixed features by a moving average in the features' precision, as VQ-VAE's do."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder, self.decoder = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.register_buffer("codes", 2.0 + torch.randn(32, 16))
+        self.encoder, self.gain = nn.Linear(16, 16, bias=False), nn.Parameter(torch.ones(16))
+        self.register_buffer("codes", 8.0 + torch.randn(32, 16))
+        with torch.no_grad():
+            self.encoder.weight.copy_(torch.eye(16))
+        self.encoder.requires_grad_(False)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> Tensor:
         codes = self.get_buffer("codes")
-        z = 2.0 + self.encoder(x)
+        z = 8.0 + self.encoder(x)
         chosen = torch.cdist(z.detach().float(), codes).argmin(1)
         hits = F.one_hot(chosen, len(codes)).float()
         means = (hits.T @ z.detach().float()) / hits.sum(0).clamp(min=1)[:, None]
@@ -251,14 +254,12 @@ class Codebook(nn.Module):
         with torch.no_grad():
             codes.copy_(moved.float())
         code = kept[chosen]
-        return self.decoder(z + (code - z).detach()), (z - code).float().square().mean()
+        return self.gain * (code - 8.0)
 
 
 def ema_codebook() -> Workload:
     def loss(model: Any, batch: Tensor) -> Tensor:
-        decoded, commitment = model(batch)
-        total: Tensor = F.mse_loss(decoded.float(), batch) + 0.25 * commitment
-        return total
+        return F.mse_loss(model(batch).float(), batch)
 
     def points(n: int) -> Tensor:
         labels = torch.randint(16, (n,))
@@ -371,7 +372,7 @@ HARMED: dict[str, tuple[str, ...]] = {
     "prototypes": ("bf16", "fp16"),
     "expected_bin": ("bf16",),
     "clamped_norm": ("fp16",),
-    "ema_codebook": ("bf16",),
+    "ema_codebook": ("bf16", "fp16"),
     "clipped_observation": ("bf16",),
     "ema_teacher": _ALL,
     "one_sided_gains": _ALL,
