@@ -28,8 +28,11 @@ Found_co = TypeVar("Found_co", covariant=True)
 Value = TypeVar("Value")
 Isolation: TypeAlias = Literal["forked", "kept"]
 # fidelity, calibration, accumulation, profile: it answers such jobs, later: fidelity on trained weights too.
-# share_build: it can build the model once for all. energy: its trials say what the device drew.
-Ability: TypeAlias = Literal["fidelity", "later", "calibration", "accumulation", "profile", "share_build", "energy"]
+# share_build: it can build the model once for all. energy: its trials say what the device drew. load_together: it can
+# load the processes of a confirmation at the same time.
+Ability: TypeAlias = Literal[
+    "fidelity", "later", "calibration", "accumulation", "profile", "share_build", "energy", "load_together"
+]
 
 _LOCAL: frozenset[Ability] = frozenset({"fidelity", "later", "calibration", "accumulation", "profile", "energy"})
 CANNOT_BE_LOADED = "cannot be loaded"
@@ -205,7 +208,7 @@ class LocalBackend(WorkloadBackend):
         inherited = {name: value for name, value in os.environ.items() if not is_from_launcher(name)}
         of_slot = {} if slot is None else slot.environment
         self._environment = {**inherited, **TRIAL_ENVIRONMENT, **(environment or {}), **of_slot}
-        self._standby = standby
+        self._standby = standby or Standby(room_for=lambda _: 0)
         self._process: Process | None = None
         self._has_run = False  # a job in this process
         self._device = "cpu"
@@ -220,7 +223,11 @@ class LocalBackend(WorkloadBackend):
     @property
     def abilities(self) -> frozenset[Ability]:  # noqa: D102 - see Backend
         # Only a process that others are forked from builds for them.
-        return _LOCAL | {"share_build"} if self.isolation == "forked" else _LOCAL
+        if self.isolation == "forked":
+            return _LOCAL | {"share_build"}
+        is_card, process = self._device != "cpu", self._process  # on a CPU each run of a confirmation has its own
+        has_room = is_card and process is not None and self._standby.has_room(process)
+        return _LOCAL | {"load_together"} if has_room else _LOCAL
 
     @property
     def slots(self) -> Sequence[Slot]:  # noqa: D102 - see Backend
@@ -288,22 +295,30 @@ class LocalBackend(WorkloadBackend):
             self.close()
         command = {"cmd": "run", "kind": job.kind(), "job": msgspec.to_builtins(job), "cpus": cpus}
         process = self._ready_process(until)
+        if isinstance(job, Trial) and (number := self._standby.num_wanted):
+            self._have_stand_by(process, job, number)
+            self._standby.load(self._watcher, until)
         process.send(command)
         if self.isolation == "forked":
             return None
         start_seconds = 0.0 if self._has_run else max(_CLOCK_TICK, time.monotonic() - began)
         self._has_run = True
-        if self._standby is not None and isinstance(job, Trial | Check) and not job.is_alone:
-            with_job = {"cmd": "stand_by", "device": job.device, "state": job.torch_state, "seed": job.seed}
-            self._standby.begin(process, self._environment, with_job | self._load_arguments, self._payload.packed)
+        if not job.is_alone and (isinstance(job, Check) or (isinstance(job, Trial) and job.purpose == "search")):
+            self._have_stand_by(process, job, 1)
         return start_seconds
+
+    def _have_stand_by(self, process: Process, job: Trial | Check, number: int) -> None:
+        command = {"cmd": "stand_by", "device": job.device, "state": job.torch_state, "seed": job.seed}
+        command |= self._load_arguments
+        self._standby.begin(process, self._environment, command, self._payload.packed, number)
 
     def finish(self, job: Job[Found], until: float | None) -> tuple[Found | Failure, Found | None]:
         """What the process found, which has to be ready by `until`; with a failure that ended it also what it had found
         so far."""
         assert self._process is not None
+        is_forked = self.isolation == "forked"
         try:
-            value = self._process.wait(until, job.deadlines, ends_with_exit=self.isolation == "forked")
+            value = self._process.wait(until, job.deadlines, ends_with_exit=is_forked, on_step=self._standby.pause)
         except AutotuneAmpError:
             self.close()
             raise
@@ -311,6 +326,8 @@ class LocalBackend(WorkloadBackend):
             if self.isolation != "forked":  # a template outlives its children; if it has not, the next job sees it
                 self.close()
             return ended.failure, None if ended.so_far is None else converted(job, ended.so_far)
+        finally:
+            self._standby.go_on()
         if isinstance(value, dict) and value.get("outcome") == "failure":
             value = msgspec.convert(value, Failure)
         if job.is_alone or (self.isolation == "kept" and isinstance(value, Failure)):
@@ -336,14 +353,12 @@ class LocalBackend(WorkloadBackend):
     def _has_taken_standby(self, until: float | None) -> bool:
         """Have the process that stands by run the jobs from now on, once it is loaded; false where there is none, or it
         does not load beside another."""
-        if self._standby is None or self.isolation == "forked":
+        if self.isolation == "forked":
             return False
-        self._process, self._has_run = self._standby.take(self._environment, self._watcher), False
+        self._process, self._has_run = self._standby.take(self._environment, self._watcher, until), False
         if self._process is None:
             return False
         try:
-            for _ in ("ready", "standing by"):
-                self._expect(None, until)
             self._take_over(until)
         except WorkloadError:
             return False

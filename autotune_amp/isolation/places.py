@@ -43,10 +43,11 @@ class ConfirmingProcesses:
 
     def submit(self, job: Trial, slot: Slot | None = None) -> Handle[Any]:  # noqa: ARG002 - there is one
         """Start a trial."""
-        if self._current is None or not self._are_shared or job.round != self._round:
+        is_of_round = job.round == self._round or job.purpose == "outlook"  # which confirms nothing
+        if self._current is None or not self._are_shared or not is_of_round:
             self.close()
             self._current = self._make(job.environment)
-        self._round = job.round
+            self._round = job.round
         return self._current.submit(replace(job, is_alone=not self._are_shared))
 
     def wait(self, handles: Sequence[Handle[Any]]) -> Handle[Any]:
@@ -73,8 +74,10 @@ class Places(Protocol):
     def backend(self) -> WorkloadBackend:
         """Where the jobs of a search run."""
 
-    def confirming(self, device: str, *, are_shared: bool) -> ConfirmingProcesses | Slots[ConfirmingProcesses]:
-        """Where those of its confirmation run, on the device that the probe found."""
+    def confirming(
+        self, device: str, *, are_shared: bool, num_rounds: int
+    ) -> ConfirmingProcesses | Slots[ConfirmingProcesses]:
+        """Where those of its confirmation run, on the device that the probe found: so many rounds are foreseen."""
 
     def close(self) -> None:
         """End what it holds."""
@@ -104,7 +107,9 @@ class OneDevice(Places):
     def backend(self) -> WorkloadBackend:  # noqa: D102 - see Places
         return self._begin(None if self._ranks else isolation_on(self.identity().type), None)
 
-    def confirming(self, device: str, *, are_shared: bool) -> ConfirmingProcesses:  # noqa: D102 - see Places
+    def confirming(self, device: str, *, are_shared: bool, num_rounds: int) -> ConfirmingProcesses:  # noqa: D102 - see Places
+        if self._standby is not None and are_shared:
+            self._standby.num_wanted = max(0, num_rounds - 1)
         return ConfirmingProcesses(partial(self._begin, "kept"), Slot(device), are_shared=are_shared)
 
     def close(self) -> None:
@@ -161,7 +166,9 @@ class OnSlots(Places):
             self._watcher_of,
         )
 
-    def confirming(self, device: str, *, are_shared: bool) -> ConfirmingProcesses | Slots[ConfirmingProcesses]:
+    def confirming(
+        self, device: str, *, are_shared: bool, num_rounds: int
+    ) -> ConfirmingProcesses | Slots[ConfirmingProcesses]:
         """On every card; on a CPU with all of it, since the run to come has no less."""
 
         def make(slot: Slot, heard: Watcher) -> ConfirmingProcesses:
@@ -169,7 +176,8 @@ class OnSlots(Places):
             return ConfirmingProcesses(lambda variables: start(variables, slot, None), slot, are_shared=are_shared)
 
         if device == "cpu":
-            return OneDevice(device, self._start, self._watcher_of).confirming(device, are_shared=are_shared)
+            whole = OneDevice(device, self._start, self._watcher_of)
+            return whole.confirming(device, are_shared=are_shared, num_rounds=num_rounds)
         return Slots(self._slots, make, self._watcher_of)
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -123,11 +124,31 @@ class Process:
         self._threads.append(writer)
         writer.start()
 
-    def wait(self, until: float | None, deadlines: Deadlines = _NO_DEADLINES, *, ends_with_exit: bool = False) -> Any:
+    def pause(self) -> None:
+        """Stop it, and what it has started in its group, until `go_on`."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let it run on."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._popen.pid, number)
+
+    def wait(
+        self,
+        until: float | None,
+        deadlines: Deadlines = _NO_DEADLINES,
+        *,
+        ends_with_exit: bool = False,
+        on_step: Callable[[], None] = lambda: None,
+    ) -> Any:
         """The answer to the last message; raises `ProcessEndedError` if there is none, whoever ended the process.
 
         `until` is a time on the monotonic clock before which the process has to be ready for its job, which has the
         `deadlines` from then on. A template's children answer and then exit; `ends_with_exit` waits for that too.
+        `on_step` is called after each step.
         """
         answer: dict[str, Any] | None = None
         so_far: Any = None
@@ -161,6 +182,7 @@ class Process:
             elif event == "step":
                 phase = f"after step {message['number']}" if message["number"] else "warming up"
                 allowed = deadlines.step_seconds
+                on_step()
                 self.watcher.step(message["number"], message["seconds"])
             elif event in ("result", "failed", "error"):
                 answer, allowed = message, None
@@ -232,8 +254,7 @@ class Process:
         """Kill the process and all that came of it, what left its group and outlived it too; then it is gone."""
         self.watcher.ending()
         terminate_programs(lambda: marked(self._mark))
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._popen.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self._popen.wait()
         kill_marked(self._mark)
         for folder in self._folders:

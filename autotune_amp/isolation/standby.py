@@ -1,71 +1,134 @@
-"""Standby: a second process that has loaded the workload and waits to take over from the one that runs jobs."""
+"""Standby: processes that have loaded the workload and wait to take over from the one that runs jobs."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
 
 import psutil
 
+from autotune_amp.core.errors import AutotuneAmpError
+from autotune_amp.core.outcome import Failure
 from autotune_amp.hardware import host
-from autotune_amp.isolation.process import Process, Watcher
+from autotune_amp.isolation.process import Process, ProcessEndedError, Watcher
 
-MIN_CORES = 4  # with fewer, loading beside a measurement would slow it
+MIN_CORES = 4  # with fewer, loading beside another process would slow it
 MEMORY_FACTOR = 2.0  # of what the first process holds, since loading may hold more for a moment
+MOST = 2  # beside the process that runs jobs: the three of a confirmation
 
 
-def has_room(process_bytes: int) -> bool:
-    """Whether another process of this size can be loaded beside the one that runs jobs: there are cores for it, and
-    memory on this host."""
+def room_for(process_bytes: int) -> int:
+    """Return how many more processes of this size this host's memory holds: none where there are few cores."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     container = host.container_memory()
     free_bytes = host.available_memory_bytes()
     if container is not None:
         free_bytes = min(free_bytes, container.available)
-    return len(cores) >= MIN_CORES and free_bytes >= MEMORY_FACTOR * process_bytes
+    return int(free_bytes / (MEMORY_FACTOR * max(1, process_bytes))) if len(cores) >= MIN_CORES else 0
 
 
 class Standby:
-    """Holds at most one process, which loads the workload while another one runs jobs.
+    """Holds processes that load the workload while another one runs jobs, but not while that one times steps.
 
-    `has_room` says whether a process of so many bytes may be started beside the first.
+    Pages that two processes touch for the first time wait for each other in a virtual machine, whatever the priority of
+    one: on an H200's host a batch took 515 ms beside a process that loaded, and 4 ms after it (studies/real_card).
+    `room_for` says how many processes of so many bytes may be started beside the first.
     """
 
-    def __init__(self, has_room: Callable[[int], bool] = has_room) -> None:
-        self._has_room = has_room
+    def __init__(self, room_for: Callable[[int], int] = room_for) -> None:
+        self._room_for = room_for
+        self.num_wanted = 0  # that are to be loaded before the next trial runs
         self._environment: dict[str, str] = {}
-        self.process: Process | None = None
+        self._are_loaded: dict[Process, bool] = {}  # the oldest first
 
-    def begin(self, beside: Process, environment: dict[str, str], command: dict[str, Any], data: bytes) -> None:
-        """Start a process with these variables and have it carry out `command`, with raw bytes behind it.
+    @property
+    def processes(self) -> list[Process]:
+        """Those that stand by, or load for it."""
+        return list(self._are_loaded)
 
-        Nothing is started where one stands by already, nor where there is no room for one like `beside`.
-        """
-        if self.process is not None and self.process.is_alive() and self._environment == environment:
-            return
-        self.close()
-        try:
-            size_bytes = psutil.Process(beside.pid).memory_info().rss
-        except psutil.NoSuchProcess:
-            return
-        if self._has_room(size_bytes):
-            self.process, self._environment = Process("kept", environment, Watcher()), environment
-            self.process.send_beside(command, data)
-
-    def take(self, environment: dict[str, str], watcher: Watcher) -> Process | None:
-        """Hand over the process, which `watcher` hears from then on; None where none is alive with these variables."""
-        if self.process is None or self._environment != environment:
-            return None
-        if not self.process.is_alive():
+    def begin(
+        self, beside: Process, environment: dict[str, str], command: dict[str, Any], data: bytes, number: int = 1
+    ) -> None:
+        """Have as many processes as `number`, as far as there is room for such as `beside`, stand by with these
+        variables: each carries out `command`, with raw bytes behind it."""
+        if self._environment != environment:
             self.close()
+        for process in self.processes:
+            if not process.is_alive():
+                self._end(process)
+        self._environment = environment
+        missing = min(number, MOST) - len(self._are_loaded)
+        for _ in range(min(missing, self._room_beside(beside)) if missing > 0 else 0):
+            process = Process("kept", environment, Watcher())
+            process.send_beside(command, data)
+            self._are_loaded[process] = False
+
+    def has_room(self, process: Process) -> bool:
+        """Whether as many as a confirmation takes can be loaded, each like this one."""
+        return self._room_beside(process) >= MOST
+
+    def take(self, environment: dict[str, str], watcher: Watcher, until: float | None) -> Process | None:
+        """Hand over a process that has loaded, which `watcher` hears from now on; None where none loads with these
+        variables. Raises `ProcessEndedError` where it has not loaded by `until`."""
+        if self._environment != environment:
             return None
-        process, self.process = self.process, None
-        process.watcher = watcher
-        return process
+        for process in self.processes:
+            process.watcher = watcher
+            if self._has_loaded(process, until):
+                del self._are_loaded[process]
+                return process
+        return None
+
+    def load(self, watcher: Watcher, until: float | None) -> None:
+        """Wait until all that are wanted have loaded; what has not by `until` is ended."""
+        self.num_wanted = 0
+        for process in self.processes:
+            process.watcher = watcher
+            with contextlib.suppress(ProcessEndedError):
+                self._has_loaded(process, until)
+
+    def pause(self) -> None:
+        """Stop what loads, until `go_on`."""
+        for process in self.processes:
+            process.pause()
+
+    def go_on(self) -> None:
+        """Let what was stopped load."""
+        for process in self.processes:
+            process.go_on()
 
     def close(self) -> None:
-        """End the process."""
-        if self.process is not None:
-            process, self.process = self.process, None
-            process.end()
+        """End the processes."""
+        for process in self.processes:
+            self._end(process)
+
+    def _room_beside(self, process: Process) -> int:
+        try:
+            return self._room_for(psutil.Process(process.pid).memory_info().rss)
+        except psutil.NoSuchProcess:
+            return 0
+
+    def _end(self, process: Process) -> None:
+        del self._are_loaded[process]
+        process.end()
+
+    def _has_loaded(self, process: Process, until: float | None) -> bool:
+        """Wait for a process to be loaded; one that cannot load beside another is ended."""
+        if self._are_loaded[process] and process.is_alive():
+            return True
+        try:
+            answers = (process.wait(until) for _ in ("ready", "standing by"))
+            self._are_loaded[process] = process.is_alive() and not any(isinstance(one, Failure) for one in answers)
+        except ProcessEndedError as ended:
+            if ended.failure.kind == "timeout":
+                self._end(process)
+                raise
+            self._are_loaded[process] = False
+        except AutotuneAmpError:
+            self._are_loaded[process] = False
+        if not self._are_loaded[process]:
+            self._end(process)
+            return False
+        return True

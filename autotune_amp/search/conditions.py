@@ -22,7 +22,8 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     `environment` are the recommended variables. A fresh process takes `ready_seconds` until it has imported the
     workload. `max_trials` are those of the whole search, None for any number. `like` is what was best for the same code
     asked for otherwise, None where nobody knows. `are_trials_fresh`: each has a process of its own from its start on,
-    as a command has, and counts as one of the confirmation.
+    as a command has, and counts as one of the confirmation. `loads_together`: the processes of a confirmation's rounds
+    are loaded at the same time.
     """
 
     hardware: Hardware
@@ -35,6 +36,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     max_trials: int | None = None
     like: Setting | None = None
     are_trials_fresh: bool = False
+    loads_together: bool = False
 
     @property
     def setup_seconds(self) -> float:

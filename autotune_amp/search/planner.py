@@ -112,7 +112,8 @@ class Planner:
         """Seconds that a fresh process takes before its first step: as seen in the confirmation, else as foreseen."""
         found = [r for r in ledger.records if r.round is not None and r.start_seconds]
         seen = [_start_seconds(r) for r in found if isinstance(r.outcome, Measurement)]
-        return fmean(seen) if seen else self.conditions.start_seconds
+        of_all = max if self.conditions.loads_together else fmean  # the first waited for what the others take
+        return of_all(seen) if seen else self.conditions.start_seconds
 
     def setup_seconds(self, ledger: Ledger) -> float:
         """Seconds that a trial takes beside its steps: the median of what was seen, else as foreseen."""
@@ -189,28 +190,33 @@ class Planner:
     def confirmation_seconds(self, ledger: Ledger) -> float:
         """Seconds of the rounds that confirm what would win and what runs today, as far as they can be afforded: all,
         or one, or none."""
-        chosen, num_slots = ledger.actual.shortlist, self.budget.num_slots
+        return self._rounds_seconds(ledger, self.num_rounds(ledger))
+
+    def num_rounds(self, ledger: Ledger) -> int:
+        """Rounds of a confirmation: all, or one, or none, as could be afforded when it was first asked."""
+        num_slots, left = self.budget.num_slots, self.budget.left()
+        num_needed = math.ceil(MIN_ROUNDS / num_slots) + (num_slots > 1)
+        if self._num_rounds is None and ledger.actual.shortlist is not None:
+            shares = (num_needed, 1.0), (1, 0.5)
+            affordable = (n for n, share in shares if self._rounds_seconds(ledger, n) <= share * left)
+            self._num_rounds = next(affordable, 0)
+        return self._num_rounds or 0
+
+    def _rounds_seconds(self, ledger: Ledger, num_rounds: int) -> float:
+        """Seconds of so many rounds, without what was run of them."""
+        chosen, conditions = ledger.actual.shortlist, self.conditions
         if chosen is None:
             return 0.0
-
-        def seconds_of(num_rounds: int) -> float:
-            runs: list[Setting] = []
-            num_starts = 0
-            for setting, environment in ((chosen.winner, self.conditions.environment), (chosen.baseline, {})):
-                if setting in runs and not environment:
-                    continue
-                done = ranking.confirm_runs(ledger.actual.records, setting, environment).num_confirming
-                missing = max(0, num_rounds - done)
-                runs += [setting] * missing
-                num_starts = max(num_starts, missing) if self.conditions.shares_processes else len(runs)
-            return self.runs_seconds(ledger.actual, runs, num_starts)
-
-        num_needed = math.ceil(MIN_ROUNDS / num_slots) + (num_slots > 1)
-        if self._num_rounds is None:
-            left = self.budget.left()
-            affordable = (n for n, share in ((num_needed, 1.0), (1, 0.5)) if seconds_of(n) <= share * left)
-            self._num_rounds = next(affordable, 0)
-        return seconds_of(self._num_rounds)
+        runs: list[Setting] = []
+        num_starts = 0
+        for setting, environment in ((chosen.winner, conditions.environment), (chosen.baseline, {})):
+            if setting in runs and not environment:
+                continue
+            done = ranking.confirm_runs(ledger.actual.records, setting, environment).num_confirming
+            missing = max(0, num_rounds - done)
+            runs += [setting] * missing
+            num_starts = max(num_starts, missing) if conditions.shares_processes else len(runs)
+        return self.runs_seconds(ledger.actual, runs, min(1, num_starts) if conditions.loads_together else num_starts)
 
     def forecast(self, ledger: Ledger, *, may_fork: bool) -> str:
         """Say what a start costs here, what comparing the precisions and confirming the best will take, in a line.
@@ -222,8 +228,8 @@ class Planner:
         precisions = {c.precision for c in (*space.candidates, space.baseline)}
         per_trial = start if conditions.are_trials_fresh else conditions.setup_seconds if may_fork else 0.0
         comparing = len(precisions) * (per_trial + FORESEEN_SECONDS)
-        num_starts = 1 if conditions.shares_processes else 2
-        confirming = MIN_ROUNDS * (num_starts * start + 2 * (CONFIRM_SECONDS + 1))
+        num_starts = 1 if conditions.loads_together else MIN_ROUNDS * (1 if conditions.shares_processes else 2)
+        confirming = num_starts * start + MIN_ROUNDS * 2 * (CONFIRM_SECONDS + 1)
         return (
             f"A process takes {duration(start)} to start here. Comparing {count(len(precisions), 'precision')} at "
             f"batch {space.baseline.batch_size}: about {duration(comparing)}; then batch sizes and other settings, as "

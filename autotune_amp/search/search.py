@@ -179,6 +179,7 @@ class _Search:
             ready_seconds=opened.ready_seconds,
             max_trials=self._options.max_trials,
             are_trials_fresh=self._source.launch_line is not None,
+            loads_together="load_together" in backend.abilities,
             like=self._like(fingerprint) if asks_others and not ledger.records else None,
         )
         was_interrupted, reason = False, ""
@@ -277,7 +278,10 @@ class _Search:
 
         self.watcher.phase("confirming in fresh processes")
         place, are_ranked = conditions.hardware.device, self._options.ranks > 1
-        with closing(self.places.confirming(place, are_shared=conditions.shares_processes)) as fresh:
+        processes = self.places.confirming(
+            place, are_shared=conditions.shares_processes, num_rounds=planner.num_rounds(ledger)
+        )
+        with closing(processes) as fresh:
             runner = Runner(fresh, ledger, planner, self._watchers)
             for _ in run([OneRank(2 * MIN_ROUNDS)] if are_ranked else [], runner):
                 pass

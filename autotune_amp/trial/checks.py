@@ -236,7 +236,8 @@ def whole_and_parts(user_data: Any, num_samples: int, seed: int, seconds: float 
     stream, loader = data.opened(user_data, num_samples)
     with closing(stream):
         # Where there is nothing to pick from, the dataset gives ready batches, or a stream.
-        if loader is None or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
+        is_stream = loader is None or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset)
+        if loader is None or is_stream or data.gives_batches(loader):
             return _cut_batch(next(stream), num_samples)
     return _collated(loader.collate_fn, _samples(loader, num_samples, seed, seconds), seed)
 

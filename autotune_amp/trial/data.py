@@ -81,6 +81,12 @@ def opened(data: Any, batch_size: int, num_workers: int | None = None) -> Opened
     return Opened(_cycle(lambda: loader, batch_size), loader)
 
 
+def gives_batches(loader: DataLoader[Any]) -> bool:
+    """Whether its dataset makes a whole batch of indices at once, so that there are no samples to collate."""
+    make = getattr(loader.dataset, "__getitems__", None)
+    return make is not None and not isinstance(make([0]), list)
+
+
 def num_samples(batch: Any, asked: int) -> int | None:
     """How many samples a batch holds: `asked` where the first dimension of any tensor says so, or the second of all
     that have one (time first); else the first dimension of its first tensor, None without one."""

@@ -25,7 +25,7 @@ from autotune_amp.core.outcome import SampleSizes
 from autotune_amp.core.workload import Workload
 from autotune_amp.numerics.accumulation import tensors
 from autotune_amp.precision.torch_state import keep_generators
-from autotune_amp.trial.data import Spread, Stream, copied, length, num_samples, opened, rebuilt
+from autotune_amp.trial.data import Spread, Stream, copied, gives_batches, length, num_samples, opened, rebuilt
 
 SCAN_SECONDS, DRAW_SECONDS = 1.5, 1.0
 SAMPLES_AT_ONCE = 4  # a worker's answer costs as much as a small sample, and the clock is looked at between answers
@@ -65,7 +65,8 @@ def scan(workload: Workload, batch_size: int) -> Scan:
                 found = Scan(None if is_stream and loader.num_workers <= 1 else loader.num_workers)
             if workload.worst_batch is not None:
                 return found
-            if loader is not None and loader.batch_sampler is not None and not is_stream and length(loader.dataset):
+            has_samples = loader is not None and loader.batch_sampler is not None and not is_stream
+            if loader is not None and has_samples and length(loader.dataset) and not gives_batches(loader):
                 indices = _indices(loader)
                 order = random.Random(0).sample(indices, min(len(indices), MAX_SCANNED_SAMPLES))  # noqa: S311 - no secret
                 sizes, problem = scan_samples(loader, order, size, SCAN_SECONDS)

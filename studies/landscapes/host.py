@@ -24,13 +24,13 @@ from autotune_amp.core.outcome import CheckOutcome, Failure, Fidelity, Measureme
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Ability, Isolation, Slot
 from autotune_amp.isolation.places import ConfirmingProcesses
+from autotune_amp.isolation.standby import MIN_CORES, MOST
 from autotune_amp.search.conditions import Conditions
 from autotune_amp.trial.jobs import Check, Trial, measure_seconds
 
 FORK_SECONDS = 0.07  # studies/overheads
 CONTEXT_SECONDS = 0.3  # of an accelerator, in each process: 0.16 to 0.4 s on an H200 (studies/real_card)
 HAND_OVER_SECONDS = 0.05  # until a process that stood by has its first job
-MIN_CORES_TO_STAND_BY = 4  # below that, loading would slow down what is measured
 PROBE_SECONDS = 1.0
 TORCH_SECONDS = 4.0  # to start a process that imports torch and nothing of the user's: 3.7 s warm on an H200's host
 NUM_FROZEN_STEPS = 6  # of a command's run that checks (launch/backend.py)
@@ -62,7 +62,7 @@ class Host:
     @property
     def has_standby(self) -> bool:
         """Whether a process loads and stands by beside the one that runs jobs."""
-        return not self.can_fork and not self.is_command and self.num_cores >= MIN_CORES_TO_STAND_BY
+        return not self.can_fork and not self.is_command and self.num_cores >= MIN_CORES
 
 
 class HostedForm(ClosedForm):
@@ -120,11 +120,22 @@ class Processes:
         self._budget = budget
         self._chance = chance
         self._stands_by_at: float | None = None
+        self._num_loaded: int | None = None  # beside the first process of a confirmation, None before that
 
     def stand_by(self, after_seconds: float = 0.0) -> None:
         """Begin to load a process beside the jobs, so many seconds from now."""
         if self.host.has_standby:
             self._stands_by_at = self._budget.now + after_seconds + self.host.load_seconds
+
+    def take_confirming(self) -> tuple[float, float]:
+        """Return what `take` does, for a round of a confirmation: the first waits until those of all have loaded."""
+        if self._num_loaded:
+            self._num_loaded -= 1
+            return HAND_OVER_SECONDS, 0.0
+        is_first, self._num_loaded = self._num_loaded is None, MOST if self._num_loaded is None else 0
+        waited, building = self.take({})
+        self._stands_by_at = None
+        return (max(waited + building, self.host.load_seconds), 0.0) if is_first else (waited, building)
 
     def take(self, environment: dict[str, str]) -> tuple[float, float]:
         """Return the seconds until there is a fresh process, and those that it then takes to build.
@@ -207,7 +218,7 @@ class HostBackend:
         described = self._described.pop(job.candidate, None) if isinstance(job, Trial) and not job.environment else None
         if isinstance(described, Measurement):
             return Done(described, None, self._budget, self._budget.now)
-        waited, start_seconds, building = self._begin()
+        waited, start_seconds, building = self._begin(is_confirming=isinstance(job, Trial) and job.is_confirmation)
         allowed = job.loading_seconds
         if self._host.is_command and job.deadline_seconds is not None:  # whose clock starts with its process
             allowed = job.deadline_seconds
@@ -256,7 +267,7 @@ class HostBackend:
     ) -> None:
         self.close()
 
-    def _begin(self) -> tuple[float, float | None, float]:
+    def _begin(self, *, is_confirming: bool) -> tuple[float, float | None, float]:
         """Return the seconds until the job's clock starts, what its record says of them, and those of building."""
         if self._host.is_command:
             return self._host.load_seconds, None, 0.0
@@ -264,7 +275,10 @@ class HostBackend:
             return 0.0, None, 0.0 if self.is_build_shared else self._host.build_seconds
         if self._is_warm:
             return 0.0, 0.0, 0.0
-        waited, building = self._processes.take(self._environment)
+        if is_confirming and self._host.has_standby and self.slots[0].device != "cpu":
+            waited, building = self._processes.take_confirming()
+        else:
+            waited, building = self._processes.take(self._environment)
         return waited + building, waited, building
 
     def _setup_seconds(self, building: float) -> float:
@@ -338,6 +352,7 @@ def search_on(form: ClosedForm, host: Host, seed: int, budget_seconds: float) ->
         description=header.description,
         ready_seconds=0.0 if host.is_command else host.start_seconds,
         are_trials_fresh=host.is_command,
+        loads_together=host.has_standby and header.hardware.device != "cpu",
     )
     fresh = ConfirmingProcesses(partial(backend, "kept"), searching.slots[0], are_shared=conditions.shares_processes)
     return play_search(landscape, conditions, budget, searching, fresh, seed)

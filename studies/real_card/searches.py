@@ -39,6 +39,27 @@ def named(name: str) -> Any:
     return next(one for one in trainings(tiny="TINY" in os.environ) if one.name == wanted)
 
 
+class InMemory:
+    """A dataset of tensors in memory that hands out whole batches: samples stacked one by one would bound the step."""
+
+    def __init__(self, tensors: Any) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(tensor[index] for tensor in self.tensors)
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return tuple(tensor[indices] for tensor in self.tensors)
+
+
+def as_it_is(batch: Any) -> Any:
+    """Collate what is a batch already."""
+    return batch
+
+
 def workload(name: str) -> Any:
     """What is searched: the same model, loss, batches and optimizer, with a DataLoader of today's batch size."""
     import torch
@@ -51,13 +72,18 @@ def workload(name: str) -> Any:
         return Workload(
             training.model, training.loss, partial(training.make_batch, index=0), training.optimizer, name=name
         )
-    samples = torch.utils.data.TensorDataset(*training.make_batch(64 if tiny else NUM_SAMPLES, 0))
+    samples = InMemory(training.make_batch(64 if tiny else NUM_SAMPLES, 0))
 
     def loss(model: Any, batch: Any) -> Any:
         return training.loss(model, tuple(batch))
 
     loader = torch.utils.data.DataLoader(
-        samples, batch_size=training.batch_size, shuffle=True, drop_last=True, pin_memory=torch.cuda.is_available()
+        samples,
+        batch_size=training.batch_size,
+        shuffle=True,
+        drop_last=True,
+        pin_memory=torch.cuda.is_available(),
+        collate_fn=as_it_is,
     )
     return Workload(training.model, loss, loader, training.optimizer, name=name)
 
@@ -100,7 +126,7 @@ def searched(name: str, device: str, folder: Path, budget: str | None, limit_sec
     if not printed.startswith("{"):
         return {**found, "failure": f"exit status {status}: {printed[-2000:]}"}
     answer = json.loads(printed)
-    answer = answer.get("recommendation") or answer  # beside its error where the search was interrupted
+    answer = answer.get("best") or answer  # where the search was interrupted
     if "config" not in answer:
         return {**found, "failure": printed[-2000:]}
     evidence = answer["evidence"]

@@ -327,6 +327,7 @@ class Scripted:
 
     answers: Iterator[Any]
     sent: list[dict[str, Any]]
+    pid = os.getpid()
 
     def __init__(self, mode: str, environment: dict[str, str], watcher: Watcher) -> None:
         """Nothing is started."""

@@ -103,7 +103,7 @@ class Search:
         self.folder = folder
         self._others = set(self.marked())
         self.listener = Listener()
-        self.standby = Standby(has_room=lambda _: True)
+        self.standby = Standby(room_for=lambda _: 2)
         self._payload = Payload(target="train:workload", path=(str(folder), *sys.path))
         self.backend = self.make(isolation, None)
         self.backend.load(120)
@@ -147,10 +147,9 @@ class Search:
 
     def standing_by(self) -> int:
         """The process that stands by, once it has built."""
-        assert self.standby.process is not None
-        number = self.standby.process.pid
+        number = self.standby.processes[0].pid
         eventually((self.folder / f"building.{number}").exists)
-        eventually(lambda: self.standby.process is not None and not self.standby.process._messages.empty())
+        eventually(lambda: not self.standby.processes[0]._messages.empty())
         time.sleep(0.2)
         return number
 
@@ -252,8 +251,7 @@ def test_a_process_that_is_killed_costs_its_own_job(shared: Search, moment: str)
 def test_one_that_stands_by_and_is_killed_costs_nothing_but_its_start(tmp_path: Path, moment: str) -> None:
     with Search(tmp_path, 1.0) as search:
         search.measured()
-        assert search.standby.process is not None
-        number = search.standby.process.pid
+        number = search.standby.processes[0].pid
         if moment == "waiting":
             search.standing_by()
         else:
@@ -270,16 +268,14 @@ def test_one_that_stands_by_and_is_killed_costs_nothing_but_its_start(tmp_path: 
             search.measured()
         assert running(search) != number
         assert search.measured() == 0.0
-        assert search.standby.process is not None, "another one"
-        assert search.standby.process.pid != number
+        assert search.standby.processes[0].pid != number, "another one"
 
 
 def test_one_that_takes_too_long_to_load_is_waited_for_no_longer_than_the_job_may_load(tmp_path: Path) -> None:
     with Search(tmp_path) as search:
         with search.slow_to_build():
             search.measured()
-            assert search.standby.process is not None
-            eventually((tmp_path / f"building.{search.standby.process.pid}").exists)
+            eventually((tmp_path / f"building.{search.standby.processes[0].pid}").exists)
             kill(running(search))
             found = search.backend.submit(search.trial(loading_seconds=1.0)).result()
             assert isinstance(found, Failure)
@@ -292,22 +288,50 @@ def confirming(search: Search, *, are_shared: bool) -> ConfirmingProcesses:
     return ConfirmingProcesses(lambda variables: search.make("kept", variables), Slot("cpu"), are_shared=are_shared)
 
 
-def test_each_round_of_a_confirmation_is_the_process_that_stood_by(tmp_path: Path) -> None:
+def loaded(folder: Path) -> set[str]:
+    """The processes that have begun to load."""
+    return {path.suffix[1:] for path in folder.glob("loading.*")}
+
+
+def test_the_processes_of_all_rounds_are_loaded_before_the_first_run_and_none_beside_it(tmp_path: Path) -> None:
     with Search(tmp_path) as search, closing(confirming(search, are_shared=True)) as processes:
         search.measured()
-        expected = search.standing_by()
+        before = [search.standing_by()]
         search.backend.close()
-        for number in range(2):
-            starts = []
+        search.standby.num_wanted = 2
+        for number in range(3):
+            starts: list[float | None] = []
             for _ in range(2):
                 handle = processes.submit(search.trial(purpose="confirm", round=number))
+                if not starts and number == 0:
+                    before += [process.pid for process in search.standby.processes]
+                    assert loaded(tmp_path) >= set(map(str, before))
+                    known = loaded(tmp_path)
                 assert isinstance(handle.result(), Measurement)
                 starts.append(handle.start_seconds)
             current: Any = processes._current
-            assert current._process.pid == expected
+            assert current._process.pid == before[number]
             assert starts[0]
             assert starts[1] == 0.0
-            expected = search.standing_by()
+        handle = processes.submit(search.trial(purpose="outlook"))
+        assert isinstance(handle.result(), Measurement)
+        assert processes._current is current, "what lies beyond runs in the last process"
+        assert loaded(tmp_path) == known
+        assert not search.standby.processes
+
+
+def test_what_stands_by_stands_still_while_steps_are_timed(tmp_path: Path) -> None:
+    with Search(tmp_path, 2.0) as search:
+        handle = search.backend.submit(search.trial(6))
+        beside = psutil.Process(search.standby.processes[0].pid)
+        threading.Thread(target=handle.result).start()
+        eventually((tmp_path / f"hanging.{running(search)}").exists)
+        eventually(lambda: beside.status() == psutil.STATUS_STOPPED)
+        kill(running(search))
+        eventually(lambda: beside.status() != psutil.STATUS_STOPPED)
+        eventually(lambda: search.backend._process is None)
+        search.measured()
+        assert running(search) == beside.pid
 
 
 def test_a_run_with_other_variables_starts_a_process_of_its_own_and_nothing_loads_beside_it(tmp_path: Path) -> None:
@@ -321,7 +345,7 @@ def test_a_run_with_other_variables_starts_a_process_of_its_own_and_nothing_load
             assert (current._process.pid == number) == is_from_standby
             assert isinstance(handle.result(), Measurement)
             assert handle.start_seconds
-        assert search.standby.process is None
+        assert not search.standby.processes
 
 
 def test_jobs_of_one_device_stand_by_and_closing_its_place_ends_all(tmp_path: Path) -> None:
@@ -331,7 +355,7 @@ def test_jobs_of_one_device_stand_by_and_closing_its_place_ends_all(tmp_path: Pa
     def start(*how: Any) -> LocalBackend:
         watcher, isolation, environment, slot, beside = how
         assert isinstance(beside, Standby)
-        beside._has_room = lambda _: True
+        beside._room_for = lambda _: 2
         return LocalBackend(payload, isolation or "kept", watcher, environment, slot, beside)
 
     with OneDevice("cpu", start, lambda _: Watcher()) as place, place.backend() as backend:
@@ -342,16 +366,16 @@ def test_jobs_of_one_device_stand_by_and_closing_its_place_ends_all(tmp_path: Pa
         )
         assert isinstance(backend.submit(job).result(), Measurement)
         assert place._standby is not None
-        assert place._standby.process is not None
-    assert place._standby.process is None
+        assert place._standby.processes
+    assert not place._standby.processes
 
 
 @pytest.mark.parametrize(
-    ("cores", "free_bytes", "container_bytes", "has_room"),
-    [(4, 200, None, True), (3, 200, None, False), (16, 199, None, False), (16, 900, 150, False), (16, 900, 200, True)],
+    ("cores", "free_bytes", "container_bytes", "number"),
+    [(4, 200, None, 1), (3, 200, None, 0), (16, 199, None, 0), (16, 900, 150, 0), (16, 900, 400, 2)],
 )
 def test_there_is_room_with_four_cores_and_twice_the_memory(
-    cores: int, free_bytes: int, container_bytes: int | None, monkeypatch: pytest.MonkeyPatch, *, has_room: bool
+    cores: int, free_bytes: int, container_bytes: int | None, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from autotune_amp.hardware import host
 
@@ -359,4 +383,4 @@ def test_there_is_room_with_four_cores_and_twice_the_memory(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     monkeypatch.setattr(host, "available_memory_bytes", lambda: free_bytes)
     monkeypatch.setattr(host, "container_memory", lambda: limited)
-    assert standby.has_room(100) == has_room
+    assert standby.room_for(100) == number

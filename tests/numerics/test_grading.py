@@ -80,6 +80,7 @@ CASES: list[tuple[dict[str, Any], Verdict, str]] = [
     ({"is_cut": True, "flushed_share": 0.5}, "unfaithful", "flushed"),
     ({"flushed_share": 0.005}, "faithful", ""),
     ({"flushed_share": 0.05}, "unfaithful", "5 % of the gradient's entries"),
+    ({"flushed_share": 0.05, "format_max": 3.4e38}, "faithful", ""),
     ({"most_flushed": damage(flushed_share=0.4)}, "faithful", ""),
     ({"most_flushed": damage(flushed_share=0.6)}, "unfaithful", "60 % of the gradient of body.weight"),
     ({"forward_max": 0.2 * 65504}, "faithful", ""),

@@ -54,6 +54,23 @@ def test_the_confirmation_costs_its_rounds_with_their_starts(device: str, starts
 
 
 @pytest.mark.parametrize(
+    ("loads_together", "budget_seconds", "num_rounds"),
+    [(True, 45.0, MIN_ROUNDS), (False, 45.0, 1), (True, 16.0, 0)],
+    ids=["all", "one by one", "none"],
+)
+def test_rounds_whose_processes_load_together_cost_one_start(
+    *, loads_together: bool, budget_seconds: float, num_rounds: int
+) -> None:
+    search = searched(start_seconds=10.0, budget_seconds=budget_seconds)
+    search.conditions = replace(search.conditions, loads_together=loads_together)
+    search.measure(FP32, BF16)
+    assert search.planner.num_rounds(search.ledger) == num_rounds
+    runs = [BF16, FP32] * num_rounds
+    foreseen = search.planner.runs_seconds(search.ledger, runs, min(1, num_rounds))
+    assert search.planner.confirmation_seconds(search.ledger) == pytest.approx(foreseen)
+
+
+@pytest.mark.parametrize(
     ("budget_seconds", "num_rounds"), [(300.0, MIN_ROUNDS), (45.0, 1), (20.0, 0)], ids=["all", "one", "none"]
 )
 def test_where_not_all_rounds_can_be_afforded_there_is_one_or_none(budget_seconds: float, num_rounds: int) -> None:

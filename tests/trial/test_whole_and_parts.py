@@ -63,6 +63,30 @@ class ReadyBatches(Dataset[Tensor]):
         return 5
 
 
+class AtOnce(Dataset[Any]):
+    """Makes the batch of some indices at once, as what holds tensors does."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return numbered(40)[index], torch.arange(40)[index]
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        return numbered(40)[indices], torch.arange(40)[indices]
+
+
+class OneByOne(AtOnce):
+    """Gives the samples of some indices at once, to be collated."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self[index] for index in indices]
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
 def numbers(batch: Any) -> list[int]:
     """Which samples a batch holds, by the first number of its first tensor."""
     first = next(tensor for _, tensor in accumulation.tensors(batch))
@@ -85,6 +109,8 @@ def loader(dataset: Any = None, **settings: Any) -> DataLoader[Any]:
         lambda size: iter([{"x": numbered(size)}] * 2),
         lambda size: loader(batch_sampler=[list(range(start, start + 5)) for start in range(0, 40, 5)]),
         lambda size: loader(ReadyBatches(), batch_size=None),
+        loader(AtOnce(), batch_size=4, collate_fn=as_it_is, shuffle=True),
+        loader(OneByOne(), batch_size=4),
     ],
 )
 @pytest.mark.parametrize(("num_samples", "sizes"), [(16, [4] * 4), (6, [3, 3])])

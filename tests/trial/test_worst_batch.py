@@ -166,6 +166,24 @@ def test_batches_are_drawn_where_samples_cannot_be_looked_at_one_by_one() -> Non
     assert seen_in(stream) == Scan(batch_sizes_seen=(4, 4 * 32))
 
 
+class AtOnce(Texts):
+    """Makes the batch of some indices at once, so that there are no samples to look at."""
+
+    def __getitems__(self, indices: list[int]) -> torch.Tensor:
+        return padded([self[index] for index in indices])
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def test_batches_are_drawn_where_a_dataset_makes_them_at_once() -> None:
+    found = seen_in(DataLoader(AtOnce(), batch_size=4, collate_fn=as_it_is))
+    assert found.sample_sizes is None
+    assert found.batch_sizes_seen == (16, 400)
+    assert found.scan_problem is None
+
+
 def test_a_named_worst_batch_needs_no_look() -> None:
     dataset = Texts()
     found = seen_in(DataLoader(dataset, batch_size=4), worst_batch=lambda size: torch.zeros(size, 512))

@@ -241,7 +241,13 @@ class OnRay(Places):
         )
         return self._backend
 
-    def confirming(self, device: str, *, are_shared: bool) -> Slots[ConfirmingProcesses]:  # noqa: ARG002 - each has its own
+    def confirming(
+        self,
+        device: str,  # noqa: ARG002 - each has its own
+        *,
+        are_shared: bool,
+        num_rounds: int,  # noqa: ARG002 - nothing stands by on a node
+    ) -> Slots[ConfirmingProcesses]:
         """On every place that the search was on last."""
         assert self._backend is not None
 

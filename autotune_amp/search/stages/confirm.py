@@ -67,7 +67,7 @@ class Confirm:
         self._environment = environment
         self._rounds = list(rounds)  # to come
         self._num_beside = num_beside
-        self._is_begun = False
+        self._num_begun = 0
         self._round = 0
         self._to_run: list[Run] = []  # of this round
         self._is_started = False  # the process that the next run of the round shares
@@ -75,8 +75,7 @@ class Confirm:
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
         """The next run of the round, or the first of another, None where the time or the rounds are over."""
         conditions = planner.conditions
-        if not self._is_begun:
-            self._is_begun = True
+        if not self._num_begun:
             if not self._is_environment_worth(ledger, planner):
                 self._environment = {}
             if not self._is_runner_up_worth(ledger, planner):
@@ -89,6 +88,7 @@ class Confirm:
                 self._num_beside == 1 and self._rounds[0] >= MIN_ROUNDS and self._is_over(ledger, planner)
             ):
                 return None
+            self._num_begun += 1
             self._round, self._is_started = self._rounds.pop(0), False
             counting = [r for r in counted(ledger.records) if r.round == self._round]
             done = [(r.candidate, "confirm" if is_confirming(r) else r.purpose, r.environment) for r in counting]
@@ -97,7 +97,9 @@ class Confirm:
                 here = [run for run, r in zip(done, counting, strict=True) if r.slot == self._slot]
                 self._to_run = [run for run in planned if run not in here]
         run = self._to_run.pop(0)
-        left, needed = planner.budget.left(), planner.runs_seconds(ledger, [run.setting], 0 if self._is_started else 1)
+        is_loaded = self._num_begun > 1 and self._is_loaded_together(ledger, planner)
+        num_starts = 0 if self._is_started or is_loaded else 1
+        left, needed = planner.budget.left(), planner.runs_seconds(ledger, [run.setting], num_starts)
         if left < needed:
             self._to_run, self._rounds = [], []
             return None
@@ -117,7 +119,7 @@ class Confirm:
 
     def move(self, slot: Slot) -> None:
         """Go on on another slot, with the round that was not over."""
-        if self._is_begun:
+        if self._num_begun:
             self._rounds.insert(0, self._round)
         self._to_run, self._slot = [], slot.name
 
@@ -150,15 +152,25 @@ class Confirm:
         seconds = num_rounds * self._seconds_of(runs, ledger, planner)
         return num_rounds > len(self._rounds) or gain < planner.least_gain(ledger, seconds)
 
+    def _is_loaded_together(self, ledger: Ledger, planner: Planner) -> bool:
+        """Whether the process of this round was loaded at the same time as those of others."""
+        return planner.conditions.loads_together and self._num_begun <= planner.num_rounds(ledger)
+
     def _seconds_of(self, runs: Sequence[Run], ledger: Ledger, planner: Planner) -> float:
         num_starts = min(1, len(runs)) if planner.conditions.shares_processes else len(runs)
         return planner.runs_seconds(ledger, [run.setting for run in runs], num_starts)
 
     def _plan(self, ledger: Ledger, planner: Planner) -> list[Run]:
+        is_loaded_together = self._is_loaded_together(ledger, planner)
+
         def seconds_of(runs: Sequence[Run]) -> float:
+            if is_loaded_together:
+                return planner.runs_seconds(ledger, [run.setting for run in runs], 0)
             return self._seconds_of(runs, ledger, planner)
 
         left = planner.budget.left() - (self._ending_left(ledger, planner) if self._round == 0 else 0.0)
+        if is_loaded_together and self._num_begun == 1:
+            left -= planner.runs_seconds(ledger, [], 1)
         num_needed = max(1, math.ceil((MIN_ROUNDS - self._round) / self._num_beside))
         return plan_round(self._contenders, self._environment, seconds_of, left, self._round, num_needed)
 
