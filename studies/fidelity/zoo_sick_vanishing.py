@@ -289,11 +289,11 @@ class ClippedObservation(nn.Module):
 
 
 class MeanTeacher(nn.Module):
-    """A classifier and a teacher in bf16 that follows its weights by 2 in a thousand at each step."""
+    """A classifier, and a teacher in bf16 that follows its weights by 2 % at each step."""
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.student, self.teacher = perceptron(10), perceptron(10).to(dtype).requires_grad_(False)
+        self.student, self.teacher = perceptron(10), perceptron(10).bfloat16().requires_grad_(False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
@@ -314,7 +314,7 @@ def ema_teacher() -> Workload:
 
 
 class Gains(nn.Module):
-    """Gains kept in bf16 from 1 on, above which a step is twice as large as below."""
+    """Gains that start at 1 and are kept in bf16, whose steps are twice as large above 1 as below."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ class Gains(nn.Module):
 
 
 def one_sided_gains() -> Workload:
-    """Updates of 0.003 go down from 1 and never up; the best gains lie above."""
+    """From 1 an update of 0.003 goes down and never up; the best gains lie above."""
 
     def data(n: int) -> tuple[Tensor, Tensor]:
         x = torch.randn(n, 16)
