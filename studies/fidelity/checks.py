@@ -1,11 +1,10 @@
 """The check of each precision on each case of a zoo, over seeds; appends what is missing to raw/checks_<zoo>.jsonl.
 
 Usage: checks.py --zoo healthy|sick|sick_later|held_out|bias|field [--seeds 10] [--device cpu] [--suffix after]
-       [--precisions bf16 ...] [--only NAME ...] [--minutes 2] [--part 0 4]
+       [--precisions bf16 ...] [--only NAME ...] [--minutes 2]
 With --steps-before 300 on weights trained in fp32 for so many steps: raw/later_<zoo>.jsonl.
-With --minutes it stops after that time, between two outcomes or in the middle of one, which is then lost; no check may
-take longer than 20 s, and none looks for the modules responsible. `--part 0 4` takes every fourth case from the first:
-four processes with the parts 0 to 3 may run at once.
+With --minutes it stops after that time, between two outcomes or in the middle of one, which is then lost; a check gets
+30 s, and none looks for the modules responsible.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from autotune_amp.numerics.fidelity import check
 from autotune_amp.numerics.passes import Subject
 
 NUM_BATCHES = 8
-MAX_SECONDS = 20.0  # of a check where time is short
+MAX_SECONDS = 30.0  # of a check where time is short
 
 
 def precisions(case: Case, device: torch.device) -> list[Precision]:
@@ -85,7 +84,6 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="*", default=[])
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--minutes", type=float)
-    parser.add_argument("--part", nargs=2, type=int, default=(0, 1), metavar=("INDEX", "COUNT"))
     options = parser.parse_args()
     is_short = options.minutes is not None
     if is_short:
@@ -96,8 +94,7 @@ def main() -> None:
     name = f"{kind}_{options.zoo}{options.suffix and '_' + options.suffix}"
     keys = ("case", "precision", "seed", *(["num_steps"] if num_steps else []))
     raw = common.RawFile(common.raw_path(name, device), keys)
-    first, num_parts = options.part
-    for case in common.cases(options.zoo, options.only)[first::num_parts]:
+    for case in common.cases(options.zoo, options.only):
         tried = [p for p in precisions(case, device) if not options.precisions or p in options.precisions]
         for seed, precision in itertools.product(range(options.seeds), tried):
             key = {"case": case.name, "precision": precision, "seed": seed}

@@ -29,6 +29,7 @@ ZOOS = {  # the module, and the cases in it
     "sick_later": ("zoo_sick_later", ("SICK_LATER",)),
     "held_out": ("zoo_held_out", ("HELD_OUT_HEALTHY", "HELD_OUT_SICK")),
     "bias": ("zoo_sick_bias", ("BIAS",)),
+    "vanishing": ("zoo_sick_vanishing", ("VANISHING",)),
     "field": ("zoo_field", ("FIELD",)),
 }
 

@@ -286,7 +286,8 @@ def later(_: list[Row]) -> list[str]:
 
 
 KINDS: dict[str, Callable[[list[Row]], list[str]]] = {
-    "totals": totals, "later": later, "checks": checks, "loss_scales": loss_scales, "trainings": trainings,
+    "totals": totals, "later_": checks, "later": later, "checks": checks, "loss_scales": loss_scales,
+    "trainings": trainings,
 }  # fmt: skip
 
 
