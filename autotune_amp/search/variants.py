@@ -160,7 +160,8 @@ def why_not_worth(ledger: Ledger, dimension: Dimension[Any], value: Any) -> str 
             return f"the optimizer takes {100 * max(shares):.1f} % of a step"
     if asked.is_compiled and (failure := _compiler_failure(ledger)) is not None:
         return f"the compiler failed on {failure.candidate}"
-    if dimension is COMPILE and wanted == "speed" and (reason := _why_not_mode(ledger, winner, value)) is not None:
+    is_free = wanted == "speed" and not ledger.space.are_variants_named
+    if dimension is COMPILE and is_free and (reason := _why_not_mode(ledger, winner, value)) is not None:
         return reason
     if asked.is_compiled and not winner.is_compiled and wanted == "speed":
         seconds = ledger.num_steps * min(m.step_seconds for m in ledger.measurements[winner])

@@ -62,7 +62,7 @@ HARMED = log(fp32=100.0, bf16=200.0).add(at("bf16", 16), fidelity("bf16", "unfai
         (log(fp32=100.0, bf16=200.0).add(at("bf16", 16), fidelity("bf16"), "fidelity"), FP32, {}, None),
         (Log().add(at("fp32", 4), 100.0).add(at("bf16", 4), 200.0), at("fp32", 4), {}, check("bf16", 4)),
         (BESIDE_SLOW, FP32, {}, None),
-        (BESIDE_SLOW, SLOW, {}, check("bf16", 8)),  # it may be kept
+        (BESIDE_SLOW, SLOW, {}, None),  # what it may do wrong changes nothing
         (log(fp32=100.0, found=120.0), FOUND, {"has_tf32": True}, check("tf32")),
         (log(fp32=100.0, found=120.0), FOUND, {}, None),  # off CUDA it is something else, which no check is for
         (log(fp32=100.0, bf16=19.0), FP32, {}, None),  # hopelessly slow

@@ -154,3 +154,10 @@ def test_a_dear_job_has_to_bring_more_and_no_job_is_worth_nothing() -> None:
     planner = searched(start_seconds=10.0).planner
     assert planner.least_gain(0.0) == LEAST_GAIN
     assert LEAST_GAIN < planner.least_gain(20.0) < planner.least_gain(40.0) < 0.05
+
+
+def test_no_more_than_a_round_is_kept_back_while_what_runs_today_leads() -> None:
+    search = searched(start_seconds=30.0)
+    search.measure(FP32)
+    one_round = search.planner.runs_seconds(search.ledger, [FP32], 1)
+    assert search.planner.confirmation_seconds(search.ledger) <= one_round

@@ -60,7 +60,7 @@ class Variants:
         return TRACE_SECONDS + planner.setup_seconds(ledger) + NUM_STEPS_FORESEEN * step_seconds
 
     def _next(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
-        """Return the next value, else what the choice still hangs on: a setting once more, or at the next batch size."""
+        """Return the next value, else what the choice still hangs on, once more or at the next batch size."""
         setting = next_setting(ledger, lambda c: is_worth_trying(ledger, planner, c))
         if setting is None and ledger.objective != "memory":
             return next_promising(ledger, planner, ledger.throughputs(), left_seconds, tuple(beside(ledger)))
