@@ -99,7 +99,7 @@ def test_of_a_sparse_gradient_only_what_it_stores_is_kept() -> None:
     def rows(*numbers: int, value: float) -> Gradients:  # of a parameter that no memory holds
         values = torch.full((len(numbers), 4), value)
         return {
-            "w": torch.sparse_coo_tensor([numbers], values, (2**40, 4), check_invariants=True)
+            "w": torch.sparse_coo_tensor(torch.tensor([numbers]), values, (2**40, 4), check_invariants=True)
         }  # no memory holds it
 
     reference = [rows(0, 2**39, value=1.0), rows(1, 2**39, value=2.0), rows(2, value=3.0)]

@@ -115,7 +115,7 @@ def test_draws_are_the_same_in_every_precision_and_differ_from_batch_to_batch() 
 def test_a_pass_knows_whether_it_drew_and_waits_once_however_many_parameters_there_are() -> None:
     num_waits = Counter[str]()
 
-    class Waits(TorchDispatchMode):
+    class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             num_waits[func.overloadpacket.__name__] += 1
             return func(*args, **(kwargs or {}))
