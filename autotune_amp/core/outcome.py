@@ -162,8 +162,9 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     over fp32) are of the whole gradient, `flushed_share` the entries that count and are zero only in the low precision.
     `forward_max` is the largest magnitude a module put out, `format_max` the largest that the precision holds.
     `training_gap` is the mean distance between the losses of a paired training run over `num_paired_steps` steps, in
-    units of that between fp32 runs whose first weights differ by one rounding of the precision, `training_noise_gap`
-    the same in units of the loss's own scatter from batch to batch; `num_skips` of its steps overflowed, and
+    units of that between fp32 runs whose first weights differ by one rounding of the precision, None where
+    `training_noise_gap` is small: the same in units of the loss's own scatter from batch to batch; `num_skips` of its
+    steps overflowed, and
     `has_moved` is False where fp32 moved no weight in it. `modules` are in the order of the model, each with its own
     parameters, the noisiest where there would be too many; "" is the model itself. `gradient_histogram` counts the
     non-zero entries of an fp32 gradient, as `Calibration` does. `culprits` are the modules responsible ("" is the

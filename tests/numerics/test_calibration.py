@@ -52,6 +52,14 @@ def test_what_no_scale_saves_has_none_and_fp32_bears_every_one() -> None:
         assert largest_safe_scale(passes, 0).log2_scale == MAX_LOG2_SCALE
 
 
+def test_past_its_deadline_the_search_says_what_it_has_seen() -> None:
+    passes = Passes(build("MLP"))
+    found = largest_safe_scale(passes, 0, 0.0, deadline=0.0)
+    assert (found.log2_scale, found.is_searched, passes.num_passes) == (0.0, False, 1)
+    found = largest_safe_scale(passes, 0, 40.0, deadline=0.0)
+    assert (found.log2_scale, found.is_searched, passes.num_passes) == (None, False, 2)
+
+
 # -- over a training stretch -------------------------------------------------------------------------------------------
 
 

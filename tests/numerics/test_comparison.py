@@ -93,3 +93,18 @@ def test_a_signal_is_what_another_rounding_leaves_as_it_is() -> None:
     gradients = {"kept": torch.ones(2), "noise": torch.ones(2), "zero": torch.zeros(2), "missing": torch.ones(2)}
     perturbed = {"kept": torch.full((2,), 1.05), "noise": torch.full((2,), 1.2), "zero": torch.zeros(2)}
     assert signals(gradients, perturbed) == {"kept"}, "a parameter that another rounding changes by 20 % is noise"
+
+
+def test_of_a_sparse_gradient_only_what_it_stores_is_kept() -> None:
+    def rows(*numbers: int, value: float) -> Gradients:  # of a parameter that no memory holds
+        values = torch.full((len(numbers), 4), value)
+        return {
+            "w": torch.sparse_coo_tensor(torch.tensor([numbers]), values, (2**40, 4), check_invariants=True)
+        }  # no memory holds it
+
+    reference = [rows(0, 2**39, value=1.0), rows(1, 2**39, value=2.0), rows(2, value=3.0)]
+    low = [rows(0, 2**39, value=1.5), rows(1, 2**39, value=2.5), rows(2, 3, value=3.5)]
+    found = sums(low, reference)
+    # Two of the three batches share an error of 0.5 in the four entries of one row: a product of 1, of three pairs.
+    assert found.common_error == pytest.approx(math.sqrt(1 / 3 / ((8 + 32 + 36) / 3)))
+    assert found.flushed_share == 0.0

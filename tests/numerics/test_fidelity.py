@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from subjects import (
     mlp,
     running_sum,
     subject,
+    times,
     with_middle,
 )
 from torch import Tensor, nn
@@ -98,6 +100,54 @@ def test_in_less_time_fewer_batches_are_looked_at_and_no_training_is_made() -> N
     assert "no time for a training" in short.reason
     noisy = check(with_middle(lambda x: (x + 150.0) - 150.0), "bf16", batch_size=8, seconds=1e-9)
     assert noisy.verdict == "undecided", noisy.reason
+
+
+def test_in_less_time_fewer_samples_are_looked_at_where_batches_can_be_cut() -> None:
+    sizes: set[int] = set()
+
+    def slow(model: nn.Module, batch: Batch) -> Tensor:
+        sizes.add(len(batch.x))
+        time.sleep(0.002 * len(batch.x))
+        return mean_square(model, batch)
+
+    made = subject(mlp(), slow, x=lambda: torch.randn(16, 8), y=lambda: torch.randn(16, 4))
+    found = check(made, "bf16", batch_size=16, seconds=0.5)
+    assert (found.batch_size, sizes) == (8, {8})
+    sizes.clear()
+    together = replace(made, loss=lambda model, batch: slow(model, batch._replace(x=batch.x.view(16, 8))))
+    assert check(together, "bf16", batch_size=16, seconds=0.5).batch_size == 16, "its loss wants whole batches"
+
+
+def test_what_is_sure_after_four_batches_takes_no_more() -> None:
+    assert checked(build("MLP"), "bf16").num_passes == 2 + 2 * 4 + 2 * NUM_PAIRED_STEPS
+
+
+def test_there_may_be_no_time_to_look_for_the_culprit() -> None:
+    found = check(with_middle(running_sum), "bf16", batch_size=8, seconds=1e-9)
+    assert (found.verdict, found.culprits) == ("unfaithful", ())
+    assert "no time to look for the modules" in found.reason
+
+
+def test_no_loss_scale_may_be_found_in_the_time() -> None:
+    found = check(build("MLP"), "fp16", batch_size=8, seconds=1e-9)
+    assert found.verdict == "undecided"
+    too_steep = subject(mlp(), times(2.0**20))
+    found = check(too_steep, "fp16", batch_size=8, seconds=1e-9)
+    assert found.verdict == "undecided"
+    assert "no time to find a loss scale" in found.reason
+
+
+def test_what_is_no_longer_finite_only_in_the_longer_training_is_located() -> None:
+    calls = itertools.count()
+
+    def breaks_later(x: Tensor) -> Tensor:
+        if x.dtype != torch.bfloat16:
+            return x * 1.0
+        return (x + 0.5 * torch.sin(1e4 * x)) * (math.inf if next(calls) > 40 else 1.0)
+
+    found = checked(with_middle(breaks_later), "bf16", find_pins=True)
+    assert (found.verdict, found.culprits) == ("unfaithful", ("middle",)), found.reason
+    assert "no longer finite" in found.reason
 
 
 def test_a_longer_training_goes_over_the_batches_that_were_looked_at_however_many_there_are() -> None:

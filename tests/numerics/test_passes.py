@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from subjects import SUBJECTS, Batch, build, dense, mean_square, mlp, subject
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.numerics.passes import Passes
@@ -107,3 +110,21 @@ def test_draws_are_the_same_in_every_precision_and_differ_from_batch_to_batch() 
     passes.run(1, "fp32")
     assert drawn[0] == drawn[1] == drawn[2]
     assert all(one != other for one, other in zip(drawn[0], drawn[3], strict=True))
+
+
+def test_a_pass_knows_whether_it_drew_and_waits_once_however_many_parameters_there_are() -> None:
+    num_waits = Counter[str]()
+
+    class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            num_waits[func.overloadpacket.__name__] += 1
+            return func(*args, **(kwargs or {}))
+
+    deep = Passes(subject(nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)), nn.Linear(8, 4))))
+    with Waits():  # type: ignore[no-untyped-call] # torch's
+        assert deep.run(0, "fp32").has_gradient
+    assert num_waits["_local_scalar_dense"] <= 2
+    assert not deep.has_drawn
+    drawing = Passes(build("transformer with dropout"))
+    drawing.run(0, "fp32")
+    assert drawing.has_drawn
