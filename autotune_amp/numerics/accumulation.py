@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,9 +22,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from autotune_amp.core.outcome import Accumulation, AccumulationVerdict
-from autotune_amp.numerics.comparison import perturb, signals
+from autotune_amp.numerics.comparison import signals
 from autotune_amp.numerics.draws import without_dropout
-from autotune_amp.numerics.fidelity import REROUNDING
+from autotune_amp.numerics.paired_runs import REROUNDING, perturb
 from autotune_amp.numerics.passes import Gradients, Pass, Passes, Subject, in_fp32
 from autotune_amp.precision.forward_wrapper import (
     can_be_pinned,
@@ -80,6 +80,11 @@ def cut(batch: Any, size: int) -> list[Any]:
     """
     (num_samples,) = first_dimensions(batch)
     return [_rebuilt(batch, slice(start, start + size), num_samples) for start in range(0, num_samples, size)]
+
+
+def cut_all(batches: Sequence[Any], size: int) -> list[Any]:
+    """The first `size` samples of each of these batches, which `cut` takes."""
+    return [cut(batch, size)[0] for batch in batches]
 
 
 def _rebuilt(batch: Any, part: slice, num_samples: int) -> Any:
@@ -197,7 +202,7 @@ def _checked(passes: Passes, read_maxima: Callable[[], dict[str, float]], num_sa
 def _pass(passes: Passes, index: int, seed: int | None = None) -> Pass:
     """From the state as it is; only entries of the gradients are kept."""
     done = passes.run(index, "fp32", restores=False, seed=seed)
-    return Pass(done.loss, {name: _entries(gradient) for name, gradient in done.gradients.items()})
+    return replace(done, gradients={name: _entries(gradient) for name, gradient in done.gradients.items()})
 
 
 def _entries(gradient: Tensor) -> Tensor:

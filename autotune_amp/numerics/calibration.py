@@ -17,12 +17,14 @@ from torch import Tensor
 
 from autotune_amp.core.config import MIN_LOSS_SCALE
 from autotune_amp.core.outcome import Calibration
-from autotune_amp.numerics.comparison import COUNTS
+from autotune_amp.numerics.comparison import counting, side_by_side
 from autotune_amp.numerics.passes import Pass, Passes, Subject, stored
 from autotune_amp.numerics.scaler_replay import starting_scale
 from autotune_amp.precision.forward_wrapper import watch_forward
 
 _STEPS_PER_HISTOGRAM = 4
+MIN_OCTAVE, MAX_OCTAVE = -150, 129  # between which those of fp32 lie
+MAX_COUNT = 2**24  # that fp32, in which torch counts, holds
 FIRST_GUESS = 12.0  # log2 S*
 # A scale under 2^-24 is 0 in fp16, where the backward pass begins with it. Above 2^40 nobody needs to look: no fp16
 # number times that stays finite, so that all gradients would have to be in fp32.
@@ -79,16 +81,16 @@ def count_octaves(gradients: Iterable[Tensor]) -> Counter[int]:
     Left out are zeros, non-finite ones and those that move nothing beside the largest of their tensor (`COUNTS`): an
     output layer's gradients for words that are all but impossible are most of what fp16 flushes, and no loss.
     """
+    values = [torch.view_as_real(value) if value.is_complex() else value for value in map(stored, gradients)]
     found: Counter[int] = Counter()
-    for gradient in gradients:
-        values = stored(gradient)
-        values = torch.view_as_real(values) if values.is_complex() else values
-        counted = values[values.isfinite() & (values != 0)].float()
-        if counted.numel():
-            counted = counted[counted.abs() > COUNTS * counted.abs().amax()]
-        exponents = torch.frexp(counted).exponent  # of a mantissa in [1/2, 1)
-        octaves, numbers = torch.unique(exponents - 1, return_counts=True)
-        found.update(dict(zip(octaves.tolist(), numbers.tolist(), strict=True)))
+    for group in side_by_side(dict(enumerate(values))):
+        magnitudes = torch.cat([value.flatten().float() for value in group.values()]).nan_to_num(0.0, 0.0, 0.0).abs()
+        is_counted = counting(magnitudes, [value.numel() for value in group.values()])
+        octaves = (torch.frexp(magnitudes).exponent - 1).where(is_counted, MAX_OCTAVE + 1).float()
+        parts = torch.split(octaves, MAX_COUNT)
+        numbers = [torch.histc(part, MAX_OCTAVE - MIN_OCTAVE, MIN_OCTAVE, MAX_OCTAVE).long() for part in parts]
+        counted = torch.stack(numbers).sum(0).tolist()
+        found.update({octave: num for octave, num in enumerate(counted, MIN_OCTAVE) if num})
     return found
 
 
@@ -96,16 +98,23 @@ def count_octaves(gradients: Iterable[Tensor]) -> Counter[int]:
 
 
 class SafeScale(NamedTuple):
-    """`log2_scale` is log2 S*, and `last` a pass at it; None where the batch is non-finite at every scale."""
+    """`log2_scale` is log2 S*, and `last` a pass at it; None where the batch is non-finite at every scale.
+
+    Unless all was searched it is the largest that was seen to be safe, None where none was.
+    """
 
     log2_scale: float | None
     last: Pass
+    is_searched: bool = True
 
 
-def largest_safe_scale(passes: Passes, index: int, start: float = FIRST_GUESS) -> SafeScale:
+def largest_safe_scale(
+    passes: Passes, index: int, start: float = FIRST_GUESS, *, deadline: float = math.inf
+) -> SafeScale:
     """The largest power of two at which loss and gradients are finite.
 
-    `start` is log2 S* as expected; two passes will do where that is right.
+    `start` is log2 S* as expected; two passes will do where that is right. No pass begins after the `deadline`, in
+    seconds of `time.perf_counter`, but the first.
     """
     safe, unsafe, stride = MIN_LOG2_SCALE - 1, MAX_LOG2_SCALE + 1, 1
     exponent = _within_limits(start)
@@ -116,7 +125,8 @@ def largest_safe_scale(passes: Passes, index: int, start: float = FIRST_GUESS) -
             safe, best = exponent, done
         else:  # the loss itself does not depend on the scale
             unsafe = exponent if math.isfinite(done.loss) else MIN_LOG2_SCALE
-        if unsafe - safe <= 1:
+        is_searched = unsafe - safe <= 1
+        if is_searched or time.perf_counter() >= deadline:
             break
         if best is None:
             exponent = _within_limits(unsafe - stride)
@@ -125,7 +135,7 @@ def largest_safe_scale(passes: Passes, index: int, start: float = FIRST_GUESS) -
         else:
             exponent = (safe + unsafe) // 2
         stride *= 2
-    return SafeScale(None, done) if best is None else SafeScale(float(safe), best)
+    return SafeScale(None if best is None else float(safe), best or done, is_searched)
 
 
 def _within_limits(log2_scale: float) -> int:

@@ -1,45 +1,32 @@
-"""What a precision does beside what fp32 does: to gradients, to the loss of a short training, to weights kept in it.
-
-Gradients are compared parameter by parameter, in units of the noise between batches. Two healthy training runs part
-as a small difference grows: so the distance of their losses is held against that between fp32 runs whose first weights
-differ by one rounding of the low precision.
-"""
+"""Gradients in a low precision beside those in fp32, parameter by parameter, in units of the noise between batches."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, fields, replace
-from itertools import chain
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from operator import attrgetter
-from statistics import fmean, pstdev
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import functional
 
-from autotune_amp.core.config import MIN_LOSS_SCALE
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.intervals import t_quantile
-from autotune_amp.core.outcome import GradientDamage, LowWeights
-from autotune_amp.numerics.grading import Parting, least_common_error
-from autotune_amp.numerics.passes import Gradients, Pass, Passes, Subject, stored
-from autotune_amp.precision.forward_wrapper import parameters_by_name
-from autotune_amp.precision.modes import MODES
-from autotune_amp.precision.torch_state import HALF_DTYPES
+from autotune_amp.core.outcome import GradientDamage
+from autotune_amp.numerics.grading import least_common_error
+from autotune_amp.numerics.passes import Gradients, wide_dtype
 
 # Entries so much smaller than the largest of their parameter move nothing: not worth a loss scale.
 COUNTS = 2.0**-12
 # A gradient that another rounding in fp32 changes by more than this share of itself is rounding noise, not a signal:
 # that of a key's bias in attention, for one, is zero on paper.
 MAX_OWN_NOISE = 0.1
-_MOVED_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
-_NUM_HALVINGS = 4  # of a step's loss scale, before it is asked whether any will do
 _MAX_MODULES = 40  # rows of a chart
 MIN_VARIANCE = 1e-6  # of a gradient's square: less between batches is rounding of the sums
-_STRETCH = 2**22  # entries of each batch's error that are multiplied at a time
+_STRETCH = 2**24  # entries of a gradient that are handled at a time
+
+K = TypeVar("K")
 
 
 @dataclass
@@ -134,53 +121,37 @@ class Comparison(NamedTuple):
 class Gathered:
     """Gradients of batches in the low precision and in fp32, gathered batch by batch, over the parameters in `names`.
 
-    Errors are kept in bf16, which changes no product of two by more than its rounding; nothing else is kept of a batch.
-    A parameter without a gradient has a zero one.
+    Of a batch only its errors are kept, in bf16, which changes no product of two by more than its rounding; of a sparse
+    gradient only those of the entries that it stores. A parameter without a gradient has a zero one.
     """
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
-        self._errors: dict[str, list[Tensor]] = defaultdict(list)
-        self._totals: dict[str, Tensor] = {}
-        self._sums: dict[str, Sums] = {}
+        self._groups: list[_Group] = []
+        self._order: list[str] = []
         self._num_batches = 0
 
     def add(self, low: Gradients, reference: Gradients) -> None:
-        """Add a batch; waits for the device."""
-        for name in dict.fromkeys(chain(reference, low)):
-            if name not in self._names:
-                continue
-            some = reference[name] if name in reference else low[name]
-            ours, theirs = (
-                torch.zeros_like(_dense(some)) if name not in gradients else _dense(gradients[name])
-                for gradients in (low, reference)
-            )
-            error = (ours - theirs).flatten().bfloat16()
-            errors = self._errors[name]
-            errors += [*[torch.zeros_like(error)] * (self._num_batches - len(errors)), error]
-            self._totals[name] = self._totals[name] + theirs.float() if name in self._totals else theirs.float()
-            counts = theirs.abs() > COUNTS * (theirs.abs().amax() if theirs.numel() else 0.0)
-            sums = self._sums.setdefault(name, Sums(torch.zeros(())))
-            sums.reference += _norm(theirs) ** 2
-            sums.low += _norm(ours) ** 2
-            sums.product += float((ours * theirs).sum())
-            sums.num_counting += float(counts.sum())
-            sums.num_flushed += float((counts & (ours == 0)).sum())
+        """Add a batch; of dense gradients without waiting for the device."""
+        given = {name: gradient for name, gradient in (low | reference).items() if name in self._names}
+        new = {name: gradient for name, gradient in given.items() if name not in self._order}
+        self._order += new
+        self._groups += [_Group(some, self._num_batches) for some in side_by_side(new)]
+        for group in self._groups:
+            group.add(low, reference)
         self._num_batches += 1
 
     def compared(self) -> Comparison:
         """Compare the gradients of all batches that were added, of which there is one at least."""
-        parameters: dict[str, Sums] = {}
+        found = {name: sums for group in self._groups for name, sums in group.sums().items()}
+        parameters = {name: found[name] for name in self._order if name in found}  # all but those without entries
         modules: dict[str, Sums] = {}
         nothing = torch.zeros(self._num_batches, self._num_batches, dtype=torch.float64)
         whole = Sums(nothing)
-        for name, sums in self._sums.items():
-            errors = self._errors[name]
-            errors += [torch.zeros_like(errors[0])] * (self._num_batches - len(errors))
-            parameters[name] = replace(sums, errors=_products(errors), total=_norm(_wide(self._totals[name])) ** 2)
-            whole = whole + parameters[name]
+        for name, sums in parameters.items():
+            whole = whole + sums
             module = name.rpartition(".")[0]
-            modules[module] = modules.get(module, Sums(nothing)) + parameters[name]
+            modules[module] = modules.get(module, Sums(nothing)) + sums
         damages = [sums.damage(name) for name, sums in modules.items()]
         noisiest = sorted(damages, key=attrgetter("noise_ratio"), reverse=True)[:_MAX_MODULES]
         return Comparison(
@@ -190,14 +161,85 @@ class Gathered:
         )
 
 
+class _Group:
+    """Sums over batches of the gradients of some parameters, which `side_by_side` puts together.
+
+    All of them were zero in `num_before` batches. One that is sparse is alone, and dense in the entries that it stores.
+    """
+
+    def __init__(self, like: Gradients, num_before: int) -> None:
+        self._zeros = {name: _zero_like(gradient) for name, gradient in like.items()}
+        self._num_before = num_before
+        self._errors: list[Tensor] = []  # of each batch, flat; [entry, column] where sparse
+        self._indices: list[Tensor] = []  # of each batch, [dimension, entry], where sparse
+        self._total: Tensor | None = None
+        self._numbers: Tensor | None = None  # [field of Sums, parameter], from `reference` on
+
+    def add(self, low: Gradients, reference: Gradients) -> None:
+        """Add a batch."""
+        ours, theirs = ([each.get(name, zero) for name, zero in self._zeros.items()] for each in (low, reference))
+        total: Tensor | None = None
+        if theirs[0].is_sparse:  # each with the entries of both
+            one, total = (ours[0] + 0 * theirs[0]).coalesce(), (theirs[0] + 0 * ours[0]).coalesce()
+            self._indices.append(total.indices())
+            ours, theirs = [one.values()], [total.values()]
+        sizes = [_real(each).numel() for each in theirs]
+        low_flat, flat = (torch.cat([_real(each).flatten() for each in some]) for some in (ours, theirs))
+        numbers = _numbers(low_flat, flat, sizes)
+        total = flat if total is None else total
+        self._total = total if self._total is None else self._total + total
+        self._numbers = numbers if self._numbers is None else self._numbers + numbers
+        error = (low_flat - flat).bfloat16()
+        if self._indices:
+            num_entries = self._indices[-1].shape[1]
+            error = error.reshape(num_entries, sizes[0] // max(1, num_entries))
+        self._errors.append(error)
+
+    def sums(self) -> dict[str, Sums]:
+        """Return what was found of each parameter; waits for the device."""
+        assert self._total is not None
+        assert self._numbers is not None
+        if self._indices:
+            total, errors = _real(self._total.coalesce().values()).flatten(), _at_all(self._indices, self._errors)
+            sizes = [len(total)]
+        else:
+            total, errors = self._total, torch.stack(self._errors)
+            sizes = [_real(zero).numel() for zero in self._zeros.values()]
+        products = torch.stack([_products(part) for part in torch.split(errors, sizes, dim=1)]).cpu().double()
+        products = functional.pad(products, (self._num_before, 0, self._num_before, 0))
+        totals = _norms(total, sizes).square().tolist()
+        found = zip(self._zeros, products, totals, self._numbers.T.tolist(), strict=True)
+        return {name: Sums(errors, square, *others) for name, errors, square, others in found}
+
+
+def side_by_side(tensors: Mapping[K, Tensor]) -> list[dict[K, Tensor]]:
+    """Put tensors together that are handled as a single flat one: of one device, up to `_STRETCH` entries in all unless
+    one alone has more. A sparse one is alone, and one without entries in none."""
+    groups: list[dict[K, Tensor]] = []
+    latest: dict[torch.device, tuple[dict[K, Tensor], int]] = {}
+    for key, tensor in tensors.items():
+        if tensor.is_sparse:
+            groups.append({key: tensor})
+        elif num_entries := tensor.numel():
+            group, num_before = latest.get(tensor.device, ({}, 0))
+            if group and num_before + num_entries > _STRETCH:
+                group, num_before = {}, 0
+            if not group:
+                groups.append(group)
+            group[key] = tensor
+            latest[tensor.device] = group, num_before + num_entries
+    return groups
+
+
 def signals(gradients: Gradients, perturbed: Gradients) -> set[str]:
     """The parameters whose fp32 gradient survives another rounding, so that it can be held against."""
-    return {
-        name
-        for name, gradient in gradients.items()
-        if name in perturbed
-        and _norm(_dense(gradient) - _dense(perturbed[name])) < MAX_OWN_NOISE * _norm(_dense(gradient))
-    }
+    names: set[str] = set()
+    for some in side_by_side({name: gradient for name, gradient in gradients.items() if name in perturbed}):
+        group = _Group(some, 0)
+        group.add(perturbed, some)
+        squares = {name: (float(sums.errors.trace()), sums.reference) for name, sums in group.sums().items()}
+        names |= {name for name, (noise, square) in squares.items() if noise < MAX_OWN_NOISE**2 * square}
+    return names
 
 
 def compare(low: Sequence[Gradients], reference: Sequence[Gradients], names: Collection[str]) -> Comparison:
@@ -208,25 +250,62 @@ def compare(low: Sequence[Gradients], reference: Sequence[Gradients], names: Col
     return gathered.compared()
 
 
-def _products(errors: Sequence[Tensor]) -> Tensor:
-    """The products [K, K] of K flat tensors, in double precision, a stretch at a time."""
-    products = torch.zeros(len(errors), len(errors), dtype=torch.float64)
-    for start in range(0, errors[0].numel(), _STRETCH):
-        stretch = _wide(torch.stack([error[start : start + _STRETCH] for error in errors]))
-        products += (stretch @ stretch.T).cpu().double()
-    return products
+def counting(magnitudes: Tensor, sizes: list[int]) -> Tensor:
+    """Return which entries of a flat tensor count (`COUNTS`) among those of their parameter; these have `sizes`."""
+    parts = [part if part.numel() else part.new_zeros(1) for part in torch.split(magnitudes, sizes)]
+    limits = COUNTS * torch.stack(torch._foreach_norm(parts, math.inf))
+    return magnitudes > limits.repeat_interleave(torch.tensor(sizes, device=limits.device), output_size=sum(sizes))
 
 
-def _dense(gradient: Tensor) -> Tensor:
-    """Real, with every entry, in double precision, whose squares do not overflow."""
+def _numbers(low: Tensor, reference: Tensor, sizes: list[int]) -> Tensor:
+    """Return the fields of `Sums` from `reference` on, [field, parameter], of flat gradients of parameters that have
+    these sizes."""
+    theirs, ours, errors = (_norms(each, sizes).square() for each in (reference, low, low - reference))
+    is_counted = counting(reference.abs(), sizes)
+    counts = (
+        torch.stack(torch._foreach_norm(torch.split(each.float(), sizes), 1)).to(theirs)
+        for each in (is_counted, is_counted & (low == 0))
+    )
+    return torch.stack([theirs, ours, (theirs + ours - errors) / 2, *counts])
+
+
+def _products(errors: Tensor) -> Tensor:
+    """The products [K, K] of the rows of [K, entry], in double precision, a stretch at a time."""
+    stretches = (_wide(stretch) for stretch in torch.split(errors, _STRETCH, dim=1))
+    return sum((stretch @ stretch.T for stretch in stretches), _wide(errors.new_zeros(len(errors), len(errors))))
+
+
+def _at_all(indices: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """Return the `values` [entry, column] of K sparse tensors as [K, entry that any of them stores]."""
+    found, places = torch.unique(torch.cat(list(indices), dim=1), dim=1, return_inverse=True)
+    num_columns = max(each.shape[1] for each in values)  # none in those without entries
+    rows = values[0].new_zeros(len(values), found.shape[1], num_columns)
+    for row, place, each in zip(rows, torch.split(places, [len(each) for each in values]), values, strict=True):
+        row[place] = each.reshape(-1, num_columns)
+    return rows.flatten(1)
+
+
+def _zero_like(gradient: Tensor) -> Tensor:
+    """A zero gradient that takes no memory."""
+    if not gradient.is_sparse:
+        return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
+    indices, values = gradient._indices()[:, :0], gradient._values()[:0]
+    return torch.sparse_coo_tensor(indices, values, gradient.shape, check_invariants=True)
+
+
+def _real(gradient: Tensor) -> Tensor:
+    """Real, with every entry, in fp32."""
     dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
-    dense = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
-    return _wide(dense)
+    return (torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense).float()
+
+
+def _norms(flat: Tensor, sizes: list[int]) -> Tensor:
+    """The length of each part, in double precision, whose squares do not overflow."""
+    return torch.stack(torch._foreach_norm(torch.split(flat, sizes), 2, dtype=wide_dtype(flat.device)))
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In double precision; on MPS, which has none, in fp32."""
-    return tensor.float() if tensor.device.type == "mps" else tensor.double()
+    return tensor.to(wide_dtype(tensor.device))
 
 
 def _root(share: float) -> float:
@@ -234,180 +313,5 @@ def _root(share: float) -> float:
     return math.sqrt(max(0.0, share))
 
 
-def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor)) if tensor.numel() else 0.0
-
-
-# -- training runs on the same batches ---------------------------------------------------------------------------------
-
-
-class Run(NamedTuple):
-    """The losses of a training run, one for each step; cut short after the first that was not finite."""
-
-    losses: tuple[float, ...]
-    num_skips: int
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether every step was."""
-        return all(map(math.isfinite, self.losses))
-
-
-def train(
-    passes: Passes,
-    precision: Precision,
-    num_steps: int,
-    *,
-    scale: float = 1.0,
-    perturbation: float = 0.0,
-    seed: int = 0,
-    order: Sequence[int] | None = None,
-) -> Run:
-    """Train from the first weights, each of them first moved by up to `perturbation` times itself, on the batches in
-    their own `order`, again and again, or another.
-
-    Where gradients overflow, the scale is halved and the step tried again, so that all runs see the same batches; each
-    such try is a skip. The model is left where training ended.
-    """
-    passes.restore()
-    perturb(passes.model, perturbation, seed)
-    optimizer = passes.subject.make_optimizer(passes.model)
-    losses: list[float] = []
-    num_skips = 0
-    for step in range(num_steps):
-        index = step % len(passes.subject.batches) if order is None else order[step]
-        done, scale, num_more = finite_pass(passes, index, precision, scale, restores=False)
-        num_skips += num_more
-        if not done.is_finite:
-            losses.append(math.nan if math.isfinite(done.loss) else done.loss)
-            break
-        losses.append(done.loss)
-        passes.step(optimizer, done.gradients)
-    return Run(tuple(losses), num_skips)
-
-
-def train_before(subject: Subject, batches: Iterable[Any]) -> int:
-    """Leave the subject's model as one fp32 step on each of these batches makes it; the first that is not finite ends
-    it. Returns the steps that were taken."""
-    at_hand: list[Any] = []
-    passes, optimizer = Passes(replace(subject, batches=at_hand)), subject.make_optimizer(subject.model)
-    num_steps = 0
-    for batch in batches:
-        at_hand[:] = [batch]
-        done = passes.run(0, "fp32", restores=False, seed=subject.seed + num_steps)
-        if not done.is_finite:
-            break
-        passes.step(optimizer, done.gradients)
-        num_steps += 1
-    return num_steps
-
-
-def gap(low: Run, reference: Run, perturbed: Run) -> tuple[float, float]:
-    """How far the low precision's losses are from the reference's; all runs of equal length, and finite.
-
-    Their mean distance over that of the perturbed run, and over the scatter from batch to batch.
-    """
-    distance, chance = _distance(low, reference), _distance(perturbed, reference)
-    # The scatter of the differences, so that the loss's fall does not count as scatter.
-    steps = [after - before for before, after in zip(reference.losses, reference.losses[1:], strict=False)]
-    scatter = pstdev(steps) / math.sqrt(2)
-    return _ratio(distance, chance), _ratio(distance, scatter)
-
-
-def shuffled(num_steps: int, num_batches: int, order: int) -> list[int]:
-    """The batch of each step: all of them again and again, shuffled each time in a way that is the `order`'s own."""
-    generator = torch.Generator().manual_seed(order)
-    rounds = (torch.randperm(num_batches, generator=generator).tolist() for _ in range(-(-num_steps // num_batches)))
-    return list(chain.from_iterable(rounds))[:num_steps]
-
-
-def parting(low: Sequence[Run], fp32: Sequence[Run], rerounded: Run, num_batches: int, roundoff: float) -> Parting:
-    """Say how far runs in the precision part from those in fp32, pass after pass through all `num_batches`.
-
-    All runs are finite; each two saw the batches in the same order, and the `rerounded` one saw them as the first in
-    fp32 did, from weights that fp32 rounds otherwise. `roundoff` is the precision's unit.
-    """
-    num_rounds = len(fp32[0].losses) // num_batches
-    rounds = [slice(number * num_batches, (number + 1) * num_batches) for number in range(num_rounds)]
-    theirs = [[fmean(run.losses[one]) for run in fp32] for one in rounds]
-    differences = [
-        [fmean(run.losses[one]) - mean for run, mean in zip(low, means, strict=True)]
-        for one, means in zip(rounds, theirs, strict=True)
-    ]
-    return Parting(
-        distance=fmean(abs(fmean(each)) for each in differences),
-        spread=fmean(
-            max(max(means) - min(means), max(each) - min(each), abs(fmean(rerounded.losses[one]) - means[0]))
-            for one, means, each in zip(rounds, theirs, differences, strict=True)
-        ),
-        resolution=2 * roundoff * fmean(abs(mean) for means in theirs for mean in means),
-        fall=abs(fmean(theirs[0]) - fmean(theirs[-1])),
-        num_steps=num_rounds * num_batches,
-    )
-
-
-def finite_pass(
-    passes: Passes, index: int, precision: Precision, scale: float, *, restores: bool
-) -> tuple[Pass, float, int]:
-    """A pass over batch `index`, its scale and how often that was halved for it; not finite where no scale helps."""
-    num_halvings = 0
-    done = passes.run(index, precision, restores=restores, scale=scale)
-    while MODES[precision].takes_scaler and math.isfinite(done.loss) and not done.is_finite and scale > MIN_LOSS_SCALE:
-        if num_halvings == _NUM_HALVINGS:
-            lowest = passes.run(index, precision, restores=restores, scale=MIN_LOSS_SCALE)
-            if not lowest.is_finite:
-                return lowest, MIN_LOSS_SCALE, num_halvings
-        scale, num_halvings = scale / 2, num_halvings + 1
-        done = passes.run(index, precision, restores=restores, scale=scale)
-    return done, scale, num_halvings
-
-
-def perturb(model: nn.Module, relative: float, seed: int) -> None:
-    """Multiply each weight by 1 + u, u drawn evenly from [-relative, relative].
-
-    Weights that such a step does not move stay as they are: integers, as packed or quantized weights are, and formats
-    of 8 bits or less. So do those of a Tensor subclass without the operation.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters() if relative else ():
-            if parameter.dtype.to_real() not in _MOVED_DTYPES or parameter.is_meta:
-                continue
-            values = stored(parameter)
-            noise = torch.rand(values.shape, generator=generator).to(values) * 2 - 1
-            with nullcontext() if type(parameter) is nn.Parameter else suppress(Exception):
-                values.mul_(1 + relative * noise)
-
-
-def _distance(one: Run, other: Run) -> float:
-    return fmean(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
-
-
 def _ratio(distance: float, yardstick: float) -> float:
     return distance / yardstick if yardstick else (math.inf if distance else 0.0)
-
-
-# -- weights kept in low precision -------------------------------------------------------------------------------------
-
-
-def lost_updates(model: nn.Module, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> LowWeights | None:
-    """What becomes of one fp32 step, from the weights `before` it to those `after`, where `model` keeps its weights.
-
-    Over the trainable parameters in half precision; None where there are none. The weights `before` are numbers that
-    the half precision holds.
-    """
-    num_moved = num_lost = 0
-    dtypes = set()
-    for name, parameter in parameters_by_name(model).items():
-        if parameter.dtype not in HALF_DTYPES or not parameter.requires_grad:
-            continue
-        dtypes.add(parameter.dtype)
-        update = after[name] - before[name]
-        nearest = after[name].to(parameter.dtype).to(before[name]) - before[name]
-        # Not finite: a mask of -inf kept as a parameter, or a step past the end of the format, which is no rounding.
-        moved = (update != 0) & update.isfinite() & nearest.isfinite()
-        num_moved += int(moved.sum())
-        num_lost += int((moved & (nearest == 0)).sum())
-    if not num_moved:
-        return None
-    return LowWeights(weights="fp16" if torch.float16 in dtypes else "bf16", lost_share=num_lost / num_moved)

@@ -91,7 +91,7 @@ class Findings(NamedTuple):
     training_gap: float | None = None
     training_noise_gap: float | None = None
     parting: Parting | None = None
-    is_cut: bool = False  # for want of time, before any training
+    is_cut: bool = False  # for want of time, before any training; before any loss scale was found without `loss_error`
     has_moved: bool = True
     lost_share: float | None = None
     has_signal: bool = True  # some parameter has a gradient in fp32 that is more than rounding noise
@@ -180,6 +180,8 @@ def grade(found: Findings) -> Grade:
         return Grade("undecided", f"{suspected}, and no training was made that tells whether that harms" + unmoved)
     if found.is_cut:
         reason = "nothing in single steps speaks against it, and there was no time for a training run"
+        if found.loss_error is None:
+            reason = "there was no time to find a loss scale at which its gradients are finite"
         return Grade("undecided", reason + unmoved)
     if found.parting is not None:
         unmoved = f"; {found.parting.num_steps} training steps show no harm" + unmoved

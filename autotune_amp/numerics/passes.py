@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from autotune_amp.precision.step_amp import StepAmp
 from autotune_amp.precision.torch_state import autocast, set_flags
 
 Gradients: TypeAlias = dict[str, Tensor]
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -67,21 +69,31 @@ class Subject:
 class Pass:
     """One pass. `gradients` are unscaled, in fp32, by parameter name, sparse where autograd makes them so.
 
-    Parameters that got none are missing.
+    Parameters that got none are missing. `largest` is the largest magnitude in them, NaN where one is.
     """
 
     loss: float
     gradients: Gradients
+    largest: float
+
+    @classmethod
+    def measured(cls, loss: Tensor, gradients: Gradients) -> Pass:
+        """Return the pass with its numbers, for which the device is waited for once."""
+        numbers = torch.stack(
+            [loss.detach().reshape(()).to(wide_dtype(loss.device)), largest_of(gradients.values(), loss.device)]
+        )
+        known, largest = numbers.tolist()
+        return cls(known, gradients, largest)
 
     @property
     def is_finite(self) -> bool:
         """Whether the loss and every gradient are."""
-        return math.isfinite(self.loss) and all(is_all_finite(gradient) for gradient in self.gradients.values())
+        return math.isfinite(self.loss) and math.isfinite(self.largest)
 
     @property
     def has_gradient(self) -> bool:
-        """Whether any number in the gradients is not zero; waits for the device."""
-        return any(bool(stored(gradient).any()) for gradient in self.gradients.values())
+        """Whether any number in the gradients is not zero."""
+        return self.largest != 0
 
 
 class Passes:
@@ -89,6 +101,8 @@ class Passes:
 
     Of a loop, `num_steps_per_call` is how often the latest call stepped one optimizer, `reuses_casts` whether any call
     did so inside of one autocast in half precision, whose casts of the weights are then those before the first step.
+
+    `seconds_of` are those of the fastest pass in each precision. `has_drawn`: a pass took random numbers, or may have.
     """
 
     def __init__(self, subject: Subject, model: nn.Module | None = None) -> None:
@@ -98,6 +112,8 @@ class Passes:
         self.num_steps_per_call = 1
         self.reuses_casts = False
         self.drawn: DrawnInFp32 | None = None
+        self.seconds_of: dict[Precision, float] = {}
+        self.has_drawn = subject.device.type != "cpu"
         self._draw_alike = subject.device.type == "cpu" and subject.has_like_draws
         self._first_state = _copied_state(self.model)
 
@@ -118,28 +134,45 @@ class Passes:
         Each batch has a `seed` of its own. `before_backward` is given the scaled loss. A loop's forward and backward
         passes are its own affair: what is to be done around them is not.
         """
+        started = time.perf_counter()
         if restores:
             self.restore()
         self.num_passes += 1
         self.model.zero_grad(set_to_none=True)
         set_flags(precision)
         torch_state.seed(self.subject.seed + index if seed is None else seed)
+        generator = torch.get_rng_state()
         if self.subject.loop is not None:
-            return self._loop_pass(self.subject.loop, index, precision, scale)
+            done = self._loop_pass(self.subject.loop, index, precision, scale)
+        else:
+            done = self._plain_pass(index, precision, scale, around_forward or nullcontext(), before_backward)
+        self.has_drawn = self.has_drawn or not torch.equal(generator, torch.get_rng_state())
+        seconds = time.perf_counter() - started  # the device was waited for
+        self.seconds_of[precision] = min(seconds, self.seconds_of.get(precision, math.inf))
+        return done
+
+    def _plain_pass(
+        self,
+        index: int,
+        precision: Precision,
+        scale: float,
+        around_forward: AbstractContextManager[object],
+        before_backward: Callable[[Tensor], object] | None,
+    ) -> Pass:
         with comparable_draws(self.model, self.drawn, are_alike=self._draw_alike):
-            with autocast(precision, self.subject.device.type), around_forward or nullcontext():
+            with autocast(precision, self.subject.device.type), around_forward:
                 loss = self.subject.loss(self.model, self.subject.batches[index])
             to_go_back_from = scaled(loss, scale)
             if before_backward is not None:
                 before_backward(to_go_back_from)
             torch.autograd.backward(to_go_back_from)
         gradients = {
-            name: unscaled(parameter.grad, scale)
+            name: parameter.grad
             for name, parameter in parameters_by_name(self.model).items()
             if parameter.grad is not None
         }
         self.model.zero_grad(set_to_none=True)
-        return Pass(float(loss.detach()), gradients)
+        return Pass.measured(loss, unscaled(gradients, scale))
 
     def _loop_pass(self, loop: Loop, index: int, precision: Precision, scale: float) -> Pass:
         """A whole step that nothing is stepped in; its loss is the sum of all that it went back from.
@@ -155,12 +188,12 @@ class Passes:
         with comparable_draws(self.model, self.drawn, are_alike=self._draw_alike):
             loop.step(self.model, self.subject.batches[index], amp)
         self.model.zero_grad(set_to_none=True)
-        loss = float(amp.total_loss(needs_autocast=MODES[precision].uses_autocast))
+        loss = amp.total_loss(needs_autocast=MODES[precision].uses_autocast)
         if amp.num_steps == 0:
             raise NoStepError
         self.num_steps_per_call = max(amp.steps_of.values())
         self.reuses_casts = self.reuses_casts or amp.reuses_casts
-        return Pass(loss, amp.gradients)
+        return Pass.measured(loss, amp.gradients)
 
     def step(self, optimizer: torch.optim.Optimizer, gradients: Gradients) -> None:
         """Have the optimizer step on these gradients."""
@@ -175,14 +208,16 @@ class Passes:
         self._first_state.clear()  # before the copies, which need its memory
         self._first_state = _copied_state(self.model)
 
-    def changed(self, named: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Which of these parameters or buffers are no longer what `run` begins from; waits for the device.
+    def changed(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+        """Give the names of those parameters or buffers that are no longer what `run` begins from; waits for the device
+        for each.
 
         One without data, on the meta device, is none of them.
         """
         first = self._first_state
-        named = [(name, value) for name, value in named if not value.is_meta]
-        return [n for n, value in named if n not in first or not torch.equal(stored(value), stored(first[n]))]
+        for name, value in named:
+            if not value.is_meta and (name not in first or not torch.equal(stored(value), stored(first[name]))):
+                yield name
 
     def restore(self) -> None:
         """Put the first parameters and buffers back.
@@ -192,11 +227,20 @@ class Passes:
         """
         if self.subject.loop is not None:
             self.subject.loop.forget(self.model)
+        changed: list[Tensor] = []
+        first: list[Tensor] = []
+        for name, value in (*self.model.named_parameters(), *self.model.named_buffers()):
+            before = self._first_state.get(name)
+            if before is not None and before.shape == value.shape and not _is_expanded(value):
+                changed.append(value)
+                first.append(before)
         with torch.no_grad():
-            for name, value in (*self.model.named_parameters(), *self.model.named_buffers()):
-                first = self._first_state.get(name)
-                if first is not None and first.shape == value.shape and not _is_expanded(value):
-                    value.copy_(first)
+            for indices in alike(changed):
+                ours, theirs = ([values[index] for index in indices] for values in (changed, first))
+                if is_plain(ours[0]):
+                    torch._foreach_copy_(ours, theirs)
+                else:
+                    ours[0].copy_(theirs[0])
 
     @contextmanager
     def pinned(self, names: Sequence[str]) -> Iterator[None]:
@@ -262,10 +306,11 @@ class CatchingAmp(StepAmp):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the factor. What is not finite is caught at once: clipping might hide it."""
-        is_finite = True
-        for parameter, gradient in _gradients(optimizer):
-            parameter.grad = unscaled(gradient, self._factor).to(parameter.dtype)
-            is_finite = is_finite and is_all_finite(parameter.grad)
+        pairs = _gradients(optimizer)
+        for parameter, gradient in zip(pairs, unscaled(pairs, self._factor).values(), strict=True):
+            parameter.grad = gradient.to(parameter.dtype)
+        gradients = [parameter.grad for parameter in pairs if parameter.grad is not None]
+        is_finite = not gradients or math.isfinite(float(largest_of(gradients, gradients[0].device)))
         if not is_finite:
             self._catch(optimizer, 1.0)
         self._unscaled[id(optimizer)] = is_finite
@@ -289,8 +334,8 @@ class CatchingAmp(StepAmp):
         self._unscaled.clear()
 
     def _catch(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
-        for parameter, gradient in _gradients(optimizer):
-            self.gradients[self._names[id(parameter)]] = unscaled(gradient, factor)
+        gradients = {self._names[id(parameter)]: gradient for parameter, gradient in _gradients(optimizer).items()}
+        self.gradients |= unscaled(gradients, factor)
 
 
 def no_loss(model: nn.Module, batch: Any) -> Tensor:  # noqa: ARG001 # the signature of one
@@ -303,16 +348,50 @@ def scaled(loss: Tensor, factor: float) -> Tensor:
     return loss * torch.full((), factor, device=loss.device)
 
 
-def unscaled(gradient: Tensor, factor: float) -> Tensor:
-    """A copy in fp32, or complex, divided by the factor; sparse where autograd makes it so."""
-    gradient = gradient.detach()
-    gradient = gradient.coalesce() if gradient.is_sparse else gradient
-    return (gradient if gradient.is_complex() else gradient.float()) * (1 / factor)  # CSR has no division
+def unscaled(gradients: Mapping[K, Tensor], factor: float) -> dict[K, Tensor]:
+    """Copies in fp32, or complex, divided by the factor; sparse where autograd makes them so."""
+    found = {
+        key: gradient.detach().coalesce() if gradient.is_sparse else gradient.detach()
+        for key, gradient in gradients.items()
+    }
+    keys = list(found)
+    for indices in alike(list(found.values())):
+        some = [found[keys[index]] for index in indices]
+        if is_plain(some[0]) and some[0].dtype == torch.float32:
+            divided = list(torch._foreach_mul(some, 1 / factor))
+        else:  # CSR has no division
+            divided = [(each if each.is_complex() else each.float()) * (1 / factor) for each in some]
+        found.update(zip((keys[index] for index in indices), divided, strict=True))
+    return found
 
 
-def is_all_finite(tensor: Tensor) -> bool:
-    """Whether every number in it is; waits for the device."""
-    return bool(torch.isfinite(stored(tensor)).all())
+def largest_of(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return the largest magnitude of all entries, on the device; NaN where one of them is."""
+    parts = [torch.view_as_real(part) if part.is_complex() else part for part in map(stored, tensors) if part.numel()]
+    found = [torch.zeros((), dtype=wide_dtype(device), device=device)]
+    for indices in alike(parts):
+        some = [parts[index] for index in indices]
+        each = torch._foreach_norm(some, math.inf) if is_plain(some[0]) else [some[0].abs().amax()]
+        found.append(torch.stack(list(each)).amax().to(found[0]))
+    return torch.stack(found).amax()
+
+
+def alike(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Return the indices of tensors that one call of a `torch._foreach` function takes; others are alone."""
+    groups: dict[object, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault((tensor.device, tensor.dtype) if is_plain(tensor) else index, []).append(index)
+    return list(groups.values())
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is strided, with data, and of no class of its own, which might lack an operation."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Return fp64, whose squares of fp32 numbers do not overflow; on MPS, which has none, fp32."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def stored(tensor: Tensor) -> Tensor:
@@ -322,9 +401,9 @@ def stored(tensor: Tensor) -> Tensor:
     return tensor._values() if tensor.is_sparse else tensor.values()
 
 
-def _gradients(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor]]:
+def _gradients(optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor]:
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    return {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
 
 
 def are_equal(one: Any, other: Any) -> bool:

@@ -8,6 +8,7 @@ model recompiles once, and goes back to its old graph for free.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, SupportsIndex
@@ -138,13 +139,15 @@ class Observer:
 
     In eager mode a module writes only while `is_sampling` is on. A compiled graph always writes: looking at the switch
     would make two graphs of one. Slots are tensors of their own, so that modules of one class can share a graph.
-    With `only_half` outputs in fp32, and the least number of the format, which masks are made of, do not count.
+    With `only_half` outputs in fp32, and the least number of the format, which masks are made of, do not count; and in
+    eager mode the slots stay as they are: `extremes` get the ends of each output, which costs fewer operators.
     """
 
     def __init__(self, num_slots: int, device: torch.device | str, *, only_half: bool = False) -> None:
         self.is_sampling = False
         self.only_half = only_half
         self.precisions: set[Precision] = set()  # that modules ran in while sampling, eager and not pinned ones
+        self.extremes: list[tuple[Tensor, Tensor, Tensor]] = []  # of an output: its slot, least and largest number
         self.maxima = tuple(torch.zeros((), dtype=torch.float32, device=device) for _ in range(num_slots))
         for maximum in self.maxima:
             torch._dynamo.mark_static_address(maximum)  # or CUDA graphs are off: they write to no input that may move
@@ -154,7 +157,8 @@ class Observer:
         return torch.stack(self.maxima) if self.maxima else torch.empty(0)
 
     def reset(self) -> None:
-        """Set every slot to 0."""
+        """Set every slot to 0, and forget the extremes."""
+        self.extremes.clear()
         if self.maxima:
             torch._foreach_zero_(self.maxima)
 
@@ -194,9 +198,15 @@ def watch_forward(model: nn.Module, device: torch.device) -> Iterator[Callable[[
     observer.is_sampling = True
 
     def read() -> dict[str, float]:
-        found = dict(zip(watched, observer.read().tolist(), strict=True))
+        maxima = observer.read().tolist()
+        places = {id(slot): place for place, slot in enumerate(observer.maxima)}
+        if observer.extremes:
+            slots, *ends = zip(*observer.extremes, strict=True)
+            for slot, least, most in zip(slots, *(torch.stack(each).tolist() for each in ends), strict=True):
+                place = places[id(slot)]
+                maxima[place] = max(maxima[place], most, -least, key=_nan_last)
         observer.reset()
-        return found
+        return dict(zip(watched, maxima, strict=True))
 
     with ExitStack() as stack:
         for slot, module in enumerate(watched.values()):
@@ -229,7 +239,11 @@ class _Observed(NamedTuple):
     def look_at(self, output: Any, *, is_forced: bool) -> None:
         is_compiling = torch.compiler.is_compiling()
         if is_compiling or self.observer.is_sampling:
-            _raise_maximum(self.maximum, output, only_half=self.observer.only_half)
+            extremes = _extremes(output, only_half=self.observer.only_half)
+            if extremes is not None and self.observer.only_half and not is_compiling:
+                self.observer.extremes.append((self.maximum, *extremes))
+            elif extremes is not None:
+                _raise_maximum(self.maximum, *extremes)
         if not is_compiling and self.observer.is_sampling and not is_forced:
             self.observer.precisions.add(ambient(self.maximum.device.type))
 
@@ -261,17 +275,27 @@ def _tensor_cast_up(leaf: Any) -> Any:
     return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in HALF_DTYPES else leaf
 
 
-def _raise_maximum(maximum: Tensor, output: Any, *, only_half: bool) -> None:
+@torch.no_grad()
+def _extremes(output: Any, *, only_half: bool) -> tuple[Tensor, Tensor] | None:
+    """The least and the largest number of the first floating tensor; None where there is none to look at."""
     tensor = _first_floating(output)
     if tensor is None or tensor.numel() == 0:  # an expert that no token was sent to
-        return
-    if only_half and tensor.dtype not in HALF_DTYPES:
-        return
-    with torch.no_grad():
-        if only_half:
-            tensor = tensor.masked_fill(tensor <= torch.finfo(tensor.dtype).min, 0)
-        low, high = torch.aminmax(tensor.detach())  # abs() would cost a copy of the whole output
-        maximum.copy_(torch.maximum(maximum, torch.maximum(high, -low).to(maximum)))
+        return None
+    if only_half:
+        if tensor.dtype not in HALF_DTYPES:
+            return None
+        tensor = tensor.masked_fill(tensor <= torch.finfo(tensor.dtype).min, 0)
+    least, most = torch.aminmax(tensor.detach())  # abs() would cost a copy of the whole output
+    return least, most
+
+
+@torch.no_grad()
+def _raise_maximum(maximum: Tensor, least: Tensor, most: Tensor) -> None:
+    maximum.copy_(torch.maximum(maximum, torch.maximum(most, -least).to(maximum)))
+
+
+def _nan_last(value: float) -> float:
+    return math.inf if math.isnan(value) else value
 
 
 def _first_floating(output: Any) -> Tensor | None:

@@ -41,17 +41,15 @@ CONFIRM_SECONDS, MAX_CONFIRM_STEPS = 2.0, 400  # what a confirming run measures
 CACHED_SHARE = 0.3
 # Of what the search has taken so far, for each thing that decides nothing: trained weights, other effective batches.
 EXTRA_SHARE = 0.15
-# Less of the throughput is worth no job. Mean regret and seconds by other values: studies/search_efficiency.
-LEAST_GAIN = 0.002
-# What a second has to bring of the throughput once a search has taken its usual time: three starts, and a minute, or a
-# share of a budget that is large. Half and four times as much change little (studies/search_efficiency, hosts).
-GAIN_PER_SECOND, USUAL_SECONDS, USUAL_SHARE = 1e-3, 60.0, 0.1
+# What a job has to be expected to bring of the throughput, and for each of its seconds: half and twice as much change
+# little (studies/search_efficiency, hosts).
+LEAST_GAIN, GAIN_PER_SECOND = 0.004, 5e-4
 COMPILE_SECONDS = 5.0  # the first time, at the least: 6.5 s a convnet of six blocks, on 2 cores without AVX-512
 # Of the seconds of a start: 2.5 on a CPU, 1.5 to 2 of a Llama on an H200's host (studies/real_card).
 COMPILE_STARTS = 2.0
 NUM_CHECK_PASSES = 42  # of a check of bf16 against fp32, in real searches
 IN_TIME = 0.7  # of a job's deadline, in which it ends by itself, with less looked at
-CHECK_SHARE = 0.1  # of the budget, that one check aims to take
+CHECK_SECONDS = 12.0  # that one check aims to take
 CHECK_PATIENCE, CHECK_PATIENCE_SECONDS = 10.0, 30.0  # times what a check is foreseen to take, and seconds beyond that
 
 CUT_RATIO = 1.25  # median of five steps against the best: cuts equals 4 % of the time (studies/README.md)
@@ -190,6 +188,9 @@ class Planner:
     def confirmation_seconds(self, ledger: Ledger) -> float:
         """Seconds of the rounds that confirm what would win and what runs today, as far as they can be afforded: all,
         or one, or none."""
+        chosen = ledger.actual.shortlist
+        if chosen is not None and chosen.winner == chosen.baseline:  # more rounds of it bring nothing
+            return min(self._rounds_seconds(ledger, 1), self.budget.left())
         return self._rounds_seconds(ledger, self.num_rounds(ledger))
 
     def num_rounds(self, ledger: Ledger) -> int:
@@ -209,8 +210,8 @@ class Planner:
             return 0.0
         runs: list[Setting] = []
         num_starts = 0
-        for setting, environment in ((chosen.winner, conditions.environment), (chosen.baseline, {})):
-            if setting in runs and not environment:
+        for setting, environment in ((chosen.baseline, {}), (chosen.winner, conditions.environment)):
+            if setting in runs:  # its recommended variables alone are worth what time is left
                 continue
             done = ranking.confirm_runs(ledger.actual.records, setting, environment).num_confirming
             missing = max(0, num_rounds - done)
@@ -250,17 +251,9 @@ class Planner:
         is_checked = any(ranking.needs_check(c, space) for c in (*space.candidates, space.baseline))
         return self.before_confirmation(ledger) - (self.check_seconds(ledger) if is_checked else 0.0)
 
-    def least_gain(self, ledger: Ledger, seconds: float) -> float:
-        """Return the share of the throughput that a job has to be expected to bring to be worth so many seconds.
-
-        What a second has to bring grows with the square of the seconds that were measured already, beside the usual
-        ones on this host.
-        """
-        measuring_seconds = max(USUAL_SECONDS, USUAL_SHARE * self.budget.seconds)
-        usual_seconds = measuring_seconds + MIN_ROUNDS * self.conditions.start_seconds
-        num_slots = self.budget.num_slots
-        lateness = (sum(r.seconds for r in ledger.records) + seconds / 2) / num_slots / usual_seconds
-        return max(LEAST_GAIN, GAIN_PER_SECOND * seconds / num_slots * lateness**2)
+    def least_gain(self, seconds: float) -> float:
+        """Return the share of the throughput that a job has to be expected to bring to be worth so many seconds."""
+        return max(LEAST_GAIN, GAIN_PER_SECOND * seconds / self.budget.num_slots)
 
     def extra_seconds(self, left_seconds: float, used_seconds: float) -> float:
         """Seconds of what is left for one thing that decides nothing, which has used so many."""
@@ -322,8 +315,7 @@ class Planner:
         most = max(self.before_confirmation(ledger), self.budget.left() / 2)
         patience = CHECK_PATIENCE * self.check_seconds(ledger) + CHECK_PATIENCE_SECONDS
         check = self.conditions.check(what, setting, min(most, patience))
-        aim = min(CHECK_SHARE * self.budget.seconds, IN_TIME * min(most, patience))
-        return replace(check, aim_seconds=aim if aim < math.inf else None)
+        return replace(check, aim_seconds=min(CHECK_SECONDS, IN_TIME * min(most, patience)))
 
     def accumulation_check(self, ledger: Ledger) -> Check:
         """Make the check of whether accumulated gradients equal those of the whole batch."""

@@ -43,6 +43,7 @@ _ORDER = (
     WEIGHTS,
 )
 CUDA_GRAPHS = "reduce-overhead"
+NOT_THE_COMPILER = ("oom", "timeout", "nonfinite")  # failures of what was compiled that say nothing of compiling
 MOST_GAIN = 2.5  # of further dimensions: 2.1 times of ten trainings on an H200 (studies/real_card)
 LAUNCH_BOUND_SHARE = 0.8  # of a pass, that one of half the batch takes where launches bound it
 # The mean of what a normal deviation gains, as a share of its standard deviation, where a loss is not chosen.
@@ -117,8 +118,8 @@ def next_setting(ledger: Ledger, is_worth: Callable[[Setting], bool] = lambda _:
             setting = _at_its_batch(ledger, dimension.on(leader, value))
             if setting not in tried and is_worth(setting):
                 return setting
-    further = (*_together(ledger, leader), *_beside(ledger, leader))
-    return next((setting for setting in further if setting not in tried and is_worth(setting)), None)
+    together = _together(ledger, leader)
+    return next((setting for setting in together if setting not in tried and is_worth(setting)), None)
 
 
 def is_worth_trying(ledger: Ledger, planner: Planner, setting: Setting) -> bool:
@@ -135,7 +136,7 @@ def is_worth_trying(ledger: Ledger, planner: Planner, setting: Setting) -> bool:
         seconds += planner.compile_seconds(ledger)
     if needs_check(setting, ledger.space) and check_key(setting) not in ledger.fidelity:
         seconds += planner.check_seconds(ledger)
-    return gain > planner.least_gain(ledger, seconds)
+    return gain > planner.least_gain(seconds)
 
 
 def why_not_worth(ledger: Ledger, dimension: Dimension[Any], value: Any) -> str | None:
@@ -157,17 +158,41 @@ def why_not_worth(ledger: Ledger, dimension: Dimension[Any], value: Any) -> str 
         ]
         if shares and max(shares) < PLATEAU:
             return f"the optimizer takes {100 * max(shares):.1f} % of a step"
+    if asked.is_compiled and (failure := _compiler_failure(ledger)) is not None:
+        return f"the compiler failed on {failure.candidate}"
+    if dimension is COMPILE and wanted == "speed" and (reason := _why_not_mode(ledger, winner, value)) is not None:
+        return reason
     if asked.is_compiled and not winner.is_compiled and wanted == "speed":
         seconds = ledger.num_steps * min(m.step_seconds for m in ledger.measurements[winner])
         if seconds / 2 < COMPILE_SECONDS:
             steps = f"compiling takes longer than it could gain in {count(ledger.num_steps, 'step')}, which take"
             return f"{steps} {seconds:.0f} s: --fresh --steps N tries it for a longer training"
-        is_first = not _trials_of(ledger, COMPILE, "default")
-        # CUDA graphs help where launches bound the step, whatever the compiler's kernels gain.
-        if dimension is COMPILE and not is_first and not (value == CUDA_GRAPHS and _is_launch_bound(ledger, winner)):
-            return "the default mode gained nothing"
     if dimension in FREES_MEMORY and wanted == "speed" and _beyond_memory(ledger, winner) is None:
         return "it frees memory, and there is no larger batch that lacks some"
+    return None
+
+
+def _compiler_failure(ledger: Ledger) -> Record | None:
+    """Return a trial that failed because it was compiled, and not for want of memory or time, if there is one."""
+    compiled = [r for r in ledger.told if r.candidate.is_compiled]
+    return next(
+        (r for r in compiled if isinstance(r.outcome, Failure) and r.outcome.kind not in NOT_THE_COMPILER), None
+    )
+
+
+def _why_not_mode(ledger: Ledger, winner: Setting, mode: str) -> str | None:
+    """Return why a mode of the compiler is not worth a trial: where launches bound the step CUDA graphs are tried at
+    once, and the default mode, which they build on, only where they failed."""
+    modes = ledger.space.variants.get(COMPILE.name, ())
+    if CUDA_GRAPHS in modes and _is_launch_bound(ledger, winner):
+        tried = _trials_of(ledger, COMPILE, CUDA_GRAPHS)
+        if mode != CUDA_GRAPHS and not any(isinstance(record.outcome, Failure) for record in tried):
+            return f"launches bound the step, which {CUDA_GRAPHS} makes up for"
+        return None
+    if mode == CUDA_GRAPHS:
+        return "launches do not bound the step"
+    if not winner.is_compiled and _trials_of(ledger, COMPILE, "default"):
+        return "the default mode gained nothing"
     return None
 
 
@@ -238,19 +263,22 @@ def _is_faster(ledger: Ledger, dimension: Dimension[Any], value: Any, other: Any
     )
 
 
-def _beside(ledger: Ledger, winner: Setting) -> Iterator[Setting]:
-    """What was set up with success, at the next smaller and the next larger batch size."""
-    sizes = _of_its_precision(ledger, winner)
-    if not winner.set_up:
+def beside(ledger: Ledger) -> Iterator[Setting]:
+    """Yield what was set up with success at the next smaller and the next larger batch size, where nobody tried it."""
+    winner = _leader(ledger)
+    if winner is None or not winner.set_up:
         return
+    tried = {record.candidate for record in ledger.told}
+    sizes = _of_its_precision(ledger, winner)
     if winner.is_compiled:  # which takes tens of seconds, and a larger batch is what launches no longer stand against
         sizes = [c for c in sizes if c.batch_size >= winner.batch_size]
     smaller = [c for c in sizes if c.batch_size < winner.batch_size][-1:]
     larger = [c for c in sizes if c.batch_size > winner.batch_size][:1]
     for neighbour in (*larger, *smaller):
         failure = ledger.failures.get(neighbour)
-        if failure is None or _frees_memory(winner):
-            yield _at_the_batch_of(neighbour, winner)
+        setting = _at_the_batch_of(neighbour, winner)
+        if setting not in tried and (failure is None or _frees_memory(winner)):
+            yield setting
 
 
 def _at_the_batch_of(other: Setting, setting: Setting) -> Setting:

@@ -27,7 +27,7 @@ from autotune_amp.core.variants import COMPILE, VARIANTS, WEIGHTS
 from autotune_amp.core.workload import Workload
 from autotune_amp.numerics import accumulation, calibration, fidelity
 from autotune_amp.numerics.accumulation import IGNORED_LABEL, cut, first_dimensions, num_micro_batches, tensors
-from autotune_amp.numerics.comparison import train_before
+from autotune_amp.numerics.paired_runs import train_before
 from autotune_amp.numerics.passes import Loop, NoStepError, Passes, Subject, no_loss
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import has_half_weights

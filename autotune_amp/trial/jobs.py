@@ -40,7 +40,7 @@ MAX_TIMED_MICRO_BATCHES = 4
 STEPS_PER_SYNC = 4
 NUM_WARMUP_STEPS, MAX_WARMUP_STEPS = 3, 40
 COMPILING_SHARE = 0.85  # of a trial's seconds, where that tries compiling
-MEASURE_SECONDS, NUM_TRIALS_FORESEEN = 5.0, 16  # a trial measures for so long at most, or a part of a small budget
+MEASURE_SECONDS, NUM_TRIALS_FORESEEN = 2.0, 16  # a trial measures for so long at most, or a part of a small budget
 
 
 class Trial(Job[Measurement], frozen=True, kw_only=True):

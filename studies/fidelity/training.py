@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.numerics.comparison import perturb
+from autotune_amp.numerics.paired_runs import perturb
 from autotune_amp.numerics.passes import Subject
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import named, override, pin_fp32

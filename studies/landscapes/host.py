@@ -6,6 +6,7 @@ A whole search on a landscape is played on a host in milliseconds. Imports no to
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -121,6 +122,7 @@ class Processes:
         self._chance = chance
         self._stands_by_at: float | None = None
         self._num_loaded: int | None = None  # beside the first process of a confirmation, None before that
+        self.compiled: set[Setting] = set()  # what the compiler's cache on disk knows
 
     def stand_by(self, after_seconds: float = 0.0) -> None:
         """Begin to load a process beside the jobs, so many seconds from now."""
@@ -176,7 +178,6 @@ class HostBackend:
         self._chance = chance
         self._environment = environment or {}
         self._is_warm = False  # a process that ran a job is there
-        self._compiled: set[Setting] = set()
         self._described: dict[Setting, Any] = {}  # what the runs that describe a command measured
 
     @property
@@ -295,7 +296,7 @@ class HostBackend:
         timed = replace(spec, deadline_seconds=left)
         played = play(process, timed, self._landscape.header, self._chance, is_started=True)
         if spec.candidate.is_compiled:
-            self._compiled.add(spec.candidate)
+            self._processes.compiled.add(spec.candidate)
         return played.outcome, setup + played.seconds
 
     def _drawn(self, setting: Setting) -> Process:
@@ -305,7 +306,7 @@ class HostBackend:
         if isinstance(found, Failure):
             return replace(process, seconds=self._landscape.shape.step_seconds(setting))
         first_step, *others = process.warmup_step_seconds
-        if setting in self._compiled:
+        if setting in self._processes.compiled:
             first_step = max(found.step_seconds, RECOMPILING_SHARE * first_step)
         warm_up = (first_step, *others)
         found = replace(found, first_step_seconds=first_step, context_seconds=self._landscape.context_seconds)
@@ -316,7 +317,8 @@ class HostBackend:
     def _check(self, spec: Check, building: float) -> tuple[CheckOutcome, float]:
         form, size = self._landscape, spec.candidate.batch_size
         fp32_step = form.step_seconds("fp32", size)
-        seconds = self._setup_seconds(building) + check_seconds(form, spec) + spec.num_steps_before * fp32_step
+        passing = min(check_seconds(form, spec), getattr(spec, "aim_seconds", None) or math.inf)
+        seconds = self._setup_seconds(building) + passing + spec.num_steps_before * fp32_step
         if self._host.is_command:  # a run of each precision, of which the first has been loaded
             steps = NUM_FROZEN_STEPS * (fp32_step + form.step_seconds(spec.candidate.precision, size))
             seconds = self._host.load_seconds + 2 * form.context_seconds + steps

@@ -24,7 +24,7 @@ from autotune_amp.trial.jobs import Check, Trial, is_hopeless, is_warming, stop
 # Of a check of bf16 and of a calibration in real searches (num_passes in their outcomes.jsonl): of a check half are in
 # fp32, of a calibration those of its histograms.
 NUM_CHECK_PASSES = 42
-NUM_CALIBRATION_PASSES, NUM_HISTOGRAM_PASSES = 20, 3
+NUM_CALIBRATION_PASSES, NUM_HISTOGRAM_PASSES, NUM_ACCUMULATION_PASSES = 20, 3, 7
 
 
 class ReplayBudget(Budget):
@@ -296,6 +296,11 @@ class Beside:
 
 def check_seconds(landscape: Ground, spec: Check) -> float:
     """What a check costs: setting up, and its passes as steps of their precision; inf where one never ran."""
+    if spec.what == "accumulation":
+        return (
+            NUM_ACCUMULATION_PASSES * landscape.step_seconds("fp32", spec.candidate.batch_size)
+            + landscape.setup_seconds()
+        )
     num_fp32 = NUM_HISTOGRAM_PASSES if spec.what == "calibration" else NUM_CHECK_PASSES / 2
     num_passes = NUM_CALIBRATION_PASSES if spec.what == "calibration" else NUM_CHECK_PASSES
     return (

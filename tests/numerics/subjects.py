@@ -14,7 +14,8 @@ from torch.nn import functional
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Fidelity
 from autotune_amp.numerics.calibration import MAX_LOG2_SCALE, MIN_LOG2_SCALE
-from autotune_amp.numerics.fidelity import NUM_PAIRED_STEPS, check
+from autotune_amp.numerics.experiment import NUM_PAIRED_STEPS
+from autotune_amp.numerics.fidelity import check
 from autotune_amp.numerics.passes import Gradients, Passes, Subject
 from autotune_amp.precision.forward_wrapper import is_pinned
 

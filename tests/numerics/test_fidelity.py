@@ -29,7 +29,8 @@ from torch.nn import functional
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Fidelity
-from autotune_amp.numerics.fidelity import NUM_PAIRED_STEPS, check
+from autotune_amp.numerics.experiment import NUM_PAIRED_STEPS
+from autotune_amp.numerics.fidelity import check
 from autotune_amp.numerics.locate import OUTSIDE
 from autotune_amp.numerics.passes import Subject, stored
 from autotune_amp.precision.forward_wrapper import is_pinned, pin_fp32
@@ -62,7 +63,7 @@ def test_healthy_trainings_are_faithful(name: str, precision: Precision) -> None
 def test_fp32_against_itself_has_no_noise_and_a_check_repeats() -> None:
     made = build("transformer with dropout")
     found = checked(made, "fp32")
-    assert (found.verdict, found.noise_ratio, found.training_gap) == ("faithful", 0.0, 0.0)
+    assert (found.verdict, found.noise_ratio, found.training_noise_gap) == ("faithful", 0.0, 0.0)
     one, again = (msgspec.structs.replace(checked(made, "bf16"), seconds=0.0, fp32_step_seconds=None) for _ in range(2))
     assert one == again
 

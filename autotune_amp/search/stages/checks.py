@@ -59,7 +59,7 @@ class Checks:
         """The check, calibration or trial that the choice of contenders waits for."""
 
         def is_worth(gain: float, num_checks: int) -> bool:
-            return gain > planner.least_gain(ledger, num_checks * planner.check_seconds(ledger))
+            return gain > planner.least_gain(num_checks * planner.check_seconds(ledger))
 
         todo = next_todo(ledger, only_winner=self.only_winner, is_worth=is_worth)
         left = planner.before_confirmation(ledger)
@@ -130,7 +130,7 @@ def next_todo(
     fastest = max(speeds[c] for c in chosen[:2] if c is not None)
     contenders = (chosen.winner,) if only_winner else chosen
     for setting in dict.fromkeys(c for c in contenders if c is not None and c in speeds):
-        if HOPELESS * speeds[setting] < speeds[chosen.winner] and setting != chosen.baseline:
+        if HOPELESS * speeds[setting] < speeds[chosen.winner]:
             continue
         is_rival = setting == chosen.winner or speeds[setting] >= (1 - RIVAL) * fastest
         may_win = is_rival or ledger.objective != "speed"  # then what is slower may win
@@ -141,7 +141,7 @@ def next_todo(
             and setting.scaling not in ledger.scales
         )
         is_unchecked = _is_unchecked(ledger, setting)
-        if setting == chosen.runner_up and setting != chosen.baseline and ledger.objective == "speed":
+        if setting != chosen.winner and ledger.objective == "speed":
             lead = speeds[setting] / speeds[chosen.winner] - 1 + PLATEAU
             if not is_worth(lead, is_uncalibrated + is_unchecked):
                 continue

@@ -27,7 +27,7 @@ from autotune_amp.search.ranking import PLATEAU, UNDECIDED_TIER, beside, counted
 from autotune_amp.search.space import SEARCH_UP
 from autotune_amp.trial.jobs import Trial
 
-MAX_ROUNDS = 9  # beyond `MIN_ROUNDS` only while it is not sure whether a contender is faster than what runs today
+MAX_ROUNDS = 20  # beyond `MIN_ROUNDS` only while it is not sure whether a contender is faster than what runs today
 ALONE = -1  # the number of the round in which the baseline runs alone, before others beside one another
 NUM_ROUNDS_BESIDE = 4  # at the least, beside one another on several slots
 ENDING_SHARE = 0.1  # of the budget, for evaluations and checkpoints
@@ -78,7 +78,7 @@ class Confirm:
         if not self._num_begun:
             if not self._is_environment_worth(ledger, planner):
                 self._environment = {}
-            if not self._is_runner_up_worth(ledger, planner):
+            if not is_runner_up_worth(ledger, planner, self._contenders):
                 self._contenders = self._contenders._replace(runner_up=None)
         elif conditions.shares_processes:
             of_round = [r for r in ledger.records if (r.round, r.slot) == (self._round, self._slot)]
@@ -123,24 +123,12 @@ class Confirm:
             self._rounds.insert(0, self._round)
         self._to_run, self._slot = [], slot.name
 
-    def _is_runner_up_worth(self, ledger: Ledger, planner: Planner) -> bool:
-        """Whether it may overtake the winner by enough for the seconds of its runs."""
-        winner, runner_up, _ = self._contenders
-        if runner_up is None or runner_up not in ledger.may_win(self._contenders):
-            return False
-        if ledger.objective != "speed":
-            return True
-        speeds = {c: found.samples_per_second for c, found in ledger.measured.items()}
-        lead = speeds[runner_up] / speeds[winner] - 1 + PLATEAU if winner in speeds else math.inf
-        num_starts = 0 if planner.conditions.shares_processes else 1
-        return lead > planner.least_gain(ledger, MIN_ROUNDS * planner.runs_seconds(ledger, [runner_up], num_starts))
-
     def _is_environment_worth(self, ledger: Ledger, planner: Planner) -> bool:
         """Whether the recommended variables alone may gain enough for the seconds of runs of what runs today."""
         winner, _, baseline = self._contenders
         if winner != baseline or ledger.objective != "speed":
             return True
-        return planner.least_gain(ledger, MIN_ROUNDS * planner.runs_seconds(ledger, [winner], 1)) < PLATEAU
+        return planner.least_gain(MIN_ROUNDS * planner.runs_seconds(ledger, [winner], 1)) < PLATEAU
 
     def _is_over(self, ledger: Ledger, planner: Planner) -> bool:
         """Whether more rounds would settle nothing, or take longer than what they may settle is worth."""
@@ -150,7 +138,7 @@ class Confirm:
         gain, num_rounds = found
         runs = [Run(self._contenders.winner, "confirm", {}), Run(self._contenders.baseline, "confirm", {})]
         seconds = num_rounds * self._seconds_of(runs, ledger, planner)
-        return num_rounds > len(self._rounds) or gain < planner.least_gain(ledger, seconds)
+        return num_rounds > len(self._rounds) or gain < planner.least_gain(seconds)
 
     def _is_loaded_together(self, ledger: Ledger, planner: Planner) -> bool:
         """Whether the process of this round was loaded at the same time as those of others."""
@@ -177,6 +165,19 @@ class Confirm:
     def _ending_left(self, ledger: Ledger, planner: Planner) -> float:
         share = ENDING_SHARE * planner.budget.seconds if planner.conditions.description.has_ending else 0.0
         return max(0.0, share - sum(ending_seconds(r) or 0.0 for r in ledger.records))
+
+
+def is_runner_up_worth(ledger: Ledger, planner: Planner, chosen: Shortlist) -> bool:
+    """Whether the runner-up may overtake the winner by enough for the seconds of its runs."""
+    winner, runner_up, _ = chosen
+    if runner_up is None or runner_up not in ledger.may_win(chosen):
+        return False
+    if ledger.objective != "speed":
+        return True
+    speeds = {c: found.samples_per_second for c, found in ledger.measured.items()}
+    lead = speeds[runner_up] / speeds[winner] - 1 + PLATEAU if winner in speeds else math.inf
+    num_starts = 0 if planner.conditions.shares_processes else 1
+    return lead > planner.least_gain(MIN_ROUNDS * planner.runs_seconds(ledger, [runner_up], num_starts))
 
 
 def confirmation(

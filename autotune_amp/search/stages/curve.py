@@ -25,8 +25,9 @@ Array = npt.NDArray[np.float64]
 
 # Standard deviations of the logarithm, before anything is known.
 LEVEL, OF_A_PRECISION = 3.0, 0.7
+RISE_PER_OCTAVE = 0.2  # what launches cost is shared by more samples
 PER_OCTAVE, PER_OCTAVE_OF_A_PRECISION = 0.2, 0.1
-OF_A_VALUE, OF_WORKERS = 0.15, 1.0  # of a further dimension, and of a number of loader workers
+OF_A_VALUE, OF_WORKERS = 0.45, 1.0  # of a further dimension (studies/real_card), and of a number of loader workers
 OF_ITS_OWN = 0.02  # what one batch size has apart from its neighbours
 SMOOTH, SMOOTH_OCTAVES = 0.5, 4.0  # how all curves bend alike, and over how many doublings
 BENDING_OCTAVES = 2.0
@@ -46,13 +47,16 @@ class Curves:
         index = {setting: number for number, setting in enumerate(self.settings)}
         rows = np.array([index[setting] for setting, values in observed.items() for _ in values])
         logs = np.log(np.array(list(itertools.chain(*observed.values())), dtype=np.float64))
-        level = self._level = float(logs.mean())
+        trend = RISE_PER_OCTAVE * np.log2([setting.batch_size for setting in self.settings])
+        level = float((logs - trend[rows]).mean())
+        self._expected: Array = level + trend
         prior, bending = _prior(self.settings)
-        fits = [_fit(prior + bend**2 * bending, rows, logs - level, noise) for bend in BENDS for noise in NOISES]
+        left = logs - self._expected[rows]
+        fits = [_fit(prior + bend**2 * bending, rows, left, noise) for bend in BENDS for noise in NOISES]
         likelihoods = np.array([fit.log_likelihood for fit in fits])
         weights = np.exp(likelihoods - likelihoods.max())
         self._fits, self._weights = fits, weights / weights.sum()
-        self.means: Array = level + np.average([fit.means for fit in fits], axis=0, weights=self._weights)
+        self.means: Array = self._expected + np.average([fit.means for fit in fits], axis=0, weights=self._weights)
 
     def gains(self, choosable: Collection[Setting], least: float = 0.0) -> dict[Setting, float]:
         """What one more process of each `choosable` setting is worth, as a share of the best throughput.
@@ -63,10 +67,11 @@ class Curves:
         order = sorted(range(len(self.settings)), key=lambda number: self.settings[number].risks)
         handicap = np.empty(len(order))
         handicap[order] = PLATEAU * np.arange(len(order)) / max(1, len(order) - 1)
+        added = self._expected - handicap
         chosen = [number for number, setting in enumerate(self.settings) if setting in choosable]
         is_measured = np.array([number < self._num_observed for number in chosen])
-        floor = math.log(least) - self._level if least > 0 else -math.inf
-        gains = [fit.gains(chosen, handicap, is_measured, floor) for fit in self._fits]
+        floor = math.log(least) if least > 0 else -math.inf
+        gains = [fit.gains(chosen, added, is_measured, floor) for fit in self._fits]
         found = np.average(gains, axis=0, weights=self._weights)
         return {self.settings[number]: float(gain) for number, gain in zip(chosen, found, strict=True)}
 
@@ -81,10 +86,10 @@ class _Fit(NamedTuple):
     noise: float
     log_likelihood: float
 
-    def gains(self, chosen: Sequence[int], handicap: Array, is_measured: npt.NDArray[np.bool_], floor: float) -> Array:
+    def gains(self, chosen: Sequence[int], added: Array, is_measured: npt.NDArray[np.bool_], floor: float) -> Array:
         """The knowledge gradient of each chosen setting, where it or one that is measured is going to be chosen, unless
         all are below the floor."""
-        values, covariance = (self.means - handicap)[chosen], self.covariance[np.ix_(chosen, chosen)]
+        values, covariance = (self.means + added)[chosen], self.covariance[np.ix_(chosen, chosen)]
         spread = np.sqrt(np.diag(covariance) + self.noise**2)
         changes = covariance / spread[:, None]  # of every mean, after a process of each that is so much off
         may_be_chosen = is_measured | np.eye(len(chosen), dtype=bool)

@@ -26,7 +26,7 @@ from autotune_amp.search.conditions import Conditions, is_hopeless
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Planner, num_timed_passes
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.ranking import PLATEAU, is_waiting
+from autotune_amp.search.ranking import is_waiting
 from autotune_amp.search.run import Stage
 from autotune_amp.search.space import Space, excluded_by_outcomes, without
 from autotune_amp.search.stages.checks import AccumulationCheck, Checks
@@ -76,14 +76,8 @@ class Seeds(_Explore):
         return smaller_seed(ledger) if seed is None and ledger.objective == "memory" else seed
 
 
-@dataclass
 class Promising(_Explore):
-    """What is worth most a second by the model of the curves; the smallest while nothing has run.
-
-    Where `max_processes` are more than one, what was tried may be measured again.
-    """
-
-    max_processes: int
+    """Stage that tries what is worth most a second by the model of the curves; the smallest while nothing has run."""
 
     def _next(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
         conditions = planner.conditions
@@ -102,20 +96,18 @@ class Promising(_Explore):
             throughputs,
             left_seconds,
             [*worth_trying(ledger, conditions, throughputs), *healed_settings(ledger)],
-            max_processes=self.max_processes,
-            most_luck=PLATEAU,
+            max_processes=1,
         )
 
 
 def exploring(study: Study) -> tuple[Stage, ...]:
-    """The stages in their order: every precision first; then what leads is checked before its curve is explored, and
-    before it is measured again.
+    """The stages in their order: every precision first; then what leads is checked before its curve is explored.
 
-    A check at the end may come too late, and what it rules out leaves its place to others.
+    A check at the end may come too late, and what it rules out leaves its place to others. What is nearly as fast as
+    the best is measured again after the further dimensions, which may gain more (`stages.variants`).
     """
     seeds, checks = Seeds(study), Checks(only_winner=True)
-    first, again = Promising(study, 1), Promising(study, MAX_PROCESSES)
-    return seeds, checks, AccumulationCheck(), seeds, first, checks, seeds, again
+    return seeds, checks, AccumulationCheck(), seeds, Promising(study), checks, seeds
 
 
 def untried_seed(ledger: Ledger, conditions: Conditions) -> Setting | None:
@@ -146,12 +138,11 @@ def next_promising(
     untried: Sequence[Setting] = (),
     *,
     max_processes: int = MAX_PROCESSES,
-    most_luck: float = math.inf,
 ) -> Setting | None:
     """The setting one more process of which is worth most a second, None where none is worth it. Pure.
 
     `throughputs` are of the processes of each setting; where they differ so much that the choice hangs on it, one of
-    these is measured again, and so is a winner that is `most_luck`, a share, above what the model expects of it.
+    these is measured again.
     """
     choosable = ledger.may_choose((*throughputs, *untried))
     if not throughputs or not choosable:
@@ -161,11 +152,14 @@ def next_promising(
     num_tried = Counter(r.candidate for r in ledger.records if r.purpose == "search")
 
     def seconds(setting: Setting) -> float:
-        compiling = [m.first_step_seconds for m in ledger.measurements.get(setting, ()) if setting.is_compiled]
+        compiling = 0.0
+        if setting.is_compiled:
+            known = [m.first_step_seconds for m in ledger.measurements.get(setting, ())]
+            compiling = max(known, default=planner.compile_seconds(ledger))
         # Without the wait for data, or by the joule, throughput is no speed.
         speed = fastest if ledger.objective == "energy" else min(fastest, curves.throughput(setting))
         num_samples = setting.batch_size * num_timed_passes(setting) * planner.conditions.description.num_ranks
-        return max(compiling, default=0.0) + planner.trial_seconds(ledger, num_samples / speed)
+        return compiling + planner.trial_seconds(ledger, num_samples / speed)
 
     def may_run(setting: Setting) -> bool:
         if (setting in ledger.measurements) != (setting in ledger.actual.measurements):
@@ -173,18 +167,9 @@ def next_promising(
         return num_tried[setting] < max_processes and seconds(setting) < left_seconds
 
     gains = curves.gains(choosable, least=median(throughputs.get(ledger.space.baseline, [0.0])))
-    worth = {
-        c: gain / seconds(c)
-        for c, gain in gains.items()
-        if gain > planner.least_gain(ledger, seconds(c)) and may_run(c)
-    }
-    if worth:  # between equals their order decides, and not how a CPU rounds
-        return max(worth, key=lambda c: float(f"{worth[c]:.6g}"))
-    chosen = None if ledger.shortlist is None else ledger.shortlist.winner
-    if chosen is None or chosen not in choosable or chosen not in throughputs or not may_run(chosen):
-        return None
-    was_lucky = median(throughputs[chosen]) > (1 + most_luck) * curves.throughput(chosen)
-    return chosen if was_lucky else None
+    worth = {c: gain / seconds(c) for c, gain in gains.items() if gain > planner.least_gain(seconds(c)) and may_run(c)}
+    # Between equals their order decides, and not how a CPU rounds.
+    return max(worth, key=lambda c: float(f"{worth[c]:.6g}"), default=None)
 
 
 def share_building(backend: Backend, planner: Planner, ledger: Ledger, progress: Progress) -> None:

@@ -12,11 +12,12 @@ from autotune_amp.core.config import FallbackPlan
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Failure, Measurement, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.variants import FP8_RECIPE, VARIANTS
+from autotune_amp.core.variants import COMPILE, FP8_RECIPE, VARIANTS
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import ranking
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Planner
+from autotune_amp.search.stages.confirm import is_runner_up_worth
 from autotune_amp.trial.jobs import MEASURE_SECONDS, Check, Trial
 
 MAX_FALLBACK_TRIES = 3
@@ -38,9 +39,10 @@ class Fallbacks:
         if not planner.may_try(ledger, left):
             return None
         chosen = ledger.finalists
-        contenders = [] if chosen is None else ledger.may_win(chosen)
-        # Compiling takes tens of seconds: of the runner-up that is not worth a plan that may never be one.
-        for contender in (c for number, c in enumerate(contenders) if number == 0 or not c.is_compiled):
+        if chosen is None:
+            return None
+        contenders = chosen[:2] if is_runner_up_worth(ledger, planner, chosen) else chosen[:1]
+        for contender in filter(None, contenders):
             for setting in missing_plans(ledger, contender):
                 is_split = setting.accumulation_steps > contender.accumulation_steps
                 if is_split and ledger.space.accumulation_withheld is None and ledger.accumulation is None:
@@ -79,7 +81,8 @@ def _stepped_down(setting: Setting, precision: Precision, factor: int) -> Settin
     """With batches split by `factor`. What else the setting decides, such as the loader's workers, stays."""
     batch_size, num_steps = setting.batch_size // factor, setting.accumulation_steps * factor
     split = replace(setting, batch_size=batch_size, accumulation_steps=num_steps)
-    return replace(FP8_RECIPE.off(split), precision=precision, as_found=False, pinned_modules=())
+    bare = replace(FP8_RECIPE.off(split), compile=COMPILE.default)
+    return replace(bare, precision=precision, as_found=False, pinned_modules=())
 
 
 def _fits(setting: Setting, precision: Precision) -> bool:

@@ -21,7 +21,7 @@ from autotune_amp.search.planner import Planner
 from autotune_amp.search.ranking import MAX_DATA_SHARE, PLATEAU, UNDECIDED_TIER, data_share, rank
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.explore import is_of_the_space, next_promising, worth_trying
-from autotune_amp.search.variants import is_worth_trying, next_setting, to_profile
+from autotune_amp.search.variants import beside, is_worth_trying, next_setting, to_profile
 from autotune_amp.trial.jobs import Check, Trial
 
 PROFILE_SHARE = 0.05  # of the time that is left, for a profile of the winner
@@ -60,11 +60,11 @@ class Variants:
         return TRACE_SECONDS + planner.setup_seconds(ledger) + NUM_STEPS_FORESEEN * step_seconds
 
     def _next(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
-        """What the last choice hangs on once more, else the next value: it builds on that choice."""
-        throughputs, again = ledger.throughputs(), None
-        if ledger.objective == "speed" and any(setting.set_up for setting in throughputs):
-            again = next_promising(ledger, planner, throughputs, left_seconds)
-        return again or next_setting(ledger, lambda c: is_worth_trying(ledger, planner, c))
+        """Return the next value, else what the choice still hangs on: a setting once more, or at the next batch size."""
+        setting = next_setting(ledger, lambda c: is_worth_trying(ledger, planner, c))
+        if setting is None and ledger.objective != "memory":
+            return next_promising(ledger, planner, ledger.throughputs(), left_seconds, tuple(beside(ledger)))
+        return setting
 
 
 @dataclass
