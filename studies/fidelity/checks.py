@@ -24,8 +24,8 @@ import torch
 from case import Case
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.numerics.comparison import train_before
 from autotune_amp.numerics.fidelity import check
+from autotune_amp.numerics.paired_runs import train_before
 from autotune_amp.numerics.passes import Subject
 
 NUM_BATCHES = 8
