@@ -102,10 +102,29 @@ def of_weights(
 
 
 def _file_of(subject: Any) -> str | None:
+    """Return the file, or the notebook cell, in which a function or class was written; None where that is not known.
+
+    A class is looked for by its methods, which know their file wherever it was unpickled: `inspect` asks its module,
+    which in a trial's process is another one where the class is of the user's ``__main__``.
+    """
+    functions = map(_function_of, vars(subject).values() if inspect.isclass(subject) else [subject])
+    written = (
+        function.__code__.co_filename
+        for function in functions
+        if inspect.isfunction(function) and function.__module__ == subject.__module__
+    )
+    # A dataclass has methods from elsewhere.
+    if (file := next((file for file in written if file != "<string>"), None)) is not None:
+        return file
     try:
         return inspect.getsourcefile(subject)
-    except TypeError:  # of a class that has no file, or of something built in
+    except (TypeError, OSError):  # of something built in, or of a class without methods in a module that has no file
         return None
+
+
+def _function_of(member: Any) -> Any:
+    """Return the function behind a method, property or decorated function."""
+    return inspect.unwrap(getattr(member, "fget", None) or getattr(member, "__func__", member))
 
 
 def _is_installed(file: str) -> bool:
