@@ -109,6 +109,21 @@ def test_what_is_installed_is_not_read_and_what_has_no_source_is_named() -> None
     assert unread == ("made_up.Made",)
 
 
+def test_a_class_of_a_script_is_read_by_its_methods_though_its_module_is_another_one_here(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import dataclasses\nfrom torch import nn\n\n@dataclasses.dataclass\nclass Sizes:\n    width: int = 3\n"
+        "    @property\n    def twice(self): return 2 * self.width\n\nclass Bare(nn.Linear): pass\n\n"
+        "class Net(nn.Module):\n    def forward(self, x): return x\n"
+    )
+    names: dict[str, Any] = {"__name__": "__main__"}  # which has no such class where a trial unpacks it
+    exec(compile(path.read_text(), path, "exec"), names)
+    for name in ("Sizes", "Net"):
+        sources, unread = sources_of([names[name]])
+        assert ([source.file for source in sources], unread) == ([str(path)], ())
+    assert sources_of([names["Bare"]])[1] == ("__main__.Bare",)
+
+
 def test_the_function_that_makes_the_weights_is_named_before_the_rest_of_its_file() -> None:
     def make() -> nn.Module:
         return nn.Linear(2, 2).double()

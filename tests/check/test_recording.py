@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import sick_loop
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from autotune_amp import Workload
 from autotune_amp.check.child import report_on
@@ -167,3 +169,52 @@ def test_a_compiled_model_runs_eagerly() -> None:
 
     (finding,) = report(Workload(model, check_samples.squares, lambda n: torch.randn(n, 16))).findings
     assert (finding.rule, finding.modules) == ("large_constant", ("body",))
+
+
+# -- what a step may do with its tensors, none of which may end the recording ------------------------------------------
+
+
+def penalised(model: Any, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return slope.float().square().sum()
+
+
+def attacked(model: Any, x: Tensor) -> Tensor:
+    x.requires_grad = True
+    (slope,) = torch.autograd.grad(check_samples.squares(model, x), x)
+    return check_samples.squares(model, (x + 0.1 * slope.sign()).detach())
+
+
+def adapted(model: Any, x: Tensor) -> Tensor:
+    weights = {name: weight.detach().clone().requires_grad_() for name, weight in model.named_parameters()}
+    loss = torch.func.functional_call(model, weights, (x,)).float().square().mean()
+    slopes = torch.autograd.grad(loss, list(weights.values()))
+    moved = {name: weight - 0.1 * slope for (name, weight), slope in zip(weights.items(), slopes, strict=True)}
+    return torch.func.functional_call(model, moved, (x,)).float().square().mean() + check_samples.squares(model, x)
+
+
+def copies_itself(model: Any, x: Tensor) -> Tensor:
+    teacher = copy.deepcopy(model)
+    return (model(x) - teacher(x).detach()).float().square().mean()
+
+
+def checkpointed(model: Any, x: Tensor) -> Tensor:
+    out: Tensor = checkpoint(model, x.requires_grad_(), use_reentrant=False)
+    return out.float().square().mean()
+
+
+def checkpointed_by_reentering(model: Any, x: Tensor) -> Tensor:
+    out: Tensor = checkpoint(model, x.requires_grad_(), use_reentrant=True)
+    return out.float().square().mean()
+
+
+@pytest.mark.parametrize(
+    "loss", [penalised, attacked, adapted, copies_itself, checkpointed, checkpointed_by_reentering]
+)
+@pytest.mark.parametrize("device", rules.AUTOCAST_DEVICES)
+def test_nothing_is_found_in_a_step_that_differentiates_copies_or_recomputes(loss: Any, device: AutocastDevice) -> None:
+    workload = check_samples.workload(check_samples.identity, loss)
+    assert report(workload, device).findings == ()
+    torch.clear_autocast_cache()  # which the process does at the next autocast: it may hold no tensor of the recording
+    assert torch.is_autocast_cache_enabled()
