@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -45,6 +46,13 @@ _PACKAGES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"])
 _LOWERED: Final = {"lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward"}
 _MATRICES: Final = PRODUCTS | {
     *("matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "mv", "dot", "bilinear"),
+}
+# What raises on every device for operands of two dtypes, below autocast, and what fake tensors let pass: found by
+# running every operation of autocast's lists and every in-place one on the CPU too.
+_SAME_DTYPES: Final = {
+    *("index_add", "index_add_", "index_copy", "index_copy_", "index_put", "index_put_", "index_reduce"),
+    *("index_reduce_", "put", "put_", "lerp", "lerp_", "linalg_cross", "complex", "polar", "mv", "_embedding_bag"),
+    *("_embedding_bag_forward_only", "addmm", "addmm_", "addbmm", "addbmm_"),
 }
 
 _DEVICE = re.compile(r"(cuda|mps|xpu)(:\d+)?")
@@ -209,7 +217,15 @@ class Recording(TorchFunctionMode):
         # A cast of a shadow that requires grad would be kept: C++ frees it without the fake mode, and aborts.
         torch.set_autocast_cache_enabled(False)
         try:
-            with self._fake_mode, torch.no_grad(), self._showing(dtype, only_device=True), _OneDtype(dtype):
+            with (
+                warnings.catch_warnings(),
+                self._fake_mode,
+                torch.no_grad(),
+                self._showing(dtype, only_device=True),
+                _OneDtype(dtype),
+                _SameDtypes(),  # type: ignore[no-untyped-call]  # torch does not type it
+            ):
+                warnings.simplefilter("ignore")  # the call has warned already
                 yield
         finally:
             torch.set_autocast_cache_enabled(is_caching)
@@ -366,6 +382,18 @@ class _OneDtype(TorchFunctionMode):
                 given = {dtype if dtype == torch.float64 else self._level for dtype in given}
             if len(given) > 1:
                 raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {', '.join(map(str, given))}")
+        return func(*args, **(kwargs or {}))
+
+
+class _SameDtypes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
+    """Raises where operands have two dtypes after autocast has cast them, as devices do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in _SAME_DTYPES:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+            given = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+            if len(given) > 1:
+                raise RuntimeError(f"the operands must have the same dtype, but got {', '.join(map(str, given))}")
         return func(*args, **(kwargs or {}))
 
 
