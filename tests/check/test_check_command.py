@@ -123,3 +123,15 @@ def test_live_objects() -> None:
     assert [(finding.rule, finding.modules) for finding in found.findings] == [("large_constant", ("body",))]
     assert (found.batch_size, found.will_break) == (3, True)
     assert [Path(file).name for file in found.files] == ["check_samples.py"]
+
+
+@pytest.mark.usefixtures("here")
+def test_as_few_samples_are_recorded_as_a_step_runs_with() -> None:
+    def batch_size(least: int) -> int:
+        def compares(x: Tensor) -> Tensor:
+            assert len(x) >= least
+            return x
+
+        return check_workload(check_samples.workload(compares), quiet=True).batch_size
+
+    assert (batch_size(1), batch_size(3)) == (2, 8)

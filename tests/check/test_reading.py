@@ -134,3 +134,18 @@ def test_the_function_that_makes_the_weights_is_named_before_the_rest_of_its_fil
     assert finding.mend == "return nn.Linear(2, 2).float()"
     assert (finding.severity, finding.modules) == ("hurts", ("head",))
     assert of_weights("float16", "breaks", ("head",), [], []).file is None
+
+
+def test_of_several_workloads_that_one_function_makes_the_line_of_this_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "several.py"
+    path.write_text(
+        "import torch\n\ndef make(dtype):\n    def workload():\n        return torch.zeros(2, dtype=dtype)\n"
+        "    return workload\n\nfirst = make(torch.float16)\nsecond = make(torch.float16)\n"
+        "third = make(torch.float64)\n"
+    )
+    names: dict[str, Any] = {"__name__": "several"}
+    exec(compile(path.read_text(), path, "exec"), names)
+    sources, _ = sources_of([names["second"]])
+    assert of_weights("float16", "breaks", (), sources, [None, names["second"]]).line == 9
+    assert of_weights("float16", "breaks", (), sources, []).file is None  # it may be another's
+    assert of_weights("float64", "hurts", (), sources, []).line == 10  # there is no other
