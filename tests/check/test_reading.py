@@ -60,6 +60,12 @@ def test_clipping_after_unscale_and_without_a_scaler(tmp_path: Path) -> None:
     assert findings(tmp_path, plain.format(unscale="pass")) == []
 
 
+def test_clipping_after_the_step_clips_nothing_that_is_scaled_for_it(tmp_path: Path) -> None:
+    clip, step = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "scaler.step(optimizer)"
+    swapped = LOOP.replace(clip, "CLIP").replace(step, clip).replace("CLIP", step)
+    assert findings(tmp_path, swapped.format(unscale="pass")) == []
+
+
 @pytest.mark.parametrize(
     ("imports", "call", "mended"),
     [
