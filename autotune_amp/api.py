@@ -163,10 +163,10 @@ def check_workload(
     """What of `workload` breaks or hurts under the autocast of a device, found on the CPU: no such device is needed.
 
     `workload` is as `recommend_config` takes it, but for a LaunchLine; it runs in a process of its own, on copies.
-    `device` is "cuda", "cpu" or "mps". One fp32 step of `batch_size` samples (the workload's own, 8 at most, unless
-    given) is recorded, and the dtype of each of its tensors is what torch's own autocast for that device makes of it;
-    then the user's source files are read. A branch that the step does not take is not seen, nor are numbers that only
-    training brings about: those `check_fidelity` finds.
+    `device` is "cuda", "cpu" or "mps". One fp32 step of `batch_size` samples (2 unless given, or where it does not run
+    with 2 the workload's own, 8 at most) is recorded, and the dtype of each of its tensors is what torch's own autocast
+    for that device makes of it; then the user's source files are read. A branch that the step does not take is not
+    seen, nor are numbers that only training brings about: those `check_fidelity` finds.
 
     Raises `InvalidRequestError` (a wrong option or device) and `WorkloadError` (the workload cannot be loaded or built,
     or one fp32 step of it does not work on the CPU).

@@ -22,13 +22,14 @@ from autotune_amp.precision import torch_state
 from autotune_amp.precision.rules import AutocastDevice
 from autotune_amp.precision.step_amp import StepAmp
 from autotune_amp.trial import data, failures
-from autotune_amp.trial.context import Context, LoopState
+from autotune_amp.trial.context import Context, LoopState, make_model
 from autotune_amp.trial.training import checked_loss
 
 NewAutocast: TypeAlias = Callable[[], AbstractContextManager[object]]
 SeeLoss: TypeAlias = Callable[[Tensor], object]
 
-MOST_SAMPLES = 8  # what breaks hardly moves with the batch size
+# What breaks hardly moves with the batch size: 2 samples are recorded, or 8 where a step does not run with 2.
+NUM_SAMPLES, MOST_SAMPLES = 2, 8
 
 
 def look(context: Context, job: Look, tell: Tell) -> CheckReport | Failure:  # noqa: ARG001 - one step is all of it
@@ -46,7 +47,16 @@ def _look(context: Context, job: Look) -> CheckReport:
     torch_state.set_flags("fp32")
     torch_state.seed(job.seed)
     model = context.model(torch.device("cpu"))
-    return report_on(context.workload, model, job.autocast_device, job.batch_size, context.source)
+    most = job.batch_size or _most_samples(context.workload)
+    fewest = job.batch_size or min(NUM_SAMPLES, most)
+    try:
+        return report_on(context.workload, model, job.autocast_device, fewest, context.source)
+    except Exception:
+        if fewest == most:
+            raise
+    torch_state.seed(job.seed)
+    model = make_model(context.workload)  # the recording has its weights in fp32
+    return report_on(context.workload, model, job.autocast_device, most, context.source)
 
 
 def report_on(
@@ -61,7 +71,7 @@ def report_on(
     `source` is the function that made the workload. Weights that are kept in half precision are in fp32 afterwards.
     What the step raises without the recording too comes through.
     """
-    batch_size = batch_size or _batch_size(workload)
+    batch_size = batch_size or _most_samples(workload)
     with closing(data.stream(workload.data, batch_size)) as stream:
         batch = next(stream)
     sources, unread = reading.sources_of(_written(source, workload, model))
@@ -110,7 +120,7 @@ def _of_weights(
         yield reading.of_weights(name, "breaks" if breaks else "hurts", tuple(modules), sources, makers)
 
 
-def _batch_size(workload: Workload) -> int:
+def _most_samples(workload: Workload) -> int:
     _, own, num_samples = data.describe(workload.data)
     return min(own or MOST_SAMPLES, num_samples or MOST_SAMPLES, MOST_SAMPLES)
 

@@ -43,6 +43,8 @@ _DECOMPOSITIONS: Final = re.compile(
     r"|triangular_solve|inv(_ex|erse)?|pinv(erse)?|det|slogdet|logdet|matrix_rank|lu(_factor|_solve)?|ldl_\w+|tensorinv"
     r"|tensorsolve)"
 )
+# Those that take real or complex signals; the inverse to a real one takes complex numbers, which autocast never casts.
+_FFTS: Final = re.compile(r"fft_i?r?fft[2n]?|stft")
 
 
 class Call(NamedTuple):
@@ -77,6 +79,7 @@ def judged(call: Call, device: AutocastDevice) -> Iterator[Finding]:
         *_numbers(call, device),
         *_casts(call, device),
         *_decompositions(call),
+        *_transforms(call),
         *_sizes(call),
     ):
         if device in next(rule for rule in rules.RULES if rule.name == finding.rule).devices:
@@ -90,7 +93,7 @@ def _errors(call: Call) -> Iterator[Finding]:
     if rule is rules.BINARY_CROSS_ENTROPY:
         sigmoid = call.made_at.line if "sigmoid" in call.made_at.code.lower() else None
         yield found(rule, call.place, mend=mending.of_binary_cross_entropy(call.place.code, sigmoid))
-    elif rule is not None and rule is not rules.LINEAR_ALGEBRA:
+    elif rule is not None and rule not in (rules.LINEAR_ALGEBRA, rules.FFT):
         yield found(rule, call.place)
 
 
@@ -107,6 +110,30 @@ def _decompositions(call: Call) -> Iterator[Finding]:
     has_error = call.error is not None and rules.rule_of(call.error) is rules.LINEAR_ALGEBRA
     if has_error or (takes_half and call.makes_half and _DECOMPOSITIONS.fullmatch(call.name)):
         yield found(rules.LINEAR_ALGEBRA, call.place, mend=mending.of_linear_algebra(call.place.code))
+
+
+def _transforms(call: Call) -> Iterator[Finding]:
+    """Fourier transforms of half-precision tensors; fp16's break on CUDA by their lengths alone."""
+    is_refused = call.error is not None and rules.rule_of(call.error) is rules.FFT
+    if not is_refused and not (_FFTS.fullmatch(call.name) and torch.float16 in call.dtypes_given[:1]):
+        return
+    if is_refused or torch.complex32 in call.dtypes_made:
+        is_in_fp16 = not is_refused and all(length & (length - 1) == 0 for length in _lengths(call))
+        mend = mending.of_linear_algebra(call.place.code)
+        yield found(rules.FFT, call.place, mend=mend, precisions=("bf16",) if is_in_fp16 else None)
+
+
+def _lengths(call: Call) -> list[int]:
+    """Return the lengths that a call of torch.fft or torch.stft transforms."""
+    (_, *rest), named = call.arguments
+    size, dims = [*rest, None, None][:2]
+    size = named.get("n_fft", named.get("n", named.get("s", size)))
+    if size is not None:
+        return [size] if isinstance(size, int) else list(size)
+    kind = call.name[-1]
+    dims = named.get("dim", dims if dims is not None else {"2": (-2, -1), "n": None}.get(kind, -1))
+    shape = call.given[0].shape
+    return list(shape) if dims is None else [shape[dim] for dim in ([dims] if isinstance(dims, int) else dims)]
 
 
 def _numbers(call: Call, device: AutocastDevice) -> Iterator[Finding]:

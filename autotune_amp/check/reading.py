@@ -87,10 +87,16 @@ def read(source: Source) -> Iterator[Finding]:
 def of_weights(
     dtype: str, severity: Severity, modules: tuple[str, ...], sources: Iterable[Source], makers: Iterable[Any]
 ) -> Finding:
-    """That trained weights of `modules` are kept in `dtype`, where one of `makers` says so, else where a file does."""
+    """Say that trained weights of `modules` are kept in `dtype`, and where that is asked for.
+
+    It is where one of `makers` says so, or the line that assigns it to its name; else the only place in any file. Where
+    several ask for this dtype, any may be another workload's, and none is named.
+    """
+    sources = list(sources)
     places = [place for source in sources for place in _mentions(source, dtype)]
-    made = (place for maker in map(_span, makers) for place in places if (place.file, place.line) in maker)
-    place = next(made, places[0] if places else Place())
+    spans = [*map(_span, makers), *(_assignments(source, maker) for maker in makers for source in sources)]
+    made = (place for span in spans for place in places if (place.file, place.line) in span)
+    place = next(made, places[0] if len(set(places)) == 1 else Place())
     one = found(
         rules.WEIGHTS,
         place,
@@ -102,10 +108,29 @@ def of_weights(
 
 
 def _file_of(subject: Any) -> str | None:
+    """Return the file, or the notebook cell, in which a function or class was written; None where that is not known.
+
+    A class is looked for by its methods, which know their file wherever it was unpickled: `inspect` asks its module,
+    which in a trial's process is another one where the class is of the user's ``__main__``.
+    """
+    functions = map(_function_of, vars(subject).values() if inspect.isclass(subject) else [subject])
+    written = (
+        function.__code__.co_filename
+        for function in functions
+        if inspect.isfunction(function) and function.__module__ == subject.__module__
+    )
+    # A dataclass has methods from elsewhere.
+    if (file := next((file for file in written if file != "<string>"), None)) is not None:
+        return file
     try:
         return inspect.getsourcefile(subject)
-    except TypeError:  # of a class that has no file, or of something built in
+    except (TypeError, OSError):  # of something built in, or of a class without methods in a module that has no file
         return None
+
+
+def _function_of(member: Any) -> Any:
+    """Return the function behind a method, property or decorated function."""
+    return inspect.unwrap(getattr(member, "fget", None) or getattr(member, "__func__", member))
 
 
 def _is_installed(file: str) -> bool:
@@ -148,6 +173,20 @@ def _span(maker: Any) -> set[tuple[str | None, int | None]]:
         return set()
     file = inspect.getsourcefile(maker)
     return {(file, first + number) for number in range(len(lines))}
+
+
+def _assignments(source: Source, maker: Any) -> set[tuple[str | None, int | None]]:
+    """Return the lines of a file that assign a function to the names that it has there, as ``half = make(float16)``."""
+    known = getattr(maker, "__globals__", {})
+    return {
+        (source.file, line)
+        for node in source.tree.body
+        if isinstance(node, ast.Assign)
+        and getattr(getattr(maker, "__code__", None), "co_filename", None) == source.file
+        for target in node.targets
+        if isinstance(target, ast.Name) and known.get(target.id) is maker
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
 
 
 def _old_names(source: Source) -> Iterator[Finding]:

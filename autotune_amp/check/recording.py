@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -45,6 +46,13 @@ _PACKAGES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"])
 _LOWERED: Final = {"lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward"}
 _MATRICES: Final = PRODUCTS | {
     *("matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "mv", "dot", "bilinear"),
+}
+# What raises on every device for operands of two dtypes, below autocast, and what fake tensors let pass: found by
+# running every operation of autocast's lists and every in-place one on the CPU too.
+_SAME_DTYPES: Final = {
+    *("index_add", "index_add_", "index_copy", "index_copy_", "index_put", "index_put_", "index_reduce"),
+    *("index_reduce_", "put", "put_", "lerp", "lerp_", "linalg_cross", "complex", "polar", "mv", "_embedding_bag"),
+    *("_embedding_bag_forward_only", "addmm", "addmm_", "addbmm", "addbmm_"),
 }
 
 _DEVICE = re.compile(r"(cuda|mps|xpu)(:\d+)?")
@@ -77,7 +85,7 @@ class Recording(TorchFunctionMode):
         self._inside: list[str] = []
         self._levels: list[torch.dtype | None] = [None]  # of autocast, the innermost last; None where it is off
         self._asked: dict[int, torch.dtype | None] = {}  # by autocast, what it was made with
-        self._is_repeating = False
+        self._is_repeating = self._is_in_call = False
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._fake_mode:
             self._at = torch.empty(0, device=device).device
@@ -106,9 +114,18 @@ class Recording(TorchFunctionMode):
             stack.enter_context(_replaced(torch.autocast, "__exit__", lambda *_: self._leave_autocast()))
             stack.enter_context(_replaced(_last_before_cpp(), "apply", classmethod(self._apply_function)))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+            # Activation checkpointing compares dtypes of the forward pass, which are the shadows', with those of the
+            # backward pass, in which nothing is recorded.
+            checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
+            stack.callback(checks.__setitem__, "default", checks["default"])
+            checks["default"] = checks["none"]
             stack.enter_context(self._showing(None))
             stack.enter_context(self)
             yield
+
+    def __deepcopy__(self, _: Any) -> Recording:
+        """Be the same in a copy of the model that the step makes, whose hooks hold it."""
+        return self
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
@@ -138,8 +155,12 @@ class Recording(TorchFunctionMode):
             return func(*args) if shadow is None else shadow.fake.dtype
         self.num_calls += 1
         here = _HERE.get(name, func)
-        with self._showing(None):
-            result = here(*_here(args), **_here(kwargs))
+        self._is_in_call, was_in_call = True, self._is_in_call
+        try:
+            with self._showing(None):
+                result = here(*_here(args), **_here(kwargs))
+        finally:
+            self._is_in_call = was_in_call
         if name in CASTS and any(result is leaf for leaf in args):
             result = result.view_as(result)  # a cast that changes nothing here may change the shadow
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -192,10 +213,22 @@ class Recording(TorchFunctionMode):
     @contextmanager
     def _repeating(self, dtype: torch.dtype | None) -> Iterator[None]:
         self._is_repeating = True
+        is_caching = torch.is_autocast_cache_enabled()
+        # A cast of a shadow that requires grad would be kept: C++ frees it without the fake mode, and aborts.
+        torch.set_autocast_cache_enabled(False)
         try:
-            with self._fake_mode, torch.no_grad(), self._showing(dtype, only_device=True), _OneDtype(dtype):
+            with (
+                warnings.catch_warnings(),
+                self._fake_mode,
+                torch.no_grad(),
+                self._showing(dtype, only_device=True),
+                _OneDtype(dtype),
+                _SameDtypes(),  # type: ignore[no-untyped-call]  # torch does not type it
+            ):
+                warnings.simplefilter("ignore")  # the call has warned already
                 yield
         finally:
+            torch.set_autocast_cache_enabled(is_caching)
             self._is_repeating = False
 
     def _on_device(self, leaf: Any) -> Any:
@@ -242,8 +275,12 @@ class Recording(TorchFunctionMode):
     # -- modules, autocasts and autograd.Functions -------------------------------------------------------------------
 
     def _enter_module(self, module: nn.Module, _: Any) -> None:
-        self._inside.append(self._names[module])
-        self.modules_run.add(self._names[module])
+        name = self._names.get(module)
+        if name is not None:
+            self.modules_run.add(name)
+        elif self._inside:  # a copy that the step has made
+            name = self._inside[-1]
+        self._inside.append(name or "")
 
     def _leave_module(self, *_: Any) -> None:
         self._inside.pop()
@@ -262,16 +299,20 @@ class Recording(TorchFunctionMode):
     def _enter_autocast(self, context: Any) -> Any:
         made_before = context.fast_dtype if context._enabled else None
         asked = self._asked.get(id(context), made_before)
-        if asked is not None and self._levels[-1] is not None:
+        if asked is not None and self._levels[-1] is not None and not _restores_autocast(sys._getframe(2)):
             place = self._place()
             self.findings.append(found(rules.NESTED_AUTOCAST, place, mend=mending.of_autocast(place.code)))
         self._levels.append(asked)
-        _show(self._levels[-1], ("cpu", self._device))
+        self._show_level()
         return context
 
     def _leave_autocast(self) -> None:
         self._levels.pop()
-        _show(self._levels[-1], ("cpu", self._device))
+        self._show_level()
+
+    def _show_level(self) -> None:
+        if not self._is_in_call:  # in which nothing is recorded: activation checkpointing repeats the forward pass
+            _show(self._levels[-1], ("cpu", self._device))
 
     def _apply_function(self, kind: Any, *args: Any, **kwargs: Any) -> Any:
         """In the place of a Function's apply: runs it, and repeats it on shadows forward and backward."""
@@ -344,6 +385,18 @@ class _OneDtype(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _SameDtypes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
+    """Raises where operands have two dtypes after autocast has cast them, as devices do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in _SAME_DTYPES:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+            given = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+            if len(given) > 1:
+                raise RuntimeError(f"the operands must have the same dtype, but got {', '.join(map(str, given))}")
+        return func(*args, **(kwargs or {}))
+
+
 class _Always:
     """Stands for a tuple of True, however long."""
 
@@ -390,6 +443,15 @@ def _is_decorated(kind: Any) -> bool:
     """Whether a Function's forward is decorated with custom_fwd."""
     code = getattr(kind.forward, "__code__", None)
     return code is not None and code.co_filename == torch.amp.autocast_mode.__file__
+
+
+def _restores_autocast(frame: FrameType) -> bool:
+    """Whether an autocast is entered by torch itself, as activation checkpointing does in the backward pass.
+
+    That of a function which the user decorated is entered in torch.amp.
+    """
+    file = frame.f_code.co_filename
+    return file.startswith(_TORCH) and file != torch.amp.autocast_mode.__file__
 
 
 def _show(dtype: torch.dtype | None, devices: Iterable[str]) -> None:

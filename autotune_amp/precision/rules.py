@@ -83,7 +83,9 @@ MIXED_OPERANDS = Rule(
     "This operation wants tensors of one precision, and autocast does not cast for it.",
     "Cast the one to the other's precision: y.to(x.dtype).",
     f"{_AMP}#autocast-op-reference",
-    error=r"expected scalar type|expected dtype \w+ for|dtypes? match|same (scalar type|dtypes?)|equal to src\.dtype",
+    error=r"[Ee]xpected (object of )?scalar type|expected dtype [\w:.]+ for|dtypes? match|same (scalar type|dtypes?)"
+    r"|equal to src\.dtype|[Ii]nput (d?types|type \S+ and (weight|bias) type \S+) (must|should) be the same"
+    r"|to have the same type as tensor for argument|Type promoting not supported|Found dtype \w+ but expected",
 )
 LINEAR_ALGEBRA = Rule(
     "linear_algebra",
@@ -95,6 +97,18 @@ LINEAR_ALGEBRA = Rule(
     "https://docs.pytorch.org/docs/stable/generated/torch.linalg.cholesky.html",
     error=r"Low precision dtypes not supported|expected a tensor with 2 or more dimensions of float"
     r"|\"(linalg_|cholesky|lu_|eig|svd|geqrf|orgqr|triangular|inverse|ldl_)\w*\" not implemented for '(Half|BFloat16)'",
+)
+FFT = Rule(
+    "fft",
+    "breaks",
+    _HALF,
+    AUTOCAST_DEVICES,
+    "There are no Fourier transforms in half precision, but for fp16 on CUDA with lengths that are powers of two, and "
+    "autocast casts for them on the CPU alone.",
+    "Give it fp32: cast what goes in with .float().",
+    "https://docs.pytorch.org/docs/stable/generated/torch.fft.fft.html",
+    error=r"Unsupported dtype (Half|BFloat16)|cuFFT only supports dimensions whose sizes are powers of two"
+    r"|MKL FFT doesn't support tensors of type",
 )
 MANUAL_CAST = Rule(
     "manual_cast",
@@ -173,7 +187,7 @@ LOSS = Rule(
 )
 
 RULES: Final = (
-    *(BINARY_CROSS_ENTROPY, LARGE_CONSTANT, SMALL_EPSILON, AUTOGRAD_FUNCTION, MIXED_OPERANDS, LINEAR_ALGEBRA),
+    *(BINARY_CROSS_ENTROPY, LARGE_CONSTANT, SMALL_EPSILON, AUTOGRAD_FUNCTION, MIXED_OPERANDS, LINEAR_ALGEBRA, FFT),
     *(MANUAL_CAST, WEIGHTS, CLIPPING, NESTED_AUTOCAST, OLD_INTERFACE, SCALER, SIZES, LOSS),
 )
 

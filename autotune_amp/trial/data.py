@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from itertools import chain, count, islice
 from typing import Any, NamedTuple, TypeAlias
 
@@ -81,6 +81,15 @@ def opened(data: Any, batch_size: int, num_workers: int | None = None) -> Opened
     return Opened(_cycle(lambda: loader, batch_size), loader)
 
 
+def draws_full_batches(batches: Any, batch_size: int) -> bool:
+    """Whether this batch sampler of a DataLoader draws `batch_size` samples for each batch, and never fewer.
+
+    Then nothing has to be counted in a batch, whose tensors may be images of 3 channels or one camera matrix.
+    """
+    own = batches.sampler if isinstance(batches, Spread) else batches
+    return type(own) is BatchSampler and own.drop_last and own.batch_size == batch_size
+
+
 def gives_batches(loader: DataLoader[Any]) -> bool:
     """Whether its dataset makes a whole batch of indices at once, so that there are no samples to collate."""
     make = getattr(loader.dataset, "__getitems__", None)
@@ -88,15 +97,35 @@ def gives_batches(loader: DataLoader[Any]) -> bool:
 
 
 def num_samples(batch: Any, asked: int) -> int | None:
-    """How many samples a batch holds: `asked` where the first dimension of any tensor says so, or the second of all
-    that have one (time first); else the first dimension of its first tensor, None without one."""
+    """Estimate how many samples a batch holds that does not come from a DataLoader of known batch size.
+
+    It is `asked` where the first dimension of any tensor or the length of any list says so, or the second dimension of
+    all tensors that have one (time first); else the largest of the first dimensions and of the lengths of lists in it,
+    None without a tensor.
+    """
     shapes = [tuple(tensor.shape) for _, tensor in tensors(batch) if tensor.dim() > 0]
+    if not shapes:
+        return asked if asked in _lengths(batch) else None
     matrices = [shape for shape in shapes if len(shape) > 1]
-    if any(shape[0] == asked for shape in shapes) or (matrices and all(shape[1] == asked for shape in matrices)):
+    sizes = {shape[0] for shape in shapes}.union(*map(_lengths, _children(batch)))
+    if asked in sizes | _lengths(batch) or (matrices and all(shape[1] == asked for shape in matrices)):
         return asked
-    if isinstance(batch, (list, tuple)) and len(batch) == asked:
-        return asked
-    return shapes[0][0] if shapes else None
+    return max(sizes)
+
+
+def _lengths(value: Any) -> set[int]:
+    """Return the lengths of the lists and tuples in a batch."""
+    own = {len(value)} if isinstance(value, (list, tuple)) else set()
+    return own.union(*map(_lengths, _children(value)))
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, tuple)):
+        return () if value and isinstance(value[0], (int, float, str)) else value
+    is_plain = isinstance(value, torch.Tensor) or callable(value) or not hasattr(value, "__dict__")
+    return () if is_plain else vars(value).values()
 
 
 def move(batch: Any, device: torch.device) -> Any:
@@ -128,6 +157,11 @@ def rebuilt(loader: DataLoader[Any], num_workers: int | None = None, **settings:
         names += ["timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers", "in_order"]
     kept = {name: getattr(loader, name) for name in names}
     return DataLoader(loader.dataset, **{**kept, "num_workers": num_workers, **settings})
+
+
+def _is_plain(loader: Any) -> bool:
+    """Whether it is a DataLoader whose batches are those of its sampler."""
+    return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
 
 
 def _is_dataset(data: Any) -> bool:
@@ -167,12 +201,16 @@ def _from_function(make: Callable[[int], Any], batch_size: int, num_workers: int
 
 def _rearranged(loader: DataLoader[Any], num_workers: int | None, shares: Iterator[float]) -> DataLoader[Any]:
     """A loader of the right batch size: its batches from all over the epoch, where their order can be listed."""
-    is_spread = type(loader).__iter__ is DataLoader.__iter__ and _is_ordered(loader)
-    if num_workers is None and not is_spread:
+    is_spread = _is_plain(loader) and _is_ordered(loader)
+    # The rest at the end of an epoch is left out by its number, not by the shapes of what was collated.
+    has_rest = _is_plain(loader) and type(loader.batch_sampler) is BatchSampler and not loader.batch_sampler.drop_last
+    if num_workers is None and not is_spread and not has_rest:
         return loader
-    if isinstance(loader.dataset, IterableDataset):
-        return rebuilt(loader, num_workers, batch_size=loader.batch_size, drop_last=loader.drop_last)
     batches, samples = loader.batch_sampler, loader.sampler
+    if isinstance(loader.dataset, IterableDataset):
+        return rebuilt(loader, num_workers, batch_size=loader.batch_size, drop_last=loader.drop_last or has_rest)
+    if type(batches) is BatchSampler:
+        batches = BatchSampler(batches.sampler, batches.batch_size, drop_last=True)
     if batches is None:
         return rebuilt(loader, num_workers, batch_size=None, sampler=Spread(samples, shares) if is_spread else samples)
     return rebuilt(loader, num_workers, batch_sampler=Spread(batches, shares) if is_spread else batches)
@@ -181,15 +219,19 @@ def _rearranged(loader: DataLoader[Any], num_workers: int | None, shares: Iterat
 def _cycle(make_loader: Callable[[], Any], batch_size: int) -> Stream:
     while True:
         largest, num_batches = 0, 0
-        for batch in make_loader():
-            found = num_samples(batch, batch_size)
+        loader = make_loader()
+        is_counted = _is_plain(loader) and draws_full_batches(loader.batch_sampler, batch_size)
+        for batch in loader:
+            found = batch_size if is_counted else num_samples(batch, batch_size)
             if found is not None and found < batch_size:  # the rest at the end of an epoch
                 largest = max(largest, found)
                 continue
             num_batches += 1
             yield batch
         if num_batches == 0:
+            num_drawn = length(loader.dataset) if is_counted else None
             given = f"its largest batch held {largest}" if largest else "it yielded no batch"
+            given = f"an epoch of it holds {num_drawn}" if num_drawn is not None and num_drawn < batch_size else given
             raise WorkloadError(
                 f"The data was asked for batches of {batch_size} samples, but {given}.",
                 "Give it more samples, have a function of the batch size return as many as it is asked for, or limit "

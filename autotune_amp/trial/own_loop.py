@@ -102,7 +102,8 @@ class _Supply:
 
         def watched(iterator: Any) -> Any:
             # The worst batch has a loader of its own, as a dataset may have.
-            return own(iterator) if self._is_taking else self._take(lambda: own(iterator))
+            is_counted = data.draws_full_batches(iterator._index_sampler, self._batch_size)
+            return own(iterator) if self._is_taking else self._take(lambda: own(iterator), is_counted=is_counted)
 
         kind.__next__ = watched
         try:
@@ -115,7 +116,7 @@ class _Supply:
         while True:
             yield self._take(lambda: next(batches))
 
-    def _take(self, take: Callable[[], Any]) -> Any:
+    def _take(self, take: Callable[[], Any], *, is_counted: bool = False) -> Any:
         self._is_taking = True
         try:
             asked = time.perf_counter()
@@ -128,7 +129,7 @@ class _Supply:
                 batch = batch if worst is None else worst
         finally:
             self._is_taking = False
-        found = data.num_samples(batch, self._batch_size)
+        found = None if is_counted else data.num_samples(batch, self._batch_size)
         # What is larger counts something else than samples, such as the nodes of graphs.
         self._ahead.append(self._batch_size if found is None else min(found, self._batch_size))
         self.largest = max(self.largest, self._ahead[-1])

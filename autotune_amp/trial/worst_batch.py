@@ -171,10 +171,8 @@ def worst_batches(
     samples.
     """
     if named is not None:
-        origin = "Workload(worst_batch=...)"
         made: Iterator[Any] = map(named, repeat(batch_size, num_batches))
     elif samples and loader is not None:
-        origin = "The data's own collate_fn"
         # From a worker process if the loader has them, since a dataset opened here may not survive their start; with a
         # generator of its own, so that what the loader draws next stays the same.
         settings = {"batch_sampler": [list(islice(cycle(samples), batch_size))] * num_batches}
@@ -183,9 +181,9 @@ def worst_batches(
         return
     for batch in made:
         found = 0 if batch is None else num_samples(batch, batch_size)
-        if found is not None and found < batch_size:
+        if named is not None and found is not None and found < batch_size:
             raise WorkloadError(
-                f"{origin} was asked for the worst batch of {batch_size} samples and gave {found}.",
+                f"Workload(worst_batch=...) was asked for the worst batch of {batch_size} samples and gave {found}.",
                 "Give Workload(worst_batch=...) a function of the batch size that returns a batch of so many samples.",
             )
         yield batch

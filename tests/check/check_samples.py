@@ -181,6 +181,18 @@ def factorises_in_fp32(x: Tensor) -> Tensor:
     return torch.linalg.cholesky(gram.float() + torch.eye(16))  # type: ignore[no-any-return]
 
 
+def transforms(x: Tensor) -> Tensor:
+    return torch.fft.rfft(x[:, :7]).abs()  # type: ignore[no-any-return]  # sick: fft
+
+
+def transforms_in_two_dimensions(x: Tensor) -> Tensor:
+    return torch.fft.fft2(x, s=(8, 12)).abs()  # type: ignore[no-any-return]  # sick: fft
+
+
+def transforms_in_fp32(x: Tensor) -> Tensor:
+    return torch.fft.rfft(x[:, :7].float()).abs()  # type: ignore[no-any-return]
+
+
 def casts(x: Tensor) -> Tensor:
     return x.half() + 1  # sick: manual_cast
 
@@ -261,6 +273,8 @@ SAMPLES: dict[str, tuple[str, Callable[[], Workload]]] = {
     "multiplies_without_autocast": ("mixed_operands", lambda: workload(multiplies_without_autocast)),
     "factorises": ("linear_algebra", lambda: workload(factorises)),
     "inverts": ("linear_algebra", lambda: workload(inverts)),
+    "transforms": ("fft", lambda: workload(transforms)),
+    "transforms_in_two_dimensions": ("fft", lambda: workload(transforms_in_two_dimensions)),
     "casts": ("manual_cast", lambda: workload(casts)),
     "casts_by_name": ("manual_cast", lambda: workload(casts_by_name)),
     "nests": ("nested_autocast", lambda: workload(nests)),
@@ -275,6 +289,7 @@ HEALTHY: dict[str, Callable[[], Workload]] = {
         for then in (
             *(masks_near, masks_with_infinity, masks_in_fp32, guards_with_enough, guards_in_fp32, calls_decorated),
             *(calls_doubled, puts_its_own_into, multiplies_in_fp32, factorises_in_fp32, casts_to_another),
+            transforms_in_fp32,
         )
     },
     "on_logits": lambda: workload(identity, on_logits),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import check_samples
@@ -123,3 +125,25 @@ def test_live_objects() -> None:
     assert [(finding.rule, finding.modules) for finding in found.findings] == [("large_constant", ("body",))]
     assert (found.batch_size, found.will_break) == (3, True)
     assert [Path(file).name for file in found.files] == ["check_samples.py"]
+
+
+@pytest.mark.usefixtures("here")
+def test_as_few_samples_are_recorded_as_a_step_runs_with() -> None:
+    def batch_size(least: int) -> int:
+        def compares(x: Tensor) -> Tensor:
+            assert len(x) >= least
+            return x
+
+        return check_workload(check_samples.workload(compares), quiet=True).batch_size
+
+    assert (batch_size(1), batch_size(3)) == (2, 8)
+
+
+@pytest.mark.parametrize("is_pasted", [False, True])
+def test_a_class_of_the_script_itself_or_of_code_that_is_in_no_file(tmp_path: Path, is_pasted: bool) -> None:
+    text = f"{SICK}\nfrom autotune_amp import check_workload\nprint(check_workload(workload(), quiet=True).to_json())"
+    (tmp_path / "script.py").write_text(text)
+    command = [sys.executable, *(["-c", text] if is_pasted else ["script.py"])]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [finding["rule"] for finding in json.loads(done.stdout)["findings"]] == ["large_constant", "loss"]

@@ -60,6 +60,12 @@ def test_clipping_after_unscale_and_without_a_scaler(tmp_path: Path) -> None:
     assert findings(tmp_path, plain.format(unscale="pass")) == []
 
 
+def test_clipping_after_the_step_clips_nothing_that_is_scaled_for_it(tmp_path: Path) -> None:
+    clip, step = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "scaler.step(optimizer)"
+    swapped = LOOP.replace(clip, "CLIP").replace(step, clip).replace("CLIP", step)
+    assert findings(tmp_path, swapped.format(unscale="pass")) == []
+
+
 @pytest.mark.parametrize(
     ("imports", "call", "mended"),
     [
@@ -109,6 +115,21 @@ def test_what_is_installed_is_not_read_and_what_has_no_source_is_named() -> None
     assert unread == ("made_up.Made",)
 
 
+def test_a_class_of_a_script_is_read_by_its_methods_though_its_module_is_another_one_here(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import dataclasses\nfrom torch import nn\n\n@dataclasses.dataclass\nclass Sizes:\n    width: int = 3\n"
+        "    @property\n    def twice(self): return 2 * self.width\n\nclass Bare(nn.Linear): pass\n\n"
+        "class Net(nn.Module):\n    def forward(self, x): return x\n"
+    )
+    names: dict[str, Any] = {"__name__": "__main__"}  # which has no such class where a trial unpacks it
+    exec(compile(path.read_text(), path, "exec"), names)
+    for name in ("Sizes", "Net"):
+        sources, unread = sources_of([names[name]])
+        assert ([source.file for source in sources], unread) == ([str(path)], ())
+    assert sources_of([names["Bare"]])[1] == ("__main__.Bare",)
+
+
 def test_the_function_that_makes_the_weights_is_named_before_the_rest_of_its_file() -> None:
     def make() -> nn.Module:
         return nn.Linear(2, 2).double()
@@ -119,3 +140,18 @@ def test_the_function_that_makes_the_weights_is_named_before_the_rest_of_its_fil
     assert finding.mend == "return nn.Linear(2, 2).float()"
     assert (finding.severity, finding.modules) == ("hurts", ("head",))
     assert of_weights("float16", "breaks", ("head",), [], []).file is None
+
+
+def test_of_several_workloads_that_one_function_makes_the_line_of_this_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "several.py"
+    path.write_text(
+        "import torch\n\ndef make(dtype):\n    def workload():\n        return torch.zeros(2, dtype=dtype)\n"
+        "    return workload\n\nfirst = make(torch.float16)\nsecond = make(torch.float16)\n"
+        "third = make(torch.float64)\n"
+    )
+    names: dict[str, Any] = {"__name__": "several"}
+    exec(compile(path.read_text(), path, "exec"), names)
+    sources, _ = sources_of([names["second"]])
+    assert of_weights("float16", "breaks", (), sources, [None, names["second"]]).line == 9
+    assert of_weights("float16", "breaks", (), sources, []).file is None  # it may be another's
+    assert of_weights("float64", "hurts", (), sources, []).line == 10  # there is no other

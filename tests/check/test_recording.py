@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import sick_loop
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from autotune_amp import Workload
 from autotune_amp.check.child import report_on
@@ -167,3 +170,150 @@ def test_a_compiled_model_runs_eagerly() -> None:
 
     (finding,) = report(Workload(model, check_samples.squares, lambda n: torch.randn(n, 16))).findings
     assert (finding.rule, finding.modules) == ("large_constant", ("body",))
+
+
+# -- what a step may do with its tensors, none of which may end the recording ------------------------------------------
+
+
+def penalised(model: Any, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return slope.float().square().sum()
+
+
+def attacked(model: Any, x: Tensor) -> Tensor:
+    x.requires_grad = True
+    (slope,) = torch.autograd.grad(check_samples.squares(model, x), x)
+    return check_samples.squares(model, (x + 0.1 * slope.sign()).detach())
+
+
+def adapted(model: Any, x: Tensor) -> Tensor:
+    weights = {name: weight.detach().clone().requires_grad_() for name, weight in model.named_parameters()}
+    loss: Tensor = torch.func.functional_call(model, weights, (x,)).float().square().mean()
+    slopes = torch.autograd.grad(loss, list(weights.values()))
+    moved = {name: weight - 0.1 * slope for (name, weight), slope in zip(weights.items(), slopes, strict=True)}
+    after: Tensor = torch.func.functional_call(model, moved, (x,)).float().square().mean()
+    return after + check_samples.squares(model, x)
+
+
+def copies_itself(model: Any, x: Tensor) -> Tensor:
+    teacher = copy.deepcopy(model)
+    out: Tensor = model(x) - teacher(x).detach()
+    return out.float().square().mean()
+
+
+def checkpointed(model: Any, x: Tensor) -> Tensor:
+    out: Tensor = checkpoint(model, x.requires_grad_(), use_reentrant=False)
+    return out.float().square().mean()
+
+
+def checkpointed_by_reentering(model: Any, x: Tensor) -> Tensor:
+    out: Tensor = checkpoint(model, x.requires_grad_(), use_reentrant=True)
+    return out.float().square().mean()
+
+
+@pytest.mark.parametrize(
+    "loss", [penalised, attacked, adapted, copies_itself, checkpointed, checkpointed_by_reentering]
+)
+@pytest.mark.parametrize("device", rules.AUTOCAST_DEVICES)
+def test_nothing_is_found_in_a_step_that_differentiates_copies_or_recomputes(loss: Any, device: AutocastDevice) -> None:
+    workload = check_samples.workload(check_samples.identity, loss)
+    assert report(workload, device).findings == ()
+    torch.clear_autocast_cache()  # which the process does at the next autocast: it may hold no tensor of the recording
+    assert torch.is_autocast_cache_enabled()
+
+
+def test_a_transform_of_a_power_of_two_breaks_in_bf16_alone_and_on_a_cpu_not_at_all() -> None:
+    workload = check_samples.workload(lambda x: torch.fft.fft(x).abs())
+    assert [finding.precisions for finding in report(workload).findings] == [("bf16",)]
+    assert [finding.precisions for finding in report(workload, "mps").findings] == [("fp16", "bf16")]
+    assert report(workload, "cpu").findings == ()
+
+
+# -- operands of two dtypes: what raises on this CPU is found, and nothing else ----------------------------------------
+
+ROWS = torch.arange(4)
+IS_LARGE = torch.ones(8, 8, dtype=torch.bool)
+PLACES = torch.zeros(8, 8, dtype=torch.long)
+# Of a buffer, kept in one dtype, and what autocast made, in another.
+WRITES: dict[str, Any] = {
+    **{
+        name: lambda kept, made, name=name: getattr(kept, name)(0, ROWS, made[:4])
+        for name in ("index_add_", "index_add", "index_copy_", "index_copy")
+    },
+    "index_reduce_": lambda kept, made: kept.index_reduce_(0, ROWS, made[:4], "mean"),
+    "index_put_": lambda kept, made: kept.index_put_((ROWS,), made[:4]),
+    "index_put_ of sums": lambda kept, made: kept.index_put_((ROWS,), made[:4], accumulate=True),
+    "index_put": lambda kept, made: kept.index_put((ROWS,), made[:4], accumulate=True),
+    "put_": lambda kept, made: kept.put_(ROWS, made[0, :4]),
+    "scatter_add_": lambda kept, made: kept.scatter_add_(0, PLACES, made),
+    "scatter_add": lambda kept, made: kept.scatter_add(0, PLACES, made),
+    "scatter_reduce_": lambda kept, made: kept.scatter_reduce_(0, PLACES, made, "mean"),
+    "masked_scatter_": lambda kept, made: kept.masked_scatter_(IS_LARGE, made),
+    "addmm_": lambda kept, made: kept.addmm_(made, made),
+    "addbmm_": lambda kept, made: kept.addbmm_(made[None], made[None]),
+    "baddbmm_": lambda kept, made: kept[None].baddbmm_(made[None], made[None]),
+    "addmv_": lambda kept, made: kept[0].clone().addmv_(made, made[0]),
+    "addmm": lambda kept, made: torch.addmm(kept, made, made),
+    "mv": lambda kept, made: torch.mv(kept, made[0]),
+    "dot": lambda kept, made: torch.dot(kept[0], made[0]),
+    "lerp": lambda kept, made: torch.lerp(kept, made, 0.5),
+    "lerp_": lambda kept, made: kept.lerp_(made, 0.5),
+    "cross": lambda kept, made: torch.linalg.cross(kept[:, :3], made[:, :3]),
+    "complex": lambda kept, made: torch.complex(kept, made).real,
+    "weighted bags": lambda kept, made: functional.embedding_bag(
+        PLACES, kept.clone().detach(), per_sample_weights=made, mode="sum"
+    ),
+    "add_": lambda kept, made: kept.add_(made),
+    "copy_": lambda kept, made: kept.copy_(made),
+    "addcmul_": lambda kept, made: kept.addcmul_(made, made),
+    "addcdiv_": lambda kept, made: kept.addcdiv_(made, made + 2),
+    "a slice": lambda kept, made: kept[:2].copy_(made[:2]),
+    "where": lambda kept, made: torch.where(IS_LARGE, kept, made),
+    "cat": lambda kept, made: torch.cat([kept, made]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")  # that it may change
+@pytest.mark.parametrize("name", WRITES)
+def test_operands_of_two_dtypes_are_found_where_this_cpu_raises(name: str) -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = WRITES[name](torch.ones(8, 8), self.enter(x))
+            return out
+
+    workload = Workload(Writes, check_samples.squares, lambda n: torch.randn(n, 8))
+    with torch.autocast("cpu", dtype=torch.float16):
+        try:
+            Writes()(torch.randn(8, 8))
+            expected = []
+        except RuntimeError:
+            expected = ["mixed_operands"]
+    assert [finding.rule for finding in report(workload, "cpu").findings] == expected
+
+
+# -- no false alarms ---------------------------------------------------------------------------------------------------
+
+
+def test_clamping_far_away_breaks_on_the_cpu_alone() -> None:
+    workload = check_samples.workload(lambda x: x.clamp(-1e5, 1e5))
+    assert report(workload).findings == ()
+    assert [finding.rule for finding in report(workload, "cpu").findings] == ["large_constant"]
+
+
+def test_a_part_that_switches_autocast_off_by_itself_is_left_alone() -> None:
+    def off(x: Tensor) -> Tensor:
+        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+            return x.float().masked_fill(x > 1, -1e9).clamp(min=-10.0)
+
+    assert report(check_samples.workload(off)).findings == ()
+
+
+def test_a_dataset_of_fewer_samples_than_are_usually_recorded() -> None:
+    samples = torch.utils.data.TensorDataset(torch.randn(4, 16))
+    workload = Workload(lambda: nn.Linear(16, 16), lambda model, batch: check_samples.squares(model, *batch), samples)
+    assert report_on(workload, make_model(workload), "cuda").batch_size == 4

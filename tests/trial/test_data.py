@@ -56,14 +56,70 @@ def test_batches_have_the_size_asked_for_without_end(given: Any, size: int) -> N
         (lambda size: iter([]), "no batch"),
         (lambda size: pairs(size - 1), "held 7"),
         (lambda size: iter([pairs(3)]), "held 3"),
-        (lambda size: DataLoader(Sorted(5), batch_size=size), "held 5"),
-        (TensorDataset(*pairs(5)), "no batch"),
+        (lambda size: DataLoader(Sorted(5), batch_size=size), "holds 5"),
+        (TensorDataset(*pairs(5)), "holds 5"),
         (lambda size: DataLoader(Sorted(50), batch_size=16), "batch_size=16"),
     ],
 )
 def test_no_batch_too_few_samples_or_a_batch_size_that_is_ignored(given: Any, word: str) -> None:
     with pytest.raises(WorkloadError, match=word):
         next(data.stream(given, 8))
+
+
+class Scenes(torch.utils.data.Dataset[Any]):
+    """Samples of an object detector: an image of 3 channels and its boxes."""
+
+    def __len__(self) -> int:
+        return 21
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        if not 0 <= index < 21:
+            raise IndexError(index)
+        return torch.zeros(3, 6, 6 + index % 2), {"boxes": torch.zeros(2, 4), "index": torch.tensor(index)}
+
+
+def zipped(samples: list[Any]) -> Any:
+    return tuple(zip(*samples, strict=True))
+
+
+def named_lists(samples: list[Any]) -> Any:
+    return {"images": [image for image, _ in samples], "labels": [0 for _ in samples]}
+
+
+def camera_first(samples: list[Any]) -> Any:
+    return torch.zeros(3, 3), torch.zeros(100 * len(samples), 3)
+
+
+def flattened(samples: list[Any]) -> Any:
+    return torch.zeros(2), [len(samples)]
+
+
+@pytest.mark.parametrize("collate", [zipped, named_lists, camera_first, flattened])
+@pytest.mark.parametrize("num_workers", [None, 0])
+def test_a_loader_knows_how_many_samples_its_batches_hold_whatever_their_tensors_say(
+    collate: Any, num_workers: int | None
+) -> None:
+    def make(size: int) -> DataLoader[Any]:
+        return DataLoader(Scenes(), batch_size=size, shuffle=True, collate_fn=collate)
+
+    for given in (make(4), make, lambda size: DataLoader(Scenes(), batch_size=size, collate_fn=collate)):
+        drawn = list(islice(data.opened(given, 8, num_workers).stream, 5))  # 2 of an epoch, whose last 5 samples go
+        expected = collate([Scenes()[0]] * 8)
+        for batch in drawn:
+            assert [len(part) for part in tuple(batch)] == [len(part) for part in tuple(expected)]
+            assert collate is not flattened or batch[1] == [8]
+
+
+@pytest.mark.parametrize("collate", [zipped, named_lists])
+def test_lists_count_where_no_loader_knows_the_number(collate: Any) -> None:
+    def of(size: int) -> Any:
+        return collate([Scenes()[index] for index in range(size)])
+
+    assert data.num_samples(of(8), 8) == 8
+    assert data.num_samples(next(data.stream(of, 8)), 8) == 8
+    with pytest.raises(WorkloadError, match="held 7"):
+        next(data.stream(lambda size: of(size - 1), 8))
+    assert (data.num_samples(camera_first([0] * 8), 8) or 0) >= 8  # rays, not the 3 rows of the camera's matrix
 
 
 def test_what_is_said_of_the_data() -> None:
