@@ -263,7 +263,7 @@ def _source(value: object, indent: str = "") -> str:
         return call(f"{type(value).__name__}(", keywords(_set_fields(value), inner), indent=indent)
     if isinstance(value, tuple):
         return call("[", [_source(part, inner) for part in value], "]", indent)
-    return json.dumps(value) if isinstance(value, str | dict) else repr(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str | dict) else repr(value)
 
 
 def _inline(value: object) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from autotune_amp.core.text import shell_line
 from autotune_amp.integrations.export import SHEBANG, Export, origin_comment
 
 _TRAINING = ("python", "train.py")
@@ -63,7 +64,7 @@ def slurm(
         job where it `can_use_ray`.
     training: the training's command as the search was given it, None where nobody has said it.
     """
-    started = shlex.join(training or _TRAINING)
+    started = shell_line(training or _TRAINING)
     what = "a training that searches itself" if searching is None else "a search, then a training with its answer"
     lines = [
         *origin_comment(origin),
@@ -80,7 +81,7 @@ def slurm(
     if searching is not None:
         options = shlex.quote(f"--job-name={name}-search") + ("" if can_use_ray else " --nodes=1 --ntasks=1")
         on_nodes = '"${ray[@]}" ' if can_use_ray else ""
-        search = f"autotune-amp search {on_nodes}{shlex.join(searching)}"
+        search = f"autotune-amp search {on_nodes}{shell_line(searching)}"
         kept = "what was measured is kept, and the same command goes on"
         before = [_CLUSTER] if can_use_ray else []
         lines += [*_job("searched=$(", options, search, 'kill -TERM "$running"', kept, before), ")"]
