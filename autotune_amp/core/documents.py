@@ -10,6 +10,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.text import one_line
 
 # Ranges that hold where a document is read; their ends keep sums and ratios of them finite.
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
@@ -45,9 +46,15 @@ def read_file(path: str | os.PathLike[str]) -> bytes:
         raise OSError(errno.EINVAL, f"no file has such a name ({error})") from error
 
 
+def check_new(option: str, path: str | os.PathLike[str] | None) -> None:
+    """Raise `InvalidRequestError` where something lies at the `path` that the `option` is to write, if it is given."""
+    if path is not None and os.path.lexists(path):
+        raise InvalidRequestError(f"{option} is {str(path)!r}, which is there: it is left alone.", "Name a new file.")
+
+
 def cause(error: OSError | ValueError) -> str:
     """Return why a file cannot be read or written, without the file's name."""
-    return str(getattr(error, "strerror", None) or error)
+    return one_line(str(getattr(error, "strerror", None) or error))
 
 
 def decode(text: bytes | str, kind: type[Kind] | msgspec.json.Decoder[Kind]) -> Kind:

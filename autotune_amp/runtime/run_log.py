@@ -19,6 +19,7 @@ from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.documents import Count, Whole, cause, decode, read_file, regular
 from autotune_amp.core.errors import FormatError, InvalidRequestError
+from autotune_amp.core.text import one_line
 from autotune_amp.runtime.readings import Readings
 
 log = logging.getLogger("autotune_amp.runtime")
@@ -104,7 +105,7 @@ class RunLog:
                 file.write(msgspec.json.encode(line) + b"\n")
         except (OSError, ValueError) as error:
             self._is_writing = False
-            log.error("The run log %s cannot be written, and ends here: %s.", self.path, cause(error))
+            log.error("The run log %s cannot be written, and ends here: %s.", one_line(str(self.path)), cause(error))
 
 
 @dataclass(frozen=True)

@@ -313,9 +313,9 @@ def test_of_fp8_every_text_says_who_makes_its_layers_and_what_is_around_them(tar
 
 
 def test_the_environment_reaches_a_shell() -> None:
-    variables = {"OMP_NUM_THREADS": "3", "ODD_": "a 'quoted' $value"}
+    variables = {"MALLOC_TRIM_THRESHOLD_": "3", "PYTORCH_ALLOC_CONF": "a 'quoted' $value"}
     text = export(Exportable(AmpConfig(precision="fp32", batch_size=4, environment=variables)), "env").text
-    program = f'{text}printf \'%s|%s\' "$OMP_NUM_THREADS" "$ODD_"'
+    program = f'{text}printf \'%s|%s\' "$MALLOC_TRIM_THRESHOLD_" "$PYTORCH_ALLOC_CONF"'
     done = subprocess.run(["/bin/sh", "-c", program], capture_output=True, text=True, timeout=20, check=True)
     assert done.stdout.split("|") == list(variables.values())
     assert export(Exportable(AmpConfig(precision="fp32", batch_size=4)), "env").text.startswith("# ")
