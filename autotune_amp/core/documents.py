@@ -52,8 +52,8 @@ def check_new(option: str, path: str | os.PathLike[str] | None) -> None:
         raise InvalidRequestError(f"{option} is {str(path)!r}, which is there: it is left alone.", "Name a new file.")
 
 
-def cause(error: OSError | ValueError) -> str:
-    """Return why a file cannot be read or written, without the file's name."""
+def cause(error: Exception) -> str:
+    """Return why a file cannot be read, written or decoded, without the file's name."""
     return one_line(str(getattr(error, "strerror", None) or error))
 
 

@@ -42,7 +42,6 @@ How to read one:
 from __future__ import annotations
 
 import os
-import shlex
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -261,7 +260,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         command = shell_line(line.of_setting(self.config, study.as_posix(), **of_trial)[0])
         if not line.outside(self.config, self.workload.today):
             return False, command
-        return True, f"autotune-amp run {shlex.quote(study.as_posix())} -- {command}"
+        return True, f"autotune-amp run {shell_line([study.as_posix()])} -- {command}"
 
     def to_json(self) -> str:
         """The document; a missing number is null, never NaN."""

@@ -33,6 +33,7 @@ from autotune_amp.core.evidence import (
     strict_flag_lines,
 )
 from autotune_amp.core.setting import DIMENSIONS, Setting
+from autotune_amp.core.text import one_line
 from autotune_amp.core.variants import VARIANTS
 from autotune_amp.integrations.documents import accelerate_config, deepspeed_config
 
@@ -248,7 +249,7 @@ def wrapped(comment: str) -> list[str]:
     wrapper = textwrap.TextWrapper(
         WIDTH, initial_indent="# ", subsequent_indent="# ", break_long_words=False, break_on_hyphens=False
     )
-    return wrapper.wrap(comment)
+    return wrapper.wrap(one_line(comment))
 
 
 def origin_comment(origin: str) -> list[str]:

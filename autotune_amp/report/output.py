@@ -36,7 +36,7 @@ def rendered(show: Callable[[Console], None]) -> bytes:
                 yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     console = PrintableConsole(file=sys.stdout)
-    with console.capture() as capture:
+    with reader_may_leave(sys.stdout), console.capture() as capture:  # which writes nothing to it in the end
         show(console)
     # Rich fills each line with blanks up to the width of its table.
     return re.sub(r" +$", "", capture.get(), flags=re.MULTILINE).encode(console.encoding, "replace")

@@ -16,7 +16,6 @@ from autotune_amp.core.outcome import Failure, Record
 from autotune_amp.search.source import folder_name, study_name
 from autotune_amp.search.storage.folder import StudyFolder
 
-
 CHECKED = {"outcome": "accumulation", "verdict": "mean", "reason": "", "next_step": "", "batch_size": 4} | {
     "num_micro_batches": 2
 }

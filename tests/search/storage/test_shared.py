@@ -147,3 +147,31 @@ def test_what_asks_for_another_ranking_or_no_storage_is_not_answered_so(
     unknown = replace(now, unknown=("a lambda",))
     assert cache._shared_answer(Source("train.py:workload"), request, there, Mock(), unknown) is None
     assert not there.path.exists()
+
+
+def test_nothing_of_the_command_its_files_and_its_target_is_kept(url: str, found: Recommendation) -> None:
+    token = "hf_Secret0123456789"
+    line = LaunchLine(
+        arguments=("python", "private_script.py", f"--token={token}", "{batch_size=4}", "--word", "two words"),
+        values={"bf16": "bfloat-sixteen"},
+        files={"private.yaml": f"key: {token}-of-file\nbatch: {{batch_size}}\n"},
+    )
+    said = f"The command python private_script.py --token={token} read private.yaml ({token}-of-file)."
+    assert found.workload is not None
+    shared.keep(
+        url,
+        replace(
+            found,
+            launch_line=line,
+            command=f"python private_script.py --token={token}",
+            target="private_script.py:secret_workload",
+            warnings=(said,),
+            reason=f"{said} It is the fastest.",
+            fingerprint=replace(found.fingerprint, parts={**PARTS, "command": f"={token}"}),
+            workload=replace(found.workload, loader="private_script.py:main:12", notes=(said,)),
+        ),
+    )
+    kept = b"".join(path.read_bytes() for path in Path(url.removeprefix("sqlite:///")).parent.iterdir())
+    for word in (token, "private_script", "private.yaml", "secret_workload", "bfloat-sixteen"):
+        assert word.encode() not in kept
+    assert b"It is the fastest." in kept
