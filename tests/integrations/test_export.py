@@ -482,7 +482,7 @@ def test_what_could_become_another_line_or_run_something_is_no_config(fields: An
 
 def test_a_name_beyond_ascii_is_itself_in_every_text() -> None:
     name = "blöck.\U0001f600"
-    config = AmpConfig(precision="bf16", batch_size=4, pinned_modules=[name])
+    config = AmpConfig(precision="bf16", batch_size=4, pinned_modules=(name,))
     for target in ("torch", "lightning", "accelerate", "transformers"):
         parsed = ast.parse(export(Exportable(config), target).text)
         assert name in [node.value for node in ast.walk(parsed) if isinstance(node, ast.Constant)]

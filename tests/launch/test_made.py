@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
+from autotune_amp.core.errors import FormatError
 from autotune_amp.launch.made import read, remember, remembered, summary, write
 
 

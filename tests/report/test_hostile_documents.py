@@ -26,7 +26,22 @@ from autotune_amp.runtime.run_log import RunLog, read
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.storage.folder import StudyFolder
 
-VALUES = (0, -1, 1e308, -1e308, 1e-308, "abc", "\x1b[31m\n\x00", None, [], {}, 2**70, 2**62, True, "\ud800")
+VALUES: tuple[Any, ...] = (
+    0,
+    -1,
+    1e308,
+    -1e308,
+    1e-308,
+    "abc",
+    "\x1b[31m\n\x00",
+    None,
+    [],
+    {},
+    2**70,
+    2**62,
+    True,
+    "\ud800",
+)
 NUM_CHANGED = 250
 
 
