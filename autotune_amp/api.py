@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from autotune_amp.core.documents import check_new
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.recommendation import NothingWorksError, Recommendation, SearchInterruptedError
@@ -195,7 +196,7 @@ def profile_amp(
     size unless `batch_size` is given: all precisions in turns over `num_batches` training steps each, divided among
     three processes, then a few steps of each under torch.profiler. What takes more than five times as long as fp32, and
     more than a second a step, is cut. `precision` names those to hold against fp32 (TF32 too, by default, where the
-    device has it). `trace` is a file for the profiler's Chrome trace, which https://ui.perfetto.dev opens.
+    device has it). `trace` is a new file for the profiler's Chrome trace, which https://ui.perfetto.dev opens.
 
     A precision that the device lacks, that runs out of memory or that fails has a row with the reason. Raises
     `InvalidRequestError` (a wrong option or device), `WorkloadError` (the workload cannot be loaded or built, or does
@@ -203,6 +204,7 @@ def profile_amp(
     """
     from autotune_amp.search.profile_amp import run_profile
 
+    check_new("--trace", trace)
     origin = _origin(workload, "profile_amp", "profile")
     with _shown(quiet) as progress:
         return run_profile(origin, progress, num_batches, device, precision, batch_size, trace)
@@ -225,8 +227,8 @@ def profile_memory(
     size unless `batch_size` is given: a few steps for the peak, and one in which every tensor is looked at. `precision`
     names those to measure; left out, fp32, bf16 and fp16, without what the device emulates many times slower. `fit` is
     a size, as "16GiB" or in bytes: up to six batch sizes of each precision are measured, within the memory of this
-    device, for the largest batch that would fit into it. `snapshot` is a file for torch's own memory snapshot of the
-    first precision's step, on CUDA, which https://pytorch.org/memory_viz opens.
+    device, for the largest batch that would fit into it. `snapshot` is a new file for torch's own memory snapshot of
+    the first precision's step, on CUDA, which https://pytorch.org/memory_viz opens.
 
     A precision that the device lacks, that runs out of memory or that fails has a row with the reason. Raises
     `InvalidRequestError` (a wrong option or device), `WorkloadError` (the workload cannot be loaded or built, or does
@@ -234,6 +236,7 @@ def profile_memory(
     """
     from autotune_amp.memory.profile_memory import run_memory_profile
 
+    check_new("--snapshot", snapshot)
     origin = _origin(workload, "profile_memory", "memory profile")
     with _shown(quiet) as progress:
         return run_memory_profile(origin, progress, precision, batch_size, device, fit, snapshot)

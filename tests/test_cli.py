@@ -24,6 +24,51 @@ def saved(folder: Path, study: str = "quiet-otter") -> Path:
     return path
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", ["show", "show --json", "export --to env", "--help", "probe --json"])
+def test_output_that_cannot_be_written_is_one_error(tmp_path: Path, arguments: str, unbuffered: str) -> None:
+    saved(tmp_path)
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "autotune_amp", *arguments.split()],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            timeout=120,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-2].startswith("Error: The output cannot be written")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_an_error_that_nobody_can_be_told_keeps_its_exit_code(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "autotune_amp", "show", "nope", "--json"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, cwd=tmp_path, timeout=60)
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["error"]["kind"] == "format"
+
+
+def test_control_characters_of_foreign_text_are_escaped_wherever_they_stand(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = saved(here)
+    document = json.loads(path.read_bytes())
+    foreign = "\x1b]0;mine\x07\x9b31m\r"
+    document["search"]["study"] = document["candidates"][0]["status"] = document["versions"]["torch"] = foreign
+    document["hardware"]["device"] = document["hardware"]["identity"]["name"] = foreign
+    path.write_text(json.dumps(document))
+    for arguments in (["show"], ["export", "--to", "torch"], ["export", "--to", "deepspeed"], ["show", foreign]):
+        run(arguments)
+        said = capfd.readouterr()
+        text = said.out + said.err
+        assert not {c for c in text if not c.isprintable()} - {"\n"}, arguments
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)

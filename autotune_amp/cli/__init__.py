@@ -18,7 +18,7 @@ from autotune_amp.cli.results import dashboard, export, report, show
 from autotune_amp.cli.training import apply, run_, search
 from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError
 from autotune_amp.interruption import interruptible
-from autotune_amp.report.output import emit, reader_may_leave
+from autotune_amp.report.output import emit, reader_may_leave, tell
 
 _TAKE_COMMANDS = ("search", "run", "apply")  # a training command, after ``--``
 
@@ -37,8 +37,11 @@ def main() -> None:
     with interruptible():
         code = run(sys.argv[1:])
         for stream in (sys.stdout, sys.stderr):
-            with reader_may_leave(stream):
-                stream.flush()
+            try:
+                with reader_may_leave(stream):
+                    stream.flush()
+            except InvalidRequestError as error:
+                code = code if stream is sys.stderr else _fail(error, as_json=False)
     sys.exit(code)
 
 
@@ -50,7 +53,9 @@ def run(arguments: list[str]) -> int:
     as_json = "--json" in own
     command = typer.main.get_command(app)
     try:
-        work = command.main(own, prog_name="autotune-amp", standalone_mode=False, obj=training)
+        work = None
+        with reader_may_leave(sys.stdout):  # --help
+            work = command.main(own, prog_name="autotune-amp", standalone_mode=False, obj=training)
         if callable(work):
             answer = work()
             output, exit_code = answer if isinstance(answer, Answer) else (answer, 0)
@@ -73,7 +78,7 @@ def _fail(error: AutotuneAmpError, as_json: bool) -> int:
     from autotune_amp.core.recommendation import SearchInterruptedError
     from autotune_amp.report.errors import error_document, error_text
 
-    sys.stderr.write(error_text(error))
+    tell(error_text(error))
     if as_json:
         emit(error_document(error).encode())
     elif isinstance(error, SearchInterruptedError) and error.best is not None:

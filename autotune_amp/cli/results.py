@@ -12,7 +12,7 @@ import typer
 
 from autotune_amp.cli.options import OBJECTIVE, Folder, Json, Price, Samples, Steps, option, result
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.report.output import emit, json_document
+from autotune_amp.report.output import emit, json_document, tell
 
 if TYPE_CHECKING:
     from autotune_amp.core.recommendation import Recommendation
@@ -38,7 +38,9 @@ def show(
     recommendation = Recommendation.load(path)
     if any(given is not None for given in (objective, steps, samples, price_per_hour)):
         from autotune_amp.search.answer.decide import ranked_again
+        from autotune_amp.search.options import SearchOptions
 
+        recommendation.options_as(SearchOptions)  # damaged ones are said as such
         recommendation = ranked_again(recommendation, path, objective, steps, samples, price_per_hour)
     return result(recommendation, as_json, path)
 
@@ -82,7 +84,7 @@ def report(
             'Name the file that PrecisionController(config, run_log="run.jsonl") writes, or will write.',
         )
     if not as_json:
-        typer.echo(f"Following {log}. Ctrl-C ends it.", err=True)
+        tell(f"Following {log}. Ctrl-C ends it.\n")
     drawn = follow_run(log, out)
     with contextlib.suppress(KeyboardInterrupt):
         emit(said(next(drawn)))
@@ -131,7 +133,7 @@ def export(
         elsewhere = "Name another file with --out, or leave --out away and paste what is printed."
         write_over(out, made.text, "export of autotune-amp's", is_exported, elsewhere)
     for note in made.notes:
-        sys.stderr.write(f"Note: {note}\n")
+        tell(f"Note: {note}\n")
     if as_json:
         return json_document(made)
     return (made.text if out is None else f"{out.as_posix()}\n").encode()
@@ -154,9 +156,9 @@ def dashboard(
     from autotune_amp.report.files import latest
 
     with serving(storage or latest(folder, "study.db"), port) as server:
-        typer.echo(json.dumps({"format": 1, "url": server.url}) if as_json else server.url)
+        emit((json.dumps({"format": 1, "url": server.url}) if as_json else server.url).encode() + b"\n")
         if not as_json:
-            typer.echo("Ctrl-C ends it.", err=True)
+            tell("Ctrl-C ends it.\n")
         if not no_browser and has_display():
             import webbrowser
 
@@ -176,7 +178,7 @@ def _slurm_jobs(recommendation: Recommendation, study: Path, origin: str) -> Exp
     from autotune_amp.search.options import SearchOptions
 
     target, line = recommendation.target, recommendation.launch_line
-    options = msgspec.convert(recommendation.options, SearchOptions)
+    options = recommendation.options_as(SearchOptions)
     asked = msgspec.structs.replace(options, ray=None).arguments()  # which is no cluster of the job's
     asked += ["--out", str(study.parent), "--study", study.name]
     what = to_command_line(line) if line is not None else target and [target]

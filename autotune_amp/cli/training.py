@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +24,8 @@ from autotune_amp.cli.options import (
     result,
     training_command,
 )
-from autotune_amp.report.output import emit, json_document, reader_may_leave
+from autotune_amp.core.text import shell_line
+from autotune_amp.report.output import emit, json_document, reader_may_leave, tell
 
 _OF_THE_COMMAND_LINE = ("context", "value", "file", "dry_run", "as_json")  # no options of recommend_config()
 
@@ -89,7 +89,7 @@ def search(
 
     line = from_command_line(context.obj, workload, value or [], file or [], is_dry=dry_run)
     if line is not None and dry_run:
-        started = [shlex.join(arguments) for arguments in line.first_commands()]
+        started = [shell_line(arguments) for arguments in line.first_commands()]
         return (
             json_document({"format": 1, "commands": started})
             if as_json
@@ -152,5 +152,5 @@ def apply(
     with reader_may_leave(sys.stdout):
         sys.stdout.flush()
     for note in applied.notes():  # below the diff, however long that is
-        sys.stderr.write(f"{note}\n")
+        tell(f"{note}\n")
     return b""

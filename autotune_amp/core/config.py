@@ -15,15 +15,27 @@ import msgspec
 
 from autotune_amp.core.dimensions import PRECISIONS as PRECISIONS
 from autotune_amp.core.dimensions import Precision as Precision
+from autotune_amp.core.documents import Positive, Whole, decode
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.variants import ACTIVATION_CHECKPOINTING, FP8_RECIPE, VARIANTS, WEIGHTS
+from autotune_amp.core.variants import ACTIVATION_CHECKPOINTING, ALLOCATOR_VARIABLES, FP8_RECIPE, VARIANTS, WEIGHTS
 
 # The least number above 0 that fp16 holds: the gradient of an fp16 loss begins as the scale itself, so that below
 # this every gradient is 0.
 MIN_LOSS_SCALE = 2.0**-24
 
 FP16_MAX = 65504.0  # the largest number that fp16 holds
+
+
+# All that a recommendation may ask to be set before Python starts: a document with another could run anything.
+RECOMMENDED_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", *ALLOCATOR_VARIABLES)
+
+
+def is_recommended(environment: object) -> bool:
+    """Whether these are variables that may be recommended, each with a text on one line."""
+    return isinstance(environment, Mapping) and all(
+        name in RECOMMENDED_VARIABLES and _is_printable(value) for name, value in environment.items()
+    )
 
 
 def _must_be(given: msgspec.Struct, names: str, what: str, is_right: Callable[[Any], bool]) -> None:
@@ -43,6 +55,10 @@ def _is_positive(value: object) -> bool:
 
 def _is_count(value: object) -> bool:
     return type(value) is int and value >= 1
+
+
+def _is_printable(value: object) -> bool:
+    return isinstance(value, str) and value.isprintable()
 
 
 def _is_list(value: object) -> bool:
@@ -95,7 +111,8 @@ def _check_setting(setting: Setting) -> None:
     _must_be(setting, "batch_size accumulation_steps", "a whole number from 1 up", _is_count)
     or_none = "a whole number from 0 up, or None to keep the data's own"
     _must_be(setting, "num_workers", or_none, lambda num: num is None or (type(num) is int and num >= 0))
-    _must_be(setting, "pinned_modules", "a list of module names", _is_list)
+    names = "a list of module names, each a text without control characters"
+    _must_be(setting, "pinned_modules", names, lambda given: _is_list(given) and all(map(_is_printable, given)))
     msgspec.structs.force_setattr(setting, "pinned_modules", tuple(setting.pinned_modules))
     for variant in VARIANTS:
         _must_be(setting, variant.name, f"one of {', '.join(variant.values)}", variant.values.__contains__)
@@ -110,9 +127,9 @@ class FallbackPlan(Setting, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     `slowdown` is the throughput of the recommended config over the plan's: 1.5 takes 1.5 times as long.
     """
 
-    peak_memory_bytes: int | None = None
-    samples_per_second: float | None = None
-    slowdown: float | None = None
+    peak_memory_bytes: Whole | None = None
+    samples_per_second: Positive | None = None
+    slowdown: Positive | None = None
 
     def __post_init__(self) -> None:
         _check_setting(self)
@@ -124,7 +141,8 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     The fields of a `Setting` mean what they mean there. `loss_scale` belongs to fp16 and to nothing else. `fallback`
     is what to step down to, first choice first: measured plans, or names of precisions, which are taken at their word;
-    read it through `plans`. `environment` holds variables to set before Python starts. Raises `InvalidRequestError`
+    read it through `plans`. `environment` holds variables to set before Python starts, of
+    `RECOMMENDED_VARIABLES`. Raises `InvalidRequestError`
     when a value cannot work.
     """
 
@@ -134,6 +152,8 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         _check_setting(self)
+        variables = f"values without control characters for variables of {', '.join(RECOMMENDED_VARIABLES)}"
+        _must_be(self, "environment", variables, is_recommended)
         is_fp16 = self.precision == "fp16"
         what = (
             "LossScale() with fp16" if is_fp16 else f"left out with {self.precision}: no precision but fp16 takes one"
@@ -207,8 +227,10 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def from_json(cls, text: str | bytes) -> AmpConfig:
         """The config in a JSON document; raises `InvalidRequestError` naming what is wrong with it."""
         try:
-            return msgspec.json.decode(text, type=cls)
+            return decode(text, cls)
         except msgspec.MsgspecError as error:
+            if isinstance(error.__cause__, InvalidRequestError):
+                raise error.__cause__ from None
             raise InvalidRequestError(
                 f"This is not an AmpConfig: {error}.", "Compare it with AmpConfig.json_schema()."
             ) from error

@@ -11,6 +11,7 @@ import msgspec
 
 from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.documents import Count, NotNegative, Number, Positive, Share, Whole
 from autotune_amp.core.hardware import LoadEvidence
 from autotune_amp.core.outcome import Accumulation, Description, Fidelity, after_steps
 from autotune_amp.core.setting import Setting
@@ -23,8 +24,8 @@ Objective: TypeAlias = Literal["speed", "memory", "energy"]
 class PlainEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     """The recommended config run once without `config.environment`, as a user would who forgets to set it."""
 
-    samples_per_second: float | None
-    speedup: float | None
+    samples_per_second: Positive | None
+    speedup: Positive | None
 
 
 # Fresh processes behind a confirmed number: fewer say nothing of the spread between processes, which dominates
@@ -36,10 +37,10 @@ class BaselineEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """What the user runs today, measured in the user's own environment; None with `reason` where it does not run."""
 
     config: AmpConfig
-    samples_per_second: float | None
-    samples_per_second_interval: tuple[float, float] | None
-    step_seconds: float | None
-    peak_memory_bytes: int | None
+    samples_per_second: Positive | None
+    samples_per_second_interval: tuple[Positive, Positive] | None
+    step_seconds: Positive | None
+    peak_memory_bytes: Whole | None
     reason: str | None = None
 
 
@@ -53,27 +54,27 @@ class LossScaleEvidence(msgspec.Struct, frozen=True, kw_only=True):
     zeros left out, are flushed to zero at the init_scale.
     """
 
-    num_steps: int
-    num_skips: int
-    applied_share: float
-    default_num_skips: int
-    default_applied_share: float
-    num_confirming_steps: int
-    num_skips_seen: int
-    num_skips_foretold: int
-    num_calibrated_steps: int
-    log2_safe_scale_min: float
-    log2_safe_scale_median: float
-    flushed_share: float
+    num_steps: Count
+    num_skips: Whole
+    applied_share: Share
+    default_num_skips: Whole
+    default_applied_share: Share
+    num_confirming_steps: Whole
+    num_skips_seen: Whole
+    num_skips_foretold: Whole
+    num_calibrated_steps: Whole
+    log2_safe_scale_min: Number
+    log2_safe_scale_median: Number
+    flushed_share: Share
 
 
 class WorkersTried(msgspec.Struct, frozen=True, kw_only=True):
     """A trial of `candidate` with another number of loader workers; None where it failed."""
 
     candidate: str
-    num_workers: int
-    samples_per_second: float | None
-    data_share: float | None
+    num_workers: Whole
+    samples_per_second: Positive | None
+    data_share: Number | None
 
 
 class LoaderEvidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,17 +84,17 @@ class LoaderEvidence(msgspec.Struct, frozen=True, kw_only=True):
     `num_workers` (None: it has no workers to change), `step_samples_per_second` what its steps reach without waiting.
     """
 
-    num_workers: int | None
-    data_share: float
-    step_samples_per_second: float
+    num_workers: Whole | None
+    data_share: Number
+    step_samples_per_second: Positive
     tried: tuple[WorkersTried, ...] = ()
 
 
 class ProcessPeak(msgspec.Struct, frozen=True, kw_only=True):
     """The peak of one process, and the optimizer steps that it took."""
 
-    num_steps: int
-    peak_memory_bytes: int
+    num_steps: Whole
+    peak_memory_bytes: Whole
 
 
 class MemoryEvidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,8 +106,8 @@ class MemoryEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     worst_case: str | None
-    num_seen: int | None = None
-    num_samples: int | None = None
+    num_seen: Whole | None = None
+    num_samples: Whole | None = None
     has_evaluation: bool = False
     has_checkpoint: bool = False
     processes: tuple[ProcessPeak, ...] = ()
@@ -119,9 +120,9 @@ class Outlook(Setting, frozen=True, kw_only=True):
     where that was not measured.
     """
 
-    samples_per_second: float
-    peak_memory_bytes: int
-    speedup: float | None
+    samples_per_second: Positive
+    peak_memory_bytes: Whole
+    speedup: Positive | None
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,14 +132,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     None where that was not measured. Prices are in the currency of `price_per_hour`, None where that was not given.
     """
 
-    num_steps: int
-    num_samples: int
-    hours: float
-    hours_interval: tuple[float, float]
-    baseline_hours: float | None = None
-    price_per_hour: float | None = None
-    price: float | None = None
-    price_interval: tuple[float, float] | None = None
+    num_steps: Count
+    num_samples: Count
+    hours: Positive
+    hours_interval: tuple[Positive, Positive]
+    baseline_hours: Positive | None = None
+    price_per_hour: NotNegative | None = None
+    price: NotNegative | None = None
+    price_interval: tuple[NotNegative, NotNegative] | None = None
 
 
 class SlotsEvidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,8 +151,8 @@ class SlotsEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     names: tuple[str, ...]
-    slowdown: float | None = None
-    chance: float | None = None
+    slowdown: Number | None = None
+    chance: Number | None = None
     is_confirmed_beside: bool = False
 
 
@@ -159,10 +160,10 @@ class RanksEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """What `num_ranks` that train `setting` together reach of as many times what one reaches alone: their `efficiency`;
     None where there was no time to measure that."""
 
-    num_ranks: int
+    num_ranks: Count
     setting: str | None = None
-    one_rank_samples_per_second: float | None = None
-    efficiency: float | None = None
+    one_rank_samples_per_second: Positive | None = None
+    efficiency: Positive | None = None
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,17 +181,17 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     `slots` is None where one job ran at a time, `ranks` where one process trained, or a command its own.
     """
 
-    samples_per_second: float
-    samples_per_second_interval: tuple[float, float]
-    step_seconds: float
-    peak_memory_bytes: int
+    samples_per_second: Positive
+    samples_per_second_interval: tuple[Positive, Positive]
+    step_seconds: Positive
+    peak_memory_bytes: Whole
     baseline: BaselineEvidence
-    speedup: float | None
-    speedup_interval: tuple[float, float] | None
-    num_processes: int
+    speedup: Positive | None
+    speedup_interval: tuple[Positive, Positive] | None
+    num_processes: Whole
     is_confirmed: bool
-    data_share: float
-    update_share: float | None = None
+    data_share: Number
+    update_share: Number | None = None
     plain_environment: PlainEnvironment | None = None
     fidelity: Fidelity | None = None
     loss_scale: LossScaleEvidence | None = None
@@ -198,11 +199,11 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     loader: LoaderEvidence | None = None
     memory: MemoryEvidence | None = None
     is_build_shared: bool = False
-    evaluation_seconds: float | None = None
-    checkpoint_seconds: float | None = None
-    joules_per_sample: float | None = None
+    evaluation_seconds: NotNegative | None = None
+    checkpoint_seconds: NotNegative | None = None
+    joules_per_sample: Number | None = None
     load: LoadEvidence | None = None
-    search_samples_per_second: float | None = None
+    search_samples_per_second: Positive | None = None
     are_processes_shared: bool = False
     slots: SlotsEvidence | None = None
     ranks: RanksEvidence | None = None

@@ -8,6 +8,7 @@ import msgspec
 
 from autotune_amp.core import pieces
 from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.documents import Count, NotNegative, Number, Positive, Whole
 from autotune_amp.core.text import count, flops, one_line, size
 
 Level: TypeAlias = Literal["native", "emulated", "unsupported"]
@@ -21,7 +22,7 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True):
 
     level: Level
     reason: str
-    matmul_flops_per_second: float | None = None
+    matmul_flops_per_second: NotNegative | None = None
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,11 +32,11 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     calling process, and those that wait for it, hold on the device.
     """
 
-    total: int
-    free: int
-    available: int
-    container_limit: int | None = None
-    held_by_caller: int = 0
+    total: Whole
+    free: Whole
+    available: Whole
+    container_limit: Whole | None = None
+    held_by_caller: Whole = 0
 
 
 LEAST_MEMORY_SHARE = 0.95  # of another's, for a device to be of its kind: no two hosts have the same to the byte
@@ -49,12 +50,12 @@ class DeviceIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
     type: str
     name: str
-    index: int | None = None
+    index: Whole | None = None
     uuid: str | None = None
     driver: str | None = None
-    num_cpus: int
-    allowed_cpus: float | None = None
-    total_memory_bytes: int
+    num_cpus: Count
+    allowed_cpus: Positive | None = None
+    total_memory_bytes: Whole
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +123,7 @@ class BusyProcess(msgspec.Struct, frozen=True, kw_only=True):
 
     pid: int
     name: str
-    num_cores: float
+    num_cores: NotNegative
 
 
 class CardProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +131,7 @@ class CardProcess(msgspec.Struct, frozen=True, kw_only=True):
 
     pid: int
     name: str | None
-    memory_bytes: int | None
+    memory_bytes: Whole | None
 
 
 class MachineLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,12 +142,12 @@ class MachineLoad(msgspec.Struct, frozen=True, kw_only=True):
     time wanted that a hypervisor gave away, `card_slowdowns` says why the card lowered its clocks.
     """
 
-    seconds: float
-    num_cpus: int
-    others_num_cores: float | None = None
-    own_num_cores: float | None = None
+    seconds: NotNegative
+    num_cpus: Count
+    others_num_cores: Number | None = None
+    own_num_cores: Number | None = None
     busiest: tuple[BusyProcess, ...] = ()
-    stolen_share: float | None = None
+    stolen_share: Number | None = None
     card_processes: tuple[CardProcess, ...] | None = None
     card_slowdowns: tuple[str, ...] | None = None
 
@@ -158,12 +159,12 @@ class LoadEvidence(msgspec.Struct, frozen=True, kw_only=True):
     interval's ends were multiplied by `interval_factors` for it. The others are as in `MachineLoad`.
     """
 
-    num_cpus: int
-    others_num_cores: float | None = None
+    num_cpus: Count
+    others_num_cores: Number | None = None
     busiest: tuple[BusyProcess, ...] = ()
-    stolen_share: float | None = None
+    stolen_share: Number | None = None
     card_processes: tuple[CardProcess, ...] = ()
     card_slowdowns: tuple[str, ...] = ()
     is_busy: bool = False
     is_stolen: bool = False
-    interval_factors: tuple[float, float] = (1.0, 1.0)
+    interval_factors: tuple[Positive, Positive] = (1.0, 1.0)

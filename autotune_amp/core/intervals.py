@@ -1,4 +1,4 @@
-"""Intervals for step times and throughputs, in plain arithmetic: a worker and a parent both use them.
+"""Intervals for step times and throughputs, and memory against the batch size: plain arithmetic of workers and parents.
 
 What varies most is the process, not the step: thirty steps in one process are within 5 % of the truth 78 % of the
 time, five processes of six steps 93 % (studies/README.md, Timing). Three to five processes say little
@@ -8,7 +8,7 @@ about their own spread, so the spread between processes gets a prior, weighed li
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
 TRIM_SHARE = 0.1  # the slowest steps dropped: a collection, a page fault, another process
@@ -108,3 +108,18 @@ def _variance(values: Sequence[float]) -> float:
     # statistics.variance works in fractions: a hundred times slower, in a loop that runs between timed steps.
     mean = fmean(values)
     return sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+
+
+def fit_memory(points: Iterable[tuple[int, int]]) -> Callable[[float], float] | None:
+    """Bytes that count against the limit at any batch size, M(b) = max(m0, m1 + m2·b), of (batch size, bytes) points.
+
+    The smallest batches sit on the optimizer's plateau m0 (studies/README.md), so the line is that through the two
+    largest; memory never falls with the batch size. None with fewer than two sizes.
+    """
+    at = sorted(dict(points).items())
+    if len(at) < 2:
+        return None
+    (b1, m1), (b2, m2) = at[-2:]
+    slope = max(0.0, (m2 - m1) / (b2 - b1))
+    m0 = min(m for _, m in at)
+    return lambda size: max(m0, m2 + slope * (size - b2))

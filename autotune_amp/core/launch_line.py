@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from autotune_amp.core.dimensions import PRECISIONS
+from autotune_amp.core.documents import cause, read_file
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.setting import Setting
 
@@ -67,10 +68,10 @@ class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
                     f"--file {file} is in none of the command's arguments.", f"Name it in the command as {file!r}."
                 )
             try:
-                texts[file] = Path(file).read_text()
-            except OSError as error:
+                texts[file] = read_file(file).decode()
+            except (OSError, UnicodeDecodeError) as error:
                 raise InvalidRequestError(
-                    f"--file {file} cannot be read: {error.strerror}.", "Name a settings file that the command reads."
+                    f"--file {file} cannot be read: {cause(error)}.", "Name a settings file that the command reads."
                 ) from error
         line = cls(arguments=arguments, values=dict(values or {}), files=texts)
         for name in values or {}:

@@ -7,8 +7,9 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from autotune_amp.core import pieces
-from autotune_amp.core.config import LossScale
+from autotune_amp.core.config import RECOMMENDED_VARIABLES, LossScale, is_recommended
 from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.documents import Count, Integer, NotNegative, Number, Positive, Share, Whole
 from autotune_amp.core.hardware import MachineLoad
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import exact, module_names, number, one_line
@@ -51,30 +52,30 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     Trainer, with whatever it does between them, and `why_not_own_loop` is what kept a confirmation from them.
     """
 
-    step_seconds: float
-    step_seconds_interval: tuple[float, float]
-    samples_per_second: float
-    data_seconds: float
-    peak_memory_bytes: int
-    reserved_memory_bytes: int
-    raw_step_seconds: tuple[float, ...]
-    num_steps_together: int = 1
-    build_seconds: float
-    context_seconds: float
-    first_step_seconds: float
-    num_skips: int = 0
+    step_seconds: Positive
+    step_seconds_interval: tuple[Number, Number]
+    samples_per_second: Positive
+    data_seconds: Number
+    peak_memory_bytes: Whole
+    reserved_memory_bytes: Whole
+    raw_step_seconds: tuple[NotNegative, ...]
+    num_steps_together: Count = 1
+    build_seconds: NotNegative
+    context_seconds: NotNegative
+    first_step_seconds: NotNegative
+    num_skips: Whole = 0
     last_loss: float | None = None
     was_cut: bool = False
-    update_seconds: float | None = None
-    num_compiling_steps: int = 0
-    num_graph_breaks: int = 0
+    update_seconds: NotNegative | None = None
+    num_compiling_steps: Whole = 0
+    num_graph_breaks: Whole = 0
     is_build_shared: bool = False
-    evaluation_seconds: float | None = None
-    checkpoint_seconds: float | None = None
-    ending_seconds: float | None = None
+    evaluation_seconds: NotNegative | None = None
+    checkpoint_seconds: NotNegative | None = None
+    ending_seconds: NotNegative | None = None
     ending_problem: str | None = None
-    joules_per_sample: float | None = None
-    num_steps_taken: int = 0
+    joules_per_sample: Number | None = None
+    num_steps_taken: Whole = 0
     is_own_loop: bool = False
     why_not_own_loop: str | None = None
 
@@ -120,7 +121,7 @@ class GradientDamage(msgspec.Struct, frozen=True, kw_only=True):
     common_error_interval: tuple[float, float] | None = None
     cosine: float
     norm_ratio: float
-    flushed_share: float
+    flushed_share: Share
 
     def cells(self) -> list[str]:
         """What stands under `DAMAGE_COLUMNS`."""
@@ -136,7 +137,7 @@ class LowWeights(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     weights: Literal["bf16", "fp16"]
-    lost_share: float
+    lost_share: Share
 
 
 def after_steps(num_steps: int) -> str:
@@ -147,7 +148,7 @@ def after_steps(num_steps: int) -> str:
 class Later(msgspec.Struct, frozen=True, kw_only=True):
     """What a check said of weights that had been trained in fp32 for `num_steps`."""
 
-    num_steps: int
+    num_steps: Whole
     verdict: Verdict
     reason: str
 
@@ -175,7 +176,7 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     """
 
     precision: Precision
-    batch_size: int
+    batch_size: Count
     verdict: Verdict
     reason: str
     next_step: str
@@ -186,25 +187,25 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     loss_error: float | None = None
     gradient_cosine: float | None = None
     gradient_norm_ratio: float | None = None
-    flushed_share: float | None = None
+    flushed_share: Share | None = None
     forward_max: float | None = None
     format_max: float | None = None
-    loss_scale: float | None = None
+    loss_scale: Positive | None = None
     training_gap: float | None = None
     training_noise_gap: float | None = None
-    num_paired_steps: int = 0
-    num_skips: int = 0
+    num_paired_steps: Whole = 0
+    num_skips: Whole = 0
     has_moved: bool = True
     worst_parameters: tuple[GradientDamage, ...] = ()
     modules: tuple[GradientDamage, ...] = ()
-    gradient_histogram: tuple[tuple[int, int], ...] = ()
+    gradient_histogram: tuple[tuple[Integer, Whole], ...] = ()
     culprits: tuple[str, ...] = ()
     healing_pins: tuple[str, ...] = ()
     low_weights: LowWeights | None = None
-    num_passes: int = 0
-    seconds: float = 0.0
-    fp32_step_seconds: float | None = None
-    num_steps_before: int = 0
+    num_passes: Whole = 0
+    seconds: NotNegative = 0.0
+    fp32_step_seconds: NotNegative | None = None
+    num_steps_before: Whole = 0
     later: Later | None = None
 
     @property
@@ -277,13 +278,13 @@ class Accumulation(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome
     verdict: AccumulationVerdict
     reason: str
     next_step: str
-    batch_size: int
-    num_micro_batches: int
+    batch_size: Count
+    num_micro_batches: Whole
     error: float | None = None
     mean_error: float | None = None
     weighted_by: str | None = None
-    num_passes: int = 0
-    seconds: float = 0.0
+    num_passes: Whole = 0
+    seconds: NotNegative = 0.0
 
     @property
     def is_exact(self) -> bool:
@@ -300,14 +301,14 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     safe scale. `forward_max` is the largest magnitude that a module put out.
     """
 
-    batch_size: int
-    log2_scales: tuple[float | None, ...]
-    gradient_histogram: tuple[tuple[int, int], ...]
-    init_scale: float | None
+    batch_size: Count
+    log2_scales: tuple[Number | None, ...]
+    gradient_histogram: tuple[tuple[Integer, Whole], ...]
+    init_scale: Positive | None
     forward_max: float
     pinned_modules: tuple[str, ...] = ()
-    num_passes: int = 0
-    seconds: float = 0.0
+    num_passes: Whole = 0
+    seconds: NotNegative = 0.0
 
 
 class ProfiledStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -319,10 +320,10 @@ class ProfiledStep(msgspec.Struct, frozen=True, kw_only=True):
     is how long the device had any kernel to run, 0 where none was seen.
     """
 
-    operation_seconds: dict[str, float]
-    step_seconds: float
-    busy_seconds: float = 0.0
-    convolution_seconds: float = 0.0
+    operation_seconds: dict[str, NotNegative]
+    step_seconds: NotNegative
+    busy_seconds: NotNegative = 0.0
+    convolution_seconds: NotNegative = 0.0
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
@@ -348,13 +349,21 @@ class Profiled(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     device_type: str
     split: Split | None = None
     split_problem: str | None = None
-    flops_per_step: int | None = None
+    flops_per_step: Whole | None = None
     flops_problem: str | None = None
     unfused_optimizer: str | None = None
 
 
 Outcome: TypeAlias = Measurement | Failure
 CheckOutcome: TypeAlias = Fidelity | Calibration | Accumulation | Failure
+
+
+_ANSWERS: Final[dict[Purpose, type]] = {
+    "fidelity": Fidelity,
+    "calibration": Calibration,
+    "accumulation": Accumulation,
+    "profile": Profiled,
+}
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -370,19 +379,26 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int = 1
     search_id: str
-    number: int
+    number: Whole
     candidate: Setting
     purpose: Purpose
     outcome: Measurement | Failure | Fidelity | Calibration | Accumulation | Profiled
-    seconds: float
-    round: int | None = None
+    seconds: NotNegative
+    round: Whole | None = None
     environment: dict[str, str] = {}
     loss_scale: LossScale | None = None
     load: MachineLoad | None = None
-    start_seconds: float | None = None
+    start_seconds: NotNegative | None = None
     slot: str | None = None
-    num_beside: int = 0
+    num_beside: Whole = 0
     has_share: bool = False
+
+    def __post_init__(self) -> None:
+        answers = _ANSWERS.get(self.purpose, Measurement)
+        if not isinstance(self.outcome, (answers, Failure)):
+            raise ValueError(f"a {type(self.outcome).__name__} does not answer a trial for {self.purpose!r}")
+        if not is_recommended(self.environment):
+            raise ValueError(f"its environment has more than {', '.join(RECOMMENDED_VARIABLES)}")
 
 
 class SampleSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -392,13 +408,13 @@ class SampleSizes(msgspec.Struct, frozen=True, kw_only=True):
     largest first; as many as the largest batch may need. `smallest` are a few of the others, the smallest first.
     """
 
-    num_seen: int
-    num_samples: int
-    smallest_size: int
-    median_size: int
-    largest_size: int
-    largest: tuple[int, ...]
-    smallest: tuple[int, ...] = ()
+    num_seen: Whole
+    num_samples: Whole
+    smallest_size: Whole
+    median_size: Whole
+    largest_size: Whole
+    largest: tuple[Whole, ...]
+    smallest: tuple[Whole, ...] = ()
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
@@ -424,35 +440,35 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    batch_size: int | None
-    num_samples: int | None
+    batch_size: Count | None
+    num_samples: Whole | None
     data: str
-    num_parameters: int
-    num_trainable_parameters: int
+    num_parameters: Whole
+    num_trainable_parameters: Whole
     weights: Literal["fp32", "bf16", "fp16", "frozen_low"]
     as_found_precision: Precision
     is_as_found_strict: bool
-    build_seconds: float
-    context_seconds: float
-    num_workers: int | None = None
+    build_seconds: NotNegative
+    context_seconds: NotNegative
+    num_workers: Whole | None = None
     sample_sizes: SampleSizes | None = None
-    batch_sizes_seen: tuple[int, int] | None = None
+    batch_sizes_seen: tuple[Whole, Whole] | None = None
     scan_problem: str | None = None
     has_worst_batch: bool = False
     has_ending: bool = False
     is_loop: bool = False
-    accumulation_steps: int = 1
+    accumulation_steps: Count = 1
     weighs_passes: bool = False
     trainer: str | None = None
     unsettable: dict[str, str] = {}
     notes: tuple[str, ...] = ()
-    num_ranks: int = 1
+    num_ranks: Count = 1
     is_ranked: bool = False
     has_unused_parameters: bool = False
     checks: tuple[str, ...] = ("fidelity", "later", "calibration", "accumulation", "profile")
-    check_batch_size: int = 16
+    check_batch_size: Count = 16
     loader: str | None = None
-    sample_dim: int = 0
+    sample_dim: Integer = 0
     variants: dict[str, dict[str, str | None]] = {}
 
     def available_bytes(self, of_device: int, device: str) -> int:

@@ -42,11 +42,10 @@ How to read one:
 from __future__ import annotations
 
 import os
-import shlex
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -55,15 +54,30 @@ from autotune_amp.core import evidence as explain
 from autotune_amp.core import pieces
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.errors import AutotuneAmpError, FormatError, InvalidRequestError, StudyError
+from autotune_amp.core.documents import (
+    Count,
+    Integer,
+    NotNegative,
+    Number,
+    Positive,
+    Share,
+    Whole,
+    cause,
+    convert,
+    decode,
+    read_file,
+)
+from autotune_amp.core.errors import AutotuneAmpError, FormatError, StudyError
 from autotune_amp.core.evidence import Evidence, Job, Objective, Outlook
 from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Description, Fidelity
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.text import count, duration, module_names, number, one_line, size, times
+from autotune_amp.core.text import count, duration, module_names, number, one_line, shell_line, size, times
 
 FORMAT = 1
+_DAMAGED = "Move the file away and search again, or restore it from a backup."
+Options = TypeVar("Options")
 
 
 class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +88,7 @@ class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     precision: Precision
-    batch_size: int | None
+    batch_size: Count | None
     reason: str
     accumulation_steps: int | UnsetType = UNSET
     as_found: bool | UnsetType = UNSET
@@ -96,10 +110,10 @@ class SearchSummary(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     study: str
-    num_trials: int
-    num_failures: int
-    seconds: float
-    start_seconds: float = 0.0
+    num_trials: Whole
+    num_failures: Whole
+    seconds: NotNegative
+    start_seconds: NotNegative = 0.0
     was_interrupted: bool = False
     search_id: str = ""
     is_budget_spent: bool = False
@@ -115,11 +129,11 @@ class CandidateRow(Setting, frozen=True, kw_only=True):
     """
 
     status: str
-    samples_per_second: float | None
-    step_seconds: float | None
-    peak_memory_bytes: int | None
+    samples_per_second: Positive | None
+    step_seconds: Positive | None
+    peak_memory_bytes: Whole | None
     reason: str | None
-    joules_per_sample: float | None = None
+    joules_per_sample: Number | None = None
     has_environment: bool = False
 
 
@@ -138,13 +152,13 @@ class VariantRow(msgspec.Struct, frozen=True, kw_only=True):
     status: str
     setting: str | None = None
     beside: str | None = None
-    speedup: float | None = None
-    speedup_interval: tuple[float, float] | None = None
-    memory_change_bytes: int | None = None
-    first_step_seconds: float | None = None
-    num_graph_breaks: int = 0
-    break_even_steps: float | None = None
-    max_speedup: float | None = None
+    speedup: Positive | None = None
+    speedup_interval: tuple[Positive, Positive] | None = None
+    memory_change_bytes: Integer | None = None
+    first_step_seconds: NotNegative | None = None
+    num_graph_breaks: Whole = 0
+    break_even_steps: Number | None = None
+    max_speedup: Positive | None = None
     reason: str | None = None
 
 
@@ -192,6 +206,17 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     outlook: Outlook | None = None
 
 
+class _ShownOptions(msgspec.Struct):
+    """Ranges of the options that are computed with where a recommendation is shown or ranked again."""
+
+    num_ranks: Count = 1
+    memory_fraction: Share = 0.9
+    memory_limit: Count | None = None
+    num_steps: Count | None = None
+    num_samples: Count | None = None
+    price_per_hour: NotNegative | None = None
+
+
 class Recommendation(Decision, frozen=True, kw_only=True):
     """A decision, and what it was measured on.
 
@@ -214,6 +239,16 @@ class Recommendation(Decision, frozen=True, kw_only=True):
     launch_line: LaunchLine | None = None
     command: str | None = None
 
+    def __post_init__(self) -> None:
+        convert(self.options, _ShownOptions)
+
+    def options_as(self, kind: type[Options]) -> Options:
+        """The `options` as `kind`; raises `FormatError` where they are none."""
+        try:
+            return convert(self.options, kind)
+        except msgspec.MsgspecError as error:
+            raise FormatError(f"The options of study {self.search.study} are damaged: {error}.", _DAMAGED) from error
+
     def answered_command(self, study: Path) -> tuple[bool, str]:
         """The `launch_line` to run with what the folder `study` holds, and whether by `autotune-amp run`, which sets
         the variables and what has no placeholder."""
@@ -222,10 +257,10 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         line = self.launch_line
         others = {"trial_dir": "OUTPUT_DIR", "seed": 0, "port": 29500}  # where today's are not said
         of_trial = {name: value for name, value in others.items() if line.today(name) is None}
-        command = shlex.join(line.of_setting(self.config, study.as_posix(), **of_trial)[0])
+        command = shell_line(line.of_setting(self.config, study.as_posix(), **of_trial)[0])
         if not line.outside(self.config, self.workload.today):
             return False, command
-        return True, f"autotune-amp run {shlex.quote(study.as_posix())} -- {command}"
+        return True, f"autotune-amp run {shell_line([study.as_posix()])} -- {command}"
 
     def to_json(self) -> str:
         """The document; a missing number is null, never NaN."""
@@ -240,20 +275,19 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         """Read a document; raises `FormatError` if it is missing, damaged or of a newer format."""
         path = Path(path)
         try:
-            text = path.read_bytes()
+            text = read_file(path)
         except OSError as error:
+            is_missing = isinstance(error, FileNotFoundError)
             raise FormatError(
-                f"{path} cannot be read: {error.strerror}.", "Run `autotune-amp search` to make one."
+                f"{path} cannot be read: {cause(error)}.",
+                "Run `autotune-amp search` to make one." if is_missing else "Name a file that a search wrote.",
             ) from error
         try:
-            written = msgspec.json.decode(text, type=_Format).format
+            written = decode(text, _Format).format
             if written <= FORMAT:
-                return msgspec.json.decode(text, type=cls)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InvalidRequestError) as error:
-            what = error.message.rstrip(".") if isinstance(error, InvalidRequestError) else error
-            raise FormatError(
-                f"{path} is damaged: {what}.", "Move it away and search again, or restore it from a backup."
-            ) from error
+                return decode(text, cls)
+        except msgspec.MsgspecError as error:
+            raise FormatError(f"{path} is damaged: {error}.", _DAMAGED) from error
         raise FormatError(
             f"{path} has format {written}; this version reads up to {FORMAT}.",
             "Upgrade autotune_amp, or move the file away and search again.",
@@ -338,7 +372,8 @@ class Recommendation(Decision, frozen=True, kw_only=True):
     def num_ranks(self) -> int:
         """The ranks that an optimizer step is shared by."""
         own = 1 if self.workload is None else self.workload.num_ranks
-        return own * int(self.options.get("num_ranks", 1))
+        ranks: int = self.options.get("num_ranks", 1)
+        return own * ranks
 
     @property
     def available_bytes(self) -> int:
@@ -386,15 +421,15 @@ def write_atomically(path: Path, text: str) -> None:
     # Not tempfile's: its files are for nobody else to read, whatever the umask says.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with temporary.open("x", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # the latter for a NUL in the path
         raise StudyError(
-            f"{path} cannot be written: {error.strerror}.", "Free some space, or choose another folder with --out."
+            f"{path} cannot be written: {cause(error)}.", "Free some space, or choose another folder with --out."
         ) from error
     finally:
-        with suppress(OSError):  # it was moved, or could not be made
+        with suppress(OSError, ValueError):  # it was moved, or could not be made
             temporary.unlink()

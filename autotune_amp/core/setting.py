@@ -19,6 +19,7 @@ from autotune_amp.core.dimensions import (
     Precision,
     autocast_precision,
 )
+from autotune_amp.core.documents import Count, Whole
 from autotune_amp.core.variants import (
     ActivationCheckpointing,
     Allocator,
@@ -62,11 +63,11 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     precision: Precision
-    batch_size: int
-    accumulation_steps: int = 1
+    batch_size: Count
+    accumulation_steps: Count = 1
     as_found: bool = False
     pinned_modules: tuple[str, ...] = ()
-    num_workers: int | None = None
+    num_workers: Whole | None = None
     allocator: Allocator = "as_found"
     weights: Weights = "as_found"
     memory_format: MemoryFormat = "contiguous"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import shlex
 from collections.abc import Iterable
 from fractions import Fraction
 
@@ -123,6 +125,17 @@ def module_names(names: Iterable[str]) -> str:
 def printable(text: str) -> str:
     """Foreign text with its line breaks and tabs, and every other control character escaped."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+def shell_line(arguments: Iterable[str]) -> str:
+    """Arguments as one line for bash or zsh: those with control characters as ``$'...'``, all others as shlex.join."""
+    return " ".join(shlex.quote(word) if word.isprintable() else f"$'{_escaped(word)}'" for word in arguments)
+
+
+def _escaped(word: str) -> str:
+    short = {"\n": "\\n", "\t": "\\t", "'": "\\'", "\\": "\\\\"}
+    octal = {c: "".join(f"\\{byte:03o}" for byte in os.fsencode(c)) for c in word if not c.isprintable()}
+    return "".join((octal | short).get(c, c) for c in word)
 
 
 def sentence(text: str) -> str:

@@ -33,6 +33,7 @@ from autotune_amp.core.evidence import (
     strict_flag_lines,
 )
 from autotune_amp.core.setting import DIMENSIONS, Setting
+from autotune_amp.core.text import one_line
 from autotune_amp.core.variants import VARIANTS
 from autotune_amp.integrations.documents import accelerate_config, deepspeed_config
 
@@ -248,7 +249,7 @@ def wrapped(comment: str) -> list[str]:
     wrapper = textwrap.TextWrapper(
         WIDTH, initial_indent="# ", subsequent_indent="# ", break_long_words=False, break_on_hyphens=False
     )
-    return wrapper.wrap(comment)
+    return wrapper.wrap(one_line(comment))
 
 
 def origin_comment(origin: str) -> list[str]:
@@ -263,7 +264,7 @@ def _source(value: object, indent: str = "") -> str:
         return call(f"{type(value).__name__}(", keywords(_set_fields(value), inner), indent=indent)
     if isinstance(value, tuple):
         return call("[", [_source(part, inner) for part in value], "]", indent)
-    return json.dumps(value) if isinstance(value, str | dict) else repr(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str | dict) else repr(value)
 
 
 def _inline(value: object) -> str:

@@ -8,9 +8,9 @@ uses all, through Ray, where what was asked for allows it. Tried with stand-ins 
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 
+from autotune_amp.core.text import shell_line
 from autotune_amp.integrations.export import SHEBANG, Export, origin_comment
 
 _TRAINING = ("python", "train.py")
@@ -63,7 +63,7 @@ def slurm(
         job where it `can_use_ray`.
     training: the training's command as the search was given it, None where nobody has said it.
     """
-    started = shlex.join(training or _TRAINING)
+    started = shell_line(training or _TRAINING)
     what = "a training that searches itself" if searching is None else "a search, then a training with its answer"
     lines = [
         *origin_comment(origin),
@@ -78,16 +78,16 @@ def slurm(
     lines += ["set -euo pipefail", ""]
     depends = ""
     if searching is not None:
-        options = shlex.quote(f"--job-name={name}-search") + ("" if can_use_ray else " --nodes=1 --ntasks=1")
+        options = shell_line([f"--job-name={name}-search"]) + ("" if can_use_ray else " --nodes=1 --ntasks=1")
         on_nodes = '"${ray[@]}" ' if can_use_ray else ""
-        search = f"autotune-amp search {on_nodes}{shlex.join(searching)}"
+        search = f"autotune-amp search {on_nodes}{shell_line(searching)}"
         kept = "what was measured is kept, and the same command goes on"
         before = [_CLUSTER] if can_use_ray else []
         lines += [*_job("searched=$(", options, search, 'kill -TERM "$running"', kept, before), ")"]
-        started = f"autotune-amp run {shlex.quote(study)} -- {started}"
+        started = f"autotune-amp run {shell_line([study])} -- {started}"
         # The name of a cluster may follow the job's number.
         depends = ' --dependency="afterok:${searched%%;*}" --kill-on-invalid-dep=yes'
-    options = f"{shlex.quote(f'--job-name={name}')}{depends}"
+    options = f"{shell_line([f'--job-name={name}'])}{depends}"
     to_its_tasks = 'scancel --signal=TERM "$SLURM_JOB_ID"'
     lines += _job("", options, f"srun {started}", to_its_tasks, "PrecisionController(on_signal=...) saves")
     return Export(to="slurm", text=SHEBANG + "\n".join([*lines, ""]))

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from autotune_amp.core import errors
+from autotune_amp.core.documents import decode
 from autotune_amp.core.errors import AutotuneAmpError, RunnerError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
@@ -270,9 +271,10 @@ class Process:
     def _hear(self) -> None:
         assert self._popen.stdout is not None
         for line in self._popen.stdout:
-            if line.strip():
-                with contextlib.suppress(json.JSONDecodeError):  # the remains of a killed writer's line
-                    self._messages.put(json.loads(line))
+            with contextlib.suppress(msgspec.MsgspecError):  # the remains of a killed writer's line
+                message = decode(line, dict[str, Any])
+                if isinstance(message.get("event"), str):
+                    self._messages.put(message)
         self._messages.put(None)
 
     def _overhear(self) -> None:

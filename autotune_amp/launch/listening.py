@@ -12,16 +12,16 @@ from typing import NamedTuple
 
 import msgspec
 
+from autotune_amp.core.documents import decode
 from autotune_amp.launch.messages import Error, Message
+
+_DECODER: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
 class Gone(NamedTuple):
     """A process's connection has ended."""
 
     pid: int
-
-
-_DECODER: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
 class Listener:
@@ -97,7 +97,7 @@ class _Speaker:
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         for line in lines:
             try:
-                message = _DECODER.decode(line)
+                message = decode(line, _DECODER)
             except msgspec.MsgspecError as error:  # the others are heard nevertheless
                 message = _unreadable(self._pid or 0, line, error)
             self._pid = message.pid

@@ -9,6 +9,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+import msgspec
+
+from autotune_amp.core.documents import cause, decode, read_file
+from autotune_amp.core.errors import FormatError
 from autotune_amp.core.recommendation import write_atomically
 
 MAX_NAMED = 3  # of one folder; beyond them they are counted
@@ -33,8 +37,18 @@ def remember(path: Path, made: Iterable[str]) -> None:
 
 
 def remembered(path: Path) -> tuple[str, ...]:
-    """What `remember` wrote down and nobody has changed or made anew since; folders whose files are all so."""
-    files: dict[str, list[int] | None] = json.loads(path.read_text()) if path.exists() else {}
+    """What `remember` wrote down and nobody has changed or made anew since; folders whose files are all so.
+
+    Raises `FormatError` where the file is damaged.
+    """
+    try:
+        files = decode(read_file(path), dict[str, list[int] | None])
+    except FileNotFoundError:
+        return ()
+    except (OSError, msgspec.MsgspecError) as error:
+        raise FormatError(
+            f"{path} is damaged: {cause(error)}.", "Remove it: it lists files that trials left."
+        ) from error
     same = {name for name, state in files.items() if state is not None and _state(Path(name)) == state}
     return tuple(sorted(name for name in same if _holds_only(Path(name), same)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from autotune_amp.core.memory_model import fit_memory
+from autotune_amp.core.intervals import fit_memory
 from autotune_amp.memory.results import LargestBatch
 
 # Two sizes make the model, a third says how far it is off. While no size near the limit was measured, others are: a

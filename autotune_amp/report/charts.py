@@ -11,7 +11,6 @@ from html import escape
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
-import msgspec
 from plotly.graph_objects import Bar, Figure, Scatter
 from plotly.subplots import make_subplots
 
@@ -231,7 +230,7 @@ def memory(recommendation: Recommendation | None, records: Sequence[Record]) -> 
     out_of_memory = [(record, failure) for record, failure in failures(records) if failure.kind == "oom"]
     highest = max(found.reserved_memory_bytes for _, found in measured)
     if recommendation is not None and recommendation.options:
-        options = msgspec.convert(recommendation.options, SearchOptions)
+        options = recommendation.options_as(SearchOptions)
         limit = options.limit_bytes(recommendation.available_bytes)
         sizes = [r.candidate.batch_size for r in records if is_trial(r)]
         ends, height = [min(sizes), max(sizes)], limit / MIB

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from autotune_amp.core.documents import cause, read_file
 from autotune_amp.core.errors import AutotuneAmpError, FormatError, StudyError
 from autotune_amp.core.recommendation import Recommendation, write_atomically
 from autotune_amp.search.storage.folder import StudyFolder
@@ -45,11 +46,11 @@ def write_over(path: Path, text: str, what: str, is_ours: Callable[[str], bool],
     Raises `StudyError` where it cannot be written or another file is there.
     """
     try:
-        is_free = is_ours(path.read_text(encoding="utf-8", errors="replace"))
+        is_free = is_ours(read_file(path).decode(errors="replace"))
     except FileNotFoundError:
         is_free = True
     except OSError as error:
-        raise StudyError(f"{path} cannot be written: {error.strerror}.", elsewhere) from error
+        raise StudyError(f"{path} cannot be written: {cause(error)}.", elsewhere) from error
     if not is_free:
         raise StudyError(f"{path} is there and is no {what}: it is left alone.", elsewhere)
     try:
@@ -92,7 +93,7 @@ def follow_run(log: Path, out: Path | None = None, pause: Callable[[float], obje
     try:
         while True:
             size = log.stat().st_size if log.exists() else 0
-            if size not in (0, drawn):
+            if size not in (0, drawn) or (log.exists() and not log.is_file()):  # which is said
                 drawn = size
                 yield write_run_report(log, out, RELOAD_SECONDS)
             pause(RELOAD_SECONDS)

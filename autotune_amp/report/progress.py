@@ -37,7 +37,7 @@ class Screen:
     def line(self, text: str, style: str = "", is_cut: bool = False) -> None:  # noqa: ARG002 - all for a terminal
         """One line of ours, never appended to an unfinished line of the user's; `is_cut` where it may be shortened."""
         self.end_line()
-        self.write(text + "\n")
+        self.write(printable(text) + "\n")
 
     def output(self, text: str) -> None:
         """The user's own text."""
@@ -97,6 +97,7 @@ class LiveScreen(Screen):
         from rich.text import Text
 
         self._release(everything=True)
+        text = printable(text)
         if not is_cut:
             text = textwrap.fill(text, self._console.width, subsequent_indent="    ", break_on_hyphens=False)
         self._console.print(Text(text, style), no_wrap=True, overflow="ellipsis")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from autotune_amp.core.dimensions import PRECISION
 from autotune_amp.core.outcome import Accumulation, Calibration, Failure, Fidelity, Measurement, Profiled
 from autotune_amp.core.recommendation import CandidateRow, Exclusion, Recommendation, VariantRow
 from autotune_amp.core.setting import ON_THE_WINNER, Setting
-from autotune_amp.core.text import count, duration, number, one_line, outcome_name, rate, size, times
+from autotune_amp.core.text import count, duration, number, one_line, outcome_name, rate, shell_line, size, times
 from autotune_amp.profile.results import profiled_line
 
 # The columns that are left out where they say the same of every candidate, with what they then say.
@@ -193,7 +192,7 @@ def export_command(path: str) -> tuple[str, str]:
     """What the command is for, and the command; `path` as in `python_lines`."""
     file = Path(path)
     study = file.parent if file.name == "recommendation.json" else file
-    command = f"autotune-amp export {shlex.quote(study.as_posix())} --to torch"
+    command = f"autotune-amp export {shell_line([study.as_posix()])} --to torch"
     return "In the words of a framework, or --to lightning, transformers, accelerate, deepspeed, env", command
 
 

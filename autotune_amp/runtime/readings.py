@@ -7,6 +7,7 @@ from typing import Annotated, NamedTuple, get_type_hints
 import msgspec
 
 from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.documents import NotNegative, Whole
 
 PREFIX = "autotune_amp/"
 # What sinks are told of a move beside the metrics, as text.
@@ -28,21 +29,23 @@ class Readings(msgspec.Struct, frozen=True, kw_only=True, rename=_metric_name):
     Its metric's name is the field's without ``num_``; what is None has no value now.
     """
 
-    update: Annotated[int, _is("Optimizer steps tried.", "{update}")]
-    epoch: Annotated[int | None, _is("What controller.epoch() was told.", "{epoch}")] = None
+    update: Annotated[Whole, _is("Optimizer steps tried.", "{update}")]
+    epoch: Annotated[Whole | None, _is("What controller.epoch() was told.", "{epoch}")] = None
     precision: Annotated[Precision, _is("The precision that the run computes in.")]
-    rung: Annotated[int, _is("0 is the config's own precision, one past the last fallback: disabled.")]
-    scale: Annotated[float | None, _is("The loss scale; none where the loss is not scaled.")]
-    growth_tracker: Annotated[int | None, _is("Steps without overflow since the loss scale changed.", "{step}")] = None
-    num_steps: Annotated[int, _is("Updates in which every optimizer with gradients stepped.", "{step}")]
-    num_skips: Annotated[int, _is("Updates in which one did not: overflows and bad batches.", "{step}")]
-    num_overflows: Annotated[int, _is("Skips with a finite loss: a gradient was not.", "{step}")]
-    num_bad_batches: Annotated[int, _is("Skips in which the loss itself was not finite.", "{step}")]
-    num_moves: Annotated[int, _is("Moves of the controller.", "{move}")]
+    rung: Annotated[Whole, _is("0 is the config's own precision, one past the last fallback: disabled.")]
+    scale: Annotated[NotNegative | None, _is("The loss scale; none where the loss is not scaled.")]
+    growth_tracker: Annotated[Whole | None, _is("Steps without overflow since the loss scale changed.", "{step}")] = (
+        None
+    )
+    num_steps: Annotated[Whole, _is("Updates in which every optimizer with gradients stepped.", "{step}")]
+    num_skips: Annotated[Whole, _is("Updates in which one did not: overflows and bad batches.", "{step}")]
+    num_overflows: Annotated[Whole, _is("Skips with a finite loss: a gradient was not.", "{step}")]
+    num_bad_batches: Annotated[Whole, _is("Skips in which the loss itself was not finite.", "{step}")]
+    num_moves: Annotated[Whole, _is("Moves of the controller.", "{move}")]
     flushed_share: Annotated[
-        float | None, _is("Share of the gradient's entries that fp16 flushed to zero, an estimate from samples.")
+        NotNegative | None, _is("Share of the gradient's entries that fp16 flushed to zero, an estimate from samples.")
     ] = None
-    step_seconds: Annotated[float | None, _is("Median time between updates in this precision.", "s")] = None
+    step_seconds: Annotated[NotNegative | None, _is("Median time between updates in this precision.", "s")] = None
     loss: Annotated[float | None, _is("Loss of the last backward pass, the largest of all ranks, if finite.")] = None
 
 
@@ -62,7 +65,7 @@ def _declared() -> dict[str, Metric]:
             PREFIX + _metric_name(field), meta.description, meta.extra["unit"], is_count=field.startswith("num_")
         )
         for field in Readings.__struct_fields__
-        for meta in hints[field].__metadata__
+        for meta in hints[field].__metadata__[-1:]  # before it stands the range of the numbers
     }
 
 

@@ -17,12 +17,15 @@ import msgspec
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.documents import Count, Whole, cause, decode, read_file, regular
 from autotune_amp.core.errors import FormatError, InvalidRequestError
+from autotune_amp.core.text import one_line
 from autotune_amp.runtime.readings import Readings
 
 log = logging.getLogger("autotune_amp.runtime")
 
 FORMAT = 2
+_MAX_BEGIN_BYTES = 1 << 20  # of a log's first line, which is looked at to know the file
 _SIGNATURE = b'{"event":"begin",'
 _HOW_TO_MAKE_ONE = 'Give a file that PrecisionController(config, run_log="run.jsonl") wrote.'
 
@@ -38,8 +41,8 @@ class BeginLine(Readings, frozen=True, kw_only=True, tag_field="event", tag="beg
     is_resumed: bool
     time: str
     device: str
-    rank: int
-    num_ranks: int
+    rank: Whole
+    num_ranks: Count
     config: AmpConfig
 
 
@@ -62,6 +65,7 @@ class _Versioned(msgspec.Struct):
 
 
 Line: TypeAlias = BeginLine | SampleLine | MoveLine
+_DECODER: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
 
 
 class RunLog:
@@ -77,13 +81,13 @@ class RunLog:
         if not checks:
             return
         try:
-            with self.path.open("a+b") as file:
+            with open(self.path, "a+b", opener=regular) as file:
                 file.seek(0)
-                first = file.readline()
+                first = file.readline(_MAX_BEGIN_BYTES)
                 is_one = not first or first.startswith(_SIGNATURE)
                 why_not = (_other_format(first) or "") if is_one else "is no run log"
-        except OSError as error:
-            why_not = f"cannot be written: {error.strerror}"
+        except (OSError, ValueError) as error:  # the latter for a NUL in the path
+            why_not = f"cannot be written: {cause(error)}"
         if why_not:
             raise InvalidRequestError(
                 f"run_log is {str(self.path)!r}, which {why_not}.",
@@ -95,13 +99,13 @@ class RunLog:
         if not self._is_writing:
             return
         try:
-            with self.path.open("a+b") as file:
+            with open(self.path, "a+b", opener=regular) as file:
                 if isinstance(line, BeginLine) and _is_cut(file):
                     file.write(b"\n")
                 file.write(msgspec.json.encode(line) + b"\n")
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self._is_writing = False
-            log.error("The run log %s cannot be written, and ends here: %s.", self.path, error.strerror)
+            log.error("The run log %s cannot be written, and ends here: %s.", one_line(str(self.path)), cause(error))
 
 
 @dataclass(frozen=True)
@@ -134,9 +138,9 @@ def read(path: str | os.PathLike[str]) -> Run:
     Raises `FormatError` where there is no run log, or it is damaged elsewhere than a kill can leave it, or newer.
     """
     try:
-        written = Path(path).read_bytes().rstrip(b"\n").split(b"\n")
+        written = read_file(path).rstrip(b"\n").split(b"\n")
     except OSError as error:
-        raise FormatError(f"{path} cannot be read: {error.strerror}.", _HOW_TO_MAKE_ONE) from error
+        raise FormatError(f"{path} cannot be read: {cause(error)}.", _HOW_TO_MAKE_ONE) from error
     runs: dict[str, list[Line]] = {}
     lines: list[Line] = []  # of the run that is being read
     num_cut_lines = 0
@@ -146,14 +150,14 @@ def read(path: str | os.PathLike[str]) -> Run:
                 f"{path} {other}.", "Use the version of autotune_amp that wrote it, or log to a new file."
             )
         try:
-            line: Line = msgspec.json.decode(text, type=Line)
-        except (msgspec.MsgspecError, UnicodeDecodeError, InvalidRequestError) as error:
+            line = decode(text, _DECODER)
+        except msgspec.MsgspecError as error:
             is_cut = number == len(written) or written[number].startswith(_SIGNATURE)
-            if is_cut and not isinstance(error, InvalidRequestError):
+            if is_cut and not isinstance(error, msgspec.ValidationError):
                 num_cut_lines += bool(text)
                 continue
             raise FormatError(
-                f"{path} line {number} is damaged: {error}", f"Remove that line. {_HOW_TO_MAKE_ONE}"
+                f"{path} line {number} is damaged: {error}.", f"Remove that line. {_HOW_TO_MAKE_ONE}"
             ) from error
         if isinstance(line, BeginLine):
             before = runs.get(line.run_id, []) if line.is_resumed else []
@@ -171,7 +175,7 @@ def _other_format(line: bytes) -> str | None:
     if not line.startswith(_SIGNATURE):
         return None
     try:
-        found = msgspec.json.decode(line, type=_Versioned).format
+        found = decode(line, _Versioned).format
     except msgspec.MsgspecError:
         return None
     return None if found == FORMAT else f"has format {found}; this version reads {FORMAT}"

@@ -155,8 +155,6 @@ def _limit_data(limit_bytes: int) -> None:
 _MALLOPT = {-3: 2**30, -1: 2**31 - 1}
 HELD_HEAP_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
 
-VARIABLES = (*HELD_HEAP_ENVIRONMENT, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # that may be recommended
-
 
 def recommended_environment(device: str) -> dict[str, str]:
     """The variables to start a training on this device with; none where they are set already, or mean nothing to an

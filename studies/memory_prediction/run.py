@@ -23,7 +23,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from autotune_amp.core.memory_model import fit_memory
+from autotune_amp.core.intervals import fit_memory
 from autotune_amp.core.outcome import Failure, Measurement
 
 HERE = Path(__file__).parent

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune_amp import AmpConfig, LossScale
-from autotune_amp.core.config import MIN_LOSS_SCALE, FallbackPlan
+from autotune_amp.core.config import MIN_LOSS_SCALE, RECOMMENDED_VARIABLES, FallbackPlan
 from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.errors import InvalidRequestError
 
@@ -28,6 +28,9 @@ loss_scales = st.builds(
 )
 
 
+printable = st.text().filter(str.isprintable)
+
+
 @st.composite
 def configs(draw: st.DrawFn) -> AmpConfig:
     precision = draw(st.sampled_from(PRECISIONS))
@@ -38,9 +41,9 @@ def configs(draw: st.DrawFn) -> AmpConfig:
         accumulation_steps=draw(st.integers(1, 1000)),
         loss_scale=draw(loss_scales) if precision == "fp16" else None,
         fallback=[draw(st.sampled_from([name, msgspec.structs.replace(FP32, precision=name)])) for name in below],
-        pinned_modules=tuple(draw(st.lists(st.text(), max_size=3))),
+        pinned_modules=tuple(draw(st.lists(printable, max_size=3))),
         num_workers=draw(st.none() | st.integers(0, 128)),
-        environment=draw(st.dictionaries(st.text(), st.text(), max_size=3)),
+        environment=draw(st.dictionaries(st.sampled_from(RECOMMENDED_VARIABLES), printable, max_size=3)),
         as_found=draw(st.booleans()),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
 import re
@@ -313,9 +314,9 @@ def test_of_fp8_every_text_says_who_makes_its_layers_and_what_is_around_them(tar
 
 
 def test_the_environment_reaches_a_shell() -> None:
-    variables = {"OMP_NUM_THREADS": "3", "ODD_": "a 'quoted' $value"}
+    variables = {"MALLOC_TRIM_THRESHOLD_": "3", "PYTORCH_ALLOC_CONF": "a 'quoted' $value"}
     text = export(Exportable(AmpConfig(precision="fp32", batch_size=4, environment=variables)), "env").text
-    program = f'{text}printf \'%s|%s\' "$OMP_NUM_THREADS" "$ODD_"'
+    program = f'{text}printf \'%s|%s\' "$MALLOC_TRIM_THRESHOLD_" "$PYTORCH_ALLOC_CONF"'
     done = subprocess.run(["/bin/sh", "-c", program], capture_output=True, text=True, timeout=20, check=True)
     assert done.stdout.split("|") == list(variables.values())
     assert export(Exportable(AmpConfig(precision="fp32", batch_size=4)), "env").text.startswith("# ")
@@ -460,3 +461,35 @@ def test_lightning() -> None:
     trainer = ran.names["trainer"]
     assert trainer.precision_plugin.config == PINNED
     assert (trainer.accumulate_grad_batches, ran.names["loader"].batch_size) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"environment": {"LD_PRELOAD": "theirs.so"}},
+        {"environment": {"PYTORCH_ALLOC_CONF": "a\nimport os"}},
+        {"environment": {"$(touch mine)": "a"}},
+        {"environment": {"MALLOC_TRIM_THRESHOLD_": 1}},
+        {"pinned_modules": ["a\nimport os"]},
+        {"pinned_modules": ["\x1b[31m"]},
+        {"pinned_modules": [3]},
+    ],
+)
+def test_what_could_become_another_line_or_run_something_is_no_config(fields: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=next(iter(fields))):
+        AmpConfig(precision="bf16", batch_size=4, **fields)
+
+
+def test_a_name_beyond_ascii_is_itself_in_every_text() -> None:
+    name = "blöck.\U0001f600"
+    config = AmpConfig(precision="bf16", batch_size=4, pinned_modules=(name,))
+    for target in ("torch", "lightning", "accelerate", "transformers"):
+        parsed = ast.parse(export(Exportable(config), target).text)
+        assert name in [node.value for node in ast.walk(parsed) if isinstance(node, ast.Constant)]
+
+
+def test_an_origin_with_line_breaks_stays_a_comment() -> None:
+    setting = Exportable(AmpConfig(precision="bf16", batch_size=4), origin="a\nimport os\x85\x1b[31m")
+    for target in ("torch", "env", "transformers"):
+        first, *_ = export(setting, target).text.splitlines()
+        assert first == "# autotune-amp export of a import os [31m"

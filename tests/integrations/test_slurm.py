@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from autotune_amp.core.text import shell_line
 from autotune_amp.integrations.export import is_exported
 from autotune_amp.integrations.slurm import slurm
 
@@ -202,3 +203,15 @@ def test_a_job_that_fails_fails(cluster: Cluster) -> None:
     cluster.submit(text())
     (cluster.folder / "bin/autotune-amp").write_text("#!/bin/sh\nexit 3\n")
     assert cluster.run(1).wait(60) == 3
+
+
+@pytest.mark.parametrize("word", ["a\nJOB\ntouch mine\ncat <<'JOB'\n", "JOB", "\rJOB", "$(touch mine)", "\x1b[31m"])
+def test_no_word_of_the_command_reaches_the_submitting_shell(tmp_path: Path, word: str) -> None:
+    cluster = Cluster(tmp_path)
+    training = ["my train", word]
+    made = slurm([word], training, name="my study", study=f"studies/{word}", origin=word)
+    assert not {c for c in made.text if not c.isprintable()} - {"\n"}
+    subprocess.run(["bash", "-c", made.text], cwd=tmp_path, env=cluster.environment, timeout=60, check=True)
+    assert not (tmp_path / "mine").exists()
+    jobs = [json.loads((tmp_path / "jobs" / number).read_text()) for number in ("1", "2")]
+    assert all(shell_line([word]) in job["script"] for job in jobs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import signal
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,16 @@ DONE = {"event": "result", "value": 5}
 STEP, COMPILING = {"event": "step", "number": 1, "seconds": 0.1}, {"event": "compiling"}
 SO_FAR = {"event": "so far", "value": 3}
 READY = {"event": "ready"}
+
+
+def test_lines_that_are_no_message_end_nothing() -> None:
+    """They are the remains of a killed writer's."""
+    heard: Any = process.Process.__new__(process.Process)
+    lines = [b"\xff\n", b"[" * 100_000 + b"\n", b'{"event"\n', b"3\n", b"[]\n", b"{}\n", b'{"event": 3}\n', b"\n"]
+    heard._popen = SimpleNamespace(stdout=[*lines, b'{"event": "ready"}\n'])
+    heard._messages = queue.Queue()
+    heard._hear()
+    assert [heard._messages.get(), heard._messages.get()] == [READY, None]
 
 
 @pytest.mark.parametrize(

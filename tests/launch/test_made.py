@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
+from autotune_amp.core.errors import FormatError
 from autotune_amp.launch.made import read, remember, remembered, summary, write
 
 
@@ -43,3 +46,12 @@ def test_what_was_made_is_known_again_until_somebody_else_changes_it(tmp_path: P
 
 def test_nothing_is_known_where_nothing_was_remembered(tmp_path: Path) -> None:
     assert remembered(tmp_path / "made.json") == ()
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"[" * 100_000, b"3", b'{"a": "b"}', None])
+def test_a_damaged_list_of_what_was_made_is_one_error(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "made.json"
+    os.mkfifo(path) if content is None else path.write_bytes(content)
+    with pytest.raises(FormatError, match=r"made\.json is damaged"):
+        remembered(path)
+    assert remembered(tmp_path / "missing") == ()

@@ -132,10 +132,10 @@ def test_what_is_not_known_or_makes_no_difference_is_not_said() -> None:
 
 
 def test_the_explanation_is_the_facts_and_the_variables_to_set() -> None:
-    config = AmpConfig(precision="bf16", batch_size=64, environment={"A": "x y"})
+    config = AmpConfig(precision="bf16", batch_size=64, environment={"PYTORCH_ALLOC_CONF": "x y"})
     shown = recommendation(config=config)
     lines = [f"{label}: {text}" for label, text in shown.facts()]
-    assert shown.explain().splitlines() == [*lines, "before Python starts: export A='x y'"]
+    assert shown.explain().splitlines() == [*lines, "before Python starts: export PYTORCH_ALLOC_CONF='x y'"]
 
 
 def test_a_check_is_told_with_its_numbers_and_what_heals_it() -> None:
@@ -192,7 +192,10 @@ def test_what_was_saved_comes_back_with_the_rights_of_the_umask_and_older_docume
     ("content", "said"),
     [
         (GOOD.replace(b"quiet", b"\xff\xfe"), "is damaged: .*utf-8"),
-        (GOOD.replace(b'"batch_size": 64', b'"batch_size": 0'), r"is damaged: AmpConfig\.batch_size is 0; .*[^.]\.$"),
+        (
+            GOOD.replace(b'"batch_size": 64', b'"batch_size": 0'),
+            r"is damaged: Expected `int` >= 1 .*batch_size`\.$",
+        ),
         (b"[" * 100_000, "is damaged: "),
         (b'{"format": 2}', "has format 2"),
     ],

@@ -106,8 +106,12 @@ def test_the_panel_holds_the_facts_and_is_headed_by_what_they_are() -> None:
 
 
 def test_lines_to_copy_are_whole() -> None:
-    config = AmpConfig(precision="fp32", batch_size=32, environment={"A": "1", "LONG": "x y" * 40})
-    assert f"  export A=1 LONG='{'x y' * 40}'" in printed(recommendation(config=config)).splitlines()
+    variables = {"MALLOC_TRIM_THRESHOLD_": "1", "PYTORCH_ALLOC_CONF": "x y" * 40}
+    config = AmpConfig(precision="fp32", batch_size=32, environment=variables)
+    assert (
+        f"  export MALLOC_TRIM_THRESHOLD_=1 PYTORCH_ALLOC_CONF='{'x y' * 40}'"
+        in printed(recommendation(config=config)).splitlines()
+    )
     text = printed(recommendation())
     assert "before Python starts" not in text
     python, framework = text.split("In Python:\n")[1].split("In the words of a framework")

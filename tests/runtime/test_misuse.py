@@ -193,9 +193,9 @@ def test_a_scale_that_harms_weights_is_refused_and_nothing_changes(scale: float 
 def test_variables_that_were_not_set_before_python_are_warned_of(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SET", "1")
-    make(environment={"SET": "1"})
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1")
+    make(environment={"MALLOC_MMAP_THRESHOLD_": "1"})
     assert caplog.messages == []
-    make(environment={"SET": "1", "MALLOC_TRIM_THRESHOLD_": "4711"})
+    make(environment={"MALLOC_MMAP_THRESHOLD_": "1", "MALLOC_TRIM_THRESHOLD_": "4711"})
     (said,) = caplog.messages
     assert said.endswith("export MALLOC_TRIM_THRESHOLD_=4711")

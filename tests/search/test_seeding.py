@@ -16,7 +16,7 @@ from test_explore import record
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import Hardware, Level
-from autotune_amp.core.memory_model import fit_memory
+from autotune_amp.core.intervals import fit_memory
 from autotune_amp.core.outcome import Failure, FailureKind, Outcome
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.space import Space, excluded_by_outcomes, without

@@ -41,9 +41,9 @@ def test_the_variable_keeps_what_it_says_already(found: dict[str, str], expected
 
 
 def test_the_shell_is_told() -> None:
-    environment = {"OMP_NUM_THREADS": "2"}
+    environment = {"MALLOC_TRIM_THRESHOLD_": "2"}
     config = AmpConfig(precision="bf16", batch_size=4, allocator="expandable_segments", environment=environment)
-    assert export_lines(config) == ["export OMP_NUM_THREADS=2 PYTORCH_ALLOC_CONF=expandable_segments:True"]
+    assert export_lines(config) == ["export MALLOC_TRIM_THRESHOLD_=2 PYTORCH_ALLOC_CONF=expandable_segments:True"]
 
 
 def test_where_it_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:

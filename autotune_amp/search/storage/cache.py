@@ -58,7 +58,7 @@ def cached_answer(
         return None
     if fingerprint.unknown or cached.fingerprint.digest != fingerprint.digest:
         return None
-    before = msgspec.convert(cached.options, SearchOptions)
+    before = cached.options_as(SearchOptions)
     if all(getattr(before, name) == getattr(options, name) for name in RANKING):
         return cached
     if not folder.records(cached.search.search_id):
@@ -77,7 +77,6 @@ def _shared_answer(
     if options.storage is None or fingerprint.unknown:
         return None
     from autotune_amp.search.storage import shared  # brings Optuna
-    from autotune_amp.trial.memory import VARIABLES
 
     found = shared.answer_for(shared.answers(options.storage, fingerprint), fingerprint)
     if found is None:
@@ -87,12 +86,9 @@ def _shared_answer(
         return None  # to rank again takes all records
     told = f"Answered from the storage: measured {found.origin}, on a machine of the same kind."
     progress.note(told)
-    # What a training is started with is the reader's own, or known to do nothing else.
-    environment = {name: value for name, value in answer.config.environment.items() if name in VARIABLES}
     asked = msgspec.to_builtins(options)
     answer = msgspec.structs.replace(
         answer,
-        config=msgspec.structs.replace(answer.config, environment=environment),
         options={name: asked[name] for name in answer.options if name in asked},
         command=None,
         fingerprint=fingerprint,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from autotune_amp.core.documents import Integer, cause, decode, read_file, regular
 from autotune_amp.core.errors import FormatError, StudyBusyError, StudyError
 from autotune_amp.core.outcome import Record
 from autotune_amp.core.recommendation import Recommendation, write_atomically
@@ -20,6 +23,12 @@ if TYPE_CHECKING:
 
 RECORD_FORMAT = 1
 _LOCK = ".lock"
+
+
+class _Format(msgspec.Struct):
+    """All that is read of a line before it is known to be none of a newer format."""
+
+    format: Integer = RECORD_FORMAT
 
 
 class StudyFolder:
@@ -52,15 +61,16 @@ class StudyFolder:
             for half_written in (*self.path.glob(".recommendation.json.*"), *self.path.glob(".report.html.*")):
                 half_written.unlink()  # left by a kill between writing and renaming; nobody else writes here now
             if self._outcomes_path.exists():
-                whole, newline, _ = self._outcomes_path.read_bytes().rpartition(b"\n")
+                whole, newline, _ = read_file(self._outcomes_path).rpartition(b"\n")
                 os.truncate(self._outcomes_path, len(whole + newline))  # a last line that a kill cut short
         except filelock.Timeout as error:
             raise StudyBusyError(
                 f"Another search is running in {self.path}.", "Wait for it, or give this one a name with --study."
             ) from error
-        except OSError as error:
+        except (OSError, ValueError) as error:  # the latter for a NUL in the path
             raise StudyError(
-                f"The study folder {self.path} cannot be written: {error.strerror or error}.",
+                f"The study folder {self.path} cannot be used: {getattr(error, 'filename', None) or self.path}: "
+                f"{cause(error)}.",
                 "Choose another with --out, or mend its permissions.",
             ) from error
         return self
@@ -69,10 +79,12 @@ class StudyFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._lock is not None
-        # A misspelt name should leave no folder.
-        if self._is_new and [path.name for path in self.path.iterdir()] == [_LOCK]:
-            shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.release()
+        with suppress(OSError):  # somebody may have deleted the folder
+            # A misspelt name should leave no folder.
+            if self._is_new and [path.name for path in self.path.iterdir()] == [_LOCK]:
+                shutil.rmtree(self.path, ignore_errors=True)
+        with suppress(OSError):
+            self._lock.release()
 
     def search_id(self, digest: str, *, is_fresh: bool, num_shares: int | None = None) -> str:
         """Names the search of this fingerprint that is to be gone on with, or a new one for `is_fresh`.
@@ -80,28 +92,34 @@ class StudyFolder:
         What was measured on one of `num_shares` of the CPU is not compared with what had another.
         """
         prefix = f"{digest[:12]}-" + (f"{num_shares}shares-" if num_shares is not None else "")
-        numbers = [int(r.search_id.removeprefix(prefix)) for r in self.records() if r.search_id.startswith(prefix)]
+        of_this = re.compile(re.escape(prefix) + r"([0-9]{1,9})")  # "d-2shares-1" begins with "d-", and is another's
+        numbers = [int(match[1]) for record in self.records() if (match := of_this.fullmatch(record.search_id))]
         return f"{prefix}{max(numbers, default=0) + 1 if is_fresh else max(numbers, default=1)}"
 
     def records(self, search_id: str | None = None) -> list[Record]:
         """What was measured, of one search or of all. Another search may be writing: half a line is left out."""
-        if not self._outcomes_path.exists():
+        try:
+            lines = read_file(self._outcomes_path).rpartition(b"\n")[0].splitlines()
+        except FileNotFoundError:
             return []
-        lines = self._outcomes_path.read_bytes().rpartition(b"\n")[0].splitlines()
+        except OSError as error:
+            raise FormatError(
+                f"{self._outcomes_path} cannot be read: {cause(error)}.",
+                "Move it away, or give this search another name with --study.",
+            ) from error
         records = [self._record(line, number) for number, line in enumerate(lines, start=1)]
         return [r for r in records if search_id is None or r.search_id == search_id]
 
     def _record(self, line: bytes, number: int) -> Record:
         place = f"{self._outcomes_path} line {number}"
         try:
-            document = msgspec.json.decode(line)
-            found = document.get("format") if isinstance(document, dict) else None
-            if isinstance(found, int) and found > RECORD_FORMAT:
+            found = decode(line, _Format).format
+            if found > RECORD_FORMAT:
                 raise FormatError(
                     f"{place} has format {found}; this version reads up to {RECORD_FORMAT}.",
                     "Upgrade autotune_amp, or give this search another name with --study.",
                 )
-            return msgspec.json.decode(line, type=Record)  # keys that are numbers are read from JSON only
+            return decode(line, Record)
         except msgspec.MsgspecError as error:
             raise FormatError(
                 f"{place} is damaged: {error}.", "Remove that line, or give this search another name with --study."
@@ -110,13 +128,13 @@ class StudyFolder:
     def append(self, record: Record) -> None:
         """Add one line and wait for the disk: a kill at any moment loses at most the trial in flight."""
         try:
-            with self._outcomes_path.open("ab") as file:
+            with open(self._outcomes_path, "ab", opener=regular) as file:
                 file.write(msgspec.json.encode(record) + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             raise StudyError(
-                f"{self._outcomes_path} cannot be written: {error.strerror}.",
+                f"{self._outcomes_path} cannot be written: {cause(error)}.",
                 "Free some space, or choose another folder with --out; what is there stays valid.",
             ) from error
 

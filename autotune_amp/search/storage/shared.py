@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import re
+from collections.abc import Sequence
 from datetime import datetime, timezone
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
-from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.documents import decode
 from autotune_amp.core.hardware import LEAST_MEMORY_SHARE
 from autotune_amp.core.recommendation import FORMAT, Fingerprint, Recommendation
 from autotune_amp.search.storage.study import attributes, set_attribute
+
+_MIN_HIDDEN = 8  # characters of a word of the command: shorter ones are words of ours, such as bf16
 
 # In which devices of one model differ. Memory is compared on its own: two hosts never have the same to the byte.
 _OF_ONE_DEVICE = ("device uuid", "device index", "device total_memory_bytes")
@@ -44,8 +49,8 @@ def answers(storage: str, fingerprint: Fingerprint) -> list[Answer]:
     found = []
     for kind, kept in attributes(storage, _name(fingerprint)).items():
         try:
-            recommendation = msgspec.json.decode(kept["recommendation"], type=Recommendation)
-        except (msgspec.MsgspecError, InvalidRequestError, KeyError, TypeError):
+            recommendation = decode(kept["recommendation"], Recommendation)
+        except (msgspec.MsgspecError, KeyError, TypeError):
             continue
         if recommendation.format <= FORMAT:
             found.append(Answer(kind, str(kept.get("host")), str(kept.get("time")), recommendation))
@@ -64,14 +69,47 @@ def answer_for(answers: list[Answer], fingerprint: Fingerprint) -> Answer | None
 
 
 def keep(storage: str, recommendation: Recommendation) -> None:
-    """Keep the answer of a finished search for others. Raises `StudyError`."""
+    """Keep the answer of a finished search for others, without its command. Raises `StudyError`."""
     found = recommendation.fingerprint
     kept = {
         "host": platform.node(),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "recommendation": recommendation.to_json(),
+        "recommendation": _without_command(recommendation).to_json(),
     }
     set_attribute(storage, _name(found), _digest(_kind(found)), kept)
+
+
+def _without_command(recommendation: Recommendation) -> Recommendation:
+    """The recommendation without the command and its settings files, which may hold secrets, and without the target.
+
+    Their words of `_MIN_HIDDEN` characters or more are hidden in its sentences too.
+    """
+    line, target = recommendation.launch_line, recommendation.target
+    texts = [] if line is None else [*line.arguments, *line.values.values(), *line.files, *line.files.values()]
+    said = [*texts, *([] if target is None else [target])]
+    words = {word for text in said for word in (text, *text.split(), *re.split(r"[\s=:,'\"]+", text))}
+    hidden = sorted((word for word in words if len(word) >= _MIN_HIDDEN), key=len, reverse=True)
+    bare = replace(
+        recommendation,
+        target=None,
+        launch_line=None,
+        command=None,
+        fingerprint=replace(recommendation.fingerprint, parts={}, unknown=()),
+        workload=recommendation.workload and replace(recommendation.workload, loader=None),
+    )
+    return msgspec.convert(_hiding(msgspec.to_builtins(bare), hidden), Recommendation)
+
+
+def _hiding(value: Any, words: Sequence[str]) -> Any:
+    """Plain data with each of these words hidden in its sentences; what has no blank is a name or a number."""
+    if isinstance(value, dict):
+        return {name: _hiding(each, words) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_hiding(each, words) for each in value]
+    if isinstance(value, str) and " " in value:
+        for word in words:
+            value = value.replace(word, "...")
+    return value
 
 
 def _kind(fingerprint: Fingerprint) -> dict[str, str]:

@@ -189,7 +189,8 @@ class Study:
             if asked.trial is None or not self.is_there:
                 return
             where = {} if slot is None else {"slot": slot}
-            _set_attributes(asked.trial, _explained(outcome, number, asked.pair, replay) | where)
+            is_own = isinstance(self._storage, Path)
+            _set_attributes(asked.trial, _explained(outcome, number, asked.pair, replay, is_own=is_own) | where)
             if isinstance(outcome, Measurement):
                 share = 1.0 if replay is None else replay.applied_share
                 self._study.tell(asked.trial, share * outcome.samples_per_second)
@@ -431,11 +432,14 @@ def _described(setting: Setting) -> dict[str, Any]:
     return {"candidate": str(setting)} | pins
 
 
-def _explained(outcome: Outcome, number: int | None, pair: Pair | None, replay: Replay | None) -> dict[str, Any]:
-    """What is known when it has ended; `number` is its record's."""
+def _explained(
+    outcome: Outcome, number: int | None, pair: Pair | None, replay: Replay | None, *, is_own: bool
+) -> dict[str, Any]:
+    """What is known when it has ended; `number` is its record's, `is_own`: the storage is the search's own file."""
     explained: dict[str, Any] = {} if number is None else {"record": number}
     if isinstance(outcome, Failure):
-        return explained | {"failure": outcome.kind, "reason": outcome.message}
+        # Its words may be the user's own, which others who use a storage are not to read.
+        return explained | {"failure": outcome.kind} | ({"reason": outcome.message} if is_own else {})
     if number is not None or pair is None:  # what was measured stands with the trial that measured it
         explained |= {"step_seconds": outcome.step_seconds, "peak_memory_bytes": outcome.peak_memory_bytes}
     if outcome.was_cut:

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +15,10 @@ from autotune_amp.core.errors import FormatError, StudyBusyError, StudyError
 from autotune_amp.core.outcome import Failure, Record
 from autotune_amp.search.source import folder_name, study_name
 from autotune_amp.search.storage.folder import StudyFolder
+
+CHECKED = {"outcome": "accumulation", "verdict": "mean", "reason": "", "next_step": "", "batch_size": 4} | {
+    "num_micro_batches": 2
+}
 
 
 def record(number: int, search_id: str = "abc-1") -> Record:
@@ -50,7 +58,7 @@ def test_a_folder_is_used_by_one_search_at_a_time(tmp_path: Path) -> None:
         with pytest.raises(StudyBusyError, match="Another search"), StudyFolder(str(tmp_path), "one"):
             pass
         (tmp_path / "file").write_text("")
-        with pytest.raises(StudyError, match="cannot be written"), StudyFolder(str(tmp_path / "file"), "two"):
+        with pytest.raises(StudyError, match="cannot be used"), StudyFolder(str(tmp_path / "file"), "two"):
             pass
     with StudyFolder(str(tmp_path), "one"):
         pass
@@ -86,3 +94,29 @@ def test_any_name_becomes_one_folder(name: str) -> None:
     assert made
     assert Path("studies", made).parent == Path("studies")
     assert made not in (".", "..")
+
+
+def test_a_search_of_shares_beside_one_of_the_whole_machine_has_an_id_of_its_own(tmp_path: Path) -> None:
+    with StudyFolder(str(tmp_path), "one") as folder:
+        shares = folder.search_id("d" * 64, is_fresh=True, num_shares=2)
+        for search_id in (shares, "d" * 12 + "-not a number", "d" * 12 + "-" + "9" * 5000):
+            folder.append(msgspec.structs.replace(record(1), search_id=search_id))
+        assert folder.search_id("d" * 64, is_fresh=False) == "d" * 12 + "-1"
+        assert folder.search_id("d" * 64, is_fresh=True, num_shares=2) == "d" * 12 + "-2shares-2"
+
+
+def test_a_folder_that_is_deleted_in_mid_search_is_one_error(tmp_path: Path) -> None:
+    with StudyFolder(str(tmp_path), "one") as folder:
+        shutil.rmtree(folder.path)
+        assert folder.records() == []
+        with pytest.raises(StudyError, match="cannot be written"):
+            folder.append(record(1))
+
+
+@pytest.mark.parametrize("change", [{"environment": {"LD_PRELOAD": "x"}}, {"outcome": CHECKED}, {"number": -1}])
+def test_a_line_that_no_search_writes_is_damaged(tmp_path: Path, change: dict[str, Any]) -> None:
+    with StudyFolder(str(tmp_path), "one") as folder:
+        line = json.loads(msgspec.json.encode(record(1)))
+        (folder.path / "outcomes.jsonl").write_text(json.dumps(line | change) + "\n")
+        with pytest.raises(FormatError, match="line 1 is damaged"):
+            folder.records()

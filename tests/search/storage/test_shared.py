@@ -50,7 +50,7 @@ def url(tmp_path: Path) -> str:
 def found(finished: tuple[Recommendation, StudyFolder]) -> Recommendation:
     device = finished[0].hardware
     hardware = replace(device, identity=replace(device.identity, total_memory_bytes=MEMORY_BYTES))
-    config = replace(finished[0].config, environment={"LD_PRELOAD": "theirs.so", **HELD})
+    config = replace(finished[0].config, environment=HELD)
     options = {**finished[0].options, "device": "cpu; theirs"}
     return replace(
         finished[0], fingerprint=fingerprint(), hardware=hardware, config=config, options=options, command="theirs"
@@ -79,7 +79,8 @@ def test_an_answer_holds_for_the_same_request_on_a_machine_of_the_same_kind(
     answer = shared.answer_for(answers, now)
     assert (answer is not None, bool(answers)) == (holds, is_like)
     if answer is not None:
-        assert answer.recommendation.to_json() == found.to_json()
+        bare = replace(found, command=None, fingerprint=replace(found.fingerprint, parts={}))
+        assert answer.recommendation.to_json() == bare.to_json()
         assert answer.host in answer.origin
 
 
@@ -114,7 +115,7 @@ def test_an_answer_of_another_host_is_saved_with_its_origin_and_runs_nothing_of_
     assert answer is not None
     assert Recommendation.load(tmp_path / "train/recommendation.json").to_json() == answer.to_json()
     assert (answer.fingerprint, answer.search.study) == (now, "train")
-    assert answer.config == replace(found.config, environment=HELD)
+    assert answer.config == found.config
     assert "theirs" not in answer.to_json()
     assert answer.launch_line == MINE
     assert str(answer.command).endswith(" -- python mine.py 128")
@@ -146,3 +147,31 @@ def test_what_asks_for_another_ranking_or_no_storage_is_not_answered_so(
     unknown = replace(now, unknown=("a lambda",))
     assert cache._shared_answer(Source("train.py:workload"), request, there, Mock(), unknown) is None
     assert not there.path.exists()
+
+
+def test_nothing_of_the_command_its_files_and_its_target_is_kept(url: str, found: Recommendation) -> None:
+    token = "hf_Secret0123456789"
+    line = LaunchLine(
+        arguments=("python", "private_script.py", f"--token={token}", "{batch_size=4}", "--word", "two words"),
+        values={"bf16": "bfloat-sixteen"},
+        files={"private.yaml": f"key: {token}-of-file\nbatch: {{batch_size}}\n"},
+    )
+    said = f"The command python private_script.py --token={token} read private.yaml ({token}-of-file)."
+    assert found.workload is not None
+    shared.keep(
+        url,
+        replace(
+            found,
+            launch_line=line,
+            command=f"python private_script.py --token={token}",
+            target="private_script.py:secret_workload",
+            warnings=(said,),
+            reason=f"{said} It is the fastest.",
+            fingerprint=replace(found.fingerprint, parts={**PARTS, "command": f"={token}"}),
+            workload=replace(found.workload, loader="private_script.py:main:12", notes=(said,)),
+        ),
+    )
+    kept = b"".join(path.read_bytes() for path in Path(url.removeprefix("sqlite:///")).parent.iterdir())
+    for word in (token, "private_script", "private.yaml", "secret_workload", "bfloat-sixteen"):
+        assert word.encode() not in kept
+    assert b"It is the fastest." in kept

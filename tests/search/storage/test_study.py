@@ -94,6 +94,14 @@ def test_what_is_asked_for_is_run_as_given_and_told(file: Path) -> None:
     assert (failed.user_attrs["failure"], failed.user_attrs["reason"]) == ("oom", OOM.message)
 
 
+def test_a_storage_of_others_is_not_told_the_words_of_a_failure(file: Path) -> None:
+    with opened(f"sqlite:///{file}") as study:
+        study.tell(study.ask(at("fp32", 32)), Failure(kind="crash", message="train.py --token=secret died"))
+    (told,) = trials(file)
+    assert told.user_attrs["failure"] == "crash"
+    assert "secret" not in str(told.user_attrs)
+
+
 def test_fp16_carries_the_loss_scale_and_the_others_do_not(file: Path) -> None:
     with opened(file, kind=Judged) as study:
         study.tell(study.ask(at("fp16", 8)), measured(), number=1)

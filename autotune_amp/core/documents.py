@@ -1,0 +1,85 @@
+"""Files that others may have written: read only where they are regular, and decoded with one kind of error."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.text import one_line
+
+# Ranges that hold where a document is read; their ends keep sums and ratios of them finite.
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+Whole = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Integer = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
+Positive = Annotated[float, msgspec.Meta(gt=1e-30, le=1e30)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0.0, le=1e30)]
+Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+Number = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
+
+Kind = TypeVar("Kind")
+
+
+def regular(path: str, flags: int) -> int:
+    """Open the regular file at `path`, as the `opener` of Python's ``open``.
+
+    Raises `OSError` for a folder, and for a FIFO, a socket or a device, which may have no end and never an answer.
+    """
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is a folder" if stat.S_ISDIR(mode) else "it is not a regular file", path)
+
+
+def read_file(path: str | os.PathLike[str]) -> bytes:
+    """Return the bytes of a regular file; raise `OSError` for anything else, and for a path that no file can have."""
+    try:
+        with open(path, "rb", opener=regular) as file:
+            return file.read()
+    except ValueError as error:  # of a NUL in it
+        raise OSError(errno.EINVAL, f"no file has such a name ({error})") from error
+
+
+def check_new(option: str, path: str | os.PathLike[str] | None) -> None:
+    """Raise `InvalidRequestError` where something lies at the `path` that the `option` is to write, if it is given."""
+    if path is not None and os.path.lexists(path):
+        raise InvalidRequestError(f"{option} is {str(path)!r}, which is there: it is left alone.", "Name a new file.")
+
+
+def cause(error: Exception) -> str:
+    """Return why a file cannot be read, written or decoded, without the file's name."""
+    return one_line(str(getattr(error, "strerror", None) or error))
+
+
+def decode(text: bytes | str, kind: type[Kind] | msgspec.json.Decoder[Kind]) -> Kind:
+    """Decode a JSON document as `kind`, a struct or the decoder of a union of them.
+
+    Raises `msgspec.ValidationError` where a value is wrong, and `msgspec.DecodeError` where the text is no JSON, is not
+    UTF-8 or is nested too deeply.
+    """
+    try:
+        if isinstance(kind, msgspec.json.Decoder):
+            return kind.decode(text)
+        return msgspec.json.decode(text, type=kind)
+    except InvalidRequestError as error:
+        raise msgspec.ValidationError(error.message.rstrip(".")) from error
+    except RecursionError as error:
+        raise msgspec.DecodeError("it is nested too deeply") from error
+    except (UnicodeError, ValueError, OverflowError) as error:
+        if isinstance(error, msgspec.MsgspecError):
+            raise
+        raise msgspec.DecodeError(str(error)) from error
+
+
+def convert(value: object, kind: type[Kind]) -> Kind:
+    """Make a `kind` of what was decoded before; raises `msgspec.ValidationError` where a value is wrong."""
+    try:
+        return msgspec.convert(value, kind)
+    except InvalidRequestError as error:
+        raise msgspec.ValidationError(error.message.rstrip(".")) from error
