@@ -43,7 +43,7 @@ CACHED_SHARE = 0.3
 EXTRA_SHARE = 0.15
 # What a job has to be expected to bring of the throughput, and for each of its seconds: half and twice as much change
 # little (studies/search_efficiency, hosts).
-LEAST_GAIN, GAIN_PER_SECOND = 0.002, 5e-4
+LEAST_GAIN, GAIN_PER_SECOND = 0.002, 1e-3
 COMPILE_SECONDS = 5.0  # the first time, at the least: 6.5 s a convnet of six blocks, on 2 cores without AVX-512
 # Of the seconds of a start: 2.5 on a CPU, 1.5 to 2 of a Llama on an H200's host (studies/real_card).
 COMPILE_STARTS = 2.0

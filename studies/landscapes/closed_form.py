@@ -245,7 +245,7 @@ def _header(shape: Shape) -> Header:
         memory_limit_bytes=limit,
         start_seconds=START_SECONDS,
         holds_heap=on_cpu,
-        environment={"HELD": "1"} if on_cpu else {},
+        environment={"MALLOC_TRIM_THRESHOLD_": "1"} if on_cpu else {},
         settings={},
     )
 
