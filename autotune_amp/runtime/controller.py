@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
@@ -22,12 +23,13 @@ from autotune_amp.runtime.end_signal import EndSignal
 from autotune_amp.runtime.executor import Executor, OnDemotion, Wish
 from autotune_amp.runtime.metrics import Metrics
 from autotune_amp.runtime.model import Attachment
+from autotune_amp.runtime.optimizers import makes_buffers_unread, refuse_closure, takes_a_scaler
 from autotune_amp.runtime.policy import Policy
 from autotune_amp.runtime.policy_state import check_scale
 from autotune_amp.runtime.scaler import (
     CLEAN,
     LAG_UPDATES,
-    NO_GRADIENTS,
+    OVERFLOW,
     Found,
     GradientCheck,
     LossScaler,
@@ -35,8 +37,6 @@ from autotune_amp.runtime.scaler import (
     Stepped,
     Window,
     checked_device,
-    makes_buffers_unread,
-    takes_a_scaler,
 )
 from autotune_amp.runtime.sinks import Sink
 from autotune_amp.runtime.status import MoveRecord, Status, write_status
@@ -48,11 +48,16 @@ if TYPE_CHECKING:
 Batch = TypeVar("Batch")
 
 
-def _held(part: str, name: str) -> Any:
-    """An attribute of GradScaler's that a part of the controller holds."""
+def _held(part: str, name: str, kind: Any = None) -> Any:
+    """An attribute of GradScaler's that a part of the controller holds, of this kind only: what a state may hold."""
 
     def set_it(controller: Any, value: Any) -> None:
-        setattr(getattr(controller, part), name, value)
+        try:
+            setattr(getattr(controller, part), name, value if kind is None else msgspec.convert(value, kind))
+        except msgspec.ValidationError as error:
+            raise InvalidRequestError(
+                f"The {name} given is {value!r}: {error}.", "Growth is by 1 or more, backing off by 1 or less."
+            ) from error
 
     return property(operator.attrgetter(f"{part}.{name}"), set_it)
 
@@ -81,9 +86,9 @@ class PrecisionController(torch.amp.GradScaler):
     `DeviceError` for a device that is not there and `InvalidRequestError` for options that cannot be kept.
     """
 
-    _growth_factor = _held("_rule", "growth_factor")
-    _backoff_factor = _held("_rule", "backoff_factor")
-    _growth_interval = _held("_rule", "growth_interval")
+    _growth_factor = _held("_rule", "growth_factor", checkpoint.GrowthFactor)
+    _backoff_factor = _held("_rule", "backoff_factor", checkpoint.BackoffFactor)
+    _growth_interval = _held("_rule", "growth_interval", checkpoint.GrowthInterval)
     _scale = _held("_scaler", "scale")
     _growth_tracker = _held("_scaler", "growth_tracker")
     _enabled = _held("_executor", "is_checking")
@@ -199,9 +204,27 @@ class PrecisionController(torch.amp.GradScaler):
         self._examine(optimizer, self._scaler.inverse() if self._scaler.is_scaling else None)
         state["stage"] = OptState.UNSCALED
 
-    def _examine(self, optimizer: torch.optim.Optimizer, inv_scale: Tensor | None) -> None:
+    def unscale_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> int | Tensor:
+        """`unscale_` all of them, to clip by one norm: what is not finite in one skips every one.
+
+        Returns the verdict on all, see `scaler`.
+        """
+        given = list(optimizers)
+        if not self._enabled:
+            return CLEAN
+        states = [self._per_optimizer_states[id(optimizer)] for optimizer in given]
+        for optimizer, state in zip(given, states, strict=True):
+            if state["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+        worst = self._check.join(given)
+        if isinstance(worst, Tensor):
+            for found in (found for state in states for found in state["found_inf_per_device"].values()):
+                found.copy_(worst.clamp(CLEAN, OVERFLOW), non_blocking=True)
+        return worst
+
+    def _examine(self, optimizer: torch.optim.Optimizer, inv_scale: Tensor | None, *, is_first: bool = True) -> None:
         self._executor.meet(optimizer)
-        samples = self._scaler.is_scaling and self._metrics.wants_sample
+        samples = is_first and self._scaler.is_scaling and self._metrics.wants_sample
         skipped = self._check.examine(optimizer, self._scale.device, inv_scale, samples=samples)
         state = self._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = {} if skipped is None else {skipped.device: skipped}
@@ -214,8 +237,7 @@ class PrecisionController(torch.amp.GradScaler):
             value = optimizer.step(*args, **kwargs)
             check.window.verdicts[check.number_of(optimizer)] = CLEAN
             return Stepped(CLEAN, value)
-        if "closure" in kwargs:
-            return super().step(optimizer, *args, **kwargs)  # which refuses it
+        refuse_closure(optimizer, args, kwargs)
         self._check_scale_growth_tracker("step")
         is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         state = self._per_optimizer_states[id(optimizer)]
@@ -224,6 +246,8 @@ class PrecisionController(torch.amp.GradScaler):
                 self._check_inf_per_device(optimizer)
             else:
                 self.unscale_(optimizer)
+        elif state["stage"] is OptState.UNSCALED and check.needs_second_look(optimizer):
+            self._examine(optimizer, None, is_first=False)
         verdict = check.wait_for(optimizer) if makes_buffers_unread(optimizer) else check.verdict_of(optimizer)
         # A fused optimizer reads the verdict by itself, too, but it need not be called where the host knows.
         if state["stage"] is not OptState.STEPPED and isinstance(verdict, int) and verdict != CLEAN:
@@ -238,15 +262,10 @@ class PrecisionController(torch.amp.GradScaler):
     def step_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
         """Step all of them or none: a non-finite gradient of one skips every one. Waits for the device."""
         given = list(optimizers)
+        worst = self.unscale_together(given)
         for optimizer in given:
-            if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
-                self.unscale_(optimizer)
-        worst = max((int(self._check.verdict_of(optimizer)) for optimizer in given), default=CLEAN)
-        for optimizer in given:
-            if worst > CLEAN and self._check.verdict_of(optimizer) != NO_GRADIENTS:
-                self._check.window.verdicts[self._check.number_of(optimizer)] = worst
             self.step(optimizer)
-        return worst == CLEAN or not self._enabled
+        return int(worst) == CLEAN
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """End the accumulation window; the scale follows from what was found or is `new_scale`. The precision may move.
@@ -491,9 +510,11 @@ class PrecisionController(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state: a controller's, a plain GradScaler's, or ``{}``, which a disabled one saves.
 
-        Raises `FormatError` for what is no such state or belongs to other rungs, `InvalidRequestError` for a loss
-        scale that cannot work (0, infinite); then nothing is changed.
+        Raises `FormatError` for what is no such state, holds what no run can (a negative count, a backoff factor
+        above 1) or belongs to other rungs, `InvalidRequestError` for a loss scale that cannot work (0, infinite); then
+        nothing is changed.
         """
+        saved = checkpoint.read(self._executor, state_dict)
         self.synchronize()
-        checkpoint.load(self._executor, self._check.window, state_dict)
+        checkpoint.take_over(self._executor, self._check.window, saved)
         self._is_in_window = self._check.window.num_passes > 0

@@ -19,11 +19,12 @@ from autotune_amp.hardware import cuda
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.modes import MODES
 from autotune_amp.runtime import diagnosis
+from autotune_amp.runtime.gradients import refuse_half_parameters
 from autotune_amp.runtime.metrics import Metrics
 from autotune_amp.runtime.model import Attachment
 from autotune_amp.runtime.policy import Policy
-from autotune_amp.runtime.policy_state import Action, Finding, Signal
-from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, OVERFLOW, Found, LossScaler, Ranks, refuse_half_parameters
+from autotune_amp.runtime.policy_state import Action, Finding, RecordKind, Signal
+from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, OVERFLOW, Found, LossScaler, Ranks
 from autotune_amp.runtime.status import MoveRecord, Status, available_memory_bytes, peak_memory_bytes
 
 log = logging.getLogger("autotune_amp.runtime")
@@ -457,7 +458,7 @@ class Executor:
                 "Call controller.attach(model) before the first step.",
             )
 
-    def _move_by_hand(self, name: Precision, reason: str, kind: str = "by_hand") -> None:
+    def _move_by_hand(self, name: Precision, reason: str, kind: RecordKind = "by_hand") -> None:
         before = self.policy.precision
         self.policy.move_by_hand(name)
         self.apply()
@@ -472,7 +473,7 @@ class Executor:
         self.apply()
         self._note("by_hand", self.precision, "disabled" if off else "enabled", before)
 
-    def _note(self, kind: str, after: Precision, reason: str, before: Precision | None = None) -> None:
+    def _note(self, kind: RecordKind, after: Precision, reason: str, before: Precision | None = None) -> None:
         policy = self.policy
         record = MoveRecord(policy.num_updates, kind, before or policy.precision, after, reason, self.config)
         self.history.append(record)

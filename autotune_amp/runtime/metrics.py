@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 import time
 import uuid
 from collections import deque
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -20,6 +21,7 @@ from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.hardware import nvml
 from autotune_amp.runtime.policy import Policy
+from autotune_amp.runtime.policy_state import Count
 from autotune_amp.runtime.readings import BEFORE, MOVE, PINNED_MODULES, REASON, metrics
 from autotune_amp.runtime.run_log import BeginLine, Line, MoveLine, RunLog, SampleLine
 from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, Found, LossScaler, Ranks
@@ -28,6 +30,8 @@ from autotune_amp.runtime.status import MoveRecord
 
 log = logging.getLogger("autotune_amp.runtime")
 
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
+
 SAMPLE_EVERY = 64  # updates between looks at the gradients' and activations' magnitudes, and between lines
 _SAMPLE_AT = 8  # early in the run, but after the loss scale has settled
 
@@ -35,12 +39,12 @@ _SAMPLE_AT = 8  # early in the run, but after the loss scale has settled
 class Totals(msgspec.Struct, kw_only=True):
     """What was counted. Steps taken, and seconds between updates, are by precision."""
 
-    num_updates: int = 0
-    num_steps: dict[Precision, int] = {}
-    seconds: dict[Precision, float] = {}
-    num_overflows: int = 0
-    num_bad_batches: int = 0
-    num_moves: int = 0
+    num_updates: Count = 0
+    num_steps: dict[Precision, Count] = {}
+    seconds: dict[Precision, Seconds] = {}
+    num_overflows: Count = 0
+    num_bad_batches: Count = 0
+    num_moves: Count = 0
 
     @property
     def num_all_steps(self) -> int:

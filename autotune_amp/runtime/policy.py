@@ -27,6 +27,7 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import FormatError, InvalidRequestError
 from autotune_amp.precision.modes import MODES
 from autotune_amp.runtime.policy_state import (
+    NUM_RECENT_LOSSES,
     Action,
     Finding,
     PolicyState,
@@ -49,7 +50,6 @@ LOST_SHARE_LIMIT = 0.01  # T4
 DIVERGED_GROWTH = 4.0  # of the typical loss: no precision mends what the learning rate did
 RAISE_FACTOR = 2.0**6
 PROMOTION_STEPS, MAX_PROMOTIONS, PROMOTION_HEADROOM = 2000, 3, 2.0**4
-NUM_RECENT_LOSSES = 15
 
 Names: TypeAlias = Collection[str]
 
@@ -345,20 +345,30 @@ class Policy(PolicyState):
         rule = {name: getattr(self.scale, name) for name in SavedRule.__struct_fields__}
         return {"policy": state, "precision": self.precision, "loss_scale": rule}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved state; raises `FormatError` or `InvalidRequestError` and changes nothing if it cannot.
+    def checked(self, state: Mapping[str, Any]) -> SavedState:
+        """Return what `take_over` can take over; raises `FormatError` or `InvalidRequestError`, and changes nothing.
 
         The rungs may begin further down than those saved: a run goes on from the config of a `DemotedError`.
         """
         saved = converted(state, SavedState)
-        scale = check_scale(saved.loss_scale.scale)
+        check_scale(saved.loss_scale.scale)
         if saved.precision not in self.rungs:
             raise FormatError(
                 f"The state was saved in {saved.precision}; this run's rungs are {', '.join(self.rungs)}.",
                 "Make the controller from the config that the saved run used, or that its DemotedError carried.",
             )
+        phase, rung, demoted_from = saved.policy.phase, saved.policy.rung, saved.policy.demoted_from
+        if phase == "PROBATION" if demoted_from is None else demoted_from >= rung:
+            raise FormatError(
+                f"The controller's state is damaged: it says {phase} in rung {rung}, stepped down from {demoted_from}.",
+                "Load an earlier checkpoint.",
+            )
+        return saved
+
+    def take_over(self, saved: SavedState) -> None:
+        """Go on from what `checked` has let through."""
         vars(self.scale).update(msgspec.structs.asdict(saved.loss_scale))
-        self.scale.set(scale)  # the bounds may be others now
+        self.scale.set(check_scale(saved.loss_scale.scale))  # the bounds may be others now
         withdrawn = self.withdrawn  # what this machine and model cannot run
         vars(self).update(vars(saved.policy))
         self.withdrawn = {**withdrawn, **self.withdrawn}

@@ -10,7 +10,6 @@ from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -19,6 +18,7 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.runtime.diagnosis import checked_loss
 from autotune_amp.runtime.executor import Executor
 from autotune_amp.runtime.model import Attachment
+from autotune_amp.runtime.optimizers import refuse_clip_norm, refuse_closure
 from autotune_amp.runtime.scaler import NO_GRADIENTS, Stepped
 from autotune_amp.runtime.windows import Pass
 
@@ -37,6 +37,8 @@ class Steering(Protocol):
     def backward(self, loss: Tensor) -> None: ...  # noqa: D102
 
     def unscale_(self, optimizer: Optimizer) -> None: ...  # noqa: D102
+
+    def unscale_together(self, optimizers: Sequence[Optimizer]) -> object: ...  # noqa: D102
 
     def step(self, optimizer: Optimizer) -> Stepped: ...  # noqa: D102
 
@@ -71,6 +73,8 @@ class TrainStep:
         """One pass, and the step if it is the window's last; see `PrecisionController.train_step`."""
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._refuse(current, optimizers)
+        if clip_norm is not None:
+            refuse_clip_norm(clip_norm)
         is_part = len(current.shares) > 1
         if is_part and current.shares is self._void:
             return Stepped(NO_GRADIENTS)
@@ -87,8 +91,10 @@ class TrainStep:
                 return Stepped(NO_GRADIENTS, loss=loss.detach())
             norm = None
             if clip_norm is not None:
-                for one in optimizers:
-                    controller.unscale_(one)
+                if len(optimizers) == 1:
+                    controller.unscale_(optimizers[0])
+                else:
+                    controller.unscale_together(optimizers)
                 norm = self._clip(optimizers, clip_norm)
             steps = [controller.step(one) for one in optimizers]
             controller.update()
@@ -113,11 +119,8 @@ class TrainStep:
                 "once.",
                 "Give it all optimizers of one loss in a list; for two losses, as a GAN's, make a controller for each.",
             )
-        if any(isinstance(one, torch.optim.LBFGS) for one in optimizers):
-            raise InvalidRequestError(
-                "LBFGS runs its closure many times in a step, whose gradients nobody would check.",
-                "Train with another optimizer.",
-            )
+        for one in optimizers:
+            refuse_closure(one)
 
     def _exchanging(self, is_last: bool) -> AbstractContextManager[object]:
         """DDP exchanges the gradients of a window once, in its last pass."""
