@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -13,6 +12,7 @@ import msgspec
 from autotune_amp.core.errors import FormatError
 from autotune_amp.precision.forward_wrapper import named
 from autotune_amp.runtime.executor import Executor, Wish
+from autotune_amp.runtime.held import BackoffFactor, GrowthFactor, GrowthInterval
 from autotune_amp.runtime.metrics import Totals
 from autotune_amp.runtime.policy_state import Count, DeviceCount, SavedState, check_scale, converted
 from autotune_amp.runtime.scaler import VERDICTS, Window
@@ -21,9 +21,6 @@ from autotune_amp.runtime.status import MoveRecord, from_plain, to_plain
 KEY = "autotune_amp"
 FORMAT = 2
 _RULE = ("growth_factor", "backoff_factor", "growth_interval")
-GrowthFactor = Annotated[float, msgspec.Meta(ge=1, le=sys.float_info.max)]
-BackoffFactor = Annotated[float, msgspec.Meta(gt=0, le=1)]
-GrowthInterval = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
@@ -50,6 +47,7 @@ class _Counters(msgspec.Struct):
     is_off: bool
     wishes: list[tuple[Wish, str]]
     waiting: list[tuple[list[float], list[Count]]]
+    num_unexplained: Count = 0
     run_id: str | None = None  # of its log, where it has one
 
 
@@ -78,6 +76,7 @@ def save(executor: Executor, window: Window) -> dict[str, Any]:
                 "totals_at_reset": msgspec.to_builtins(metrics.totals_at_reset),
                 "epoch": metrics.epoch,
                 "flushed_share": metrics.flushed_share,
+                "num_unexplained": metrics.num_unexplained,
                 "num_passes": window.num_passes,
                 "loss_was_finite": math.isfinite(float(window.loss_probe)),
                 "loss": float(window.loss),
@@ -170,6 +169,7 @@ def take_over(executor: Executor, window: Window, saved: Saved | None) -> None:
     metrics.resume(counters.run_id)
     metrics.totals, metrics.totals_at_reset = counters.totals, counters.totals_at_reset
     metrics.epoch, metrics.flushed_share = counters.epoch, counters.flushed_share
+    metrics.num_unexplained = counters.num_unexplained
     window.num_passes = counters.num_passes
     window.loss_probe = 0.0 if counters.loss_was_finite else math.nan
     window.loss = counters.loss

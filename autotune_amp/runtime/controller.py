@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
@@ -21,15 +19,16 @@ from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.runtime import checkpoint, windows
 from autotune_amp.runtime.end_signal import EndSignal
 from autotune_amp.runtime.executor import Executor, OnDemotion, Wish
+from autotune_amp.runtime.held import BackoffFactor, GrowthFactor, GrowthInterval, held
 from autotune_amp.runtime.metrics import Metrics
 from autotune_amp.runtime.model import Attachment
-from autotune_amp.runtime.optimizers import makes_buffers_unread, refuse_closure, takes_a_scaler
+from autotune_amp.runtime.optimizers import makes_buffers_unread, parameters_of, refuse_closure, takes_a_scaler
 from autotune_amp.runtime.policy import Policy
 from autotune_amp.runtime.policy_state import check_scale
 from autotune_amp.runtime.scaler import (
     CLEAN,
     LAG_UPDATES,
-    OVERFLOW,
+    NO_GRADIENTS,
     Found,
     GradientCheck,
     LossScaler,
@@ -46,20 +45,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # torch can be built without
 
 Batch = TypeVar("Batch")
-
-
-def _held(part: str, name: str, kind: Any = None) -> Any:
-    """An attribute of GradScaler's that a part of the controller holds, of this kind only: what a state may hold."""
-
-    def set_it(controller: Any, value: Any) -> None:
-        try:
-            setattr(getattr(controller, part), name, value if kind is None else msgspec.convert(value, kind))
-        except msgspec.ValidationError as error:
-            raise InvalidRequestError(
-                f"The {name} given is {value!r}: {error}.", "Growth is by 1 or more, backing off by 1 or less."
-            ) from error
-
-    return property(operator.attrgetter(f"{part}.{name}"), set_it)
 
 
 class PrecisionController(torch.amp.GradScaler):
@@ -86,12 +71,12 @@ class PrecisionController(torch.amp.GradScaler):
     `DeviceError` for a device that is not there and `InvalidRequestError` for options that cannot be kept.
     """
 
-    _growth_factor = _held("_rule", "growth_factor", checkpoint.GrowthFactor)
-    _backoff_factor = _held("_rule", "backoff_factor", checkpoint.BackoffFactor)
-    _growth_interval = _held("_rule", "growth_interval", checkpoint.GrowthInterval)
-    _scale = _held("_scaler", "scale")
-    _growth_tracker = _held("_scaler", "growth_tracker")
-    _enabled = _held("_executor", "is_checking")
+    _growth_factor = held("_rule", "growth_factor", GrowthFactor)
+    _backoff_factor = held("_rule", "backoff_factor", BackoffFactor)
+    _growth_interval = held("_rule", "growth_interval", GrowthInterval)
+    _scale = held("_scaler", "scale")
+    _growth_tracker = held("_scaler", "growth_tracker")
+    _enabled = held("_executor", "is_checking")
 
     def __init__(
         self,
@@ -162,10 +147,11 @@ class PrecisionController(torch.amp.GradScaler):
             return outputs
         if not isinstance(outputs, (Tensor, list, tuple)) and isinstance(outputs, Iterable):  # it may be read but once
             outputs = list(outputs)
-        for loss in (outputs,) if isinstance(outputs, Tensor) else filter(torch.is_tensor, tree_leaves(outputs)):
-            if self._scale is None:
-                self._scaler.place(loss.device, self._scaler.target, self._rule.growth_tracker)
-            if not window.scale_was_read:  # as a gradient penalty does: its loss holds gradients, which overflow too
+        losses = [outputs] if isinstance(outputs, Tensor) else list(filter(torch.is_tensor, tree_leaves(outputs)))
+        if losses and self._scale is None:
+            self._scaler.place(losses[0].device, self._scaler.target, self._rule.growth_tracker)
+        if not window.scale_was_read:  # as a gradient penalty does: its loss holds gradients, which overflow too
+            for loss in losses:
                 self._check.see_loss(loss.detach())
         return super().scale(outputs) if self._scaler.is_scaling else outputs
 
@@ -212,18 +198,13 @@ class PrecisionController(torch.amp.GradScaler):
         given = list(optimizers)
         if not self._enabled:
             return CLEAN
-        states = [self._per_optimizer_states[id(optimizer)] for optimizer in given]
-        for optimizer, state in zip(given, states, strict=True):
-            if state["stage"] is OptState.READY:
+        for optimizer in given:
+            if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
                 self.unscale_(optimizer)
-        worst = self._check.join(given)
-        if isinstance(worst, Tensor):
-            for found in (found for state in states for found in state["found_inf_per_device"].values()):
-                found.copy_(worst.clamp(CLEAN, OVERFLOW), non_blocking=True)
-        return worst
+        return self._check.join(given, self._per_optimizer_states)
 
     def _examine(self, optimizer: torch.optim.Optimizer, inv_scale: Tensor | None, *, is_first: bool = True) -> None:
-        self._executor.meet(optimizer)
+        self._executor.meet(self._check.number_of(optimizer), optimizer)
         samples = is_first and self._scaler.is_scaling and self._metrics.wants_sample
         skipped = self._check.examine(optimizer, self._scale.device, inv_scale, samples=samples)
         state = self._per_optimizer_states[id(optimizer)]
@@ -233,9 +214,10 @@ class PrecisionController(torch.amp.GradScaler):
         """``optimizer.step(*args, **kwargs)`` unless a gradient or the loss was not finite; none without gradients."""
         check = self._check
         if not self._enabled:
-            self._executor.meet(optimizer)
+            self._executor.meet(number := check.number_of(optimizer), optimizer)
             value = optimizer.step(*args, **kwargs)
-            check.window.verdicts[check.number_of(optimizer)] = CLEAN
+            check.window.verdicts[number] = CLEAN
+            self._executor.optimizers.note({number: any(p.grad is not None for p in parameters_of(optimizer))})
             return Stepped(CLEAN, value)
         refuse_closure(optimizer, args, kwargs)
         self._check_scale_growth_tracker("step")
@@ -318,6 +300,8 @@ class PrecisionController(torch.amp.GradScaler):
             self._read_verdicts(0 if self._rule.hysteresis > 1 else LAG_UPDATES)
         else:
             self.synchronize()
+            if self._enabled:
+                self._note_gradients(window.verdicts)
             found = window.found(self._ranks)
             if found.verdicts:
                 self._executor.end_window(found.worst > CLEAN)
@@ -329,10 +313,15 @@ class PrecisionController(torch.amp.GradScaler):
     def _read_verdicts(self, max_waiting: int) -> None:
         reader = self._scaler.reader
         while len(reader) > (0 if self._policy.is_watching else max_waiting):
-            self._executor.end_update(Found.of(*reader.pop()))
+            values, numbers = reader.pop()
+            self._note_gradients(dict(zip(numbers, values, strict=False)))
+            self._executor.end_update(Found.of(values, numbers))
         if not len(reader):
             self._scaler.write(is_forced=True)
         self._settle()
+
+    def _note_gradients(self, verdicts: Mapping[int, float | Tensor]) -> None:
+        self._executor.optimizers.note({n: bool(verdict != NO_GRADIENTS) for n, verdict in verdicts.items()})
 
     # A move waits until the accumulation window is empty, which would else hold gradients of two scales, and until an
     # autocast of ours has ended, whose cached casts would break. One of the user's own may be on for ever; there the

@@ -70,10 +70,11 @@ class Action(NamedTuple):
     probe: run the current batch in `rung` at `scale` without stepping; answer with `Policy.probed`.
     promotion: go back up to `rung`.
     stop: end the run; `is_precision` says whose fault it was.
+    advise: a lower precision may help, and the caller cannot change it: say how it could.
     warn: nothing can be done about it, but the user should know.
     """
 
-    kind: MoveKind | Literal["diagnose", "probe", "stop", "warn"]
+    kind: MoveKind | Literal["diagnose", "probe", "stop", "warn", "advise"]
     reason: str = ""
     rung: int = 0
     scale: float = 0.0

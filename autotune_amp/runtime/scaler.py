@@ -232,8 +232,8 @@ class GradientCheck:
         is_clean = isinstance(own := window.verdicts.get(number, NO_GRADIENTS), Tensor) or own == CLEAN
         return is_clean and not window.is_joint and any(isinstance(v, Tensor) or v > CLEAN for v in others)
 
-    def join(self, optimizers: Iterable[torch.optim.Optimizer]) -> int | Tensor:
-        """Give each that has gradients the worst of their verdicts, and return it.
+    def join(self, optimizers: Sequence[torch.optim.Optimizer], states: Mapping[int, Any]) -> int | Tensor:
+        """Give each that has gradients the worst of their verdicts, GradScaler's `states` too, and return it.
 
         Waits for a verdict that is on the device only for an optimizer whose own is on the host.
         """
@@ -247,6 +247,10 @@ class GradientCheck:
                 verdicts[number] = torch.where(own == NO_GRADIENTS, own, late)
             elif own != NO_GRADIENTS:
                 verdicts[number] = int(worst)
+        if isinstance(worst, Tensor):
+            for optimizer in optimizers:
+                for found in states[id(optimizer)]["found_inf_per_device"].values():
+                    found.copy_(worst.clamp(CLEAN, OVERFLOW), non_blocking=True)
         return worst
 
     def _verdict(self, found: Tensor | None, device: torch.device) -> tuple[int | Tensor, Tensor | None]:

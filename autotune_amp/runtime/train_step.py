@@ -18,7 +18,7 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.runtime.diagnosis import checked_loss
 from autotune_amp.runtime.executor import Executor
 from autotune_amp.runtime.model import Attachment
-from autotune_amp.runtime.optimizers import refuse_clip_norm, refuse_closure
+from autotune_amp.runtime.optimizers import parameters_of, refuse_clip_norm, refuse_closure
 from autotune_amp.runtime.scaler import NO_GRADIENTS, Stepped
 from autotune_amp.runtime.windows import Pass
 
@@ -137,7 +137,7 @@ class TrainStep:
         if hasattr(given, "clip_grad_norm_"):
             norm: Tensor = given.clip_grad_norm_(max_norm)
             return norm
-        return nn.utils.clip_grad_norm_([p for one in optimizers for p in _parameters(one)], max_norm)
+        return nn.utils.clip_grad_norm_([p for one in optimizers for p in parameters_of(one)], max_norm)
 
     def _rerun_by(self, closure: Callable[[], Tensor], optimizers: Sequence[Optimizer]) -> None:
         executor = self._executor
@@ -180,12 +180,8 @@ def trained_model(closure: Callable[[], Tensor], optimizers: Sequence[Optimizer]
 
 def holds_any(module: nn.Module, optimizers: Sequence[Optimizer]) -> bool:
     """Whether any of their parameters is the module's."""
-    theirs = {id(parameter) for optimizer in optimizers for parameter in _parameters(optimizer)}
+    theirs = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
     return any(id(parameter) in theirs for parameter in module.parameters())
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _named_by(closure: Callable[[], Tensor]) -> Iterator[nn.Module]:
