@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
@@ -256,3 +257,11 @@ class StepAmp(torch.amp.GradScaler):
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Whether any of its parameters has one."""
     return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its `step` computes gradients itself, by a closure that it calls: LBFGS, SAM and their like."""
+    if isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "first_step"):
+        return True
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

@@ -273,6 +273,7 @@ class Executor:
         """Tell the policy of an update, in order and once each, and everybody who wants to know."""
         if not found.verdicts:
             return
+        found = found._replace(lost_share=self.policy.flushed(found.lost_share))
         worst, is_checking = found.worst, self.is_checking
         self.metrics.begin_update(found, is_overflow=worst == BAD_LOSS and self._forward_overflowed())
         if worst == CLEAN:

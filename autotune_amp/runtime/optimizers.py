@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.numerics.locate import Health, bad_parameters, health
+from autotune_amp.precision.step_amp import needs_closure
 
 log = logging.getLogger("autotune_amp.runtime")
 
@@ -35,14 +36,6 @@ def makes_buffers_unread(optimizer: torch.optim.Optimizer) -> bool:
 def takes_a_scaler(optimizer: type[torch.optim.Optimizer]) -> bool:
     """Whether its `step` wants the scaler itself, as custom optimizers once did."""
     return "grad_scaler" in inspect.signature(optimizer.step).parameters
-
-
-def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its `step` computes gradients itself, by a closure that it calls: LBFGS, SAM and their like."""
-    if isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "first_step"):
-        return True
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def refuse_closure(optimizer: torch.optim.Optimizer, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = {}) -> None:

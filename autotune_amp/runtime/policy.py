@@ -47,6 +47,8 @@ DWELL_STEPS = 200
 LOSS_WINDOW, LOSS_COUNT = 50, 3  # T1: so often within so many steps, or twice running
 SKIP_WINDOW, SKIP_COUNT, NET_OCTAVES = 200, 8, 3.0  # T3
 LOST_SHARE_LIMIT = 0.01  # T4
+# Where no entry of the gradient is left at this scale all were below 2**-34: nothing that any precision would train by.
+EMPTY_SCALE = 2.0**10
 DIVERGED_GROWTH = 4.0  # of the typical loss: no precision mends what the learning rate did
 RAISE_FACTOR = 2.0**6
 PROMOTION_STEPS, MAX_PROMOTIONS, PROMOTION_HEADROOM = 2000, 3, 2.0**4
@@ -231,6 +233,10 @@ class Policy(PolicyState):
             return Action("rescale", reason, scale=min(self.scale.max_scale, self.scale.scale * RAISE_FACTOR))
         self._is_failing = False
         return self._step_down(reason, None)
+
+    def flushed(self, lost_share: float | None) -> float | None:
+        """Return the share without what is no underflow: a gradient that is zero, as a constant loss has it."""
+        return None if lost_share == 1.0 and self.scale.scale >= EMPTY_SCALE else lost_share
 
     def _trip(self, reason: str, *, is_failing: bool = False) -> Action | None:
         self._is_failing = is_failing

@@ -143,15 +143,15 @@ class TrainStep:
         executor = self._executor
         if executor.model is None and not self._has_looked:
             self._has_looked = True
-            found = trained_model(closure, optimizers)
+            found = self._attachment(trained_model(closure, optimizers), closure)
             if executor.ranks.any(found is None) or found is None:  # the ranks diagnose together, or none
                 log.warning(
-                    "The closure's code names no one model that holds the optimizer's parameters, so steps that fail "
-                    "are not diagnosed: call controller.attach(model) once."
+                    "The closure's code names no one model that holds the optimizer's parameters and can be watched, "
+                    "so steps that fail are not diagnosed: call controller.attach(model) once."
                 )
             else:
                 self._closure = closure
-                executor.attach(Attachment(found, closure, executor.ranks.device, is_found=True))
+                executor.attach(found)
         if executor.model is None:
             return
         key = tuple(map(id, optimizers))
@@ -161,6 +161,16 @@ class TrainStep:
         if executor.model.rerun is self._closure:
             self._closure = closure if self._is_of_model[key] else None
             executor.rerun_by(self._closure)
+
+    def _attachment(self, model: nn.Module | None, closure: Callable[[], Tensor]) -> Attachment | None:
+        """The model under observation; None, with a warning, for one that takes none, which is trained all the same."""
+        if model is None:
+            return None
+        try:
+            return Attachment(model, closure, self._executor.ranks.device, is_found=True)
+        except Exception as error:  # whatever a class of somebody else's does when it is changed
+            log.warning("The %s cannot be watched: %s: %s", type(model).__name__, type(error).__name__, error)
+            return None
 
 
 def _zero_gradients(optimizers: Sequence[Optimizer]) -> None:
