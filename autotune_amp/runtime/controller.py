@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,13 +16,14 @@ from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
+from autotune_amp.precision.step_amp import has_gradients
 from autotune_amp.runtime import checkpoint, windows
 from autotune_amp.runtime.end_signal import EndSignal
 from autotune_amp.runtime.executor import Executor, OnDemotion, Wish
 from autotune_amp.runtime.held import BackoffFactor, GrowthFactor, GrowthInterval, held
 from autotune_amp.runtime.metrics import Metrics
 from autotune_amp.runtime.model import Attachment
-from autotune_amp.runtime.optimizers import makes_buffers_unread, parameters_of, refuse_closure, takes_a_scaler
+from autotune_amp.runtime.optimizers import makes_buffers_unread, refuse_closure, takes_a_scaler
 from autotune_amp.runtime.policy import Policy
 from autotune_amp.runtime.policy_state import check_scale
 from autotune_amp.runtime.scaler import (
@@ -115,8 +116,8 @@ class PrecisionController(torch.amp.GradScaler):
         backoff_factor = self._rule.backoff_factor
         super().__init__(ranks.device.type, self._rule.scale, self._rule.growth_factor, 0.5, self._rule.growth_interval)
         self._rule.backoff_factor = backoff_factor  # the constructor refuses 1.0, which never backs off
-        self._is_in_window = False  # from the first autocast() or scale() until update()
-        self._is_moving = False  # a diagnosis may call the user's closure, in precisions of its own
+        # In a window: from the first autocast() or scale() until update(). A move may call the user's closure.
+        self._is_in_window = self._is_moving = False
         self._windows = windows.Windows()
         self._train_step = TrainStep(self._executor)
         self._executor.apply()
@@ -142,7 +143,7 @@ class PrecisionController(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         """The outputs times the loss scale, and a look at whether they are finite."""
         self._begin_window()
-        (window := self._check.window).num_passes += 1
+        self._check.window.num_passes += 1
         if not self._enabled:
             return outputs
         if not isinstance(outputs, (Tensor, list, tuple)) and isinstance(outputs, Iterable):  # it may be read but once
@@ -150,9 +151,7 @@ class PrecisionController(torch.amp.GradScaler):
         losses = [outputs] if isinstance(outputs, Tensor) else list(filter(torch.is_tensor, tree_leaves(outputs)))
         if losses and self._scale is None:
             self._scaler.place(losses[0].device, self._scaler.target, self._rule.growth_tracker)
-        if not window.scale_was_read:  # as a gradient penalty does: its loss holds gradients, which overflow too
-            for loss in losses:
-                self._check.see_loss(loss.detach())
+        self._check.see_losses(losses)
         return super().scale(outputs) if self._scaler.is_scaling else outputs
 
     def train_step(
@@ -217,7 +216,7 @@ class PrecisionController(torch.amp.GradScaler):
             self._executor.meet(number := check.number_of(optimizer), optimizer)
             value = optimizer.step(*args, **kwargs)
             check.window.verdicts[number] = CLEAN
-            self._executor.optimizers.note({number: any(p.grad is not None for p in parameters_of(optimizer))})
+            self._executor.optimizers.note({number: CLEAN if has_gradients(optimizer) else NO_GRADIENTS})
             return Stepped(CLEAN, value)
         refuse_closure(optimizer, args, kwargs)
         self._check_scale_growth_tracker("step")
@@ -245,8 +244,7 @@ class PrecisionController(torch.amp.GradScaler):
         """Step all of them or none: a non-finite gradient of one skips every one. Waits for the device."""
         given = list(optimizers)
         worst = self.unscale_together(given)
-        for optimizer in given:
-            self.step(optimizer)
+        _ = [self.step(optimizer) for optimizer in given]
         return int(worst) == CLEAN
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -259,9 +257,7 @@ class PrecisionController(torch.amp.GradScaler):
             growth_tracker = self._scaler.current_growth_tracker()
             self._end_window()
             self.synchronize()
-            self._rule.set(scale)
-            self._rule.growth_tracker = growth_tracker  # GradScaler, too, goes on counting from before this update
-            self._scaler.write(is_forced=True)
+            self._scaler.set_by_hand(scale, growth_tracker)
             self._metrics.tell_scale("it was set by hand")
         else:
             if self._enabled:
@@ -301,7 +297,7 @@ class PrecisionController(torch.amp.GradScaler):
         else:
             self.synchronize()
             if self._enabled:
-                self._note_gradients(window.verdicts)
+                self._executor.optimizers.note(window.verdicts)
             found = window.found(self._ranks)
             if found.verdicts:
                 self._executor.end_window(found.worst > CLEAN)
@@ -313,15 +309,11 @@ class PrecisionController(torch.amp.GradScaler):
     def _read_verdicts(self, max_waiting: int) -> None:
         reader = self._scaler.reader
         while len(reader) > (0 if self._policy.is_watching else max_waiting):
-            values, numbers = reader.pop()
-            self._note_gradients(dict(zip(numbers, values, strict=False)))
-            self._executor.end_update(Found.of(values, numbers))
+            self._executor.optimizers.note(dict(zip((popped := reader.pop())[1], popped[0], strict=False)))
+            self._executor.end_update(Found.of(*popped))
         if not len(reader):
             self._scaler.write(is_forced=True)
         self._settle()
-
-    def _note_gradients(self, verdicts: Mapping[int, float | Tensor]) -> None:
-        self._executor.optimizers.note({n: bool(verdict != NO_GRADIENTS) for n, verdict in verdicts.items()})
 
     # A move waits until the accumulation window is empty, which would else hold gradients of two scales, and until an
     # autocast of ours has ended, whose cached casts would break. One of the user's own may be on for ever; there the
@@ -400,8 +392,8 @@ class PrecisionController(torch.amp.GradScaler):
     @property
     def window_share(self) -> float:
         """The current pass's part of what `weigh` counts in its window of `windows`; without it, of the passes."""
-        current = self._windows.current
-        return current.shares[current.index] if current.shares else 1 / self.window_size
+        share = self._windows.current.share
+        return 1 / self.window_size if share is None else share
 
     def discard_window(self) -> None:
         """End the accumulation window without a step and without a trace, for a loop that drops its gradients."""
@@ -499,9 +491,8 @@ class PrecisionController(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state: a controller's, a plain GradScaler's, or ``{}``, which a disabled one saves.
 
-        Raises `FormatError` for what is no such state, holds what no run can (a negative count, a backoff factor
-        above 1) or belongs to other rungs, `InvalidRequestError` for a loss scale that cannot work (0, infinite); then
-        nothing is changed.
+        Raises `FormatError` for what is no such state, holds what no run can (a negative count) or is of other rungs,
+        `InvalidRequestError` for a loss scale that cannot work (0, infinite); then nothing is changed.
         """
         saved = checkpoint.read(self._executor, state_dict)
         self.synchronize()

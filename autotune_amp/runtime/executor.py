@@ -15,7 +15,6 @@ from torch import Tensor
 from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan
 from autotune_amp.core.dimensions import Precision, autocast_precision
 from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
-from autotune_amp.hardware import cuda
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.modes import MODES
 from autotune_amp.runtime import diagnosis, messages
@@ -24,10 +23,11 @@ from autotune_amp.runtime.gradients import refuse_half_parameters
 from autotune_amp.runtime.metrics import Metrics
 from autotune_amp.runtime.model import Attachment
 from autotune_amp.runtime.optimizers import KnownOptimizers
+from autotune_amp.runtime.plans import why_not_in_memory, withdraw_unfit
 from autotune_amp.runtime.policy import Policy
 from autotune_amp.runtime.policy_state import Action, Finding, RecordKind, Signal
 from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, OVERFLOW, Found, LossScaler, Ranks
-from autotune_amp.runtime.status import MoveRecord, Status, available_memory_bytes, peak_memory_bytes
+from autotune_amp.runtime.status import MoveRecord, Status, peak_memory_bytes
 
 log = logging.getLogger("autotune_amp.runtime")
 
@@ -81,16 +81,7 @@ class Executor:
         self._forward = ForwardWatch()
         self._rerun_has_failed = False
         self._culprit: str | None = None
-        for plan in self.plans:
-            if max_slowdown is not None and plan.slowdown is None:
-                raise InvalidRequestError(
-                    f"max_slowdown={max_slowdown} cannot be kept: the speed of {plan.precision} was not measured.",
-                    "Use a config that a search recommended, or leave max_slowdown out.",
-                )
-            if max_slowdown is not None and plan.slowdown is not None and plan.slowdown > max_slowdown:
-                policy.withdraw(plan.precision, f"{plan.slowdown:.2g} times slower, above {max_slowdown:g}")
-            if plan.precision == "bf16" and ranks.device.type == "cuda" and not cuda.is_bf16_native(ranks.device):
-                policy.withdraw("bf16", "this card only emulates it")
+        withdraw_unfit(policy, self.plans, max_slowdown, ranks.device)
         missing = {name: value for name, value in config.environment.items() if os.environ.get(name) != value}
         if missing:
             log.warning(messages.MISSING_VARIABLES, " ".join(f"{name}={value}" for name, value in missing.items()))
@@ -380,10 +371,8 @@ class Executor:
 
     def _why_not(self, plan: FallbackPlan) -> str | None:
         """Why this rank cannot run the plan, None where it can."""
-        needed = plan.peak_memory_bytes or 0
-        available = available_memory_bytes(self.ranks.device) if needed else 0
-        if needed > available:
-            return f"it takes {needed / 2**30:.2f} GiB and {available / 2**30:.2f} GiB can be had"
+        if (reason := why_not_in_memory(plan, self.ranks.device)) is not None:
+            return reason
         if self._breaks_script(plan.precision):
             return f"the model holds TorchScript modules, whose compiled code keeps to {self.own_config.precision}"
         return None

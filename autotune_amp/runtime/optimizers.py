@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.numerics.locate import Health, bad_parameters, health
 from autotune_amp.precision.step_amp import needs_closure
+from autotune_amp.runtime.scaler import NO_GRADIENTS
 
 log = logging.getLogger("autotune_amp.runtime")
 
@@ -88,13 +89,13 @@ class KnownOptimizers:
         """Keep a weak reference to it."""
         self._known[number] = weakref.ref(optimizer)
 
-    def note(self, has_gradients: Mapping[int, bool]) -> None:
+    def note(self, verdicts: Mapping[int, float | Tensor]) -> None:
         """Count an update in which these were stepped; warn of one that never gets a gradient, and of one that stopped.
 
         GradScaler raises there at once; a framework that steps all its optimizers every time is right to go on.
         """
-        for number, has in has_gradients.items():
-            if has:
+        for number, verdict in verdicts.items():
+            if verdict != NO_GRADIENTS:
                 self._have_trained.add(number)
                 self._num_idle[number] = 0
                 continue

@@ -193,8 +193,15 @@ class GradientCheck:
         verdict = window.verdicts[self.number_of(optimizer)] = int(known)
         return verdict
 
-    def see_loss(self, loss: Tensor) -> None:
-        """Look at whether the loss of a backward pass is finite."""
+    def see_losses(self, losses: Iterable[Tensor]) -> None:
+        """Look at whether the losses of a backward pass are finite.
+
+        Not those after the scale was read, as for a gradient penalty, whose loss holds gradients, which overflow too.
+        """
+        for loss in () if self.window.scale_was_read else losses:
+            self._see_loss(loss.detach())
+
+    def _see_loss(self, loss: Tensor) -> None:
         window = self.window
         value = loss if loss.numel() == 1 else loss.sum(dtype=torch.float32)
         if self.is_at_hand(value):
@@ -410,6 +417,12 @@ class LossScaler:
             scale.clamp_(rule.floor, rule.max_scale)
             self._inverse = None
         return worst.clamp(0, 1)
+
+    def set_by_hand(self, scale: float, growth_tracker: int) -> None:
+        """Have this scale from now on; GradScaler, too, goes on counting from before the update that sets it."""
+        self.rule.set(scale)
+        self.rule.growth_tracker = growth_tracker
+        self.write(is_forced=True)
 
     def write(self, *, is_forced: bool = False) -> None:
         """Bring the device in line with the host; `is_forced` where the device may have gone on by itself."""
