@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -261,7 +262,12 @@ def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its `step` computes gradients itself, by a closure that it calls: LBFGS, SAM and their like."""
-    if isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "first_step"):
+    return _needs_closure(type(optimizer))  # type: ignore[arg-type] # mypy and hashes of classes
+
+
+@functools.cache  # a look at a signature takes longer than a small step
+def _needs_closure(kind: type[torch.optim.Optimizer]) -> bool:
+    if issubclass(kind, torch.optim.LBFGS) or hasattr(kind, "first_step"):
         return True
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    closure = inspect.signature(kind.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty

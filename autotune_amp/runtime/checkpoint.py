@@ -12,9 +12,17 @@ import msgspec
 from autotune_amp.core.errors import FormatError
 from autotune_amp.precision.forward_wrapper import named
 from autotune_amp.runtime.executor import Executor, Wish
-from autotune_amp.runtime.held import BackoffFactor, GrowthFactor, GrowthInterval
 from autotune_amp.runtime.metrics import Totals
-from autotune_amp.runtime.policy_state import Count, DeviceCount, SavedState, check_scale, converted
+from autotune_amp.runtime.policy_state import (
+    BackoffFactor,
+    Count,
+    DeviceCount,
+    GrowthFactor,
+    GrowthInterval,
+    SavedState,
+    check_scale,
+    converted,
+)
 from autotune_amp.runtime.scaler import VERDICTS, Window
 from autotune_amp.runtime.status import MoveRecord, from_plain, to_plain
 

@@ -20,12 +20,10 @@ from autotune_amp.precision.step_amp import has_gradients
 from autotune_amp.runtime import checkpoint, windows
 from autotune_amp.runtime.end_signal import EndSignal
 from autotune_amp.runtime.executor import Executor, OnDemotion, Wish
-from autotune_amp.runtime.held import BackoffFactor, GrowthFactor, GrowthInterval, held
 from autotune_amp.runtime.metrics import Metrics
 from autotune_amp.runtime.model import Attachment
-from autotune_amp.runtime.optimizers import makes_buffers_unread, refuse_closure, takes_a_scaler
 from autotune_amp.runtime.policy import Policy
-from autotune_amp.runtime.policy_state import check_scale
+from autotune_amp.runtime.policy_state import BackoffFactor, GrowthFactor, GrowthInterval, check_scale, held
 from autotune_amp.runtime.scaler import (
     CLEAN,
     LAG_UPDATES,
@@ -40,6 +38,7 @@ from autotune_amp.runtime.scaler import (
 )
 from autotune_amp.runtime.sinks import Sink
 from autotune_amp.runtime.status import MoveRecord, Status, write_status
+from autotune_amp.runtime.stepping.optimizers import makes_buffers_unread, refuse_closure, takes_a_scaler
 from autotune_amp.runtime.train_step import TrainStep
 
 if TYPE_CHECKING:

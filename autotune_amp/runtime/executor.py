@@ -17,17 +17,17 @@ from autotune_amp.core.dimensions import Precision, autocast_precision
 from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.modes import MODES
-from autotune_amp.runtime import diagnosis, messages
-from autotune_amp.runtime.forward_watch import ForwardWatch
-from autotune_amp.runtime.gradients import refuse_half_parameters
+from autotune_amp.runtime import diagnosis
+from autotune_amp.runtime.fallbacks import messages
+from autotune_amp.runtime.fallbacks.plans import why_not_in_memory, withdraw_unfit
 from autotune_amp.runtime.metrics import Metrics
 from autotune_amp.runtime.model import Attachment
-from autotune_amp.runtime.optimizers import KnownOptimizers
-from autotune_amp.runtime.plans import why_not_in_memory, withdraw_unfit
 from autotune_amp.runtime.policy import Policy
 from autotune_amp.runtime.policy_state import Action, Finding, RecordKind, Signal
 from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, OVERFLOW, Found, LossScaler, Ranks
 from autotune_amp.runtime.status import MoveRecord, Status, peak_memory_bytes
+from autotune_amp.runtime.stepping.gradients import refuse_half_parameters
+from autotune_amp.runtime.stepping.optimizers import KnownOptimizers
 
 log = logging.getLogger("autotune_amp.runtime")
 
@@ -78,7 +78,7 @@ class Executor:
         self.wishes: list[tuple[Wish, str]] = []  # what to do once the window ends, and with which precision
         self._action: Action | None = None  # that the policy wishes for
         self.optimizers = KnownOptimizers()
-        self._forward = ForwardWatch()
+        self._forward = diagnosis.ForwardWatch()
         self._rerun_has_failed = False
         self._culprit: str | None = None
         withdraw_unfit(policy, self.plans, max_slowdown, ranks.device)

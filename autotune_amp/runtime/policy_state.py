@@ -6,10 +6,11 @@ A rung is an index, the config's own precision first.
 from __future__ import annotations
 
 import math
+import operator
 import struct
 import sys
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -23,6 +24,9 @@ _Saved = TypeVar("_Saved")
 
 Phase = Literal["STARTUP", "STEADY", "PROBATION", "ADVISED", "BLAMED"]
 # Ranges that a state is held against where it is read. What is compared is a number then: none of them is NaN.
+GrowthFactor = Annotated[float, msgspec.Meta(ge=1, le=sys.float_info.max)]
+BackoffFactor = Annotated[float, msgspec.Meta(gt=0, le=1)]
+GrowthInterval = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 DeviceCount = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]  # int32 on the device
 Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
@@ -211,3 +215,17 @@ class SavedState(msgspec.Struct):
     policy: PolicyState
     precision: Precision
     loss_scale: SavedRule
+
+
+def held(part: str, name: str, kind: Any = None) -> Any:
+    """An attribute of GradScaler's that a part of the controller holds, of this kind only: what a state may hold."""
+
+    def set_it(controller: Any, value: Any) -> None:
+        try:
+            setattr(getattr(controller, part), name, value if kind is None else msgspec.convert(value, kind))
+        except msgspec.ValidationError as error:
+            raise InvalidRequestError(
+                f"The {name} given is {value!r}: {error}.", "Growth is by 1 or more, backing off by 1 or less."
+            ) from error
+
+    return property(operator.attrgetter(f"{part}.{name}"), set_it)

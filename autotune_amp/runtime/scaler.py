@@ -17,8 +17,8 @@ from torch.amp.grad_scaler import OptState
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.distributed import place_variables
 from autotune_amp.hardware.device import device_of, parse
-from autotune_amp.runtime.gradients import check, lost_share
 from autotune_amp.runtime.policy_state import ScaleRule
+from autotune_amp.runtime.stepping.gradients import check, lost_share
 
 LAG_UPDATES = 4
 Waiting: TypeAlias = Sequence[tuple[Sequence[float], Sequence[int]]]  # (values, label)

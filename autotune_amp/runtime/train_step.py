@@ -18,8 +18,8 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.runtime.diagnosis import checked_loss
 from autotune_amp.runtime.executor import Executor
 from autotune_amp.runtime.model import Attachment
-from autotune_amp.runtime.optimizers import parameters_of, refuse_clip_norm, refuse_closure
 from autotune_amp.runtime.scaler import NO_GRADIENTS, Stepped
+from autotune_amp.runtime.stepping.optimizers import parameters_of, refuse_clip_norm, refuse_closure
 from autotune_amp.runtime.windows import Pass
 
 log = logging.getLogger("autotune_amp.runtime")

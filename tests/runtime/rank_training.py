@@ -18,8 +18,9 @@ from training import timeless
 from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import TrainingStoppedError
-from autotune_amp.runtime import checkpoint, plans
+from autotune_amp.runtime import checkpoint
 from autotune_amp.runtime.controller import PrecisionController
+from autotune_amp.runtime.fallbacks import plans
 from autotune_amp.runtime.status import to_plain
 
 NUM_RANKS = 2
