@@ -102,7 +102,7 @@ def test_the_commands_work_on_the_first_example(cli: CommandLine) -> None:
 
 def test_everything_shown_in_python_is_run() -> None:
     assert sorted(map(block_of, QUICK + SLOW)) == sorted(PYTHON)
-    assert set(re.findall(r"^```(\S+)$", README, re.MULTILINE)) == {"python", "sh", "yaml"}
+    assert set(re.findall(r"^```(\S+)$", README, re.MULTILINE)) == {"diff", "python", "sh", "yaml"}
 
 
 def helped(capsys: pytest.CaptureFixture[str], command: str) -> str:

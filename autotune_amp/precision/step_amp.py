@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
@@ -101,8 +103,7 @@ class StepAmp(torch.amp.GradScaler):
         self.backward(loss)
         norm = None
         if clip_norm is not None:
-            for one in optimizers:
-                self.unscale_(one)
+            self.unscale_together(optimizers)
             held = [p for one in optimizers for group in one.param_groups for p in group["params"]]
             norm = nn.utils.clip_grad_norm_(held, clip_norm)
         steps = [self.step(one) for one in optimizers]
@@ -171,17 +172,21 @@ class StepAmp(torch.amp.GradScaler):
         self._stepped[id(optimizer)] = stepped
         return stepped
 
+    def unscale_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """`unscale_` all of them: what is not finite in one skips every one. Waits for the device."""
+        given = [optimizer for optimizer in optimizers if self._enabled and has_gradients(optimizer)]
+        for optimizer in given:
+            if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+        found = [inf for optimizer in given for inf in self._found_inf_per_device(optimizer).values()]
+        if len(given) > 1 and any(found):
+            for inf in found:
+                inf.fill_(1.0)
+
     def step_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
         """Step all of them or none: a non-finite gradient of one skips every one. Waits for the device."""
         given = list(optimizers)
-        if self._enabled:
-            for optimizer in filter(has_gradients, given):
-                if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
-                    self.unscale_(optimizer)
-            found = [inf for optimizer in given for inf in self._found_inf_per_device(optimizer).values()]
-            if any(found):
-                for inf in found:
-                    inf.fill_(1.0)
+        self.unscale_together(given)
         stepped = [bool(self.step(optimizer)) for optimizer in given]
         return all(stepped)
 
@@ -253,3 +258,16 @@ class StepAmp(torch.amp.GradScaler):
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Whether any of its parameters has one."""
     return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its `step` computes gradients itself, by a closure that it calls: LBFGS, SAM and their like."""
+    return _needs_closure(type(optimizer))  # type: ignore[arg-type] # mypy and hashes of classes
+
+
+@functools.cache  # a look at a signature takes longer than a small step
+def _needs_closure(kind: type[torch.optim.Optimizer]) -> bool:
+    if issubclass(kind, torch.optim.LBFGS) or hasattr(kind, "first_step"):
+        return True
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

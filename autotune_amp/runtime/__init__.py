@@ -5,8 +5,8 @@ closure computes the loss and nothing else: where steps fail it is called again 
 is_last in controller.windows(loader)` around it a call is one pass of an accumulation window, and its part of the
 loss is taken for you. A list of optimizers is stepped one by one.
 
-In a loop that is there already, the controller takes GradScaler's place without another change; it *is* a
-`torch.amp.GradScaler`, and while nothing trips the weights are the same bit for bit:
+In a loop that is there already, the controller takes GradScaler's place, and its `autocast()` that of torch's; it
+*is* a `torch.amp.GradScaler`, and while nothing trips the weights are the same bit for bit:
 
 ```python
 import torch
@@ -54,7 +54,8 @@ What it adds:
 * **Code with its own `autocast(float16)`** can be stepped down through `attach(model)`: give it the module that your
   autocast wraps and your loop calls. Whether its layers then run in the new precision is looked at in the next
   window; if not, it goes back and says so. With neither `attach` nor `controller.autocast()` the controller only
-  scales, guards and advises, and says so at the first step. A copy of the model, an EMA for one, does not follow
+  scales, guards and advises, and says so at the first step; where ten steps in a row fail it stops with
+  `NoRungFitsError`, which names the lines to change. A copy of the model, an EMA for one, does not follow
   later moves.
 * **Flags.** It sets the process's TF32 flags to what the precision means, as the search's trials do; a config *as
   found* (`config.as_found`: today's own flags were measured and recommended) keeps yours until it steps down.

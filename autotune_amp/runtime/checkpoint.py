@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -13,22 +13,31 @@ from autotune_amp.core.errors import FormatError
 from autotune_amp.precision.forward_wrapper import named
 from autotune_amp.runtime.executor import Executor, Wish
 from autotune_amp.runtime.metrics import Totals
-from autotune_amp.runtime.policy_state import check_scale, converted
-from autotune_amp.runtime.scaler import Window
-from autotune_amp.runtime.status import from_plain, to_plain
+from autotune_amp.runtime.policy_state import (
+    BackoffFactor,
+    Count,
+    DeviceCount,
+    GrowthFactor,
+    GrowthInterval,
+    SavedState,
+    check_scale,
+    converted,
+)
+from autotune_amp.runtime.scaler import VERDICTS, Window
+from autotune_amp.runtime.status import MoveRecord, from_plain, to_plain
 
 KEY = "autotune_amp"
 FORMAT = 2
 _RULE = ("growth_factor", "backoff_factor", "growth_interval")
-_Factor = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class _Scaler(msgspec.Struct):
     scale: object  # looked at by `check_scale`
-    growth_factor: _Factor
-    backoff_factor: _Factor
-    growth_interval: Annotated[int, msgspec.Meta(ge=1)]
-    growth_tracker: int = msgspec.field(name="_growth_tracker")
+    growth_factor: GrowthFactor
+    backoff_factor: BackoffFactor
+    growth_interval: GrowthInterval
+    growth_tracker: DeviceCount = msgspec.field(name="_growth_tracker")
 
 
 class _Versioned(msgspec.Struct):
@@ -39,13 +48,14 @@ class _Counters(msgspec.Struct):
     totals: Totals
     totals_at_reset: Totals
     epoch: int | None
-    flushed_share: float | None
-    num_passes: int
+    flushed_share: _Share | None
+    num_passes: Count
     loss_was_finite: bool
     loss: float
     is_off: bool
     wishes: list[tuple[Wish, str]]
-    waiting: list[tuple[list[float], list[int]]]
+    waiting: list[tuple[list[float], list[Count]]]
+    num_unexplained: Count = 0
     run_id: str | None = None  # of its log, where it has one
 
 
@@ -74,6 +84,7 @@ def save(executor: Executor, window: Window) -> dict[str, Any]:
                 "totals_at_reset": msgspec.to_builtins(metrics.totals_at_reset),
                 "epoch": metrics.epoch,
                 "flushed_share": metrics.flushed_share,
+                "num_unexplained": metrics.num_unexplained,
                 "num_passes": window.num_passes,
                 "loss_was_finite": math.isfinite(float(window.loss_probe)),
                 "loss": float(window.loss),
@@ -85,59 +96,92 @@ def save(executor: Executor, window: Window) -> dict[str, Any]:
     }
 
 
-def load(executor: Executor, window: Window, state: object) -> None:
-    """Take over a saved state.
+@dataclass(frozen=True)
+class Saved:
+    """A state that was read and can be taken over; `own` and `policy` are None for a plain GradScaler's."""
+
+    scaler: _Scaler
+    own: _Own | None = None
+    policy: SavedState | None = None
+    history: Sequence[MoveRecord] = ()
+
+
+def read(executor: Executor, state: object) -> Saved | None:
+    """Read a saved state; None for a disabled GradScaler's. This is the one validation: it changes nothing.
 
     Raises `FormatError` for what is no such state, was written by a newer version or belongs to other rungs, and
-    `InvalidRequestError` for a loss scale that cannot work. Nothing is changed then.
+    `InvalidRequestError` for a loss scale that cannot work.
     """
     if not isinstance(state, Mapping):
         raise FormatError(
             f"The scaler's state is a {type(state).__name__}; it must be what state_dict() gave.",
             "If the checkpoint has none, do not load one: the controller then starts as its config says.",
         )
-    metrics, scaler = executor.metrics, executor.scaler
-    if not state:  # a disabled GradScaler's
-        metrics.resume(None)
-        return
-    plain, rule = converted(state, _Scaler), scaler.rule
-    scale = check_scale(plain.scale)
-    own = state.get(KEY)
-    if own is None:
-        for name in _RULE:
-            setattr(rule, name, state[name])
-        rule.growth_tracker = plain.growth_tracker
-        rule.set(scale)
-        metrics.resume(None)
-        executor.apply()
-        return
+    if not state:
+        return None
+    scaler = converted(state, _Scaler)
+    check_scale(scaler.scale)
+    if (own := state.get(KEY)) is None:
+        return Saved(scaler)
     if (version := converted(own, _Versioned).format) != FORMAT:
         raise FormatError(
             f"The controller's state has format {version}; this version of autotune_amp reads {FORMAT}.",
             "Resume with the version that saved it, or leave the state out: the run then starts as its config says.",
         )
     saved = converted(own, _Own)
-    history = [from_plain(record) for record in saved.history]
     if executor.model is not None:
         named(executor.model.model, saved.pinned)
-    executor.policy.load_state_dict(saved.steering)  # the last that can fail
+    for values, numbers in saved.counters.waiting:
+        verdicts, (loss, *shares) = values[: len(numbers)], values[len(numbers) :] or (None,)
+        if loss is None or not {*verdicts} <= VERDICTS or len(shares) > 1 or any(not 0 <= its <= 1 for its in shares):
+            raise FormatError(
+                f"The controller's state is damaged: {values} cannot be the verdicts on {len(numbers)} optimizers.",
+                "Load an earlier checkpoint.",
+            )
+    for wish, name in saved.counters.wishes:
+        if wish == "act" or (wish == "set_precision" and name not in executor.policy.rungs):
+            raise FormatError(
+                f"The controller's state is damaged: it was asked for {wish} {name}; this run's rungs are "
+                f"{', '.join(executor.policy.rungs)}.",
+                "Load an earlier checkpoint.",
+            )
+    history = [from_plain(record) for record in saved.history]
+    return Saved(scaler, saved, executor.policy.checked(saved.steering), history)
+
+
+def take_over(executor: Executor, window: Window, saved: Saved | None) -> None:
+    """Go on from what `read` has let through, in this window."""
+    metrics, scaler, rule = executor.metrics, executor.scaler, executor.scaler.rule
+    if saved is None:
+        metrics.resume(None)
+        return
+    plain, own = saved.scaler, saved.own
+    scale = check_scale(plain.scale)
     for name in _RULE:
-        setattr(rule, name, state[name])
-    counters = saved.counters
-    executor.history[:] = history
+        setattr(rule, name, getattr(plain, name))
+    if own is None or saved.policy is None:
+        rule.growth_tracker = plain.growth_tracker
+        rule.set(scale)
+        metrics.resume(None)
+        executor.apply()
+        return
+    executor.policy.take_over(saved.policy)
+    counters = own.counters
+    executor.history[:] = saved.history
     executor.wishes[:] = counters.wishes
-    executor.pins_to_come = tuple(saved.pinned)
+    executor.pins_to_come = tuple(own.pinned)
     if executor.model is not None:
-        executor.model.pin(saved.pinned, only=True)
+        executor.model.pin(own.pinned, only=True)
         executor.model.statistics.save()
     executor.is_off = counters.is_off
     metrics.resume(counters.run_id)
     metrics.totals, metrics.totals_at_reset = counters.totals, counters.totals_at_reset
     metrics.epoch, metrics.flushed_share = counters.epoch, counters.flushed_share
+    metrics.num_unexplained = counters.num_unexplained
     window.num_passes = counters.num_passes
     window.loss_probe = 0.0 if counters.loss_was_finite else math.nan
     window.loss = counters.loss
     executor.apply()
     scaler.reader.restore(counters.waiting)
     if counters.waiting:  # the device, at this scale, was that much ahead of the host
-        scaler.place(executor.ranks.device, scale, plain.growth_tracker)
+        scaler.place(executor.ranks.device, rule.bounded(scale), plain.growth_tracker)

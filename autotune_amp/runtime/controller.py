@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,13 +16,14 @@ from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
+from autotune_amp.precision.step_amp import has_gradients
 from autotune_amp.runtime import checkpoint, windows
 from autotune_amp.runtime.end_signal import EndSignal
 from autotune_amp.runtime.executor import Executor, OnDemotion, Wish
 from autotune_amp.runtime.metrics import Metrics
 from autotune_amp.runtime.model import Attachment
 from autotune_amp.runtime.policy import Policy
-from autotune_amp.runtime.policy_state import check_scale
+from autotune_amp.runtime.policy_state import BackoffFactor, GrowthFactor, GrowthInterval, check_scale, held
 from autotune_amp.runtime.scaler import (
     CLEAN,
     LAG_UPDATES,
@@ -35,26 +35,16 @@ from autotune_amp.runtime.scaler import (
     Stepped,
     Window,
     checked_device,
-    makes_buffers_unread,
-    takes_a_scaler,
 )
 from autotune_amp.runtime.sinks import Sink
 from autotune_amp.runtime.status import MoveRecord, Status, write_status
+from autotune_amp.runtime.stepping.optimizers import makes_buffers_unread, refuse_closure, takes_a_scaler
 from autotune_amp.runtime.train_step import TrainStep
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # torch can be built without
 
 Batch = TypeVar("Batch")
-
-
-def _held(part: str, name: str) -> Any:
-    """An attribute of GradScaler's that a part of the controller holds."""
-
-    def set_it(controller: Any, value: Any) -> None:
-        setattr(getattr(controller, part), name, value)
-
-    return property(operator.attrgetter(f"{part}.{name}"), set_it)
 
 
 class PrecisionController(torch.amp.GradScaler):
@@ -81,12 +71,12 @@ class PrecisionController(torch.amp.GradScaler):
     `DeviceError` for a device that is not there and `InvalidRequestError` for options that cannot be kept.
     """
 
-    _growth_factor = _held("_rule", "growth_factor")
-    _backoff_factor = _held("_rule", "backoff_factor")
-    _growth_interval = _held("_rule", "growth_interval")
-    _scale = _held("_scaler", "scale")
-    _growth_tracker = _held("_scaler", "growth_tracker")
-    _enabled = _held("_executor", "is_checking")
+    _growth_factor = held("_rule", "growth_factor", GrowthFactor)
+    _backoff_factor = held("_rule", "backoff_factor", BackoffFactor)
+    _growth_interval = held("_rule", "growth_interval", GrowthInterval)
+    _scale = held("_scaler", "scale")
+    _growth_tracker = held("_scaler", "growth_tracker")
+    _enabled = held("_executor", "is_checking")
 
     def __init__(
         self,
@@ -125,8 +115,8 @@ class PrecisionController(torch.amp.GradScaler):
         backoff_factor = self._rule.backoff_factor
         super().__init__(ranks.device.type, self._rule.scale, self._rule.growth_factor, 0.5, self._rule.growth_interval)
         self._rule.backoff_factor = backoff_factor  # the constructor refuses 1.0, which never backs off
-        self._is_in_window = False  # from the first autocast() or scale() until update()
-        self._is_moving = False  # a diagnosis may call the user's closure, in precisions of its own
+        # In a window: from the first autocast() or scale() until update(). A move may call the user's closure.
+        self._is_in_window = self._is_moving = False
         self._windows = windows.Windows()
         self._train_step = TrainStep(self._executor)
         self._executor.apply()
@@ -152,16 +142,15 @@ class PrecisionController(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         """The outputs times the loss scale, and a look at whether they are finite."""
         self._begin_window()
-        (window := self._check.window).num_passes += 1
+        self._check.window.num_passes += 1
         if not self._enabled:
             return outputs
         if not isinstance(outputs, (Tensor, list, tuple)) and isinstance(outputs, Iterable):  # it may be read but once
             outputs = list(outputs)
-        for loss in (outputs,) if isinstance(outputs, Tensor) else filter(torch.is_tensor, tree_leaves(outputs)):
-            if self._scale is None:
-                self._scaler.place(loss.device, self._scaler.target, self._rule.growth_tracker)
-            if not window.scale_was_read:  # as a gradient penalty does: its loss holds gradients, which overflow too
-                self._check.see_loss(loss.detach())
+        losses = [outputs] if isinstance(outputs, Tensor) else list(filter(torch.is_tensor, tree_leaves(outputs)))
+        if losses and self._scale is None:
+            self._scaler.place(losses[0].device, self._scaler.target, self._rule.growth_tracker)
+        self._check.see_losses(losses)
         return super().scale(outputs) if self._scaler.is_scaling else outputs
 
     def train_step(
@@ -199,9 +188,22 @@ class PrecisionController(torch.amp.GradScaler):
         self._examine(optimizer, self._scaler.inverse() if self._scaler.is_scaling else None)
         state["stage"] = OptState.UNSCALED
 
-    def _examine(self, optimizer: torch.optim.Optimizer, inv_scale: Tensor | None) -> None:
-        self._executor.meet(optimizer)
-        samples = self._scaler.is_scaling and self._metrics.wants_sample
+    def unscale_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> int | Tensor:
+        """`unscale_` all of them, to clip by one norm: what is not finite in one skips every one.
+
+        Returns the verdict on all, see `scaler`.
+        """
+        given = list(optimizers)
+        if not self._enabled:
+            return CLEAN
+        for optimizer in given:
+            if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+        return self._check.join(given, self._per_optimizer_states)
+
+    def _examine(self, optimizer: torch.optim.Optimizer, inv_scale: Tensor | None, *, is_first: bool = True) -> None:
+        self._executor.meet(self._check.number_of(optimizer), optimizer)
+        samples = is_first and self._scaler.is_scaling and self._metrics.wants_sample
         skipped = self._check.examine(optimizer, self._scale.device, inv_scale, samples=samples)
         state = self._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = {} if skipped is None else {skipped.device: skipped}
@@ -210,12 +212,12 @@ class PrecisionController(torch.amp.GradScaler):
         """``optimizer.step(*args, **kwargs)`` unless a gradient or the loss was not finite; none without gradients."""
         check = self._check
         if not self._enabled:
-            self._executor.meet(optimizer)
+            self._executor.meet(number := check.number_of(optimizer), optimizer)
             value = optimizer.step(*args, **kwargs)
-            check.window.verdicts[check.number_of(optimizer)] = CLEAN
+            check.window.verdicts[number] = CLEAN
+            self._executor.optimizers.note({number: CLEAN if has_gradients(optimizer) else NO_GRADIENTS})
             return Stepped(CLEAN, value)
-        if "closure" in kwargs:
-            return super().step(optimizer, *args, **kwargs)  # which refuses it
+        refuse_closure(optimizer, args, kwargs)
         self._check_scale_growth_tracker("step")
         is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         state = self._per_optimizer_states[id(optimizer)]
@@ -224,6 +226,8 @@ class PrecisionController(torch.amp.GradScaler):
                 self._check_inf_per_device(optimizer)
             else:
                 self.unscale_(optimizer)
+        elif state["stage"] is OptState.UNSCALED and check.needs_second_look(optimizer):
+            self._examine(optimizer, None, is_first=False)
         verdict = check.wait_for(optimizer) if makes_buffers_unread(optimizer) else check.verdict_of(optimizer)
         # A fused optimizer reads the verdict by itself, too, but it need not be called where the host knows.
         if state["stage"] is not OptState.STEPPED and isinstance(verdict, int) and verdict != CLEAN:
@@ -238,15 +242,9 @@ class PrecisionController(torch.amp.GradScaler):
     def step_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
         """Step all of them or none: a non-finite gradient of one skips every one. Waits for the device."""
         given = list(optimizers)
-        for optimizer in given:
-            if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
-                self.unscale_(optimizer)
-        worst = max((int(self._check.verdict_of(optimizer)) for optimizer in given), default=CLEAN)
-        for optimizer in given:
-            if worst > CLEAN and self._check.verdict_of(optimizer) != NO_GRADIENTS:
-                self._check.window.verdicts[self._check.number_of(optimizer)] = worst
-            self.step(optimizer)
-        return worst == CLEAN or not self._enabled
+        worst = self.unscale_together(given)
+        _ = [self.step(optimizer) for optimizer in given]
+        return int(worst) == CLEAN
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """End the accumulation window; the scale follows from what was found or is `new_scale`. The precision may move.
@@ -258,9 +256,7 @@ class PrecisionController(torch.amp.GradScaler):
             growth_tracker = self._scaler.current_growth_tracker()
             self._end_window()
             self.synchronize()
-            self._rule.set(scale)
-            self._rule.growth_tracker = growth_tracker  # GradScaler, too, goes on counting from before this update
-            self._scaler.write(is_forced=True)
+            self._scaler.set_by_hand(scale, growth_tracker)
             self._metrics.tell_scale("it was set by hand")
         else:
             if self._enabled:
@@ -299,6 +295,8 @@ class PrecisionController(torch.amp.GradScaler):
             self._read_verdicts(0 if self._rule.hysteresis > 1 else LAG_UPDATES)
         else:
             self.synchronize()
+            if self._enabled:
+                self._executor.optimizers.note(window.verdicts)
             found = window.found(self._ranks)
             if found.verdicts:
                 self._executor.end_window(found.worst > CLEAN)
@@ -310,7 +308,8 @@ class PrecisionController(torch.amp.GradScaler):
     def _read_verdicts(self, max_waiting: int) -> None:
         reader = self._scaler.reader
         while len(reader) > (0 if self._policy.is_watching else max_waiting):
-            self._executor.end_update(Found.of(*reader.pop()))
+            self._executor.optimizers.note(dict(zip((popped := reader.pop())[1], popped[0], strict=False)))
+            self._executor.end_update(Found.of(*popped))
         if not len(reader):
             self._scaler.write(is_forced=True)
         self._settle()
@@ -392,8 +391,8 @@ class PrecisionController(torch.amp.GradScaler):
     @property
     def window_share(self) -> float:
         """The current pass's part of what `weigh` counts in its window of `windows`; without it, of the passes."""
-        current = self._windows.current
-        return current.shares[current.index] if current.shares else 1 / self.window_size
+        share = self._windows.current.share
+        return 1 / self.window_size if share is None else share
 
     def discard_window(self) -> None:
         """End the accumulation window without a step and without a trace, for a loop that drops its gradients."""
@@ -491,9 +490,10 @@ class PrecisionController(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state: a controller's, a plain GradScaler's, or ``{}``, which a disabled one saves.
 
-        Raises `FormatError` for what is no such state or belongs to other rungs, `InvalidRequestError` for a loss
-        scale that cannot work (0, infinite); then nothing is changed.
+        Raises `FormatError` for what is no such state, holds what no run can (a negative count) or is of other rungs,
+        `InvalidRequestError` for a loss scale that cannot work (0, infinite); then nothing is changed.
         """
+        saved = checkpoint.read(self._executor, state_dict)
         self.synchronize()
-        checkpoint.load(self._executor, self._check.window, state_dict)
+        checkpoint.take_over(self._executor, self._check.window, saved)
         self._is_in_window = self._check.window.num_passes > 0

@@ -15,16 +15,19 @@ from torch import Tensor
 from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan
 from autotune_amp.core.dimensions import Precision, autocast_precision
 from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
-from autotune_amp.hardware import cuda
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.modes import MODES
 from autotune_amp.runtime import diagnosis
+from autotune_amp.runtime.fallbacks import messages
+from autotune_amp.runtime.fallbacks.plans import why_not_in_memory, withdraw_unfit
 from autotune_amp.runtime.metrics import Metrics
 from autotune_amp.runtime.model import Attachment
 from autotune_amp.runtime.policy import Policy
-from autotune_amp.runtime.policy_state import Action, Finding, Signal
-from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, OVERFLOW, Found, LossScaler, Ranks, refuse_half_parameters
-from autotune_amp.runtime.status import MoveRecord, Status, available_memory_bytes, peak_memory_bytes
+from autotune_amp.runtime.policy_state import Action, Finding, RecordKind, Signal
+from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, OVERFLOW, Found, LossScaler, Ranks
+from autotune_amp.runtime.status import MoveRecord, Status, peak_memory_bytes
+from autotune_amp.runtime.stepping.gradients import refuse_half_parameters
+from autotune_amp.runtime.stepping.optimizers import KnownOptimizers
 
 log = logging.getLogger("autotune_amp.runtime")
 
@@ -58,7 +61,7 @@ class Executor:
         self.precision: Precision = config.precision  # what the loop runs in now
         self.is_checking = True  # whether gradients are checked
         self.is_off = False
-        self.is_advisory = True  # until the loop shows a way to change its precision
+        policy.can_move = False  # until the loop shows a way to change its precision
         self.uses_own_autocast = False  # the loop uses the controller's
         self.model: Attachment | None = None
         self.history: list[MoveRecord] = []
@@ -74,26 +77,19 @@ class Executor:
         self._found = torch_state.capture() if config.as_found else None
         self.wishes: list[tuple[Wish, str]] = []  # what to do once the window ends, and with which precision
         self._action: Action | None = None  # that the policy wishes for
-        self._known_optimizers: set[int] = set()
+        self.optimizers = KnownOptimizers()
+        self._forward = diagnosis.ForwardWatch()
         self._rerun_has_failed = False
         self._culprit: str | None = None
-        for plan in self.plans:
-            if max_slowdown is not None and plan.slowdown is None:
-                raise InvalidRequestError(
-                    f"max_slowdown={max_slowdown} cannot be kept: the speed of {plan.precision} was not measured.",
-                    "Use a config that a search recommended, or leave max_slowdown out.",
-                )
-            if max_slowdown is not None and plan.slowdown is not None and plan.slowdown > max_slowdown:
-                policy.withdraw(plan.precision, f"{plan.slowdown:.2g} times slower, above {max_slowdown:g}")
-            if plan.precision == "bf16" and ranks.device.type == "cuda" and not cuda.is_bf16_native(ranks.device):
-                policy.withdraw("bf16", "this card only emulates it")
+        withdraw_unfit(policy, self.plans, max_slowdown, ranks.device)
         missing = {name: value for name, value in config.environment.items() if os.environ.get(name) != value}
         if missing:
-            log.warning(
-                "The config was measured with variables that this process was started without, so it may be slower. "
-                "Before Python starts: export %s",
-                " ".join(f"{name}={value}" for name, value in missing.items()),
-            )
+            log.warning(messages.MISSING_VARIABLES, " ".join(f"{name}={value}" for name, value in missing.items()))
+
+    @property
+    def is_advisory(self) -> bool:
+        """Whether the loop gives no way to change its precision."""
+        return not self.policy.can_move
 
     @property
     def config(self) -> AmpConfig:
@@ -132,7 +128,7 @@ class Executor:
         """The loop uses the controller's autocast: there the precision can be changed."""
         if not self.uses_own_autocast:
             self.uses_own_autocast = True
-            self.is_advisory = False
+            self.policy.can_move = True
             self._force_model()
 
     def _force_model(self) -> None:
@@ -197,7 +193,7 @@ class Executor:
                 f"The config's fp8 cannot be had on this model: {why_not}.", "Attach the model that was searched."
             )
         self.model = model
-        self.is_advisory = False
+        self.policy.can_move = True
         self.policy.can_rerun = model.rerun is not None
         if model.has_frozen_half_weights:
             for name, its in MODES.items():
@@ -214,11 +210,12 @@ class Executor:
 
     def detach(self) -> None:
         """Leave the model, and TF32 flags that are kept as found, as they were."""
+        self._forward.end()
         if self.model is not None:
             self.model.detach()
             self.model = None
             self.policy.can_rerun = False
-            self.is_advisory = not self.uses_own_autocast
+            self.policy.can_move = self.uses_own_autocast
         if self._found is not None:
             torch_state.apply_fp32_flags(self._found)
 
@@ -267,8 +264,11 @@ class Executor:
         """Tell the policy of an update, in order and once each, and everybody who wants to know."""
         if not found.verdicts:
             return
+        found = found._replace(lost_share=self.policy.flushed(found.lost_share))
         worst, is_checking = found.worst, self.is_checking
-        self.metrics.begin_update(found)
+        self.metrics.begin_update(found, is_overflow=worst == BAD_LOSS and self._forward_overflowed())
+        if worst == CLEAN:
+            self._forward.end()
         if self.is_off:
             self.policy.num_updates += 1  # nothing is checked, but the run goes on
         else:
@@ -281,6 +281,13 @@ class Executor:
             if CLEAN in found.verdicts.values() if number is None else found.verdicts.get(number) == CLEAN:
                 callback()
         self.metrics.end_update(found, knows_loss=is_checking)
+
+    def _forward_overflowed(self) -> bool:
+        """Whether it is the forward pass that overflows, on any rank, in this burst of losses that are not finite."""
+        seen = None if self.policy.can_rerun else self._forward.saw_bad_loss()  # a rerun says more
+        culprit, *_ = *self.ranks.union(() if seen is None else (seen,)), None
+        self._culprit = culprit or self._culprit
+        return culprit is not None
 
     def carry_out_next(self) -> None:
         """Carry out the first of `wishes`. Raises the errors of `TrainingStoppedError`."""
@@ -298,6 +305,8 @@ class Executor:
 
     def _act(self, action: Action) -> Action | None:
         """Carry out `action`, and give what follows from it."""
+        if action.kind in ("diagnose", "advise", "demotion", "not_precision") and self._stop_for_weights(action):
+            return None
         if action.kind in ("diagnose", "probe"):
             try:
                 return self._diagnose(action) if action.kind == "diagnose" else self._probe(action)
@@ -305,7 +314,9 @@ class Executor:
                 log.error("%s The run goes on without it: %s", error.message, error.next_step, exc_info=error)
                 self._rerun_has_failed, self.policy.can_rerun = True, False
                 return self.policy.answer_diagnosis(action.reason, Finding(True)) if action.kind == "diagnose" else None
-        if action.kind == "warn":
+        if action.kind == "advise":
+            self._advise(action.reason)
+        elif action.kind == "warn":
             log.warning("%s", action.reason)
         elif action.kind == "stop":
             self._stop(action)
@@ -318,9 +329,7 @@ class Executor:
         if move.kind == "demotion":
             plan, own = self.plans[move.rung - 1], self.own_config
             if self.is_advisory:
-                policy.decline()
-                should = f"The precision should be {plan.precision}, but the loop gives no way to change it from here"
-                self._note("advice", plan.precision, f"{reason}. {should}")
+                self._advise(reason)
                 return None
             if reasons := self.ranks.union([why for why in (self._why_not(plan),) if why is not None]):
                 return policy.refuse(move, reasons[0])
@@ -331,7 +340,7 @@ class Executor:
             self.model.pin(move.modules)
         follows = policy.confirm(move)
         self.apply()
-        self._note(move.kind, policy.precision, reason, before)
+        self._note(cast("RecordKind", move.kind), policy.precision, reason, before)
         if move.kind == "demotion" and self._on_demotion == "checkpoint_and_stop":
             raise DemotedError(
                 f"The precision was stepped down from {before} to {policy.precision}: {move.reason}.",
@@ -340,12 +349,30 @@ class Executor:
             )
         return follows
 
+    def _advise(self, reason: str) -> None:
+        """Say what cannot be done from here, and how it could."""
+        policy = self.policy
+        below = [name for name in policy.rungs[policy.rung + 1 :] if name not in policy.withdrawn]
+        policy.advise()
+        told = messages.advice(policy, reason, self._culprit, below)
+        self._note("advice", below[0] if below else policy.precision, told)
+
+    def _stop_for_weights(self, action: Action) -> bool:
+        """Stop where weights are not finite already, and say whether: neither precision nor data is at fault then."""
+        names = self.ranks.union(self.optimizers.bad_weights(None if self.model is None else self.model.model))
+        if not names:
+            return False
+        self.policy.decline()
+        self._stop(
+            Action("stop", f"{action.reason}, and the weights are not finite already: {messages.shortened(names)}"),
+            messages.BAD_WEIGHTS,
+        )
+        return True
+
     def _why_not(self, plan: FallbackPlan) -> str | None:
         """Why this rank cannot run the plan, None where it can."""
-        needed = plan.peak_memory_bytes or 0
-        available = available_memory_bytes(self.ranks.device) if needed else 0
-        if needed > available:
-            return f"it takes {needed / 2**30:.2f} GiB and {available / 2**30:.2f} GiB can be had"
+        if (reason := why_not_in_memory(plan, self.ranks.device)) is not None:
+            return reason
         if self._breaks_script(plan.precision):
             return f"the model holds TorchScript modules, whose compiled code keeps to {self.own_config.precision}"
         return None
@@ -363,6 +390,7 @@ class Executor:
     def _diagnose(self, asked: Action) -> Action | None:
         policy, model = self.policy, self.model
         assert model is not None  # what cannot rerun is not asked
+        self._forward.end()
         finding = diagnosis.diagnose(
             self._rerunner(),
             [p for p in policy.rungs[policy.rung + 1 :] if p not in policy.withdrawn and not self._breaks_script(p)],
@@ -372,6 +400,8 @@ class Executor:
             can_run_fp32=not model.has_frozen_half_weights,
         )
         self._culprit = finding.culprit
+        if finding.is_precision:
+            self.metrics.explain_by_overflow()
         log.debug("%s; diagnosis: %s", asked.reason, finding)
         return policy.answer_diagnosis(asked.reason, finding)
 
@@ -380,63 +410,49 @@ class Executor:
         done = self._rerunner().run(faster, probe.scale if MODES[faster].takes_scaler else 1.0)
         return self.policy.probed(probe, is_finite=done.is_finite)
 
-    def _stop(self, stop: Action) -> None:
-        reason = stop.reason + (f"; it begins in {self._culprit}" if self._culprit else "")
+    def _stop(self, stop: Action, next_step: str | None = None) -> None:
+        reason = stop.reason + (f"; it begins in {self._culprit}" if self._culprit and next_step is None else "")
         self._note("stop", self.policy.precision, reason)
+        self._forward.end()
         if not self._halts:
             return
         self.policy.decline(num_quiet=0)  # a run that goes on from here all the same is judged anew
         what = f"Training was stopped in {self.policy.precision}: {reason}."
         if stop.is_precision:
-            raise NoRungFitsError(
-                what, "Search again for fallback plans that fit, or train in fp32 on smaller batches."
-            )
-        raise NotPrecisionError(
-            what,
-            "Look at data and learning rate. PrecisionController(..., halt=False) skips such steps for ever instead.",
-        )
+            on = "Search again for fallback plans that fit, or train in fp32 on smaller batches."
+            raise NoRungFitsError(what, messages.way_out(self.policy) if self.is_advisory else on)
+        halt = "Look at data and learning rate. PrecisionController(..., halt=False) skips such steps for ever instead."
+        raise NotPrecisionError(what, next_step or halt)
 
     def _give_up_moving(self) -> None:
         """The loop was seen to run in another precision than it was told to: scale and guard as it is written."""
-        self.is_advisory = True
+        self.policy.can_move = False
         why = "an autocast inside the attached model, or around another method than its forward, keeps its precision. "
         if self.model is not None and not self.model.can_be_forced:
             why = "the attached model is a TorchScript module, whose autocast nothing inside of it can change. "
         way_out = "Use controller.autocast(), or attach the module that the autocast wraps and the loop calls"
         self._move_by_hand(self.own_config.precision, why + way_out, "advice")
 
-    def meet(self, optimizer: torch.optim.Optimizer) -> None:
+    def meet(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         """Say before an optimizer's first step what would go wrong later."""
         self._refuse_fp8_without_model(self.precision)
-        if id(optimizer) in self._known_optimizers:
+        if number in self.optimizers:
             return
         refuse_half_parameters(optimizer, self.precision)
-        if not self._known_optimizers:
-            log.info("%s", self._introduction())
+        if not self.optimizers:
+            last = self.history[-1] if self.history else None
+            log.info(
+                "%s", messages.introduction(self.policy, self.scaler, last, self.ranks.device, checks=self.is_checking)
+            )
             if self.pins_to_come and self.model is None:
-                log.warning("Modules are to be pinned in fp32; without controller.attach(model) nothing is pinned.")
+                log.warning(messages.NOTHING_PINNED)
             if self.is_advisory and MODES[self.precision].uses_autocast:
-                log.warning(
-                    "The controller is advisory: the loop uses neither controller.autocast() nor "
-                    "controller.attach(model), so it scales and guards, but cannot step the precision down."
-                )
-        self._known_optimizers.add(id(optimizer))
-
-    def _introduction(self) -> str:
-        """The precision, why it is this one, and what is watched and done about it."""
-        last = self.history[-1] if self.history else None
-        why = "as its config says" if last is None else f"since update {last.update}: {last.reason}"
-        scale = f", loss scale {self.scaler.target:g}" if self.scaler.is_scaling else ""
-        guarded = "steps that are not finite are skipped" if self.is_checking else "nothing is guarded"
-        below = [name for name in self.policy.rungs[self.policy.rung + 1 :] if name not in self.policy.withdrawn]
-        then = f"; where they repeat, down to {' or '.join(below)}" if below and self.is_checking else ""
-        how = "rerunning the batch says why" if self.policy.can_rerun else "without a rerun, on trial"
-        diagnosis = f" ({how})" if then else ""
-        return f"Training in {self.precision} on {self.ranks.device}, {why}{scale}; {guarded}{then}{diagnosis}."
+                log.warning(messages.ADVISORY)
+        self.optimizers.add(number, optimizer)
 
     def refuse_by_hand(self, name: Precision) -> None:
         """Raise `InvalidRequestError` for a precision that the loop or the model cannot be brought into."""
-        if not self._known_optimizers and self.model is None:
+        if not self.optimizers and self.model is None:
             return  # nobody knows yet how the loop is written
         self._refuse_fp8_without_model(name)
         if self.is_advisory:
@@ -457,7 +473,7 @@ class Executor:
                 "Call controller.attach(model) before the first step.",
             )
 
-    def _move_by_hand(self, name: Precision, reason: str, kind: str = "by_hand") -> None:
+    def _move_by_hand(self, name: Precision, reason: str, kind: RecordKind = "by_hand") -> None:
         before = self.policy.precision
         self.policy.move_by_hand(name)
         self.apply()
@@ -472,7 +488,7 @@ class Executor:
         self.apply()
         self._note("by_hand", self.precision, "disabled" if off else "enabled", before)
 
-    def _note(self, kind: str, after: Precision, reason: str, before: Precision | None = None) -> None:
+    def _note(self, kind: RecordKind, after: Precision, reason: str, before: Precision | None = None) -> None:
         policy = self.policy
         record = MoveRecord(policy.num_updates, kind, before or policy.precision, after, reason, self.config)
         self.history.append(record)

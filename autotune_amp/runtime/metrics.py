@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 import time
 import uuid
 from collections import deque
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -20,6 +21,7 @@ from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.hardware import nvml
 from autotune_amp.runtime.policy import Policy
+from autotune_amp.runtime.policy_state import Count
 from autotune_amp.runtime.readings import BEFORE, MOVE, PINNED_MODULES, REASON, metrics
 from autotune_amp.runtime.run_log import BeginLine, Line, MoveLine, RunLog, SampleLine
 from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, Found, LossScaler, Ranks
@@ -28,6 +30,8 @@ from autotune_amp.runtime.status import MoveRecord
 
 log = logging.getLogger("autotune_amp.runtime")
 
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
+
 SAMPLE_EVERY = 64  # updates between looks at the gradients' and activations' magnitudes, and between lines
 _SAMPLE_AT = 8  # early in the run, but after the loss scale has settled
 
@@ -35,12 +39,12 @@ _SAMPLE_AT = 8  # early in the run, but after the loss scale has settled
 class Totals(msgspec.Struct, kw_only=True):
     """What was counted. Steps taken, and seconds between updates, are by precision."""
 
-    num_updates: int = 0
-    num_steps: dict[Precision, int] = {}
-    seconds: dict[Precision, float] = {}
-    num_overflows: int = 0
-    num_bad_batches: int = 0
-    num_moves: int = 0
+    num_updates: Count = 0
+    num_steps: dict[Precision, Count] = {}
+    seconds: dict[Precision, Seconds] = {}
+    num_overflows: Count = 0
+    num_bad_batches: Count = 0
+    num_moves: Count = 0
 
     @property
     def num_all_steps(self) -> int:
@@ -100,6 +104,7 @@ class Metrics:
         self._has_begun = False
         self._told_scale: float | None = None
         self._told_update = 0
+        self.num_unexplained = 0  # losses that were not finite since the last step, as bad batches
         self._last_update: float | None = None
         self._seconds: deque[float] = deque(maxlen=101)  # between updates since the last move
 
@@ -123,8 +128,11 @@ class Metrics:
         """Whether the magnitudes of the next update are looked at."""
         return self._policy.num_updates % SAMPLE_EVERY == _SAMPLE_AT
 
-    def begin_update(self, found: Found) -> None:
-        """An update was judged, before the policy hears of it."""
+    def begin_update(self, found: Found, *, is_overflow: bool) -> None:
+        """An update was judged, before the policy hears of it; `is_overflow`: of its forward pass, which was watched.
+
+        Those before it in the same burst, which were not watched, were overflows then too.
+        """
         self._begin()
         totals, precision, judged_at = self.totals, self._precision, time.perf_counter()
         if self._last_update is not None:
@@ -133,13 +141,23 @@ class Metrics:
         self._last_update = judged_at
         totals.num_updates += 1
         if found.worst == CLEAN:
+            self.num_unexplained = 0
             totals.num_steps[precision] = totals.num_steps.get(precision, 0) + 1
-        elif found.worst == BAD_LOSS:
+        elif found.worst == BAD_LOSS and not is_overflow:
             totals.num_bad_batches += 1
+            self.num_unexplained += 1
         else:
             totals.num_overflows += 1
+            if is_overflow:
+                self.explain_by_overflow()
         if found.lost_share is not None:
             self.flushed_share = found.lost_share
+
+    def explain_by_overflow(self) -> None:
+        """The losses of this burst that were not finite were overflows of the forward pass, not bad batches."""
+        self.totals.num_bad_batches -= self.num_unexplained
+        self.totals.num_overflows += self.num_unexplained
+        self.num_unexplained = 0
 
     def end_update(self, found: Found, *, knows_loss: bool) -> None:
         """The policy has counted the update: tell what is due."""
@@ -212,6 +230,7 @@ class Metrics:
 
     def _tell(self, line: Line) -> None:
         self._told_scale, self._told_update = line.scale, line.update
+        self.num_unexplained = 0  # what was told does not become less
         if self.run_log is not None:
             self.run_log.write(line)
         if not self.outlets or isinstance(line, BeginLine):

@@ -27,6 +27,7 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import FormatError, InvalidRequestError
 from autotune_amp.precision.modes import MODES
 from autotune_amp.runtime.policy_state import (
+    NUM_RECENT_LOSSES,
     Action,
     Finding,
     PolicyState,
@@ -46,10 +47,11 @@ DWELL_STEPS = 200
 LOSS_WINDOW, LOSS_COUNT = 50, 3  # T1: so often within so many steps, or twice running
 SKIP_WINDOW, SKIP_COUNT, NET_OCTAVES = 200, 8, 3.0  # T3
 LOST_SHARE_LIMIT = 0.01  # T4
+# Where no entry of the gradient is left at this scale all were below 2**-34: nothing that any precision would train by.
+EMPTY_SCALE = 2.0**10
 DIVERGED_GROWTH = 4.0  # of the typical loss: no precision mends what the learning rate did
 RAISE_FACTOR = 2.0**6
 PROMOTION_STEPS, MAX_PROMOTIONS, PROMOTION_HEADROOM = 2000, 3, 2.0**4
-NUM_RECENT_LOSSES = 15
 
 Names: TypeAlias = Collection[str]
 
@@ -58,7 +60,8 @@ class Policy(PolicyState):
     """Where the controller stands and what it does next.
 
     `rungs` are the config's own precision and its fallbacks, in order. `can_rerun` says that *diagnose* and *probe* can
-    be answered. An action that moves takes effect with `confirm`, so that the caller can `refuse` it.
+    be answered, `can_move` that the precision can be changed at all. An action that moves takes effect with `confirm`,
+    so that the caller can `refuse` it.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Policy(PolicyState):
         self.rungs = tuple(rungs)
         self.loss_scale = loss_scale or LossScale()
         self.can_rerun = can_rerun
+        self.can_move = True
         self.promotes = promotes
         self.scale = ScaleRule(self.loss_scale)
         self.scale_before_burst = self.scale.scale
@@ -144,6 +148,8 @@ class Policy(PolicyState):
     def _clean(self, signal: Signal) -> Action | None:
         self.bad_run = self.num_unreproduced = 0
         self.clean_run += 1
+        if self.phase == "ADVISED":
+            self.phase = "STARTUP" if self.num_settled < NUM_SETTLING_STEPS else "STEADY"
         if self.is_scaling and self.phase != "BLAMED" and (gained := self.scale.clean()):
             self.octaves.append([self.num_updates, -gained])
         if self.bad_losses and self.num_updates - self.bad_losses[-1] >= LOSS_WINDOW:
@@ -182,9 +188,12 @@ class Policy(PolicyState):
             return Action("revert", reason)
         if self.bad_run == 1 and self.is_scaling:
             self.scale_before_burst = self.scale.scale
-        if signal.loss_nonfinite or not self.is_scaling:
-            return self._bad_loss("loss" if signal.loss_nonfinite else "gradient")
-        return self._overflow()
+        is_past_scaling = signal.loss_nonfinite or not self.is_scaling
+        what = "loss" if signal.loss_nonfinite else "gradient"
+        action = self._bad_loss(what) if is_past_scaling else self._overflow()
+        if self.phase == "ADVISED" and self.bad_run == NUM_BLAMED_STEPS:
+            return Action("stop", f"{NUM_BLAMED_STEPS} steps in a row were not finite", is_precision=True)
+        return action
 
     def _bad_loss(self, what: str) -> Action | None:
         """T1. No backing off: rescaling cannot help a loss, and without a scale there is nothing to rescale."""
@@ -225,13 +234,38 @@ class Policy(PolicyState):
         self._is_failing = False
         return self._step_down(reason, None)
 
+    def flushed(self, lost_share: float | None) -> float | None:
+        """Return the share without what is no underflow: a gradient that is zero, as a constant loss has it."""
+        return None if lost_share == 1.0 and self.scale.scale >= EMPTY_SCALE else lost_share
+
     def _trip(self, reason: str, *, is_failing: bool = False) -> Action | None:
         self._is_failing = is_failing
         if self.num_updates < self.quiet_until:
+            if is_failing and self._can_only_advise:
+                self._await_stop()
             return None
         if (growth := self._loss_growth) > DIVERGED_GROWTH:
             return Action("not_precision", f"{reason}, and the loss is {growth:.3g} times its best: it diverges")
         return Action("diagnose", reason) if self.can_rerun else self._step_down(reason, None)
+
+    @property
+    def _can_only_advise(self) -> bool:
+        """Whether a lower precision may be the way out, and the caller cannot take it."""
+        return not self.can_move and (self.is_scaling or self.rung + 1 < len(self.rungs))
+
+    def _await_stop(self) -> None:
+        """Leave STARTUP, STEADY: nothing is learned, and nothing can be done about it from here."""
+        if self.phase in ("STARTUP", "STEADY"):
+            self.phase = "ADVISED"
+            self.bad_run = min(self.bad_run, 2)  # the first descent of the loss scale may have been long
+
+    def advise(self) -> None:
+        """The user was told what to do. Leaves STARTUP, STEADY where nothing is learned any more."""
+        bad_run = self.bad_run
+        self.decline()
+        if self._is_failing:
+            self.bad_run = bad_run
+            self._await_stop()
 
     def answer_diagnosis(self, reason: str, finding: Finding) -> Action | None:
         """What follows from what a *diagnose* found. Leaves STARTUP, STEADY."""
@@ -251,6 +285,8 @@ class Policy(PolicyState):
     def _step_down(self, reason: str, finite_in: Names | None) -> Action:
         """`finite_in` is the evidence of a rerun, None without one."""
         self._finite_in = finite_in
+        if self._is_failing and self._can_only_advise:
+            return Action("advise", reason)
         below = self.rungs[self.rung + 1 :]
         for name in below:
             if name not in self.withdrawn and (finite_in is None or name in finite_in):
@@ -345,20 +381,30 @@ class Policy(PolicyState):
         rule = {name: getattr(self.scale, name) for name in SavedRule.__struct_fields__}
         return {"policy": state, "precision": self.precision, "loss_scale": rule}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved state; raises `FormatError` or `InvalidRequestError` and changes nothing if it cannot.
+    def checked(self, state: Mapping[str, Any]) -> SavedState:
+        """Return what `take_over` can take over; raises `FormatError` or `InvalidRequestError`, and changes nothing.
 
         The rungs may begin further down than those saved: a run goes on from the config of a `DemotedError`.
         """
         saved = converted(state, SavedState)
-        scale = check_scale(saved.loss_scale.scale)
+        check_scale(saved.loss_scale.scale)
         if saved.precision not in self.rungs:
             raise FormatError(
                 f"The state was saved in {saved.precision}; this run's rungs are {', '.join(self.rungs)}.",
                 "Make the controller from the config that the saved run used, or that its DemotedError carried.",
             )
+        phase, rung, demoted_from = saved.policy.phase, saved.policy.rung, saved.policy.demoted_from
+        if phase == "PROBATION" if demoted_from is None else demoted_from >= rung:
+            raise FormatError(
+                f"The controller's state is damaged: it says {phase} in rung {rung}, stepped down from {demoted_from}.",
+                "Load an earlier checkpoint.",
+            )
+        return saved
+
+    def take_over(self, saved: SavedState) -> None:
+        """Go on from what `checked` has let through."""
         vars(self.scale).update(msgspec.structs.asdict(saved.loss_scale))
-        self.scale.set(scale)  # the bounds may be others now
+        self.scale.set(check_scale(saved.loss_scale.scale))  # the bounds may be others now
         withdrawn = self.withdrawn  # what this machine and model cannot run
         vars(self).update(vars(saved.policy))
         self.withdrawn = {**withdrawn, **self.withdrawn}

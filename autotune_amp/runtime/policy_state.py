@@ -6,9 +6,11 @@ A rung is an index, the config's own precision first.
 from __future__ import annotations
 
 import math
+import operator
 import struct
+import sys
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -16,8 +18,19 @@ from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import FormatError, InvalidRequestError
 
-_LARGEST_SCALE = 2.0**127  # power of two in float32
+NUM_RECENT_LOSSES = 15
+LARGEST_SCALE = 2.0**127  # power of two in float32
 _Saved = TypeVar("_Saved")
+
+Phase = Literal["STARTUP", "STEADY", "PROBATION", "ADVISED", "BLAMED"]
+# Ranges that a state is held against where it is read. What is compared is a number then: none of them is NaN.
+GrowthFactor = Annotated[float, msgspec.Meta(ge=1, le=sys.float_info.max)]
+BackoffFactor = Annotated[float, msgspec.Meta(gt=0, le=1)]
+GrowthInterval = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+DeviceCount = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]  # int32 on the device
+Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 
 
 class Signal(NamedTuple):
@@ -46,6 +59,7 @@ class Finding(NamedTuple):
 
 
 MoveKind = Literal["demotion", "revert", "pin", "rescale", "not_precision", "promotion"]
+RecordKind = Literal[MoveKind, "advice", "by_hand", "stop"]
 
 
 class Action(NamedTuple):
@@ -60,10 +74,11 @@ class Action(NamedTuple):
     probe: run the current batch in `rung` at `scale` without stepping; answer with `Policy.probed`.
     promotion: go back up to `rung`.
     stop: end the run; `is_precision` says whose fault it was.
+    advise: a lower precision may help, and the caller cannot change it: say how it could.
     warn: nothing can be done about it, but the user should know.
     """
 
-    kind: MoveKind | Literal["diagnose", "probe", "stop", "warn"]
+    kind: MoveKind | Literal["diagnose", "probe", "stop", "warn", "advise"]
     reason: str = ""
     rung: int = 0
     scale: float = 0.0
@@ -92,7 +107,7 @@ class ScaleRule:
         self.growth_interval = loss_scale.growth_interval
         self.hysteresis = self.hysteresis_left = loss_scale.hysteresis
         self.floor = float32(MIN_LOSS_SCALE if loss_scale.min_scale is None else loss_scale.min_scale)
-        self.max_scale = float32(min(loss_scale.max_scale, _LARGEST_SCALE))
+        self.max_scale = float32(min(loss_scale.max_scale, LARGEST_SCALE))
 
     @property
     def would_cross_floor(self) -> bool:
@@ -121,19 +136,24 @@ class ScaleRule:
 
     def set(self, scale: float) -> None:
         """Set the scale, within its bounds; the tracker is kept, as GradScaler keeps it."""
-        self.scale = float32(min(self.max_scale, max(self.floor, scale)))
+        self.scale = self.bounded(scale)
+
+    def bounded(self, scale: float) -> float:
+        """Return the number within its bounds that is nearest to `scale`, as float32 holds it."""
+        return float32(min(self.max_scale, max(self.floor, scale)))
 
 
 def check_scale(scale: object) -> float:
     """`scale` as a float; raises `InvalidRequestError` unless it is a finite number above 0."""
-    if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not math.isfinite(scale) or scale <= 0:
+    is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    if not is_number or not 0 < scale <= sys.float_info.max:  # type: ignore[operator] # a number; not NaN either
         raise InvalidRequestError(
             f"The loss scale given is {scale!r}; it must be a finite number above 0. At 0 or infinity GradScaler "
             "turns the weights into NaN or never steps again.",
             "Load a checkpoint from before the scale collapsed, or leave the controller's state out and start at "
             "the config's init_scale.",
         )
-    return float(scale)
+    return float(scale)  # type: ignore[arg-type] # a number
 
 
 def converted(state: object, what: type[_Saved]) -> _Saved:
@@ -152,41 +172,41 @@ class PolicyState:
     NUM_RECENT_LOSSES losses: the first, the lowest and the latest; `withdrawn` precisions not to step to, with why.
     """
 
-    rung: int = 0
-    phase: str = "STARTUP"
-    num_updates: int = 0
-    num_skips: int = 0
-    dwell: int = 0
-    bad_run: int = 0
-    clean_run: int = 0
-    num_settled: int = 0
-    quiet_until: int = 0
-    last_overflow: int | None = None
-    demoted_from: int | None = None
+    rung: Count = 0
+    phase: Phase = "STARTUP"
+    num_updates: Count = 0
+    num_skips: Count = 0
+    dwell: Count = 0
+    bad_run: Count = 0
+    clean_run: Count = 0
+    num_settled: Count = 0
+    quiet_until: Count = 0
+    last_overflow: Count | None = None
+    demoted_from: Count | None = None
     has_pinned: bool = False
     was_promoted: bool = False
-    num_promotions: int = 0
-    num_failures: int = 0
-    scale_before_burst: float = 1.0
-    withdrawn: dict[str, str] = field(default_factory=dict)
+    num_promotions: Count = 0
+    num_failures: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 0  # an exponent
+    scale_before_burst: Positive = 1.0
+    withdrawn: dict[Precision, str] = field(default_factory=dict)
     has_raised: bool = False
     raise_was_undone: bool = False
-    num_unreproduced: int = 0
-    first_loss: float | None = None
-    best_loss: float | None = None
-    typical_loss: float | None = None
-    recent_losses: list[float] = field(default_factory=list)
-    bad_losses: list[int] = field(default_factory=list)
-    octaves: list[list[int | float]] = field(default_factory=list)
+    num_unreproduced: Count = 0
+    first_loss: Finite | None = None
+    best_loss: Finite | None = None
+    typical_loss: Finite | None = None
+    recent_losses: Annotated[list[Finite], msgspec.Meta(max_length=NUM_RECENT_LOSSES - 1)] = field(default_factory=list)
+    bad_losses: list[Count] = field(default_factory=list)
+    octaves: list[Annotated[list[int | Finite], msgspec.Meta(min_length=2, max_length=2)]] = field(default_factory=list)
 
 
 class SavedRule(msgspec.Struct):
     """What changes in a `ScaleRule` while training."""
 
     scale: object  # looked at by `check_scale`
-    growth_tracker: int
-    hysteresis_left: int
-    floor: Annotated[float, msgspec.Meta(ge=MIN_LOSS_SCALE)]
+    growth_tracker: DeviceCount
+    hysteresis_left: Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]  # below 0 where the floor holds the scale
+    floor: Annotated[float, msgspec.Meta(ge=MIN_LOSS_SCALE, le=LARGEST_SCALE)]
 
 
 class SavedState(msgspec.Struct):
@@ -195,3 +215,17 @@ class SavedState(msgspec.Struct):
     policy: PolicyState
     precision: Precision
     loss_scale: SavedRule
+
+
+def held(part: str, name: str, kind: Any = None) -> Any:
+    """An attribute of GradScaler's that a part of the controller holds, of this kind only: what a state may hold."""
+
+    def set_it(controller: Any, value: Any) -> None:
+        try:
+            setattr(getattr(controller, part), name, value if kind is None else msgspec.convert(value, kind))
+        except msgspec.ValidationError as error:
+            raise InvalidRequestError(
+                f"The {name} given is {value!r}: {error}.", "Growth is by 1 or more, backing off by 1 or less."
+            ) from error
+
+    return property(operator.attrgetter(f"{part}.{name}"), set_it)

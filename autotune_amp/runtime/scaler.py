@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,28 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.errors import DeviceError, InvalidRequestError
+from autotune_amp.core.errors import DeviceError
 from autotune_amp.distributed import place_variables
 from autotune_amp.hardware.device import device_of, parse
-from autotune_amp.numerics.passes import stored
-from autotune_amp.precision.modes import MODES
-from autotune_amp.precision.torch_state import HALF_DTYPES
 from autotune_amp.runtime.policy_state import ScaleRule
+from autotune_amp.runtime.stepping.gradients import check, lost_share
 
 LAG_UPDATES = 4
 Waiting: TypeAlias = Sequence[tuple[Sequence[float], Sequence[int]]]  # (values, label)
 
 # The verdict on one optimizer's gradients. The larger one wins: between optimizers, between ranks.
 NO_GRADIENTS, CLEAN, OVERFLOW, BAD_LOSS = -1, 0, 1, 2
-
-_SAMPLES_PER_PARAMETER = 1024
-# Nonzero fp16 numbers below 2^-22 stand in the three lowest octaves of the format. Where magnitudes are spread
-# log-normally over 3 to 4 octaves (standard deviation), six times as many stand there as were flushed when 1 % was.
-_BARELY_THERE = 2.0**-22
-_BARELY_THERE_PER_LOST = 6.0
-# Of the model's largest gradient. Less, as before a batch norm or behind a saturated softmax, is rounding noise.
-NEGLIGIBLE = 2.0**-20
+VERDICTS = frozenset((NO_GRADIENTS, CLEAN, OVERFLOW, BAD_LOSS))
 
 
 def checked_device(device: str | torch.device) -> torch.device:
@@ -92,6 +80,14 @@ class Ranks:
         return tuple(dict.fromkeys(name for given in gathered for name in given or ()))
 
 
+def worst_of(verdicts: Iterable[int | Tensor]) -> int | Tensor:
+    """Return the verdict that decides: on the device where one of them is, without a wait."""
+    given = list(verdicts)
+    late = [verdict for verdict in given if isinstance(verdict, Tensor)]
+    known = max((verdict for verdict in given if isinstance(verdict, int)), default=NO_GRADIENTS)
+    return torch.stack([verdict.to(late[0].device) for verdict in late]).amax().clamp(min=known) if late else known
+
+
 class Stepped:
     """What `step` gives back: true if the optimizer stepped. Known at once, or one wait where it is fused.
 
@@ -112,13 +108,7 @@ class Stepped:
         """True if each that had gradients stepped; without a wait."""
         if len(steps) == 1:  # and without a kernel of its own
             return cls(steps[0]._verdict, steps[0].value, loss, grad_norm)
-        verdicts = [step._verdict for step in steps]
-        late = [verdict for verdict in verdicts if isinstance(verdict, Tensor)]
-        worst: int | Tensor = max((verdict for verdict in verdicts if isinstance(verdict, int)), default=NO_GRADIENTS)
-        if late:
-            worst = torch.stack([verdict.to(late[0].device) for verdict in late]).amax().clamp(min=worst)
-        values = [step.value for step in steps]
-        return cls(worst, values, loss, grad_norm)
+        return cls(worst_of(step._verdict for step in steps), [step.value for step in steps], loss, grad_norm)
 
     def __bool__(self) -> bool:
         return int(self._verdict) == CLEAN
@@ -153,6 +143,7 @@ class Window:
     loss_probe: float | Tensor = 0.0  # 0 times every loss: NaN if one was not finite
     scale_was_read: bool = False  # after a backward pass
     verdicts: dict[int, int | Tensor] = field(default_factory=dict)
+    is_joint: bool = False  # the optimizers step together or not at all
     lost_share: float | Tensor | None = None  # on the host it is that of all ranks
 
     @property
@@ -202,8 +193,15 @@ class GradientCheck:
         verdict = window.verdicts[self.number_of(optimizer)] = int(known)
         return verdict
 
-    def see_loss(self, loss: Tensor) -> None:
-        """Look at whether the loss of a backward pass is finite."""
+    def see_losses(self, losses: Iterable[Tensor]) -> None:
+        """Look at whether the losses of a backward pass are finite.
+
+        Not those after the scale was read, as for a gradient penalty, whose loss holds gradients, which overflow too.
+        """
+        for loss in () if self.window.scale_was_read else losses:
+            self._see_loss(loss.detach())
+
+    def _see_loss(self, loss: Tensor) -> None:
         window = self.window
         value = loss if loss.numel() == 1 else loss.sum(dtype=torch.float32)
         if self.is_at_hand(value):
@@ -227,8 +225,40 @@ class GradientCheck:
             share, known = lost_share(optimizer, device), self.window.lost_share
             self.window.lost_share = share if known is None else share.clamp(min=known)
         verdict, skipped = self._verdict(check(optimizer, inv_scale), device)
-        self.window.verdicts[self.number_of(optimizer)] = verdict
+        number = self.number_of(optimizer)
+        if (before := self.window.verdicts.get(number)) is not None:  # a second look, after a clip
+            verdict = worst_of((before, verdict))
+            skipped = verdict.clamp(CLEAN, OVERFLOW) if isinstance(verdict, Tensor) else skipped
+        self.window.verdicts[number] = verdict
         return skipped
+
+    def needs_second_look(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a norm over several optimizers may have spread to it what was not finite in another."""
+        window, number = self.window, self.number_of(optimizer)
+        others = (verdict for other, verdict in window.verdicts.items() if other != number)
+        is_clean = isinstance(own := window.verdicts.get(number, NO_GRADIENTS), Tensor) or own == CLEAN
+        return is_clean and not window.is_joint and any(isinstance(v, Tensor) or v > CLEAN for v in others)
+
+    def join(self, optimizers: Sequence[torch.optim.Optimizer], states: Mapping[int, Any]) -> int | Tensor:
+        """Give each that has gradients the worst of their verdicts, GradScaler's `states` too, and return it.
+
+        Waits for a verdict that is on the device only for an optimizer whose own is on the host.
+        """
+        verdicts, numbers = self.window.verdicts, [self.number_of(optimizer) for optimizer in optimizers]
+        worst = worst_of(verdicts.get(number, NO_GRADIENTS) for number in numbers)
+        self.window.is_joint = True
+        for number in numbers:
+            own = verdicts.get(number, NO_GRADIENTS)
+            if isinstance(own, Tensor):
+                late = torch.as_tensor(worst, dtype=own.dtype, device=own.device)
+                verdicts[number] = torch.where(own == NO_GRADIENTS, own, late)
+            elif own != NO_GRADIENTS:
+                verdicts[number] = int(worst)
+        if isinstance(worst, Tensor):
+            for optimizer in optimizers:
+                for found in states[id(optimizer)]["found_inf_per_device"].values():
+                    found.copy_(worst.clamp(CLEAN, OVERFLOW), non_blocking=True)
+        return worst
 
     def _verdict(self, found: Tensor | None, device: torch.device) -> tuple[int | Tensor, Tensor | None]:
         """The verdict, and what `examine` gives."""
@@ -259,96 +289,6 @@ class GradientCheck:
     def is_at_hand(tensor: Tensor) -> bool:
         """Whether the host can read it without waiting."""
         return tensor.device.type == "cpu"
-
-
-def makes_buffers_unread(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a first step that the device skips leaves memory behind that nobody wrote: fused SGD's momentum."""
-    if not isinstance(optimizer, torch.optim.SGD) or optimizer.state:
-        return False
-    return any(group.get("fused") and group["momentum"] for group in optimizer.param_groups)
-
-
-def refuse_half_parameters(optimizer: torch.optim.Optimizer, precision: Precision) -> None:
-    """Raise `InvalidRequestError` where fp16's scaled gradients could not be unscaled: half precision parameters."""
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if MODES[precision].takes_scaler and parameter.requires_grad and parameter.dtype.to_real() in HALF_DTYPES:
-            raise InvalidRequestError(
-                f"A trainable parameter of shape {tuple(parameter.shape)} is {str(parameter.dtype).split('.')[1]}; "
-                "precision fp16 needs trainable parameters in fp32, since fp16 gradients cannot be unscaled.",
-                "Convert the model with model.float(), autocast casts where it pays; or train with bf16 "
-                "weights under precision bf16.",
-            )
-
-
-@functools.cache
-def _one(device: torch.device) -> Tensor:
-    """What a check that scales nothing multiplies by, kept: each launch of a kernel counts."""
-    return torch.ones((), dtype=torch.float32, device=device)
-
-
-def check(optimizer: torch.optim.Optimizer, inv_scale: Tensor | None) -> Tensor | None:
-    """1.0 where any gradient is not finite, 0.0 where all are, without waiting for the device; None without gradients.
-
-    Multiplies the gradients by `inv_scale` in place where it is given. Raises `InvalidRequestError` for fp16
-    gradients, which cannot be unscaled.
-    """
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in _local(optimizer):
-        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    found: Tensor | None = None
-    with torch.no_grad():
-        for (device, dtype), gradients in alike.items():
-            here = torch.zeros((), device=device)
-            if dtype in HALF_DTYPES and inv_scale is None:
-                # The fused check has no bf16 on CUDA (pytorch#127176); a sum is not finite if one of its terms is not.
-                here = (~torch.stack([g.sum(dtype=torch.float32) for g in gradients]).isfinite().all()).float()
-            elif dtype == torch.float16:
-                raise InvalidRequestError(
-                    "The gradients to unscale are fp16, so the trainable parameters are fp16.",
-                    "Keep trainable parameters in fp32 (model.float()); autocast casts them where it pays.",
-                )
-            else:
-                one = _one(device) if inv_scale is None else inv_scale.to(device, non_blocking=True)
-                torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, one)
-            found = here if found is None else torch.maximum(found, here.to(found.device, non_blocking=True))
-    return found
-
-
-def lost_share(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor:
-    """An estimate of the share of the gradient, scaled still, that fp16 flushed to zero; 0 without gradients.
-
-    From a sample of what is left: after the fact a flushed zero looks like any other, but what is flushed leaves
-    neighbours barely above the smallest number. 1.0 where nothing is left at all.
-    """
-    samples = [
-        gradient.reshape(-1)[:: max(1, gradient.numel() // _SAMPLES_PER_PARAMETER)].float().to(device)
-        for gradient in _local(optimizer)
-    ]
-    if not any(sample.numel() for sample in samples):
-        return torch.zeros((), device=device)
-    magnitudes = torch.cat(samples).abs()
-    matters = magnitudes > magnitudes.amax() * NEGLIGIBLE
-    num_left = matters.sum()
-    num_barely = (matters & (magnitudes < _BARELY_THERE)).sum()
-    share = num_barely / num_left.clamp(min=1) / _BARELY_THERE_PER_LOST
-    return torch.where(num_left > 0, share, torch.ones_like(share))
-
-
-def _local(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield the numbers of each gradient that this rank holds, of a complex one as pairs of real ones; writable."""
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        if hasattr(gradient, "to_local"):  # a DTensor: its own shard; the ranks agree afterwards
-            gradient = gradient.to_local()
-        if gradient.layout != torch.strided:
-            if gradient.is_sparse and gradient.dtype == torch.float16 and not gradient.is_coalesced():
-                parameter.grad = gradient = gradient.coalesce()  # summing duplicates is where fp16 overflows
-            gradient = stored(gradient)
-        elif gradient.is_conj() or gradient.is_neg():  # conjugated or negated when read, and not writable so
-            parameter.grad = gradient = gradient.resolve_conj().resolve_neg()
-        yield torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
 class LaggedReader:
@@ -478,6 +418,12 @@ class LossScaler:
             self._inverse = None
         return worst.clamp(0, 1)
 
+    def set_by_hand(self, scale: float, growth_tracker: int) -> None:
+        """Have this scale from now on; GradScaler, too, goes on counting from before the update that sets it."""
+        self.rule.set(scale)
+        self.rule.growth_tracker = growth_tracker
+        self.write(is_forced=True)
+
     def write(self, *, is_forced: bool = False) -> None:
         """Bring the device in line with the host; `is_forced` where the device may have gone on by itself."""
         if self.scale is None or self.growth_tracker is None:
@@ -487,9 +433,3 @@ class LossScaler:
             self._inverse = None
             self.scale.fill_(self._written)
             self.growth_tracker.fill_(self.rule.growth_tracker)
-
-
-@functools.cache
-def takes_a_scaler(optimizer: type[torch.optim.Optimizer]) -> bool:
-    """Whether its `step` wants the scaler itself, as custom optimizers once did."""
-    return "grad_scaler" in inspect.signature(optimizer.step).parameters

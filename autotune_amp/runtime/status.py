@@ -17,7 +17,7 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.recommendation import write_atomically
 from autotune_amp.core.text import count, duration, exact, number, size
 from autotune_amp.hardware.device import device_of
-from autotune_amp.runtime.policy_state import converted
+from autotune_amp.runtime.policy_state import Count, RecordKind, converted
 from autotune_amp.runtime.readings import Readings
 
 
@@ -29,8 +29,8 @@ class MoveRecord:
     would have done), by_hand, stop.
     """
 
-    update: int
-    kind: str
+    update: Count
+    kind: RecordKind
     before: Precision
     after: Precision
     reason: str

@@ -10,7 +10,6 @@ from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -20,6 +19,7 @@ from autotune_amp.runtime.diagnosis import checked_loss
 from autotune_amp.runtime.executor import Executor
 from autotune_amp.runtime.model import Attachment
 from autotune_amp.runtime.scaler import NO_GRADIENTS, Stepped
+from autotune_amp.runtime.stepping.optimizers import parameters_of, refuse_clip_norm, refuse_closure
 from autotune_amp.runtime.windows import Pass
 
 log = logging.getLogger("autotune_amp.runtime")
@@ -37,6 +37,8 @@ class Steering(Protocol):
     def backward(self, loss: Tensor) -> None: ...  # noqa: D102
 
     def unscale_(self, optimizer: Optimizer) -> None: ...  # noqa: D102
+
+    def unscale_together(self, optimizers: Sequence[Optimizer]) -> object: ...  # noqa: D102
 
     def step(self, optimizer: Optimizer) -> Stepped: ...  # noqa: D102
 
@@ -71,6 +73,8 @@ class TrainStep:
         """One pass, and the step if it is the window's last; see `PrecisionController.train_step`."""
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._refuse(current, optimizers)
+        if clip_norm is not None:
+            refuse_clip_norm(clip_norm)
         is_part = len(current.shares) > 1
         if is_part and current.shares is self._void:
             return Stepped(NO_GRADIENTS)
@@ -87,8 +91,10 @@ class TrainStep:
                 return Stepped(NO_GRADIENTS, loss=loss.detach())
             norm = None
             if clip_norm is not None:
-                for one in optimizers:
-                    controller.unscale_(one)
+                if len(optimizers) == 1:
+                    controller.unscale_(optimizers[0])
+                else:
+                    controller.unscale_together(optimizers)
                 norm = self._clip(optimizers, clip_norm)
             steps = [controller.step(one) for one in optimizers]
             controller.update()
@@ -113,11 +119,8 @@ class TrainStep:
                 "once.",
                 "Give it all optimizers of one loss in a list; for two losses, as a GAN's, make a controller for each.",
             )
-        if any(isinstance(one, torch.optim.LBFGS) for one in optimizers):
-            raise InvalidRequestError(
-                "LBFGS runs its closure many times in a step, whose gradients nobody would check.",
-                "Train with another optimizer.",
-            )
+        for one in optimizers:
+            refuse_closure(one)
 
     def _exchanging(self, is_last: bool) -> AbstractContextManager[object]:
         """DDP exchanges the gradients of a window once, in its last pass."""
@@ -134,21 +137,21 @@ class TrainStep:
         if hasattr(given, "clip_grad_norm_"):
             norm: Tensor = given.clip_grad_norm_(max_norm)
             return norm
-        return nn.utils.clip_grad_norm_([p for one in optimizers for p in _parameters(one)], max_norm)
+        return nn.utils.clip_grad_norm_([p for one in optimizers for p in parameters_of(one)], max_norm)
 
     def _rerun_by(self, closure: Callable[[], Tensor], optimizers: Sequence[Optimizer]) -> None:
         executor = self._executor
         if executor.model is None and not self._has_looked:
             self._has_looked = True
-            found = trained_model(closure, optimizers)
+            found = self._attachment(trained_model(closure, optimizers), closure)
             if executor.ranks.any(found is None) or found is None:  # the ranks diagnose together, or none
                 log.warning(
-                    "The closure's code names no one model that holds the optimizer's parameters, so steps that fail "
-                    "are not diagnosed: call controller.attach(model) once."
+                    "The closure's code names no one model that holds the optimizer's parameters and can be watched, "
+                    "so steps that fail are not diagnosed: call controller.attach(model) once."
                 )
             else:
                 self._closure = closure
-                executor.attach(Attachment(found, closure, executor.ranks.device, is_found=True))
+                executor.attach(found)
         if executor.model is None:
             return
         key = tuple(map(id, optimizers))
@@ -158,6 +161,16 @@ class TrainStep:
         if executor.model.rerun is self._closure:
             self._closure = closure if self._is_of_model[key] else None
             executor.rerun_by(self._closure)
+
+    def _attachment(self, model: nn.Module | None, closure: Callable[[], Tensor]) -> Attachment | None:
+        """The model under observation; None, with a warning, for one that takes none, which is trained all the same."""
+        if model is None:
+            return None
+        try:
+            return Attachment(model, closure, self._executor.ranks.device, is_found=True)
+        except Exception as error:  # whatever a class of somebody else's does when it is changed
+            log.warning("The %s cannot be watched: %s: %s", type(model).__name__, type(error).__name__, error)
+            return None
 
 
 def _zero_gradients(optimizers: Sequence[Optimizer]) -> None:
@@ -177,12 +190,8 @@ def trained_model(closure: Callable[[], Tensor], optimizers: Sequence[Optimizer]
 
 def holds_any(module: nn.Module, optimizers: Sequence[Optimizer]) -> bool:
     """Whether any of their parameters is the module's."""
-    theirs = {id(parameter) for optimizer in optimizers for parameter in _parameters(optimizer)}
+    theirs = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
     return any(id(parameter) in theirs for parameter in module.parameters())
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _named_by(closure: Callable[[], Tensor]) -> Iterator[nn.Module]:

@@ -32,6 +32,11 @@ class Pass:
         """Whether the window is over after it."""
         return self.index >= len(self.shares) - 1
 
+    @property
+    def share(self) -> float | None:
+        """Its part of what is weighed in the window; None outside of `windows`."""
+        return self.shares[self.index] if self.shares else None
+
     def share_of(self, loss: Tensor) -> Tensor:
         """The loss's part in that of the window: exactly ``loss / num_passes`` where nothing is weighed."""
         if len(self.shares) < 2:

@@ -20,6 +20,7 @@ from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.workload import OptimizersOfModel, Workload, WorkloadSource, make_workload, type_name
 from autotune_amp.precision import torch_state
+from autotune_amp.precision.step_amp import needs_closure
 from autotune_amp.trial.memory import BuildMemory, file_bytes, watched_build
 from autotune_amp.variants.subject import Trained
 
@@ -286,8 +287,24 @@ def make_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimize
                 "or several in a list.",
                 "Return for example torch.optim.SGD(parameters, lr=0.1).",
             )
+    for optimizer in filter(needs_closure, several):
+        raise WorkloadError(
+            f"{type_name(optimizer)} calls a closure in its step, which a trial of model, loss and optimizer has none "
+            "of.",
+            "Write the training step yourself, as Workload(build=..., train_step=..., data=...), or search the "
+            "training's own command: autotune-amp search -- python train.py.",
+        )
     if not is_function:
         several = [_like(optimizer, workload.model, model, is_alone=len(several) == 1) for optimizer in several]
+    own = {id(parameter) for parameter in model.parameters()}
+    held = chain.from_iterable(group["params"] for optimizer in several for group in optimizer.param_groups)
+    if own and not any(id(parameter) in own for parameter in held):
+        raise WorkloadError(
+            f"The optimizer, {type_name(several[0])}, holds no parameter of the model that the loss is computed with: "
+            "nothing would be trained.",
+            "Make it from the parameters that the function is given: lambda parameters: "
+            f"{type(several[0]).__name__}(parameters, ...).",
+        )
     for group in chain.from_iterable(optimizer.param_groups for optimizer in several):
         if "initial_lr" in group:
             rate, least = group["lr"], LEAST_SHARE_OF_PEAK * float(group.get("max_lr", group["initial_lr"]))

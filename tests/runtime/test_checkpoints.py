@@ -121,6 +121,76 @@ def test_what_is_no_state_or_a_damaged_one_is_refused(state: Any) -> None:
     assert isinstance(refused(controller, damaged), FormatError)
 
 
+POLICY, RULE = "autotune_amp.steering.policy.", "autotune_amp.steering.loss_scale."
+COUNTERS = "autotune_amp.counters."
+DAMAGES: list[tuple[str, Any]] = [
+    *[(key, value) for key in ("_growth_tracker", RULE + "growth_tracker") for value in (2**31, 10**30, -1, 0.5)],
+    *[("growth_factor", value) for value in (0.5, -2.0, math.inf, math.nan)],
+    *[("backoff_factor", value) for value in (2.0, 0.0, -0.5, math.nan)],
+    *[("growth_interval", value) for value in (0, -1, 2.5, 10**30)],
+    *[(RULE + "floor", value) for value in (0.0, -1.0, math.inf, math.nan, 1e300)],
+    (RULE + "hysteresis_left", 10**30),
+    *[(POLICY + "phase", value) for value in ("LOST", "", None, 3)],
+    *[(POLICY + name, -1) for name in ("num_updates", "num_skips", "dwell", "bad_run", "quiet_until", "rung")],
+    *[(POLICY + "demoted_from", value) for value in (-1, 1, 7, None)],
+    *[(POLICY + "scale_before_burst", value) for value in (0.0, math.inf, math.nan)],
+    *[(POLICY + "first_loss", value) for value in (math.inf, math.nan)],
+    (POLICY + "recent_losses", [math.nan]),
+    (POLICY + "recent_losses", [1.0] * 15),  # which are summed up at that many
+    (POLICY + "octaves", [[1]]),
+    (POLICY + "octaves", [[1, math.inf]]),
+    (POLICY + "withdrawn", {"fp4": "unknown"}),
+    (POLICY + "num_failures", 10**9),
+    ("autotune_amp.steering.precision", "fp4"),
+    *[(COUNTERS + "totals.seconds", {"fp16": value}) for value in (math.inf, math.nan, -1.0)],
+    (COUNTERS + "totals.num_steps", {"fp4": 1}),
+    (COUNTERS + "totals_at_reset.num_steps", {"fp16": -1}),
+    *[(COUNTERS + "totals." + name, -1) for name in ("num_updates", "num_overflows", "num_bad_batches", "num_moves")],
+    *[(COUNTERS + "flushed_share", value) for value in (-0.1, 1.5, math.nan)],
+    (COUNTERS + "num_passes", -1),
+    *[(COUNTERS + "wishes", [wish]) for wish in (["set_precision", "fp8"], ["act", ""], ["leap", ""])],
+    (COUNTERS + "waiting", [[[], []]]),
+    *[(COUNTERS + "waiting", [[values, [0]]]) for values in ([7.0, 1.0], [0.0], [0.0, 1.0, 9.0], [math.nan, 1.0])],
+    (COUNTERS + "waiting", [[[0.0, 1.0], [-1]]]),
+    ("autotune_amp.history", [{}]),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), DAMAGES)
+def test_a_number_that_no_run_can_hold_is_refused_before_anything_is_changed(path: str, value: Any) -> None:
+    controller = used()
+    state = copy.deepcopy(controller.state_dict()) | {"scale": 4.0}
+    state["autotune_amp"]["steering"]["loss_scale"]["scale"] = 4.0  # what would be seen if any of it was taken
+    *way, last = path.split(".")
+    part = state
+    for name in way:
+        part = part[name]
+    assert last in part
+    part[last] = value
+    refused(controller, state)
+
+
+@pytest.mark.parametrize("name", ["growth_factor", "backoff_factor"])
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+def test_a_factor_that_no_checkpoint_could_bring_back_is_refused_where_it_is_set(name: str, value: float) -> None:
+    controller = used()
+    before = controller.state_dict()
+    with pytest.raises(InvalidRequestError, match=name):
+        getattr(controller, f"set_{name}")(value)
+    assert controller.state_dict() == before
+
+
+@pytest.mark.parametrize("change", [{"update": -1}, {"kind": "leap"}, {"before": "fp4"}, {"config": "{}"}])
+def test_a_move_that_cannot_have_been_is_refused(change: dict[str, Any]) -> None:
+    run = Run(FeedForward(), fp16(accumulation_steps=ACCUMULATION_STEPS, loss_scale=STABLE))
+    for batch in CLEAN[:4]:
+        run.step(batch)
+    state = run.controller.state_dict()
+    (record,) = state["autotune_amp"]["history"]
+    state["autotune_amp"]["history"] = [record | change]
+    refused(run.controller, state)
+
+
 def test_a_newer_format_and_other_rungs_are_refused() -> None:
     controller = used()
     state = controller.state_dict()

@@ -160,22 +160,66 @@ def test_update_before_anything_or_before_step_is_refused_and_the_step_may_follo
         ("unscale_", "unscale_", r"unscale_\(\) has already been called on this optimizer"),
         ("step", "step", r"step\(\) has already been called since the last update"),
         ("step", "unscale_", r"unscale_\(\) is being called after step"),
-        (None, "step", "Closure use is not currently supported"),
     ],
 )
-def test_a_wrong_order_is_refused_as_gradscaler_refuses_it(first: Any, then: str, match: str, fused: bool) -> None:
+def test_a_wrong_order_is_refused_as_gradscaler_refuses_it(first: str, then: str, match: str, fused: bool) -> None:
     loops = []
     for scaler in (make(), torch.amp.GradScaler("cpu", init_scale=1024.0)):
         loop = Loop(fused)
         scaler.scale(loop.loss()).backward()  # type: ignore[no-untyped-call]
-        if first is None:
-            loop.optimizer.zero_grad()  # without gradients it must not be a no-op: only the closure makes them
-        else:
-            getattr(scaler, first)(loop.optimizer)
+        getattr(scaler, first)(loop.optimizer)
         with pytest.raises(RuntimeError, match=match):
-            getattr(scaler, then)(loop.optimizer, **({} if first else {"closure": loop.loss}))
+            getattr(scaler, then)(loop.optimizer)
         loops.append(loop)
     loops[0].assert_is(loops[1])
+
+
+class Sharpness(torch.optim.SGD):
+    """An optimizer whose step cannot do without its closure, as SAM's."""
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override] # it has no default
+        with torch.enable_grad():
+            closure()
+        return super().step()
+
+
+@fused_or_not
+@pytest.mark.parametrize(("args", "kwargs"), [([Loop.loss], {}), ([], {"closure": Loop.loss}), ([], {"closure": None})])
+def test_a_step_with_a_closure_is_refused_with_what_to_call_instead(args: Any, kwargs: Any, fused: bool) -> None:
+    """Without gradients, too, it must not be a no-op: only the closure makes them."""
+    loop, scaler = Loop(fused), make()
+    scaler.scale(loop.loss()).backward()
+    loop.optimizer.zero_grad()
+    with pytest.raises(InvalidRequestError, match="closure") as caught:
+        scaler.step(loop.optimizer, *args, **kwargs)
+    assert "controller.backward" in caught.value.next_step
+    loop.assert_is(Loop())
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Sharpness])
+@pytest.mark.parametrize("call", ["step", "step with a closure", "train_step"])
+def test_optimizers_that_need_a_closure_are_refused_in_every_form(kind: Any, call: str) -> None:
+    loop, scaler = Loop(), make()
+    optimizer = kind(loop.model.parameters(), lr=0.1)
+    scaler.backward(loop.loss())
+    calls: dict[str, Any] = {
+        "step": lambda: scaler.step(optimizer),
+        "step with a closure": lambda: scaler.step(optimizer, loop.loss),
+        "train_step": lambda: scaler.train_step(loop.loss, optimizer),
+    }
+    with pytest.raises(InvalidRequestError, match=kind.__name__) as caught:
+        calls[call]()
+    assert "plain loop" in caught.value.next_step
+    loop.assert_is(Loop())
+
+
+@pytest.mark.parametrize("norm", [float("nan"), -1.0, 0, True, "1"])
+def test_a_norm_that_nothing_can_be_clipped_to_is_refused_before_anything_is_trained(norm: Any) -> None:
+    loop, scaler = Loop(), make()
+    with pytest.raises(InvalidRequestError, match="clip_norm"):
+        scaler.train_step(loop.loss, loop.optimizer, clip_norm=norm)
+    loop.assert_is(Loop())
+    assert scaler.train_step(loop.loss, loop.optimizer, clip_norm=float("inf")), "which only measures"
 
 
 @pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan"), -1.0, torch.tensor(0.0)])

@@ -1,0 +1,106 @@
+"""An optimizer's gradients: whether they are finite, what fp16 lost of them, and which cannot be unscaled."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.numerics.passes import stored
+from autotune_amp.precision.modes import MODES
+from autotune_amp.precision.torch_state import HALF_DTYPES
+
+_SAMPLES_PER_PARAMETER = 1024
+# Nonzero fp16 numbers below 2^-22 stand in the three lowest octaves of the format. Where magnitudes are spread
+# log-normally over 3 to 4 octaves (standard deviation), six times as many stand there as were flushed when 1 % was.
+_BARELY_THERE = 2.0**-22
+_BARELY_THERE_PER_LOST = 6.0
+# Of the model's largest gradient. Less, as before a batch norm or behind a saturated softmax, is rounding noise.
+NEGLIGIBLE = 2.0**-20
+
+
+def refuse_half_parameters(optimizer: torch.optim.Optimizer, precision: Precision) -> None:
+    """Raise `InvalidRequestError` where fp16's scaled gradients could not be unscaled: half precision parameters."""
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if MODES[precision].takes_scaler and parameter.requires_grad and parameter.dtype.to_real() in HALF_DTYPES:
+            raise InvalidRequestError(
+                f"A trainable parameter of shape {tuple(parameter.shape)} is {str(parameter.dtype).split('.')[1]}; "
+                "precision fp16 needs trainable parameters in fp32, since fp16 gradients cannot be unscaled.",
+                "Convert the model with model.float(), autocast casts where it pays; or train with bf16 "
+                "weights under precision bf16.",
+            )
+
+
+@functools.cache
+def _one(device: torch.device) -> Tensor:
+    """What a check that scales nothing multiplies by, kept: each launch of a kernel counts."""
+    return torch.ones((), dtype=torch.float32, device=device)
+
+
+def check(optimizer: torch.optim.Optimizer, inv_scale: Tensor | None) -> Tensor | None:
+    """1.0 where any gradient is not finite, 0.0 where all are, without waiting for the device; None without gradients.
+
+    Multiplies the gradients by `inv_scale` in place where it is given. Raises `InvalidRequestError` for fp16
+    gradients, which cannot be unscaled.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in _local(optimizer):
+        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    found: Tensor | None = None
+    with torch.no_grad():
+        for (device, dtype), gradients in alike.items():
+            here = torch.zeros((), device=device)
+            if dtype in HALF_DTYPES and inv_scale is None:
+                # The fused check has no bf16 on CUDA (pytorch#127176); a sum is not finite if one of its terms is not.
+                here = (~torch.stack([g.sum(dtype=torch.float32) for g in gradients]).isfinite().all()).float()
+            elif dtype == torch.float16:
+                raise InvalidRequestError(
+                    "The gradients to unscale are fp16, so the trainable parameters are fp16.",
+                    "Keep trainable parameters in fp32 (model.float()); autocast casts them where it pays.",
+                )
+            else:
+                one = _one(device) if inv_scale is None else inv_scale.to(device, non_blocking=True)
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, one)
+            found = here if found is None else torch.maximum(found, here.to(found.device, non_blocking=True))
+    return found
+
+
+def lost_share(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor:
+    """An estimate of the share of the gradient, scaled still, that fp16 flushed to zero; 0 without gradients.
+
+    From a sample of what is left: after the fact a flushed zero looks like any other, but what is flushed leaves
+    neighbours barely above the smallest number. 1.0 where nothing is left at all.
+    """
+    samples = [
+        gradient.reshape(-1)[:: max(1, gradient.numel() // _SAMPLES_PER_PARAMETER)].float().to(device)
+        for gradient in _local(optimizer)
+    ]
+    if not any(sample.numel() for sample in samples):
+        return torch.zeros((), device=device)
+    magnitudes = torch.cat(samples).abs()
+    matters = magnitudes > magnitudes.amax() * NEGLIGIBLE
+    num_left = matters.sum()
+    num_barely = (matters & (magnitudes < _BARELY_THERE)).sum()
+    share = num_barely / num_left.clamp(min=1) / _BARELY_THERE_PER_LOST
+    return torch.where(num_left > 0, share, torch.ones_like(share))
+
+
+def _local(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield the numbers of each gradient that this rank holds, of a complex one as pairs of real ones; writable."""
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if hasattr(gradient, "to_local"):  # a DTensor: its own shard; the ranks agree afterwards
+            gradient = gradient.to_local()
+        if gradient.layout != torch.strided:
+            if gradient.is_sparse and gradient.dtype == torch.float16 and not gradient.is_coalesced():
+                parameter.grad = gradient = gradient.coalesce()  # summing duplicates is where fp16 overflows
+            gradient = stored(gradient)
+        elif gradient.is_conj() or gradient.is_neg():  # conjugated or negated when read, and not writable so
+            parameter.grad = gradient = gradient.resolve_conj().resolve_neg()
+        yield torch.view_as_real(gradient) if gradient.is_complex() else gradient

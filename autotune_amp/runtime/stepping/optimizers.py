@@ -1,0 +1,137 @@
+"""Optimizers as the controller meets them: how each wants to be stepped, and what is wrong with what it holds."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import math
+import numbers
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.numerics.locate import Health, bad_parameters, health
+from autotune_amp.precision.step_amp import needs_closure
+from autotune_amp.runtime.scaler import NO_GRADIENTS
+
+log = logging.getLogger("autotune_amp.runtime")
+
+IDLE_UPDATES = 3  # without any gradient so far; single ones are a framework's that steps all its optimizers
+IDLE_AFTER_TRAINING_UPDATES = 100  # a part may rest for a while
+
+
+def makes_buffers_unread(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a first step that the device skips leaves memory behind that nobody wrote: fused SGD's momentum."""
+    if not isinstance(optimizer, torch.optim.SGD) or optimizer.state:
+        return False
+    return any(group.get("fused") and group["momentum"] for group in optimizer.param_groups)
+
+
+@functools.cache
+def takes_a_scaler(optimizer: type[torch.optim.Optimizer]) -> bool:
+    """Whether its `step` wants the scaler itself, as custom optimizers once did."""
+    return "grad_scaler" in inspect.signature(optimizer.step).parameters
+
+
+def refuse_closure(optimizer: torch.optim.Optimizer, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = {}) -> None:
+    """Raise `InvalidRequestError` for an optimizer that steps by a closure, and for a step that is given one."""
+    name = type(optimizer).__name__
+    if needs_closure(optimizer):
+        raise InvalidRequestError(
+            f"{name} calls a closure in its step, which computes gradients that nobody would check.",
+            f"Train with an optimizer that takes one gradient a step; or with {name} in a plain loop, without a "
+            "controller, in fp32 or bf16.",
+        )
+    if "closure" in kwargs or any(map(callable, args)):
+        raise InvalidRequestError(
+            f"step({name}, closure) was called; the gradients that a closure computes inside of step would not be "
+            "checked.",
+            "Compute the loss under controller.autocast(), call controller.backward(loss), then "
+            "controller.step(optimizer) without a closure; or controller.train_step(closure, optimizer).",
+        )
+
+
+def refuse_clip_norm(clip_norm: object) -> None:
+    """Raise `InvalidRequestError` unless gradients can be clipped to this norm: a number above 0, or infinity."""
+    is_number = isinstance(clip_norm, numbers.Real) and not isinstance(clip_norm, bool)
+    if not is_number or math.isnan(clip_norm) or clip_norm <= 0:  # type: ignore[operator, arg-type] # a number
+        raise InvalidRequestError(
+            f"clip_norm is {clip_norm!r}; it must be a number above 0.",
+            "Pass the largest norm that the gradients may have, as 1.0; leave it out where nothing is to be clipped.",
+        )
+
+
+class KnownOptimizers:
+    """The optimizers that the loop steps, by their number, and for how many updates each has had no gradient."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+        self._num_idle: Counter[int] = Counter()
+        self._have_trained: set[int] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy steps other optimizers."""
+        return vars(KnownOptimizers())
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._known
+
+    def add(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        """Keep a weak reference to it."""
+        self._known[number] = weakref.ref(optimizer)
+
+    def note(self, verdicts: Mapping[int, float | Tensor]) -> None:
+        """Count an update in which these were stepped; warn of one that never gets a gradient, and of one that stopped.
+
+        GradScaler raises there at once; a framework that steps all its optimizers every time is right to go on.
+        """
+        for number, verdict in verdicts.items():
+            if verdict != NO_GRADIENTS:
+                self._have_trained.add(number)
+                self._num_idle[number] = 0
+                continue
+            self._num_idle[number] += 1
+            first = IDLE_AFTER_TRAINING_UPDATES if number in self._have_trained else IDLE_UPDATES
+            if self._num_idle[number] in {first * 10**power for power in range(8)}:
+                self._warn(number)
+
+    def _warn(self, number: int) -> None:
+        optimizer = self._known[number]() if number in self._known else None
+        held = [] if optimizer is None else parameters_of(optimizer)
+        what = f", whose first parameter has shape {tuple(held[0].shape)}," if held else ""
+        log.error(
+            "The optimizer %s (number %d)%s has had no gradient in %d updates running: nothing that it holds is "
+            "trained. It may hold the parameters of another copy of the model, or of what the model was before they "
+            "were replaced; or the loss is detached from them. Make the optimizer from the parameters of the model "
+            "that computes the loss.",
+            "" if optimizer is None else type(optimizer).__name__,
+            number + 1,
+            what,
+            self._num_idle[number],
+        )
+
+    def bad_weights(self, model: nn.Module | None) -> tuple[str, ...]:
+        """Name the parameters of the optimizers, and of the model, that are not finite. Waits for the device."""
+        names = () if model is None else bad_parameters(model)
+        own = {id(parameter) for parameter in (() if model is None else model.parameters())}
+        held = [(known(), number) for number, known in self._known.items()]
+        return *names, *(
+            f"one of shape {tuple(parameter.shape)} of {type(optimizer).__name__} {number + 1}"
+            for optimizer, number in held
+            for parameter in ([] if optimizer is None else parameters_of(optimizer))
+            if id(parameter) not in own and health(parameter) is not Health.FINITE
+        )
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters of all its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
