@@ -43,7 +43,7 @@ CACHED_SHARE = 0.3
 EXTRA_SHARE = 0.15
 # What a job has to be expected to bring of the throughput, and for each of its seconds: half and twice as much change
 # little (studies/search_efficiency, hosts).
-LEAST_GAIN, GAIN_PER_SECOND = 0.002, 1e-3
+LEAST_GAIN, GAIN_PER_SECOND = 0.002, 5e-4
 COMPILE_SECONDS = 5.0  # the first time, at the least: 6.5 s a convnet of six blocks, on 2 cores without AVX-512
 # Of the seconds of a start: 2.5 on a CPU, 1.5 to 2 of a Llama on an H200's host (studies/real_card).
 COMPILE_STARTS = 2.0
@@ -273,6 +273,7 @@ class Planner:
     def trial(self, ledger: Ledger, setting: Setting, seconds: float) -> Trial:
         """Make a trial with its limits: what the best so far says a step may take, and the `seconds` left."""
         conditions, best = self.conditions, ledger.best
+        seconds -= self.waiting_seconds(ledger)  # a job's clock starts when its process is ready
         if best is None:
             # Nothing is known of the step: two thirds of what is left, so that one that hangs leaves time for another.
             seconds = (2 * seconds + min(conditions.setup_seconds, seconds)) / 3
@@ -312,7 +313,7 @@ class Planner:
     def check(self, ledger: Ledger, what: CheckKind, setting: Setting) -> Check:
         """Make a check of `setting`, which may never end: within some times what it is foreseen to take, and half of
         what is left at the most, or all that the confirmation leaves."""
-        most = max(self.before_confirmation(ledger), self.budget.left() / 2)
+        most = max(self.before_confirmation(ledger), self.budget.left() / 2) - self.waiting_seconds(ledger)
         patience = CHECK_PATIENCE * self.check_seconds(ledger) + CHECK_PATIENCE_SECONDS
         check = self.conditions.check(what, setting, min(most, patience))
         return replace(check, aim_seconds=min(CHECK_SECONDS, IN_TIME * min(most, patience)))

@@ -50,7 +50,7 @@ HEADER = Header(
     memory_limit_bytes=2**30,
     start_seconds=START_SECONDS,
     holds_heap=True,
-    environment={"HELD": "1"},
+    environment={"MALLOC_TRIM_THRESHOLD_": "1"},
     settings={},
 )
 

@@ -41,7 +41,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for before, line in (
         ("from autotune_amp.core.dimensions import", "from autotune_amp.core.fused import FUSED\n"),
         ("    BATCH_SIZE,\n    ACCUMULATION_STEPS,\n", "    FUSED,\n"),  # in the list, after the precision
-        ("    accumulation_steps: int = 1\n", '    fused: str = "no"\n'),
+        ("    accumulation_steps: Count = 1\n", '    fused: str = "no"\n'),
     ):
         assert text.count(before) == 1
         text = text.replace(before, line + before)

@@ -27,7 +27,7 @@ from autotune_amp.search.ranking import PLATEAU, UNDECIDED_TIER, beside, counted
 from autotune_amp.search.space import SEARCH_UP
 from autotune_amp.trial.jobs import Trial
 
-MAX_ROUNDS = 9  # beyond `MIN_ROUNDS` only while it is not sure whether a contender is faster than what runs today
+MAX_ROUNDS = 20  # beyond `MIN_ROUNDS` only while it is not sure whether a contender is faster than what runs today
 ALONE = -1  # the number of the round in which the baseline runs alone, before others beside one another
 NUM_ROUNDS_BESIDE = 4  # at the least, beside one another on several slots
 ENDING_SHARE = 0.1  # of the budget, for evaluations and checkpoints

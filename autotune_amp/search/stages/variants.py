@@ -62,6 +62,8 @@ class Variants:
     def _next(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
         """Return the next value, else what the choice still hangs on, once more or at the next batch size."""
         setting = next_setting(ledger, lambda c: is_worth_trying(ledger, planner, c))
+        if setting is not None and setting.is_compiled and ledger is not ledger.actual:
+            return None  # tens of seconds are for what leads once all that runs is known
         if setting is None and ledger.objective != "memory":
             return next_promising(ledger, planner, ledger.throughputs(), left_seconds, tuple(beside(ledger)))
         return setting
