@@ -124,7 +124,8 @@ def _check_setting(setting: Setting) -> None:
 class FallbackPlan(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A setting with less to go wrong that was measured to fit; throughput in samples per second.
 
-    `slowdown` is the throughput of the recommended config over the plan's: 1.5 takes 1.5 times as long.
+    `slowdown` is the throughput of the recommended config over the plan's: 1.5 takes 1.5 times as long. Of a compiled
+    config all numbers are those of steps that are not compiled, which take more memory.
     """
 
     peak_memory_bytes: Whole | None = None

@@ -18,6 +18,7 @@ from autotune_amp.core.text import rate
 from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.ranking import check_key, found_fidelity, rank
 from autotune_amp.search.space import Space
+from autotune_amp.search.stages.fallbacks import fallback_plans
 
 HEAP = {"MALLOC_TRIM_THRESHOLD_": "2147483647"}
 OOM = Failure(kind="oom", message="it asked for 3 GiB of 2 GiB")
@@ -317,6 +318,13 @@ def test_fallbacks_are_what_was_measured_to_fit_at_the_same_effective_batch() ->
             slowdown=300.0 / 90.0,
         ),
     )
+
+
+def test_a_plan_of_a_compiled_config_is_measured_without_compiling_and_held_against_such_steps() -> None:
+    compiled = at("bf16", 64, compile="default")
+    log = Log().add(at("fp32", 64), 50.0).add(at("bf16", 64), 200.0).add(compiled, 400.0)
+    (plan,) = fallback_plans(log.records, compiled, may_add_steps=False)
+    assert (plan.precision, plan.compile, plan.samples_per_second, plan.slowdown) == ("fp32", "off", 50.0, 4.0)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,8 @@ def fallback_plans(
 
     Its batches are whole parts of those that the run's loader goes on giving. Unless `may_add_steps`, it has no more
     accumulation steps than `chosen`. `harmful` precisions are none to step down to, nor is one with pins, which a plan
-    cannot say.
+    cannot say. Plans are measured without compiling, which takes too long for what may never run; so is what their
+    slowdown is held against, where it was.
     """
     failed, counted = ranking.failures(records), ranking.counted(records)
     measured = _measured(r for r in counted if not r.has_share)
@@ -118,13 +119,14 @@ def fallback_plans(
         and _fits(chosen, c.precision)
         and c not in failed
     ]
+    alike = next(c for c in (replace(chosen, compile=COMPILE.default), chosen) if c in speeds)
     rivals = [[c for c in fitting if c.precision == precision] for precision in MODES[chosen.precision].rungs_below]
     return tuple(
         FallbackPlan.of(
             best,
             peak_memory_bytes=max(m.peak_memory_bytes for m in measured[best]),
             samples_per_second=faster * speeds[best],
-            slowdown=speeds[chosen] / speeds[best],
+            slowdown=speeds[alike] / speeds[best],
         )
         for best in (max(some, key=lambda c: speeds[c]) for some in rivals if some)
     )
