@@ -165,6 +165,13 @@ def setting_of(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def labelled(config: dict[str, Any]) -> str:
+    """A config in a few words."""
+    found = setting_of(config)
+    flags = [name.removeprefix("is_") for name, value in found.items() if value is True]
+    return " ".join([found["precision"], str(found["batch_size"]), *flags, *filter(None, [found["compile_mode"]])])
+
+
 def train(name: str, settings: list[dict[str, Any]], device: str) -> None:
     """Print a line for each setting."""
     import torch
@@ -224,7 +231,7 @@ def table(path: Path) -> list[str]:
         best = known_best(line["training"])
         best_gain = best and best["samples_per_second"] / by_hand_today(line["training"])
         share = f"{100 * attained / best_gain:.0f} %" if attained and best_gain else ""
-        label = " ".join(str(value) for value in setting_of(line["config"]).values() if value not in (None, False))
+        label = labelled(line["config"])
         promised = "" if line["speedup"] is None else f"{line['speedup']:.2f}"
         rows.append(
             f"| {line['training']} | {label} | {promised} | {attained or 0:.2f} | {best_gain or 0:.2f} | {share} | "
@@ -241,6 +248,58 @@ def by_hand_today(name: str) -> float:
         if key == (training.name, "fp32", training.batch_size):
             return float(line["samples_per_second"])
     raise KeyError(name)
+
+
+COURSES = {  # the folders of results/ with searches of default budget, by what was new
+    "cut_off": "trials forked",
+    "before_standby_waits": "one process kept, one standing by",
+    "standby_waits": "nothing loads beside timed steps",
+    "variants_first": "further dimensions before repeats",
+}
+
+
+def kind(record: dict[str, Any]) -> str:
+    """What a job of a search is for: a check, a profile, or a trial of which kind."""
+    setting = record["candidate"]
+    if record["purpose"] != "search":
+        return "checks" if record["purpose"] in ("fidelity", "accumulation", "calibration") else record["purpose"]
+    if setting["compile"] != "off":
+        return "compiled"
+    if setting["num_workers"] is not None:
+        return "loader workers"
+    plain = {"memory_format": "contiguous", "optimizer_impl": "as_found", "cudnn_benchmark": "as_found"}
+    return "batches, precisions" if all(setting[name] == value for name, value in plain.items()) else "dimensions"
+
+
+def courses() -> list[str]:
+    """A row for each search that is recorded job by job: where its seconds went, and the fastest that it measured."""
+    kinds = ("batches, precisions", "checks", "profile", "loader workers", "dimensions", "compiled")
+    titles = ("training", "what was new", "today's, samples/s", "fastest seen", "its setting", "jobs")
+    rows = [f"| {' | '.join((*titles, *(f'{one}, s' for one in kinds)))} |", "|" + "---|" * (len(titles) + len(kinds))]
+    for folder, new in COURSES.items():
+        for path in sorted((HERE / "results" / folder).glob("*.jsonl")):
+            records = [json.loads(line) for line in path.read_text().splitlines()]
+            if "candidate" not in records[0]:
+                continue
+            measured = [r for r in records if r["outcome"]["outcome"] == "measurement"]
+            best = max(measured, key=lambda r: r["outcome"]["samples_per_second"])
+            label = labelled(best["candidate"])
+            rate_today, rate = (r["outcome"]["samples_per_second"] for r in (measured[0], best))
+            seconds = [sum(r["seconds"] for r in records if kind(r) == one) for one in kinds]
+            shown = [f"{some:.0f}" for some in seconds]
+            rows.append(
+                f"| {path.stem} | {new} | {rate_today:,.0f} | {rate:,.0f} | {label} | {len(records)} | "
+                f"{' | '.join(shown)} |"
+            )
+    return rows
+
+
+def put(readme: Path, name: str, rows: list[str]) -> None:
+    """Write a table between its marks."""
+    before, rest = readme.read_text().split(f"<!-- {name} -->\n")
+    after = rest.split(f"<!-- end of {name} -->")[1]
+    text = "\n".join(rows)
+    readme.write_text(f"{before}<!-- {name} -->\n{text}\n<!-- end of {name} -->{after}")
 
 
 def main() -> None:
@@ -263,10 +322,8 @@ def main() -> None:
     if given.train:
         train(given.train, given.settings, given.device)
     elif given.table:
-        readme, text = HERE / "README.md", "\n".join(table(path))
-        before, rest = readme.read_text().split("<!-- searches.py table -->\n")
-        after = rest.split("<!-- end of searches.py's table -->")[1]
-        readme.write_text(f"{before}<!-- searches.py table -->\n{text}\n<!-- end of searches.py's table -->{after}")
+        put(HERE / "README.md", "answers", table(path))
+        put(HERE / "README.md", "courses", courses())
     else:
         given.out.mkdir(parents=True, exist_ok=True)
         ends = time.monotonic() + 60 * given.minutes
