@@ -297,7 +297,8 @@ class LocalBackend(WorkloadBackend):
         process = self._ready_process(until)
         if isinstance(job, Trial) and (number := self._standby.num_wanted):
             self._have_stand_by(process, job, number)
-            self._standby.load(self._watcher, until)
+            now = time.monotonic()  # what never loads beside another one leaves half the time
+            self._standby.load(self._watcher, None if until is None else (now + until) / 2)
         process.send(command)
         if self.isolation == "forked":
             return None
@@ -318,7 +319,7 @@ class LocalBackend(WorkloadBackend):
         assert self._process is not None
         is_forked = self.isolation == "forked"
         try:
-            value = self._process.wait(until, job.deadlines, ends_with_exit=is_forked, on_step=self._standby.pause)
+            value = self._process.wait(until, job.deadlines, ends_with_exit=is_forked, beside=self._standby)
         except AutotuneAmpError:
             self.close()
             raise

@@ -16,8 +16,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -36,6 +35,7 @@ TICK_SECONDS = 0.1
 ENDED = "it was ended, as nobody waits for it"
 _OUTPUT_TAIL_CHARACTERS = 4000
 _EXIT_SECONDS = 10.0
+MAX_PAUSE_SECONDS = 10.0  # without a step, where nothing foretells how long one takes
 _SIGNAL_SECONDS = 1.0
 _SERVER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -61,6 +61,16 @@ class Watcher:
 
     def ending(self) -> None:
         """The process and all that came of it are about to be killed."""
+
+
+class Pausable(Protocol):
+    """What runs beside a process, and can stand still."""
+
+    def pause(self) -> None:
+        """Stand still until `go_on`."""
+
+    def go_on(self) -> None:
+        """Run on."""
 
 
 class ProcessEndedError(Exception):
@@ -126,16 +136,14 @@ class Process:
         writer.start()
 
     def pause(self) -> None:
-        """Stop it, and what it has started in its group, until `go_on`."""
-        self._signal(signal.SIGSTOP)
+        """Stop it until `go_on`, where it would not outlive our own death so."""
+        if sys.platform == "linux":
+            self._popen.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
         """Let it run on."""
-        self._signal(signal.SIGCONT)
-
-    def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._popen.pid, number)
+        if sys.platform == "linux":
+            self._popen.send_signal(signal.SIGCONT)
 
     def wait(
         self,
@@ -143,18 +151,18 @@ class Process:
         deadlines: Deadlines = _NO_DEADLINES,
         *,
         ends_with_exit: bool = False,
-        on_step: Callable[[], None] = lambda: None,
+        beside: Pausable | None = None,
     ) -> Any:
         """The answer to the last message; raises `ProcessEndedError` if there is none, whoever ended the process.
 
         `until` is a time on the monotonic clock before which the process has to be ready for its job, which has the
         `deadlines` from then on. A template's children answer and then exit; `ends_with_exit` waits for that too.
-        `on_step` is called after each step.
+        What is `beside` it is paused while it takes steps, but for one that takes long: it may wait for what is paused.
         """
         answer: dict[str, Any] | None = None
         so_far: Any = None
         is_ready = False
-        allowed = limit = None
+        allowed = limit = goes_on_at = None
         phase = "building the workload"
         self._tail.clear()
         self._num_oom_kills = num_oom_kills()
@@ -183,7 +191,9 @@ class Process:
             elif event == "step":
                 phase = f"after step {message['number']}" if message["number"] else "warming up"
                 allowed = deadlines.step_seconds
-                on_step()
+                if beside is not None:
+                    beside.pause()
+                    goes_on_at = now + (MAX_PAUSE_SECONDS if allowed is None else allowed / 2)
                 self.watcher.step(message["number"], message["seconds"])
             elif event in ("result", "failed", "error"):
                 answer, allowed = message, None
@@ -192,6 +202,9 @@ class Process:
                 self._drain_output()
             if event is not None and event != "so far":
                 limit = None if allowed is None else now + allowed
+            if beside is not None and goes_on_at is not None and now > goes_on_at:
+                beside.go_on()
+                goes_on_at = None
             overdue = None
             if self.watcher.is_over():
                 overdue = ENDED
@@ -255,7 +268,8 @@ class Process:
         """Kill the process and all that came of it, what left its group and outlived it too; then it is gone."""
         self.watcher.ending()
         terminate_programs(lambda: marked(self._mark))
-        self._signal(signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
         kill_marked(self._mark)
         for folder in self._folders:

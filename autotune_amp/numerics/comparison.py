@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -200,12 +200,14 @@ class _Group:
         assert self._total is not None
         assert self._numbers is not None
         if self._indices:
-            total, errors = _real(self._total.coalesce().values()).flatten(), _at_all(self._indices, self._errors)
+            total, errors = _real(self._total.coalesce().values()).flatten(), [*_at_all(self._indices, self._errors)]
             sizes = [len(total)]
         else:
-            total, errors = self._total, torch.stack(self._errors)
+            total, errors = self._total, self._errors
             sizes = [_real(zero).numel() for zero in self._zeros.values()]
-        products = torch.stack([_products(part) for part in torch.split(errors, sizes, dim=1)]).cpu().double()
+        # One that is alone may be large: a copy of all of its errors would double what they take.
+        parts = [errors] if len(sizes) == 1 else torch.split(torch.stack(errors), sizes, dim=1)
+        products = torch.stack([_products(part) for part in parts]).cpu().double()
         products = functional.pad(products, (self._num_before, 0, self._num_before, 0))
         totals = _norms(total, sizes).square().tolist()
         found = zip(self._zeros, products, totals, self._numbers.T.tolist(), strict=True)
@@ -269,10 +271,14 @@ def _numbers(low: Tensor, reference: Tensor, sizes: list[int]) -> Tensor:
     return torch.stack([theirs, ours, (theirs + ours - errors) / 2, *counts])
 
 
-def _products(errors: Tensor) -> Tensor:
+def _products(errors: Tensor | Sequence[Tensor]) -> Tensor:
     """The products [K, K] of the rows of [K, entry], in double precision, a stretch at a time."""
-    stretches = (_wide(stretch) for stretch in torch.split(errors, _STRETCH, dim=1))
-    return sum((stretch @ stretch.T for stretch in stretches), _wide(errors.new_zeros(len(errors), len(errors))))
+    if isinstance(errors, Tensor):
+        stacked: Iterable[Tensor] = torch.split(errors, _STRETCH, dim=1)
+    else:
+        stacked = map(torch.stack, zip(*(torch.split(row, _STRETCH) for row in errors), strict=True))
+    stretches = map(_wide, stacked)
+    return sum((stretch @ stretch.T for stretch in stretches), _wide(errors[0].new_zeros(len(errors), len(errors))))
 
 
 def _at_all(indices: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:

@@ -275,6 +275,7 @@ class ForwardWatch:
     def __init__(self) -> None:
         self.culprit: str | None = None
         self._has_looked = False
+        self._has_seen = False  # a forward pass: verdicts may come updates late
         self._remove: Callable[[], object] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -283,9 +284,10 @@ class ForwardWatch:
 
     def saw_bad_loss(self) -> str | None:
         """Note a loss that is not finite: after the first of a burst look, then return the `culprit` of the burst."""
-        self._unhook()
+        if self._has_seen:
+            self._unhook()
         if not self._has_looked and not _is_anything_compiled():
-            own = weakref.ref(self)
+            own, self._has_seen = weakref.ref(self), False
 
             def look(module: nn.Module, inputs: Any, output: Any) -> None:
                 if (watch := own()) is not None:
@@ -308,6 +310,7 @@ class ForwardWatch:
     def _look(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if self.culprit is not None or not torch.is_grad_enabled():
             return
+        self._has_seen = True
         halves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.dtype in HALF_DTYPES]
         if (
             any(_overflowed(module, half.detach()) for half in halves)

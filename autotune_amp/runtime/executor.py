@@ -269,6 +269,7 @@ class Executor:
         self.metrics.begin_update(found, is_overflow=worst == BAD_LOSS and self._forward_overflowed())
         if worst == CLEAN:
             self._forward.end()
+            self._culprit = self._culprit if self.policy.can_rerun else None  # a rerun looks anew each time
         if self.is_off:
             self.policy.num_updates += 1  # nothing is checked, but the run goes on
         else:

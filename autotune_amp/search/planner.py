@@ -201,7 +201,8 @@ class Planner:
             shares = (num_needed, 1.0), (1, 0.5)
             affordable = (n for n, share in shares if self._rounds_seconds(ledger, n) <= share * left)
             self._num_rounds = next(affordable, 0)
-        return self._num_rounds or 0
+        found, chosen = self._num_rounds or 0, ledger.actual.shortlist
+        return min(found, 1) if chosen is not None and chosen.winner == chosen.baseline else found
 
     def _rounds_seconds(self, ledger: Ledger, num_rounds: int) -> float:
         """Seconds of so many rounds, without what was run of them."""
@@ -315,8 +316,8 @@ class Planner:
         what is left at the most, or all that the confirmation leaves."""
         most = max(self.before_confirmation(ledger), self.budget.left() / 2) - self.waiting_seconds(ledger)
         patience = CHECK_PATIENCE * self.check_seconds(ledger) + CHECK_PATIENCE_SECONDS
-        check = self.conditions.check(what, setting, min(most, patience))
-        return replace(check, aim_seconds=min(CHECK_SECONDS, IN_TIME * min(most, patience)))
+        seconds = max(MIN_TRIAL_SECONDS, min(most, patience))
+        return replace(self.conditions.check(what, setting, seconds), aim_seconds=min(CHECK_SECONDS, IN_TIME * seconds))
 
     def accumulation_check(self, ledger: Ledger) -> Check:
         """Make the check of whether accumulated gradients equal those of the whole batch."""

@@ -158,7 +158,7 @@ def why_not_worth(ledger: Ledger, dimension: Dimension[Any], value: Any) -> str 
         ]
         if shares and max(shares) < PLATEAU:
             return f"the optimizer takes {100 * max(shares):.1f} % of a step"
-    if asked.is_compiled and (failure := _compiler_failure(ledger)) is not None:
+    if asked.is_compiled and (failure := _compiler_failure(ledger, asked.compile)) is not None:
         return f"the compiler failed on {failure.candidate}"
     is_free = wanted == "speed" and not ledger.space.are_variants_named
     if dimension is COMPILE and is_free and (reason := _why_not_mode(ledger, winner, value)) is not None:
@@ -173,9 +173,10 @@ def why_not_worth(ledger: Ledger, dimension: Dimension[Any], value: Any) -> str 
     return None
 
 
-def _compiler_failure(ledger: Ledger) -> Record | None:
-    """Return a trial that failed because it was compiled, and not for want of memory or time, if there is one."""
-    compiled = [r for r in ledger.told if r.candidate.is_compiled]
+def _compiler_failure(ledger: Ledger, mode: str) -> Record | None:
+    """Return a trial that failed because it was compiled, and not for want of memory or time, if there is one: that of
+    CUDA graphs says nothing of other modes."""
+    compiled = [r for r in ledger.told if r.candidate.is_compiled and r.candidate.compile in (mode, "default")]
     return next(
         (r for r in compiled if isinstance(r.outcome, Failure) and r.outcome.kind not in NOT_THE_COMPILER), None
     )
@@ -184,21 +185,23 @@ def _compiler_failure(ledger: Ledger) -> Record | None:
 def _why_not_mode(ledger: Ledger, winner: Setting, mode: str) -> str | None:
     """Return why a mode of the compiler is not worth a trial: where launches bound the step CUDA graphs are tried at
     once, and the default mode, which they build on, only where they failed."""
-    modes = ledger.space.variants.get(COMPILE.name, ())
-    if CUDA_GRAPHS in modes and _is_launch_bound(ledger, winner):
+    modes, is_launch_bound = ledger.space.variants.get(COMPILE.name, ()), _is_launch_bound(ledger, winner)
+    if CUDA_GRAPHS in modes and is_launch_bound:
         tried = _trials_of(ledger, COMPILE, CUDA_GRAPHS)
         if mode != CUDA_GRAPHS and not any(isinstance(record.outcome, Failure) for record in tried):
             return f"launches bound the step, which {CUDA_GRAPHS} makes up for"
         return None
-    if mode == CUDA_GRAPHS:
+    if mode == CUDA_GRAPHS and is_launch_bound is not None:
         return "launches do not bound the step"
+    if mode == CUDA_GRAPHS and not winner.is_compiled and not _trials_of(ledger, COMPILE, "default"):
+        return "no smaller batch says whether launches bound the step, so that the default mode comes first"
     if not winner.is_compiled and _trials_of(ledger, COMPILE, "default"):
         return "the default mode gained nothing"
     return None
 
 
-def _is_launch_bound(ledger: Ledger, setting: Setting) -> bool:
-    """Whether a pass of half the batch or less took about as long, in the same precision."""
+def _is_launch_bound(ledger: Ledger, setting: Setting) -> bool | None:
+    """Whether a pass of half the batch or less took about as long, in the same precision; None where none ran."""
     passes = {
         c.batch_size: min(m.step_seconds for m in ours) / c.accumulation_steps
         for c, ours in ledger.measurements.items()
@@ -206,7 +209,9 @@ def _is_launch_bound(ledger: Ledger, setting: Setting) -> bool:
     }
     ours = passes.get(setting.batch_size)
     smaller = [seconds for size, seconds in passes.items() if 2 * size <= setting.batch_size]
-    return ours is not None and any(seconds > LAUNCH_BOUND_SHARE * ours for seconds in smaller)
+    if ours is None or not smaller:
+        return None
+    return any(seconds > LAUNCH_BOUND_SHARE * ours for seconds in smaller)
 
 
 def _leader(ledger: Ledger) -> Setting | None:

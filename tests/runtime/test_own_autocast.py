@@ -13,8 +13,26 @@ from torch.nn.modules import module as modules
 from autotune_amp import AmpConfig, LossScale
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import NoRungFitsError, NotPrecisionError
-from autotune_amp.runtime import train_step
+from autotune_amp.runtime import diagnosis, train_step
 from autotune_amp.runtime.controller import PrecisionController
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process where no other test has compiled anything."""
+    monkeypatch.setattr(diagnosis, "_is_anything_compiled", lambda: False)
+
+
+def test_a_forward_pass_is_looked_at_however_late_its_verdict_is() -> None:
+    """Behind a fused optimizer that of the next update is read before any forward pass runs."""
+    watch = diagnosis.ForwardWatch()
+    assert watch.saw_bad_loss() is None
+    assert watch.saw_bad_loss() is None
+    with torch.autocast("cpu", dtype=torch.float16):
+        nn.Linear(4, 8)(torch.full((2, 4), LARGE))
+    assert watch.saw_bad_loss() == "a module Linear"
+    watch.end()
+    assert not modules._global_forward_hooks
 
 
 class Training:

@@ -65,7 +65,10 @@ def check(optimizer: torch.optim.Optimizer, inv_scale: Tensor | None) -> Tensor 
             else:
                 one = _one(device) if inv_scale is None else inv_scale.to(device, non_blocking=True)
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, one)
-            found = here if found is None else torch.maximum(found, here.to(found.device, non_blocking=True))
+            if found is not None:  # without waiting a number on its way to the host would be read before it is there
+                found = torch.maximum(found, here.to(found.device, non_blocking=found.device.type != "cpu"))
+            else:
+                found = here
     return found
 
 

@@ -63,7 +63,8 @@ class Checks:
 
         todo = next_todo(ledger, only_winner=self.only_winner, is_worth=is_worth)
         left = planner.before_confirmation(ledger)
-        if todo is None or planner.budget.left() <= max(MIN_CHECK_SECONDS, planner.check_seconds(ledger)):
+        needed = planner.waiting_seconds(ledger) + max(MIN_CHECK_SECONDS, planner.check_seconds(ledger))
+        if todo is None or planner.budget.left() <= needed:
             return None
         if todo.purpose != "search":
             return planner.check(ledger, todo.purpose, todo.setting)
@@ -88,6 +89,7 @@ class LaterChecks:
             r.seconds for r in ledger.records if isinstance(r.outcome, Fidelity) and r.outcome.num_steps_before
         )
         seconds = planner.extra_seconds(planner.before_confirmation(ledger), used_seconds)
+        seconds -= planner.waiting_seconds(ledger)
         todo = next_later(ledger, seconds)
         if todo is None:
             return None

@@ -88,7 +88,6 @@ class Confirm:
                 self._num_beside == 1 and self._rounds[0] >= MIN_ROUNDS and self._is_over(ledger, planner)
             ):
                 return None
-            self._num_begun += 1
             self._round, self._is_started = self._rounds.pop(0), False
             counting = [r for r in counted(ledger.records) if r.round == self._round]
             done = [(r.candidate, "confirm" if is_confirming(r) else r.purpose, r.environment) for r in counting]
@@ -96,6 +95,7 @@ class Confirm:
             if any(run not in done for run in planned):  # else it is whole, wherever it ran
                 here = [run for run, r in zip(done, counting, strict=True) if r.slot == self._slot]
                 self._to_run = [run for run in planned if run not in here]
+                self._num_begun += bool(self._to_run)
         run = self._to_run.pop(0)
         is_loaded = self._num_begun > 1 and self._is_loaded_together(ledger, planner)
         num_starts = 0 if self._is_started or is_loaded else 1
@@ -113,7 +113,7 @@ class Confirm:
             purpose=run.purpose,
             round=self._round,
             num_steps=(MAX_CONFIRM_STEPS, MAX_CONFIRM_STEPS),
-            deadline_seconds=left,
+            deadline_seconds=left - planner.runs_seconds(ledger, [], num_starts),
             ending_seconds=min(self._ending_left(ledger, planner), left - needed) if needs_ending else None,
         )
 
@@ -141,7 +141,7 @@ class Confirm:
         return num_rounds > len(self._rounds) or gain < planner.least_gain(seconds)
 
     def _is_loaded_together(self, ledger: Ledger, planner: Planner) -> bool:
-        """Whether the process of this round was loaded at the same time as those of others."""
+        """Whether the process of the last round that was begun was loaded at the same time as those of others."""
         return planner.conditions.loads_together and self._num_begun <= planner.num_rounds(ledger)
 
     def _seconds_of(self, runs: Sequence[Run], ledger: Ledger, planner: Planner) -> float:
@@ -149,7 +149,8 @@ class Confirm:
         return planner.runs_seconds(ledger, [run.setting for run in runs], num_starts)
 
     def _plan(self, ledger: Ledger, planner: Planner) -> list[Run]:
-        is_loaded_together = self._is_loaded_together(ledger, planner)
+        conditions = planner.conditions
+        is_loaded_together = conditions.loads_together and self._num_begun < planner.num_rounds(ledger)
 
         def seconds_of(runs: Sequence[Run]) -> float:
             if is_loaded_together:
@@ -157,7 +158,7 @@ class Confirm:
             return self._seconds_of(runs, ledger, planner)
 
         left = planner.budget.left() - (self._ending_left(ledger, planner) if self._round == 0 else 0.0)
-        if is_loaded_together and self._num_begun == 1:
+        if is_loaded_together and not self._num_begun:
             left -= planner.runs_seconds(ledger, [], 1)
         num_needed = max(1, math.ceil((MIN_ROUNDS - self._round) / self._num_beside))
         return plan_round(self._contenders, self._environment, seconds_of, left, self._round, num_needed)

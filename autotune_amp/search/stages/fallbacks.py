@@ -53,7 +53,7 @@ class Fallbacks:
                         setting,
                         purpose="fallback",
                         measure_seconds=min(MEASURE_SECONDS, left / 3),
-                        deadline_seconds=left,
+                        deadline_seconds=left - planner.waiting_seconds(ledger),
                     )
         return None
 
