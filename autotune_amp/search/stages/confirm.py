@@ -113,7 +113,8 @@ class Confirm:
             purpose=run.purpose,
             round=self._round,
             num_steps=(MAX_CONFIRM_STEPS, MAX_CONFIRM_STEPS),
-            deadline_seconds=left - planner.runs_seconds(ledger, [], num_starts),
+            # The clock of a command runs from its process's start on, that of another job once it is ready.
+            deadline_seconds=left - planner.runs_seconds(ledger, [], 0 if conditions.are_trials_fresh else num_starts),
             ending_seconds=min(self._ending_left(ledger, planner), left - needed) if needs_ending else None,
         )
 
