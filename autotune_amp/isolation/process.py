@@ -64,7 +64,7 @@ class Watcher:
 
 
 class Pausable(Protocol):
-    """What runs beside a process, and can stand still."""
+    """Something that runs beside a process and can be made to stand still."""
 
     def pause(self) -> None:
         """Stand still until `go_on`."""

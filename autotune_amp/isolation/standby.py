@@ -45,7 +45,7 @@ class Standby:
 
     @property
     def processes(self) -> list[Process]:
-        """Those that stand by, or load for it."""
+        """The processes that stand by, and those that are loading for it."""
         return list(self._are_loaded)
 
     def begin(

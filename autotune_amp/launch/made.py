@@ -37,7 +37,8 @@ def remember(path: Path, made: Iterable[str]) -> None:
 
 
 def remembered(path: Path) -> tuple[str, ...]:
-    """What `remember` wrote down and nobody has changed or made anew since; folders whose files are all so.
+    """Return the paths that `remember` wrote down and nobody has changed or made anew since; of folders those whose
+    files are all so.
 
     Raises `FormatError` where the file is damaged.
     """

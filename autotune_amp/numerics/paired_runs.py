@@ -192,7 +192,7 @@ def _ratio(distance: float, yardstick: float) -> float:
 
 
 def lost_updates(model: nn.Module, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> LowWeights | None:
-    """What becomes of one fp32 step, from the weights `before` it to those `after`, where `model` keeps its weights.
+    """Return how much of an fp32 step is lost, from weights `before` it to those `after`, where `model` keeps them.
 
     Over the trainable parameters in half precision; None where there are none. The weights `before` are numbers that
     the half precision holds.

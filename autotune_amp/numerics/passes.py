@@ -22,7 +22,7 @@ from autotune_amp.numerics.draws import DrawnInFp32, comparable_draws
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import is_pinned, named, override, parameters_by_name, pin_fp32, unpin
 from autotune_amp.precision.modes import MODES
-from autotune_amp.precision.step_amp import StepAmp
+from autotune_amp.precision.step_amp import StepAmp, parameters_of
 from autotune_amp.precision.torch_state import autocast, set_flags
 
 Gradients: TypeAlias = dict[str, Tensor]
@@ -402,8 +402,7 @@ def stored(tensor: Tensor) -> Tensor:
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor]:
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+    return {parameter: parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None}
 
 
 def are_equal(one: Any, other: Any) -> bool:

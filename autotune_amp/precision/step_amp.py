@@ -104,7 +104,7 @@ class StepAmp(torch.amp.GradScaler):
         norm = None
         if clip_norm is not None:
             self.unscale_together(optimizers)
-            held = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+            held = [parameter for one in optimizers for parameter in parameters_of(one)]
             norm = nn.utils.clip_grad_norm_(held, clip_norm)
         steps = [self.step(one) for one in optimizers]
         self.update()
@@ -257,7 +257,12 @@ class StepAmp(torch.amp.GradScaler):
 
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Whether any of its parameters has one."""
-    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+    return any(parameter.grad is not None for parameter in parameters_of(optimizer))
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters of all its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:

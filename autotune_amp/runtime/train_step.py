@@ -15,11 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.precision.step_amp import parameters_of
 from autotune_amp.runtime.diagnosis import checked_loss
 from autotune_amp.runtime.executor import Executor
 from autotune_amp.runtime.model import Attachment
 from autotune_amp.runtime.scaler import NO_GRADIENTS, Stepped
-from autotune_amp.runtime.stepping.optimizers import parameters_of, refuse_clip_norm, refuse_closure
+from autotune_amp.runtime.stepping.optimizers import refuse_clip_norm, refuse_closure
 from autotune_amp.runtime.windows import Pass
 
 log = logging.getLogger("autotune_amp.runtime")

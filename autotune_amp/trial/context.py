@@ -20,7 +20,7 @@ from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.workload import OptimizersOfModel, Workload, WorkloadSource, make_workload, type_name
 from autotune_amp.precision import torch_state
-from autotune_amp.precision.step_amp import needs_closure
+from autotune_amp.precision.step_amp import needs_closure, parameters_of
 from autotune_amp.trial.memory import BuildMemory, file_bytes, watched_build
 from autotune_amp.variants.subject import Trained
 
@@ -59,7 +59,7 @@ class LoopState(nn.Module):
                 self._modules[name] = value
             elif isinstance(value, torch.optim.Optimizer):
                 self.optimizers[name] = value
-                tensors |= {f"{name}.{index}": tensor for index, tensor in enumerate(_trained(value))}
+                tensors |= {f"{name}.{index}": tensor for index, tensor in enumerate(parameters_of(value))}
             elif isinstance(value, Tensor):
                 tensors[name] = value
             if not isinstance(value, Tensor | torch.optim.Optimizer):
@@ -90,7 +90,7 @@ class LoopState(nn.Module):
         """The tensors that an optimizer trains; all that could be where none is known."""
         if not self.optimizers:
             return [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return list(dict.fromkeys(tensor for part in self.optimizers.values() for tensor in _trained(part)))
+        return list(dict.fromkeys(tensor for part in self.optimizers.values() for tensor in parameters_of(part)))
 
     def trained_parts(self, device: torch.device) -> Trained:
         """Its models and optimizers, as further dimensions are set up on them."""
@@ -122,10 +122,6 @@ class LoopState(nn.Module):
         """Put back what is no number in a tensor or an optimizer: counters, lists, generators, keys and attributes."""
         for undo in self._undo:
             undo()
-
-
-def _trained(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    return (tensor for group in optimizer.param_groups for tensor in group["params"])
 
 
 def _walk(held: Any) -> Iterator[tuple[str, Any]]:
@@ -297,7 +293,7 @@ def make_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimize
     if not is_function:
         several = [_like(optimizer, workload.model, model, is_alone=len(several) == 1) for optimizer in several]
     own = {id(parameter) for parameter in model.parameters()}
-    held = chain.from_iterable(group["params"] for optimizer in several for group in optimizer.param_groups)
+    held = chain.from_iterable(map(parameters_of, several))
     if own and not any(id(parameter) in own for parameter in held):
         raise WorkloadError(
             f"The optimizer, {type_name(several[0])}, holds no parameter of the model that the loss is computed with: "

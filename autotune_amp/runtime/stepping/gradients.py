@@ -12,6 +12,7 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.numerics.passes import stored
 from autotune_amp.precision.modes import MODES
+from autotune_amp.precision.step_amp import parameters_of
 from autotune_amp.precision.torch_state import HALF_DTYPES
 
 _SAMPLES_PER_PARAMETER = 1024
@@ -25,7 +26,7 @@ NEGLIGIBLE = 2.0**-20
 
 def refuse_half_parameters(optimizer: torch.optim.Optimizer, precision: Precision) -> None:
     """Raise `InvalidRequestError` where fp16's scaled gradients could not be unscaled: half precision parameters."""
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+    for parameter in parameters_of(optimizer):
         if MODES[precision].takes_scaler and parameter.requires_grad and parameter.dtype.to_real() in HALF_DTYPES:
             raise InvalidRequestError(
                 f"A trainable parameter of shape {tuple(parameter.shape)} is {str(parameter.dtype).split('.')[1]}; "
@@ -37,7 +38,7 @@ def refuse_half_parameters(optimizer: torch.optim.Optimizer, precision: Precisio
 
 @functools.cache
 def _one(device: torch.device) -> Tensor:
-    """What a check that scales nothing multiplies by, kept: each launch of a kernel counts."""
+    """Return a 1 on the device, the same at each call: making one anew would launch a kernel."""
     return torch.ones((), dtype=torch.float32, device=device)
 
 
@@ -94,7 +95,7 @@ def lost_share(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor
 
 def _local(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Yield the numbers of each gradient that this rank holds, of a complex one as pairs of real ones; writable."""
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+    for parameter in parameters_of(optimizer):
         gradient = parameter.grad
         if gradient is None:
             continue

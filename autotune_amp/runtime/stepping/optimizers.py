@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.numerics.locate import Health, bad_parameters, health
-from autotune_amp.precision.step_amp import needs_closure
+from autotune_amp.precision.step_amp import needs_closure, parameters_of
 from autotune_amp.runtime.scaler import NO_GRADIENTS
 
 log = logging.getLogger("autotune_amp.runtime")
@@ -130,8 +130,3 @@ class KnownOptimizers:
             for parameter in ([] if optimizer is None else parameters_of(optimizer))
             if id(parameter) not in own and health(parameter) is not Health.FINITE
         )
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the parameters of all its groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

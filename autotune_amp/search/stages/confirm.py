@@ -97,7 +97,7 @@ class Confirm:
                 self._to_run = [run for run in planned if run not in here]
                 self._num_begun += bool(self._to_run)
         run = self._to_run.pop(0)
-        is_loaded = self._num_begun > 1 and self._is_loaded_together(ledger, planner)
+        is_loaded = self._num_begun > 1 and self._is_loaded_together(ledger, planner, self._num_begun)
         num_starts = 0 if self._is_started or is_loaded else 1
         left, needed = planner.budget.left(), planner.runs_seconds(ledger, [run.setting], num_starts)
         if left < needed:
@@ -141,17 +141,16 @@ class Confirm:
         seconds = num_rounds * self._seconds_of(runs, ledger, planner)
         return num_rounds > len(self._rounds) or gain < planner.least_gain(seconds)
 
-    def _is_loaded_together(self, ledger: Ledger, planner: Planner) -> bool:
-        """Whether the process of the last round that was begun was loaded at the same time as those of others."""
-        return planner.conditions.loads_together and self._num_begun <= planner.num_rounds(ledger)
+    def _is_loaded_together(self, ledger: Ledger, planner: Planner, number: int) -> bool:
+        """Whether the process of the round that is begun as this one, from 1, is loaded at the same time as others'."""
+        return planner.conditions.loads_together and number <= planner.num_rounds(ledger)
 
     def _seconds_of(self, runs: Sequence[Run], ledger: Ledger, planner: Planner) -> float:
         num_starts = min(1, len(runs)) if planner.conditions.shares_processes else len(runs)
         return planner.runs_seconds(ledger, [run.setting for run in runs], num_starts)
 
     def _plan(self, ledger: Ledger, planner: Planner) -> list[Run]:
-        conditions = planner.conditions
-        is_loaded_together = conditions.loads_together and self._num_begun < planner.num_rounds(ledger)
+        is_loaded_together = self._is_loaded_together(ledger, planner, self._num_begun + 1)
 
         def seconds_of(runs: Sequence[Run]) -> float:
             if is_loaded_together:

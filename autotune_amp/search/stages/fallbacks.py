@@ -81,8 +81,8 @@ def _stepped_down(setting: Setting, precision: Precision, factor: int) -> Settin
     """With batches split by `factor`. What else the setting decides, such as the loader's workers, stays."""
     batch_size, num_steps = setting.batch_size // factor, setting.accumulation_steps * factor
     split = replace(setting, batch_size=batch_size, accumulation_steps=num_steps)
-    bare = replace(FP8_RECIPE.off(split), compile=COMPILE.default)
-    return replace(bare, precision=precision, as_found=False, pinned_modules=())
+    bare = FP8_RECIPE.off(split)
+    return replace(bare, precision=precision, as_found=False, pinned_modules=(), compile=COMPILE.default)
 
 
 def _fits(setting: Setting, precision: Precision) -> bool:

@@ -435,7 +435,10 @@ def _described(setting: Setting) -> dict[str, Any]:
 def _explained(
     outcome: Outcome, number: int | None, pair: Pair | None, replay: Replay | None, *, is_own: bool
 ) -> dict[str, Any]:
-    """What is known when it has ended; `number` is its record's, `is_own`: the storage is the search's own file."""
+    """Return what is known of a trial that has ended; `number` is its record's.
+
+    `is_own`: the storage is the search's own file.
+    """
     explained: dict[str, Any] = {} if number is None else {"record": number}
     if isinstance(outcome, Failure):
         # Its words may be the user's own, which others who use a storage are not to read.
