@@ -194,13 +194,14 @@ def _ratio(distance: float, yardstick: float) -> float:
 def lost_updates(model: nn.Module, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> LowWeights | None:
     """Return how much of an fp32 step is lost, from weights `before` it to those `after`, where `model` keeps them.
 
-    Over the trainable parameters in half precision; None where there are none. The weights `before` are numbers that
-    the half precision holds.
+    Over the parameters in half precision that the step moves, those without a gradient too, as a teacher's that follow
+    the model's weights by a moving average; None where there are none. The weights `before` are numbers that the half
+    precision holds.
     """
     counts: list[Tensor] = []  # of what moves, and of what of it is lost
     dtypes = set()
     for name, parameter in parameters_by_name(model).items():
-        if parameter.dtype not in HALF_DTYPES or not parameter.requires_grad:
+        if parameter.dtype not in HALF_DTYPES:
             continue
         dtypes.add(parameter.dtype)
         update = after[name] - before[name]

@@ -354,6 +354,35 @@ def test_bf16_weights_lose_small_updates(precision: Precision, lr: float, verdic
         assert found.culprits == ()
 
 
+class MeanTeacher(nn.Module):
+    """A model and its copy in bf16, which each forward pass moves a part of the way to the model's weights."""
+
+    def __init__(self, part: float) -> None:
+        super().__init__()
+        self.part = part
+        self.student = nn.Linear(8, 4)
+        self.teacher = nn.Linear(8, 4, dtype=torch.bfloat16).requires_grad_(False)
+        with torch.no_grad():
+            for theirs, ours in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                theirs.copy_(1.1 * ours)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for theirs, ours in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                theirs.lerp_(ours.to(theirs.dtype), self.part)
+            taught = self.teacher(x.to(next(self.teacher.parameters()).dtype))
+        out: Tensor = self.student(x)
+        return out + taught.to(out.dtype)
+
+
+@pytest.mark.parametrize(("part", "verdict"), [(0.002, "doubtful"), (0.5, "faithful")])
+def test_a_teacher_in_bf16_loses_the_small_steps_of_its_moving_average(part: float, verdict: str) -> None:
+    found = checked(subject(MeanTeacher(part), mean_square), "bf16")
+    assert found.verdict == verdict, found.reason
+    assert found.low_weights is not None
+    assert (found.low_weights.lost_share > 0.5) == (verdict == "doubtful")
+
+
 def test_fp16_weights_under_adam_are_unfaithful_because_of_the_weights() -> None:
     model = chain(a=nn.Linear(8, 16), act=nn.ReLU(), head=nn.Linear(16, 4)).half()
     found = checked(subject(model, in_its_dtype, make_optimizer=adam(1e-3)), "fp32")
