@@ -371,8 +371,8 @@ class MeanTeacher(nn.Module):
             for theirs, ours in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
                 theirs.lerp_(ours.to(theirs.dtype), self.part)
             taught = self.teacher(x.to(next(self.teacher.parameters()).dtype))
-        out: Tensor = self.student(x)
-        return out + taught.to(out.dtype)
+        sums: Tensor = self.student(x) + taught.float()
+        return sums
 
 
 @pytest.mark.parametrize(("part", "verdict"), [(0.002, "doubtful"), (0.5, "faithful")])
