@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace
 
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.hardware import DeviceIdentity
+from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.local import Slot, SlotLostError
 from autotune_amp.isolation.on_ray import fleet
+from autotune_amp.isolation.on_ray.backend import OnNode, _OnNode
 from autotune_amp.isolation.on_ray.cluster import Cluster, PlaceLostError
 from autotune_amp.isolation.on_ray.fleet import Fleet, unlike
-from autotune_amp.isolation.on_ray.messages import About, Node, Place, pack
+from autotune_amp.isolation.on_ray.messages import About, Node, Place, Told, pack
+from autotune_amp.isolation.process import Watcher
+from autotune_amp.trial.jobs import Trial
 
 CARD = About(
     identity=DeviceIdentity(type="cuda", name="NVIDIA A", driver="570", num_cpus=8, total_memory_bytes=80 * 10**9),
@@ -160,3 +166,23 @@ def test_without_ray_the_error_has_the_line_that_installs_it(monkeypatch: pytest
     monkeypatch.setattr("autotune_amp.isolation.on_ray.cluster.find_spec", lambda name: None)
     with pytest.raises(InvalidRequestError, match=r"pip install 'autotune_amp\[ray\]'"):
         Cluster("auto", sends_directory=True, excludes=[])
+
+
+@pytest.mark.parametrize(
+    ("message", "is_lost"),
+    [
+        ("OSError: [Errno 28] No space left on device", True),
+        ("RuntimeError: unable to write to file </torch_7_1>: No space left on device (28)", False),  # a loader's
+    ],
+)
+def test_a_full_disk_gives_a_node_up_and_full_shared_memory_does_not(message: str, is_lost: bool) -> None:
+    cluster = Mock()
+    failure = {"outcome": "failure", "kind": "crash", "message": message}
+    cluster.answer.return_value = pack(Told(steps=[], output="", is_over=True, answer=failure))
+    node = OnNode(cluster, Slot("cpu", "10.0.0.7"), None, {}, Watcher())
+    handle = _OnNode(node, Trial(candidate=Setting(precision="fp32", batch_size=1), device="cpu"))
+    if is_lost:
+        with pytest.raises(SlotLostError, match="No space left"):
+            handle.result()
+    else:
+        assert handle.result().message == message

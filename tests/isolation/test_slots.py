@@ -60,6 +60,13 @@ def test_all_cards_are_those_like_the_first_that_nobody_uses(host: dict[str, tup
     assert "Process 7" in found.notes[1]
 
 
+def test_the_first_card_is_searched_on_though_a_desktop_computes_there(host: dict[str, tuple[str, ...]]) -> None:
+    host["GPU-a"] = host["GPU-b"] = ("Process 7 computes.",)
+    found = cards("all")
+    assert [slot.name for slot in found.slots] == ["cuda:0", "cuda:3"]
+    assert found.notes[0] == "cuda:0: Process 7 computes."
+
+
 def test_cards_by_number_are_taken_as_they_are(host: dict[str, tuple[str, ...]]) -> None:
     host["GPU-d"] = ("Process 7 computes.",)
     found = cards((3, 1))

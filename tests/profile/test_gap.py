@@ -106,6 +106,12 @@ def test_a_dimension_gains_at_most_the_parts_that_it_bears_on() -> None:
     assert max_speedups(apart(0.0, 1.0, profiled(host_step(casts=1.0))))["compile"] == pytest.approx(100)
 
 
+def test_the_share_of_convolutions_is_of_the_step_however_long_it_is() -> None:
+    step = host_step(matrix_products=0.5, convolution_seconds=0.3, casts=0.1, optimizer=0.2)
+    for step_seconds in (1.0, 4.0):
+        assert apart(0.0, step_seconds, profiled(step)).convolution_share == pytest.approx(0.3)
+
+
 def test_a_process_that_does_not_come_back_is_no_end_of_a_search() -> None:
     job = Profile(device="cpu", trial=Trial(candidate=Setting(precision="fp32", batch_size=1), device="cpu"))
     late = Failure(kind="timeout", message="It takes long to load.", is_loading=True)
@@ -179,6 +185,11 @@ def test_a_step_on_the_host() -> None:
     assert answer.largest["fp32_operations"] == ("_softmax", "softmax")
     assert only(answer).step_seconds == pytest.approx(500e-6)
     assert not answer.is_device
+
+
+def test_an_operation_that_begins_where_another_ends_was_not_called_by_it() -> None:
+    step = only(found([op("softmax", 10, 100, FP32), op("mul", 110, 50, BF16)]))
+    assert microseconds(step) == {"fp32_operations": 100, "other": 50}
 
 
 def test_convolutions_are_matrix_products_that_are_known_apart() -> None:

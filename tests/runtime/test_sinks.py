@@ -67,6 +67,13 @@ def test_a_sink_hears_what_the_run_log_holds_under_the_same_names(tmp_path: Path
     assert all(f'"{metric.name.removeprefix(PREFIX)}":' in document for metric in METRICS.values())
 
 
+def test_an_end_that_was_told_already_is_not_told_twice() -> None:
+    told: list[Values] = []
+    _, controller = train(told.append, num_updates=128)
+    controller.detach()
+    assert len(told) == 4
+
+
 def test_every_metric_says_what_it_is() -> None:
     assert {metric.name for metric in METRICS.values()} >= {
         PREFIX + name

@@ -288,6 +288,8 @@ def test_the_share_of_flushed_gradients_is_sampled() -> None:
         controller.step(optimizer)
         controller.update()
     assert controller.status().flushed_share == pytest.approx(1 / 4 / 6)
+    controller.disable()
+    assert controller.status().flushed_share is None, "nothing is scaled any more"
 
 
 def test_validation_runs_in_the_precision_that_is_asked_for_and_leaves_all_as_it_was() -> None:

@@ -62,6 +62,9 @@ def test_a_trial_is_expected_to_run_as_those_around_it() -> None:
     assert isinstance(found, Measurement)
     assert rate(candidate("fp32", 64)) < found.samples_per_second < 2 * rate(candidate("fp32", 128))
     assert found.step_seconds == pytest.approx(128 / found.samples_per_second)
+    low, high = found.step_seconds_interval
+    assert low <= found.step_seconds <= high
+    assert max(found.raw_step_seconds) <= high, "they are stretched alike"
 
 
 def test_what_is_only_expected_sets_no_limits_and_is_not_kept() -> None:

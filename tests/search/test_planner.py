@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from scripted_backend import ScriptedSearch, candidate, described, hardware, measured
 
 from autotune_amp.core.outcome import Failure, Outcome
-from autotune_amp.search.planner import CONFIRM_SECONDS, LEAST_GAIN, MIN_ROUNDS, Planner
+from autotune_amp.search.planner import CONFIRM_SECONDS, CUT_RATIO, LEAST_GAIN, MIN_ROUNDS, Planner
 from autotune_amp.search.space import Space
 from autotune_amp.trial.jobs import Trial
 
@@ -121,6 +121,28 @@ def test_a_failure_has_ended_the_process_that_was_kept() -> None:
     search.measure(BF16)
     assert search.planner.waiting_seconds(search.ledger) == pytest.approx(10.0)
     assert not search.planner.may_try(search.ledger, 9.0)
+
+
+def test_a_larger_batch_gets_as_much_more_time_for_its_first_step() -> None:
+    search = searched()
+    search.backend._answer = lambda job: replace(measured(job, 1000.0), first_step_seconds=20.0)
+    search.measure(FP32)
+    first_step_seconds = []
+    for setting in (BF16, candidate("bf16", 64)):
+        trial = search.planner.trial(search.ledger, setting, 100.0)
+        assert trial.first_step_deadline_seconds is not None
+        assert trial.step_deadline_seconds is not None
+        first_step_seconds.append(trial.first_step_deadline_seconds - trial.step_deadline_seconds)
+    assert first_step_seconds == pytest.approx([60.0, 120.0])
+
+
+def test_a_step_of_one_rank_is_held_against_its_share_of_all_ranks_throughput() -> None:
+    cuts = []
+    for num_ranks in (1, 2):
+        search = searched(num_ranks=num_ranks)
+        search.measure(FP32)
+        cuts.append(search.planner.trial(search.ledger, BF16, 100.0).cut_step_seconds)
+    assert cuts == pytest.approx([CUT_RATIO * 32 / 1000.0, 2 * CUT_RATIO * 32 / 1000.0])
 
 
 def test_no_more_is_tried_than_the_user_allows_whatever_it_is_for() -> None:

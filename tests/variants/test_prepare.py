@@ -210,6 +210,15 @@ def test_checkpointed_blocks_compute_again_and_give_the_same_gradient() -> None:
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
+def test_a_module_alone_of_its_class_is_no_repeated_block() -> None:
+    body = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.TransformerEncoderLayer(4, 2, 8)]
+    assert "repeated blocks" in str(values_for(trained(nn.Sequential(*body)))["activation_checkpointing"]["blocks"])
+    blocks = [nn.TransformerEncoderLayer(4, 2, 8) for _ in range(2)]
+    model = nn.Sequential(*body[:1], *blocks)
+    prepare(config(activation_checkpointing="blocks"), model, None)
+    assert [type(module).__name__ for module in model] == ["Sequential", "CheckpointWrapper", "CheckpointWrapper"]
+
+
 def test_what_cannot_be_is_said_before_anything_is_changed() -> None:
     for (name, dimension), word in ILLEGAL.items():
         model = ZOO[name][0]()

@@ -53,6 +53,14 @@ def test_search_ids_go_on_or_begin_anew(tmp_path: Path) -> None:
         assert folder.records("another") == []
 
 
+def test_the_latest_search_of_a_folder_is_gone_on_with(tmp_path: Path) -> None:
+    with StudyFolder(str(tmp_path), "demo") as folder:
+        for number in (1, 2, 3):
+            search_id = folder.search_id("d" * 64, is_fresh=number > 1)
+            folder.append(record(number, search_id))
+        assert folder.search_id("d" * 64, is_fresh=False) == search_id == "d" * 12 + "-3"
+
+
 def test_a_folder_is_used_by_one_search_at_a_time(tmp_path: Path) -> None:
     with StudyFolder(str(tmp_path), "one"):
         with pytest.raises(StudyBusyError, match="Another search"), StudyFolder(str(tmp_path), "one"):

@@ -95,6 +95,17 @@ def test_the_latest_of_a_request_is_kept_and_what_cannot_be_read_is_left_out(url
     assert [answer.recommendation.reason for answer in shared.answers(url, found.fingerprint)] == [later.reason]
 
 
+def test_the_latest_answer_comes_first_whatever_was_kept_first(url: str, found: Recommendation) -> None:
+    others = [replace(found, reason=str(n), fingerprint=fingerprint(option_trials=f"={n}")) for n in (1, 2, 3)]
+    name = shared._name(found.fingerprint)
+    for other, time in zip(others, ("2026-03-01", "2026-05-01", "2026-04-01"), strict=True):
+        shared.keep(url, other)
+        for kind, kept in attributes(url, name).items():
+            if f'"reason":"{other.reason}"' in str(kept["recommendation"]):
+                set_attribute(url, name, kind, {**kept, "time": time})
+    assert [answer.recommendation.reason for answer in shared.answers(url, found.fingerprint)] == ["2", "3", "1"]
+
+
 def asked(url: str, folder: Path, now: Fingerprint, **options: Any) -> tuple[Recommendation | None, Sequence[str]]:
     """What is known for a request from `folder`, and what is said."""
     progress = Mock()

@@ -258,6 +258,13 @@ def test_a_storage_that_cannot_be_used_is_named_without_its_password(bad_url: st
     assert optuna.logging.get_verbosity() == before
 
 
+@pytest.mark.parametrize("url", ["postgresql://amp:hunter2@host/db", "postgresql://host/db?user=amp&password=hunter2"])
+def test_a_password_is_masked_in_a_driver_s_message_too(url: str) -> None:
+    said = str(studies._study_error(url, OSError(f"cannot connect with {url!r} and hunter2")))
+    assert "cannot connect" in said
+    assert "hunter2" not in said
+
+
 def test_a_search_goes_on_without_a_storage_that_breaks(file: Path) -> None:
     notes: list[str] = []
     ledger = Ledger(SPACE, [record(1, at("fp16", 32), measured())], search_id="s1")
@@ -277,8 +284,11 @@ def test_a_search_goes_on_without_a_storage_that_breaks(file: Path) -> None:
     assert "trial_user_attributes" in notes[0]
 
 
-def test_a_study_that_somebody_deletes_in_mid_search_is_made_anew(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(studies, "AWAY_SECONDS", 0.0)
+@pytest.mark.parametrize(("away_seconds", "is_over"), [(0.0, False), (3600.0, True)])  # the end waits for no next try
+def test_a_study_that_somebody_deletes_in_mid_search_is_made_anew(
+    file: Path, monkeypatch: pytest.MonkeyPatch, away_seconds: float, is_over: bool
+) -> None:
+    monkeypatch.setattr(studies, "AWAY_SECONDS", away_seconds)
     notes: list[str] = []
     ledger = Ledger(SPACE, search_id="s1")
     with Study.open(file, "demo", ledger, note=notes.append) as study:
@@ -288,7 +298,7 @@ def test_a_study_that_somebody_deletes_in_mid_search_is_made_anew(file: Path, mo
             optuna.delete_study(study_name="demo", storage=storage)
         study.tell(asked, measured())
         ledger.append(record(1, at("fp32", 32), measured()))
-        study.catch_up(ledger)
+        study.catch_up(ledger, is_over=is_over)
     assert len(notes) == 2
     assert [(trial.user_attrs["record"], trial.state) for trial in trials(file)] == [(1, TrialState.COMPLETE)]
 
