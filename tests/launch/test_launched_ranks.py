@@ -59,6 +59,14 @@ def test_a_loader_made_anew_for_every_epoch_is_one() -> None:
     assert [one.num_samples for one in rank.intervals()] == [8] * 14
 
 
+@pytest.mark.parametrize(("period", "expected"), [(2, {"0", "1"}), (3, {"0"})])
+def test_a_loader_trains_that_at_least_half_of_the_steps_fetch_from(period: int, expected: set[str]) -> None:
+    messages: list[Message] = [said.loader(7), said.loader(7, "1", maker="other"), said.optimizer(7)]
+    for number in range(13):
+        messages.append(said.step(7, number + 1, num_samples={"0": 8 * number, "1": 8 * (number // period)}))
+    assert only(said.heard(messages)).training_loaders == expected
+
+
 def test_steps_between_two_looks_at_the_device_are_one_interval() -> None:
     messages: list[Message] = [said.loader(7), said.optimizer(7)]
     messages += [said.step(7, number, is_settled=number % 4 == 3) for number in range(1, 16)]

@@ -80,6 +80,11 @@ def test_what_is_checked(made: Log, baseline: Setting, more: dict[str, Any], exp
     assert todo(made, baseline, **more) == expected
 
 
+def test_for_memory_fp16_that_is_slower_is_calibrated_too() -> None:
+    slower = log(fp32=100.0, fp16=80.0)
+    assert next_todo(ledger_of(slower.records, WHERE, objective="memory")) == Todo("calibration", FP16)
+
+
 def test_what_pins_heal_is_checked_with_them_then_measured_and_takes_part() -> None:
     made, pinned, checked = Log(), *(at("bf16", size, pinned_modules=("norm",)) for size in (64, 16))
     made.records = list(HARMED.records)

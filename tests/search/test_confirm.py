@@ -207,6 +207,17 @@ def test_an_evaluation_leaves_time_for_the_rounds(evaluation_seconds: float) -> 
     assert all(spec.ending_seconds is None for spec in machine.specs), "what went wrong once is not tried again"
 
 
+def test_an_evaluation_gets_no_more_than_is_left_after_a_stall() -> None:
+    machine = Machine("cpu", 1000.0, 0.5, evaluation_seconds=50.0)
+    machine.budget.now = 1000.0 - 110.0
+    machine.stalls[BF16, 0] = 10.0
+    machine.confirm(shortlist=Shortlist(BF16, None, FP32))
+    given = [spec.ending_seconds for spec in machine.specs]
+    assert given[0] == 100.0
+    assert given[1] is not None
+    assert 0 < given[1] < 50.0
+
+
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_run_that_took_longer_than_foreseen_leaves_the_baseline_confirmed(number: int) -> None:
     machine = Machine("cpu", 90.0, start_seconds=5.0)

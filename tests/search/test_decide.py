@@ -307,6 +307,7 @@ def test_fallbacks_are_what_was_measured_to_fit_at_the_same_effective_batch() ->
     )
     assert decided(log).config.fallback == (whole,), "nobody asked whether accumulation is exact"
     log.add(at("fp32", 16), accumulation(), "accumulation")
+    log.add(at("fp32", 32, accumulation_steps=2), measured(90.0, 5), "fallback")  # the most of two processes counts
     assert decided(log).config.fallback == (
         whole,
         FallbackPlan(
