@@ -44,7 +44,9 @@ What is understood of a training, seen and set from outside:
 Nothing of yours is touched: a trial that is about to overwrite, append to or delete a file that was there before is
 stopped, and says which and where (send its output to `{trial_dir}`). That is known of Python's own writing, torch's,
 safetensors' and SQLite's; not of `rm` or `>` in a shell script, of programs that the script starts, of HDF5 and
-Arrow. Experiment trackers are off; files made elsewhere are listed. What a command cannot tell, it says: what later
-steps take in time and memory, evaluations and checkpoints that the first steps do not reach, gradients beyond the
+Arrow. Experiment trackers are off. What a trial makes outside of its own folders is moved to `trial_leftovers` in the
+study's folder when the trial ends, so that neither the next trial nor the real training resumes from its checkpoint.
+Caches, downloads and what a torch `Dataset` writes stay for the next trial. What a command cannot tell, it says: what
+later steps take in time and memory, evaluations and checkpoints that the first steps do not reach, gradients beyond the
 first weights, what it draws (`--objective energy`).
 """

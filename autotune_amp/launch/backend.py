@@ -357,8 +357,8 @@ class CommandBackend(WorkloadBackend):
         with tempfile.TemporaryDirectory(prefix="autotune_amp-") as folder:
             for precision in (check.candidate.precision, "fp32"):
                 left = None if check.deadline_seconds is None else check.deadline_seconds - (time.monotonic() - began)
-                kept = Path(folder, precision)
-                kept.mkdir()
+                output = Path(folder, precision)
+                output.mkdir()
                 ran = self._command.run(
                     replace(today, precision=precision),
                     Deadlines(whole_seconds=left),
@@ -367,7 +367,7 @@ class CommandBackend(WorkloadBackend):
                     Watcher(),
                     seed=check.seed,
                     environment=self._environment,
-                    kept=kept,
+                    output=output,
                     frozen={"num_steps": NUM_FROZEN_STEPS, "max_entries": MAX_FROZEN_ENTRIES},
                 )
                 if isinstance(ran.ending, Failure):

@@ -1,4 +1,4 @@
-"""A command and what is known of it: what it does today, what of that can be set, and the files that its runs made."""
+"""A command and what is known of it: what it does today, what of that can be set, and the files that its runs leave."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.distributed import free_port
 from autotune_amp.isolation.local import TRIAL_ENVIRONMENT
 from autotune_amp.isolation.process import Watcher
-from autotune_amp.launch.made import remembered
+from autotune_amp.launch.leftovers import FOLDER, remembered
 from autotune_amp.launch.ranks import Heard
 from autotune_amp.launch.running import Ran, run
 
@@ -25,8 +25,8 @@ class Command:
 
     Once it was observed, `today` is what it does, `maker` what makes its training loader, and `unsettable` as in
     `Description`; `sample_dim` is the dimension of what enters its model along which samples are counted where there
-    is no DataLoader, `num_sharing` how many ranks divide the batch size among them. `made` are the files that its runs
-    left outside of their own folders.
+    is no DataLoader, `num_sharing` how many ranks divide the batch size among them. The files that its runs leave
+    outside of their own folders go to the folder `aside`, but for data, the paths `kept`.
     """
 
     def __init__(self, line: LaunchLine) -> None:
@@ -36,7 +36,8 @@ class Command:
         self.unsettable: dict[str, str] = {}
         self.sample_dim = 0
         self.num_sharing = 1
-        self.made: tuple[str, ...] = ()
+        self.kept: tuple[str, ...] = ()
+        self.aside: Path | None = None
         self._memory: Path | None = None
 
     def run(
@@ -49,7 +50,7 @@ class Command:
         seed: int = 0,
         environment: Mapping[str, str] | None = None,
         memory_limit_bytes: int | None = None,
-        kept: Path | None = None,
+        output: Path | None = None,
         **agent: Any,
     ) -> Ran:
         """Run it once, filled with `setting`; what has no placeholder and is not today's is set from outside."""
@@ -65,22 +66,23 @@ class Command:
                 arguments,
                 environment={**_compilers_cache(), **os.environ, **TRIAL_ENVIRONMENT, **(environment or {})},
                 agent={"seed": seed, "outside": outside, "sample_dim": self.sample_dim, **agent},
-                folders=[Path(folder), *([] if kept is None else [kept.parent])],
-                made=self.made,
+                folders=[Path(folder), *([] if output is None else [output.parent])],
+                kept=self.kept,
                 deadlines=deadlines,
                 is_enough=is_enough,
                 watcher=watcher,
                 memory_limit_bytes=memory_limit_bytes,
-                kept=kept,
+                output=output,
                 memory=self._memory,
+                aside=self.aside,
             )
-        self.made = ran.made
+        self.kept = ran.kept
         return ran
 
     def keep_in(self, folder: Path) -> None:
-        """Know again what earlier runs made, by a file in the study's folder."""
-        self._memory = folder / "made.json"
-        self.made = remembered(self._memory)
+        """Move what runs leave to a folder in the study's, and know again the data that earlier ones made."""
+        self._memory, self.aside = folder / "made.json", folder.absolute() / FOLDER
+        self.kept = remembered(self._memory)
 
 
 def _compilers_cache() -> dict[str, str]:

@@ -30,8 +30,8 @@ _LOOK_SECONDS = 1.0  # between two looks whether the parent is there, should its
 def keep(mark: str, parent: int, folders: Sequence[str], notes: Sequence[str] | None, arguments: Sequence[str]) -> int:
     """Run the command until it ends or is to end; returns its status, negative for a signal's, 0 where it was ended.
 
-    Where the parent is gone and cannot do so itself, what the first file of `notes` says that trials made is remembered
-    in the second, and `folders` are removed.
+    Where the parent is gone and cannot do so itself, what the first path of `notes` says that the command made is moved
+    to the folder that is the second, what stays is remembered in the file that is the third, and `folders` are removed.
     """
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
@@ -59,10 +59,10 @@ def keep(mark: str, parent: int, folders: Sequence[str], notes: Sequence[str] | 
     _end(marks, mark, shared_before)
     if not is_parent_there:
         if notes is not None:
-            from autotune_amp.launch.made import read, remember
+            from autotune_amp.launch.leftovers import remember, set_aside
 
-            noted, memory = map(Path, notes)
-            remember(memory, read(noted))
+            noted, aside, memory = map(Path, notes)
+            remember(memory, set_aside(noted, aside))
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
     return status or 0

@@ -31,8 +31,8 @@ from autotune_amp.isolation.marks import KILL_SECONDS, kill_marked
 from autotune_amp.isolation.process import TICK_SECONDS, Watcher
 from autotune_amp.launch import keeper
 from autotune_amp.launch.advice import advised
+from autotune_amp.launch.leftovers import remember, set_aside, write
 from autotune_amp.launch.listening import Gone, Listener
-from autotune_amp.launch.made import read, remember, write
 from autotune_amp.launch.ranks import Heard
 from autotune_amp.launch.verdict import Seen, verdict
 from autotune_amp.trial.failures import num_oom_kills
@@ -51,14 +51,14 @@ _MAX_PATH_BYTES = 40
 class Ran(NamedTuple):
     """How a run ended: when it was started (monotonic), what was heard, what was seen from outside, the verdict.
 
-    `made` is what this run and those before it left outside of their own folders.
+    `kept` are the paths that this run and those before it made outside of their own folders and that stay there.
     """
 
     began: float
     heard: Heard
     seen: Seen
     ending: Literal["measured"] | Failure
-    made: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
 
 def run(
@@ -70,42 +70,44 @@ def run(
     is_enough: Callable[[Heard], bool],
     watcher: Watcher,
     memory_limit_bytes: int | None = None,
-    kept: Path | None = None,
+    output: Path | None = None,
     folders: Sequence[Path] = (),
-    made: Sequence[str] = (),
+    kept: Sequence[str] = (),
     memory: Path | None = None,
+    aside: Path | None = None,
 ) -> Ran:
     """Start the command in the working directory, hear its processes, and kill them all once the verdict stands.
 
-    `agent` are the settings of the agent beside its socket; what it writes goes to the folder `kept`, else it is
-    removed. Nothing that was there may be changed by the command but what is in `folders` and what runs before it have
-    `made`; what is made by the end is written to the file `memory`, of a run that is interrupted or killed too. Should
-    this process be killed, `folders` are removed. Raises `WorkloadError` where it cannot be started.
+    `agent` are the settings of the agent beside its socket; what it writes goes to the folder `output`, else it is
+    removed. Nothing that was there may be changed by the command but what is in `folders` and the data that earlier
+    runs have `kept`. What it makes elsewhere is moved to the folder `aside` at the end, of a run that is interrupted or
+    killed too, but for data, whose paths are written to the file `memory`. Should this process be killed, `folders`
+    are removed. Raises `WorkloadError` where it cannot be started.
     """
     _require_startable(arguments, environment.get("PATH"))
     own = Path(tempfile.mkdtemp(prefix="autotune_amp-", dir=_parent_folder(tempfile.gettempdir())))
     try:
         noted = own / "made"
-        write(noted, made)
+        write(noted, kept)
         settings = {
-            "folder": str(kept or own),
+            "folder": str(output or own),
             "socket": str(own / "socket"),
             "guard": {"free": [str(own), *map(str, folders)], "made": str(noted)},
             **agent,
         }
         for_keeper = {
-            "folders": [str(own), *map(str, folders), *([str(kept)] if kept else [])],
-            "notes": None if memory is None else [str(noted), str(memory)],
+            "folders": [str(own), *map(str, folders), *([str(output)] if output else [])],
+            "notes": None if memory is None or aside is None else [str(noted), str(aside), str(memory)],
         }
         command = _Command(arguments, environment, settings, own, for_keeper, watcher)
         try:
             ran = command.until(deadlines, is_enough, memory_limit_bytes)
         finally:
             command.end()
-            left = read(noted)
+            stay = set_aside(noted, aside)
             if memory is not None:
-                remember(memory, left)
-        return ran._replace(made=left)
+                remember(memory, stay)
+        return ran._replace(kept=stay)
     finally:
         shutil.rmtree(own, ignore_errors=True)
 

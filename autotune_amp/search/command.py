@@ -14,7 +14,7 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.recommendation import Fingerprint
-from autotune_amp.launch.made import summary
+from autotune_amp.launch.leftovers import leftover_notes
 from autotune_amp.search.source import Source, folder_name
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from autotune_amp.launch.command import Command
 
 
-MAX_FILES_NAMED = 5
 MAX_READ_BYTES = 1 << 24  # of what is larger (data, checkpoints) the size and the time of change tell
 MAX_SOURCES, MAX_FOLDERS = 500, 500
 _NO_SOURCES = {"site-packages", "dist-packages", "node_modules", "studies", "__pycache__"}
@@ -114,16 +113,12 @@ class CommandSource(Source):
         return CommandBackend(self.command, super().backend(watcher, isolation, environment), watcher, environment)
 
     def keep_in(self, folder: Path) -> None:
-        """Know again what trials of an earlier search made."""
+        """Move what trials leave to a folder in the study's."""
         self.command.keep_in(folder)
 
     def warnings(self) -> tuple[str, ...]:
-        """The files that trials left behind."""
-        made = summary(self.command.made)
-        if not made:
-            return ()
-        more = f" and {len(made) - MAX_FILES_NAMED} more" if len(made) > MAX_FILES_NAMED else ""
-        return (f"Trials made files outside of their own folders: {', '.join(made[:MAX_FILES_NAMED])}{more}.",)
+        """Name the files that trials left, and where they are now."""
+        return leftover_notes(self.command.aside, self.command.kept)
 
     def fingerprint_by_child(
         self, options: dict[str, Any], identity: DeviceIdentity, backend: Backend, state: dict[str, Any]

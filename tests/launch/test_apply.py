@@ -98,10 +98,13 @@ def test_a_plain_loop_is_shown_tried_and_written(forked_apply: Apply, tmp_path: 
     assert (other / "train.py").read_text() == script.read_text() != PLAIN
 
 
-def test_what_the_command_makes_in_one_run_is_its_own_in_the_next(forked_apply: Apply, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("open('log', 'w').close()\n" + PLAIN)
+def test_what_the_command_makes_is_moved_away_and_said(forked_apply: Apply, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("open('log', 'x').close()\n" + PLAIN)
     for _ in range(2):
-        assert forked_apply([sys.executable, "train.py"])["verified"]
+        found = forked_apply([sys.executable, "train.py"])
+        assert found["verified"]
+        assert "log" in found["left"][0]
+        assert not (tmp_path / "log").exists()
     (tmp_path / "log").write_text("the user's")
     assert "log" in forked_apply([sys.executable, "train.py"], fails=True)["error"]["message"]
 

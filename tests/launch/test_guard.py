@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from forked_python import ForkServer
 from running_commands import run_command
 
 from autotune_amp.core.outcome import Failure
-from autotune_amp.launch.made import remembered
+from autotune_amp.launch.leftovers import leftover_notes, remembered
 from autotune_amp.launch.ranks import Heard
 from autotune_amp.launch.running import Ran
 
@@ -196,25 +197,60 @@ def test_what_is_its_own_is_free_and_what_it_made_elsewhere_is_listed(
     ran = run_command([sys.executable, "train.py", str(given)], environment=environment, folders=[given])
     assert ran.heard.refused is None
     assert "went on" in ran.seen.printed, ran.seen.printed
-    assert {str(Path(path).relative_to(mine)) for path in ran.made} == {"kept", "made", "moved", "new.db", "by a child"}
+    assert {str(Path(path).relative_to(mine)) for path in ran.kept} == {"kept", "made", "moved", "new.db", "by a child"}
 
     again = "open('kept', 'w').close(); open('made/more', 'w').close(); open('new', 'w').close(); print('went on')"
-    assert "went on" in train(again, made=ran.made).seen.printed
+    assert "went on" in train(again, kept=ran.kept).seen.printed
     assert train(again).heard.refused is not None, "of a run that is none of ours"
 
 
-def test_what_an_interrupted_run_made_is_known(
-    mine: Path, train: Callable[..., Ran], tmp_path_factory: pytest.TempPathFactory
+LEAVES = """
+import torch
+from torch.utils.data import Dataset
+os.mkdir('out')
+torch.save({}, 'out/model.pt')
+torch.save({}, sys.argv[1] + '/model.pt')
+pathlib.Path('old/log').write_text('1')
+class Digits(Dataset):
+    def __init__(self):
+        os.mkdir('data')
+        open('data/digits', 'w').close()
+Digits()
+pathlib.Path('data/model.pt').write_text('1')
+shutil.make_archive('packed', 'zip', 'old')
+shutil.unpack_archive('packed.zip', 'unpacked')
+os.mkdir('cache')
+open('cache/tokens', 'w').close()
+open('labels.cache', 'w').close()
+print('went on', flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "interrupted"])
+def test_what_a_run_leaves_is_moved_however_it_ends_and_data_and_caches_stay(
+    mine: Path, train: Callable[..., Ran], tmp_path_factory: pytest.TempPathFactory, how: str
 ) -> None:
+    study, elsewhere = tmp_path_factory.mktemp("study"), tmp_path_factory.mktemp("elsewhere")
+    before = snapshot(mine)
+
     def interrupted(_: Heard) -> bool:
-        if (mine / "kept").exists():
+        if how == "interrupted" and (mine / "labels.cache").exists():
             raise KeyboardInterrupt
         return False
 
-    memory = tmp_path_factory.mktemp("study") / "made.json"
-    with pytest.raises(KeyboardInterrupt):
-        train("open('kept', 'w').close(); import time; time.sleep(1000)", is_enough=interrupted, memory=memory)
-    assert remembered(memory) == (str(mine / "kept"),)
+    text = LEAVES + ("import time; time.sleep(1000)" if how == "interrupted" else "")
+    folders: dict[str, Any] = {"memory": study / "made.json", "aside": study / "aside"}
+    (mine / "train.py").write_text(PREAMBLE + text)
+    with pytest.raises(KeyboardInterrupt) if how == "interrupted" else nullcontext():
+        run_command([sys.executable, "train.py", str(elsewhere)], is_enough=interrupted, **folders)
+    stay = {"data/digits", "unpacked/file", "unpacked/database", "unpacked/log", "cache/tokens", "labels.cache"}
+    assert {name for name in set(snapshot(mine)) - set(before) if not (mine / name).is_dir()} == stay
+    assert not any(elsewhere.iterdir())
+    moved = {"out/model.pt", "old/log", "data/model.pt", "packed.zip", str(elsewhere / "model.pt")}
+    (said,) = leftover_notes(study / "aside", ())
+    assert all(name in said for name in moved)
+    kept = {str(Path(path).relative_to(mine)) for path in remembered(study / "made.json")}
+    assert {"data", "unpacked", "cache", "labels.cache"} <= kept
 
 
 def test_a_script_that_writes_where_it_is_runs_in_a_folder_of_its_own(
@@ -226,5 +262,5 @@ def test_a_script_that_writes_where_it_is_runs_in_a_folder_of_its_own(
     assert train(text).heard.refused is not None
     ran = run_command(["bash", "-c", f"cd {given} && {sys.executable} {mine}/train.py"], folders=[given])
     assert "went on" in ran.seen.printed
-    assert ran.made == ()
+    assert ran.kept == ()
     assert (mine / "log").read_text() == "the user's"

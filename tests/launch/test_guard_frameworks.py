@@ -80,7 +80,7 @@ def test_transformers(tmp_path: Path) -> None:
 
     ran = run_command([sys.executable, "train.py", "1000", "500"])
     assert ran.ending == "measured", ran.ending
-    assert ran.made == ()
+    assert ran.kept == ()
     assert snapshot(tmp_path) == before
 
     ran = run_command([sys.executable, "train.py", "1000", "4"])
@@ -95,16 +95,17 @@ def test_transformers(tmp_path: Path) -> None:
     assert "me/model" in ran.ending.message
 
 
-def test_lightning(tmp_path: Path) -> None:
+def test_lightning(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    aside = tmp_path_factory.mktemp("study") / "aside"
     script = tmp_path / "train.py"
     script.write_text(LIGHTNING)
     subprocess.run([sys.executable, str(script), "4"], check=True, capture_output=True)
     before = snapshot(tmp_path)
     assert any(path.endswith(".ckpt") for path in before)
 
-    ran = run_command([sys.executable, "train.py", "1000"])
+    ran = run_command([sys.executable, "train.py", "1000"], aside=aside)
     assert ran.ending == "measured", ran.ending
-    assert ran.made == (str(tmp_path / "lightning_logs/version_1"),)
-    after = snapshot(tmp_path)
-    assert {path: after[path] for path in before} == before
-    assert not [path for path in after.keys() - before.keys() if path.endswith(".ckpt")]
+    assert snapshot(tmp_path) == before
+    moved = snapshot(aside)
+    assert any(path.startswith("lightning_logs/version_1/") for path in moved)
+    assert not [path for path in moved if path.endswith(".ckpt")]

@@ -137,7 +137,8 @@ class Forks(Watcher):
         else:  # holds open whatever the parent has open
             time.sleep(1000)
 run(["bash", "train.sh"], environment=os.environ, agent={{}}, deadlines=Deadlines(whole_seconds=1000.0),
-    is_enough=lambda _: False, watcher=Forks(), folders=[Path({str(other)!r})])
+    is_enough=lambda _: False, watcher=Forks(), folders=[Path({str(other)!r})],
+    memory=Path("made.json"), aside=Path("aside").absolute())
 """
     process = subprocess.Popen([sys.executable, "-c", parent], cwd=tmp_path)
     until = time.monotonic() + GONE_SECONDS
@@ -155,6 +156,8 @@ run(["bash", "train.sh"], environment=os.environ, agent={{}}, deadlines=Deadline
             time.sleep(0.05)
     finally:
         os.kill(holder, signal.SIGKILL)
+    assert (tmp_path / "aside/facts.json").exists()
+    assert not (tmp_path / "facts.json").exists()
 
 
 def _is_alive(process: psutil.Process) -> bool:
@@ -200,7 +203,7 @@ def test_nothing_is_left_of_ranks_and_loader_workers(tmp_path: Path, context: st
     assert not any(map(psutil.pid_exists, pids))
     assert not lasting(lambda: sorted(shared_memory().keys() - shared))
     assert not [new for new in set(Path(tempfile.gettempdir()).iterdir()) - temporary if "autotune" in new.name]
-    assert ran.made == ()
+    assert ran.kept == ()
 
 
 def test_a_python_that_is_not_guarded_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,9 @@ process ends before that happens, and says what and at which line.
 numpy and pandas all come by there), statements that change an SQLite database, and what is written in native code by
 torch, torch.jit and safetensors; creating or committing to a repository of the Hugging Face Hub.
 
-*Free:* the trial's own folders; what the same search has made, which all its processes note in one file; devices,
-pipes, byte code, locks that hold nothing; the caches in `_CACHES`, which libraries fill and mend by themselves.
+*Free:* the trial's own folders; what the same run has made, which all its processes note in one file, and the data that
+earlier runs made; devices, pipes, byte code, locks that hold nothing; the caches in `_CACHES`, which libraries fill and
+mend by themselves. Data that were downloaded or prepared are noted apart from what else is made: see `_is_data`.
 
 *Cannot be known here:* what programs that are no Python do (``rm``, ``tee``, a shell's ``>``), what a Python does that
 ignores PYTHONPATH, other native writers (HDF5, Arrow, OpenCV), os.open with a ``dir_fd``.
@@ -15,6 +16,7 @@ ignores PYTHONPATH, other native writers (HDF5, Arrow, OpenCV), os.open with a `
 from __future__ import annotations
 
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterator
@@ -26,6 +28,7 @@ from .channel import Channel
 from .imports import after_import
 
 REFUSED = 114  # exit status
+_SHARED_MEMORY = "/dev/shm/"  # noqa: S108 - no folder of devices
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_TRUNC
 _NEW = os.O_CREAT | os.O_EXCL  # fails where there is a file
 # Folders of caches by the variables that name them, and where they are without.
@@ -45,13 +48,30 @@ _CACHES = {
     "MPLCONFIGDIR": "~/.config/matplotlib",
     "": "~/Library/Caches",
 }
+_DATA_CLASSES = frozenset({"Dataset", "IterableDataset", "LightningDataModule"})
+_DATA_MODULES = (
+    "datasets",
+    "gdown",
+    "huggingface_hub._snapshot_download",
+    "huggingface_hub.file_download",
+    "kagglehub",
+    "nltk.downloader",
+    "ogb",
+    "sklearn.datasets",
+    "torch.hub",
+    "torchaudio.datasets",
+    "torchvision.datasets",
+    "wget",
+)
+_DATA_FUNCTIONS = frozenset({"extract", "extractall", "unpack_archive", "urlretrieve"})  # of the standard library
+_CACHE_NAME = re.compile(r"\.?caches?|.+[._-]cache", re.IGNORECASE)
 # What changes a database, of the actions that SQLite asks its authorizer for: insert, delete, update, create, drop.
 _SQL_CHANGES = frozenset({*range(1, 19), 23, 26, 29, 30})
 
 
 def arm(channel: Channel, free: list[str], made: str) -> None:
     """Guard this process from here on. What is in one of the folders `free` may be changed, and what is named in the
-    file `made`, to which whatever is made elsewhere is added."""
+    file `made`, to which whatever is made elsewhere is added: as `+path` where it is data, else as `-path`."""
     guard = _Guard(channel, free, made)
     sys.addaudithook(guard.hear)
     after_import("torch", channel.shield(guard.watch_torch))
@@ -65,9 +85,10 @@ class _Guard:
         self._channel = channel
         self._made = os.path.realpath(made)
         caches = (os.environ.get(name) or os.path.expanduser(usual) for name, usual in _CACHES.items())
+        self._here = os.path.realpath(os.getcwd())
         folders = ["/dev", "/proc", *free, *filter(os.path.isabs, (*caches, sys.pycache_prefix or ""))]
         self._free = tuple(os.path.realpath(folder) + os.sep for folder in folders)
-        self._own: set[str] = set()
+        self._own: dict[str, bool] = {}  # paths that were made, and whether each holds data
         self._asked: dict[str, Any] = {
             "open": self._opens,
             "os.truncate": lambda path, _: self.changes("os.truncate", _followed(path)),
@@ -117,25 +138,32 @@ class _Guard:
 
     def _makes(self, path: str) -> None:
         """Note it as the trial's own, if it is not there."""
-        if self._is_own(path) or os.path.lexists(path):
+        if self._is_free(path) or os.path.lexists(path):
             return
-        self._own.add(path)
+        is_data = _is_cache(os.path.relpath(path, self._here)) or _is_data()
+        if next((self._own[each] for each in _with_parents(path) if each in self._own), None) is is_data:
+            return
+        self._own[path] = is_data
         file = os.open(self._made, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
-            os.write(file, os.fsencode(path) + b"\0")
+            os.write(file, (b"+" if is_data else b"-") + os.fsencode(path) + b"\0")
         finally:
             os.close(file)
 
+    def _is_free(self, path: str) -> bool:
+        is_in_folder = (path + os.sep).startswith(self._free) and not path.startswith(_SHARED_MEMORY)
+        return path == self._made or is_in_folder or "__pycache__" in path.split(os.sep)
+
     def _is_own(self, path: str) -> bool:
-        is_free = path == self._made or (path + os.sep).startswith(self._free) or "__pycache__" in path.split(os.sep)
-        return is_free or any(each in self._own for each in _with_parents(path))
+        return self._is_free(path) or any(each in self._own for each in _with_parents(path))
 
     def _refuse_unless_own(self, what: str, path: str) -> None:
         if self._is_own(path):
             return
         if os.path.exists(self._made):  # another process may have made it
             with open(self._made, "rb") as made:
-                self._own.update(map(os.fsdecode, made.read().split(b"\0")[:-1]))
+                entries = made.read().split(b"\0")[:-1]
+            self._own.update((os.fsdecode(entry[1:]), entry[:1] == b"+") for entry in entries)
             if self._is_own(path):
                 return
         self._refuse(what, path)
@@ -199,6 +227,26 @@ class _Guard:
         for name in ("create_repo", "create_commit", "preupload_lfs_files"):
             _ask_before(hub, name, uploads)
             _ask_before(hub.HfApi, name, lambda _, *args, **kwargs: uploads(*args, **kwargs))
+
+
+def _is_cache(path: str) -> bool:
+    """Whether a part of a path is named as caches are."""
+    return any(_CACHE_NAME.fullmatch(part) for part in path.split(os.sep))
+
+
+def _is_data() -> bool:
+    """Whether what is about to be written is data: a dataset of torch's or a library that downloads writes it."""
+    for frame in where.frames(2):
+        code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
+        if f"{module}.".startswith(tuple(f"{name}." for name in _DATA_MODULES)):
+            return True
+        if code.co_name in _DATA_FUNCTIONS and module.partition(".")[0] in ("shutil", "tarfile", "urllib", "zipfile"):
+            return True
+        if code.co_varnames[:1] == ("self",):
+            kinds = type(frame.f_locals.get("self")).__mro__
+            if any(kind.__name__ in _DATA_CLASSES for kind in kinds):
+                return True
+    return False
 
 
 def _ask_before(owner: Any, name: str, ask: Any) -> None:

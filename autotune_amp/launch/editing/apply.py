@@ -27,6 +27,7 @@ from autotune_amp.isolation.process import Watcher
 from autotune_amp.launch import measure
 from autotune_amp.launch.command import Command
 from autotune_amp.launch.editing.edit import ByHand, Edit, Observed, Seen, edit
+from autotune_amp.launch.leftovers import leftover_notes
 from autotune_amp.launch.messages import Site
 from autotune_amp.launch.ranks import Heard, Rank
 
@@ -39,7 +40,8 @@ class Applied(msgspec.Struct, frozen=True, kw_only=True):
     henceforth where it changes, and what is left to do by hand.
 
     `verified` says whether an edited copy did what is `expected` of it, None where nothing was edited; `observed` is
-    what it did, `problem` what kept it from that. `written` names the files that were changed.
+    what it did, `problem` what kept it from that. `written` names the files that were changed, `left` says where
+    those are that the two runs made.
     """
 
     format: int = 1
@@ -52,6 +54,7 @@ class Applied(msgspec.Struct, frozen=True, kw_only=True):
     verified: bool | None = None
     problem: str | None = None
     written: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
     def notes(self) -> list[str]:
         """What is to be said beside the diff, one line each."""
@@ -69,7 +72,7 @@ class Applied(msgspec.Struct, frozen=True, kw_only=True):
         lines += [f"Written: {path}" for path in self.written]
         if self.verified and self.diff and not self.written:
             lines.append("Nothing is written yet: --write does that.")
-        return lines
+        return [*lines, *self.left]
 
 
 class _Source(NamedTuple):
@@ -88,7 +91,7 @@ def apply(
 ) -> Applied:
     """Run the command to see what it does, edit a copy of its files to do what is `recommended`, and run that.
 
-    What the command makes in both runs is its own, as is what the trials of the search in the folder `study` made.
+    What the command makes in both runs goes to the folder `study`, as what the trials of a search do.
     With `write` the edits are written, if the copy did what they say; else `WorkloadError` is raised, and nothing is
     changed. `phase` is told what is being done. Raises `WorkloadError` too for a command whose steps cannot be seen.
     """
@@ -126,6 +129,7 @@ def apply(
         phase("Running an edited copy")
         command.line = msgspec.structs.replace(line, arguments=edited.command)
         applied = _verified(applied, command, edited, sources)
+    applied = msgspec.structs.replace(applied, left=leftover_notes(command.aside, command.kept))
     if write and applied.diff:
         if not applied.verified:
             raise WorkloadError(

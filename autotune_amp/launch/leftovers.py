@@ -1,0 +1,151 @@
+"""The files that the runs of a command leave outside of their own folders: moved out of the user's way after each run,
+so that neither the next trial nor the real training resumes from them.
+
+The agent's guard notes every path that a run makes in one file, whose entries `-path` are moved and `+path`, data that
+were downloaded or prepared, stay for the next run.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from autotune_amp.core.documents import cause, decode, read_file
+from autotune_amp.core.errors import FormatError
+from autotune_amp.core.recommendation import write_atomically
+
+FOLDER = "trial_leftovers"  # of a study: there they go
+MAX_NAMED, MAX_NAMED_IN_FOLDER = 5, 3  # beyond them they are counted
+
+
+def write(file: Path, kept: Iterable[str]) -> None:
+    """Note the data that earlier runs made, which the next may change."""
+    file.write_bytes(b"".join(b"+" + os.fsencode(path) + b"\0" for path in kept))
+
+
+def set_aside(file: Path, folder: Path | None) -> tuple[str, ...]:
+    """Move what `file` notes to `folder`, below which it keeps its path from the working directory, or from the root.
+
+    A file that an earlier run left there under the same path is replaced. Return the paths that stay and exist: data,
+    what cannot be moved, and all where `folder` is None; of a folder that was made, the folder alone.
+    """
+    noted = [os.fsdecode(entry) for entry in file.read_bytes().split(b"\0") if entry]
+    data = {entry[1:] for entry in noted if entry[0] == "+"}
+    made = {entry[1:] for entry in noted} - data
+    stay = set(data)
+    for path in sorted(made):
+        if folder is None or not _move(Path(path), _target(Path(path), folder), data):
+            stay.add(path)
+    outermost = (path for path in stay if not any(str(parent) in stay for parent in Path(path).parents))
+    return tuple(sorted(path for path in outermost if os.path.lexists(path)))
+
+
+def _target(path: Path, folder: Path) -> Path:
+    here = Path.cwd()
+    return folder / (path.relative_to(here) if path.is_relative_to(here) else Path("root", *path.parts[1:]))
+
+
+def _move(path: Path, target: Path, data: Collection[str]) -> bool:
+    """Move a file, or what a folder holds but for `data`; return whether all of it could be moved."""
+    if str(path) in data or not os.path.lexists(path):
+        return True
+    is_folder = path.is_dir() and not path.is_symlink()
+    while os.path.lexists(target) and is_folder is not (target.is_dir() and not target.is_symlink()):
+        target = target.with_name(f"{target.name}~")
+    try:
+        if not is_folder:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _replace(path, target)
+            return True
+        target.mkdir(parents=True, exist_ok=True)
+        are_moved = [_move(inner, target / inner.name, data) for inner in sorted(path.iterdir())]
+        with suppress(OSError):  # data are in it
+            path.rmdir()
+    except OSError:
+        return False
+    return all(are_moved)
+
+
+def _replace(path: Path, target: Path) -> None:
+    try:
+        path.replace(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        target.unlink(missing_ok=True)
+        shutil.move(path, target)
+
+
+def remember(path: Path, kept: Iterable[str]) -> None:
+    """Write down what stays, with what tells whether it is still what a run of ours left."""
+    files = {str(file): _state(file) for each in kept for file in (Path(each), *sorted(Path(each).rglob("*")))}
+    write_atomically(path, json.dumps(files, indent=1))
+
+
+def remembered(path: Path) -> tuple[str, ...]:
+    """Return the paths that `remember` wrote down and nobody has changed or made anew since; of folders those whose
+    files are all so.
+
+    Raises `FormatError` where the file is damaged.
+    """
+    try:
+        files = decode(read_file(path), dict[str, list[int] | None])
+    except FileNotFoundError:
+        return ()
+    except (OSError, msgspec.MsgspecError) as error:
+        raise FormatError(
+            f"{path} is damaged: {cause(error)}.", "Remove it: it lists files that trials left."
+        ) from error
+    same = {name for name, state in files.items() if state is not None and _state(Path(name)) == state}
+    return tuple(sorted(name for name in same if _holds_only(Path(name), same)))
+
+
+def _state(path: Path) -> list[int] | None:
+    """A file's inode and time of change, a folder's inode; None where it is not there."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return [found.st_ino] if path.is_dir() else [found.st_ino, found.st_mtime_ns]
+
+
+def _holds_only(path: Path, names: Collection[str]) -> bool:
+    return not path.is_dir() or all(str(inner) in names for inner in path.rglob("*"))
+
+
+def leftover_notes(folder: Path | None, kept: Iterable[str]) -> tuple[str, ...]:
+    """Tell the user of the files that were moved to `folder`, and of the data that were `kept`; nothing where there are
+    none."""
+    said, moved, stay = [], _files_in(folder) if folder else (), named(kept)
+    if folder and moved:
+        said.append(
+            f"Trials wrote {named(moved)}: moved to {os.path.relpath(folder)}, so that your own run does not resume "
+            "from it. Delete it when you like."
+        )
+    if stay:
+        said.append(f"Data or caches that trials wrote stay in their place: {stay}.")
+    return tuple(said)
+
+
+def _files_in(folder: Path) -> tuple[str, ...]:
+    """Return the files that were moved to `folder`, by their paths from the working directory or from the root."""
+    files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return tuple(sorted(str(Path("/", *path.parts[1:]) if path.parts[0] == "root" else path) for path in files))
+
+
+def named(paths: Iterable[str]) -> str:
+    """Name the first paths; those of a folder that holds more than `MAX_NAMED_IN_FOLDER` of them by their number."""
+    found = [Path(path) for path in paths]
+    num_in = Counter(path.parent for path in found)
+    names = [str(path) for path in found if num_in[path.parent] <= MAX_NAMED_IN_FOLDER]
+    names += [f"{num} in {folder}" for folder, num in num_in.items() if num > MAX_NAMED_IN_FOLDER]
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
