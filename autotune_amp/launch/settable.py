@@ -129,5 +129,7 @@ def _may_have_run_in(precision: Precision, rank: Rank) -> bool:
 
 def _of_precision(line: LaunchLine, setting: Setting, rank: Rank) -> Failure:
     why = ": {precision} does not reach its autocast" if "precision" in line.placeholders else ""
-    message = f"its steps ran in {precision_of(rank)}, where {setting.precision} was asked for{why}"
+    is_by_weights = autocast_precision(rank) in _FULL and weights_of(rank) not in _FULL
+    how = ", which its weights are kept in, without autocast," if is_by_weights else ","
+    message = f"its steps ran in {precision_of(rank)}{how} where {setting.precision} was asked for{why}"
     return Failure(kind="unsupported", message=message)
