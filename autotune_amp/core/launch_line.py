@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,13 @@ _PLACEHOLDER = re.compile(
     r"\{(?P<name>(?P<precision>precision)|" + "|".join(_NAMES[1:]) + r")"
     r"(?:=(?P<today>[^{}:|]*))?(?(precision)(?::(?P<choices>[^{}=]*=[^{}]*))?)\}"
 )
-
-_BEGINNING = re.compile(r"\{(?:" + "|".join(_NAMES) + r")[=:}]")
+# What is passed on as it is: a shell's ${NAME}, and what stands in doubled braces, with single ones.
+_LITERAL = re.compile(r"\$\{[^{}]*\}|\{(?P<single>\{(?P<literal>[A-Za-z_][\w-]*)(?:[=:][^{}]*)?\})\}")
+_BRACES = re.compile(f"{_LITERAL.pattern}|{_PLACEHOLDER.pattern}")
+# What may be meant as a placeholder: other braces (JSON, {}, {1..3}, { command; }) are not.
+_MEANT = re.compile(r"\{(?P<name>[A-Za-z_][\w-]*)(?:(?P<rest>[=:][^{}]*)\}?|\}|$)")
+_CHOICES = re.compile(r":[\w.-]+=")
+_LIKENESS = 0.75  # from which on a word is one of ours misspelt (difflib)
 
 
 class Placeholder(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +49,8 @@ class Placeholder(msgspec.Struct, frozen=True, kw_only=True):
 
 class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
     """A training command whose placeholders a setting fills: ``batch_size``, ``precision``, ``accumulation_steps``,
-    ``num_workers``, and ``seed``, ``trial_dir``, ``port`` of each trial; other braces stay as they are.
+    ``num_workers``, and ``seed``, ``trial_dir``, ``port`` of each trial. Doubled braces stand for single ones; a
+    shell's ``${NAME}`` and braces that cannot be a placeholder stay as they are.
 
     `values` are the command's own words for ours, such as ``{"bf16": "bf16-mixed"}``. `files` holds the text of the
     settings files that hold placeholders, by their names; each is an argument, or a part of one, and a trial gets a
@@ -83,12 +91,9 @@ class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
         for placeholder in line.placeholders.values():
             _check(placeholder, line.values)
         for argument in arguments:
-            if len(_BEGINNING.findall(argument)) != len(_PLACEHOLDER.findall(argument)):
-                raise InvalidRequestError(
-                    f"{argument!r} begins a placeholder that does not end as one.",
-                    "Quote it: the shell takes | for a pipe, and a blank for the end. Choices, as in "
-                    "{precision:bf16=--bf16|fp32=}, are the precision's alone.",
-                )
+            _refuse_unknown(argument, "the command", is_file=False)
+        for file, text in texts.items():
+            _refuse_unknown(text, file, is_file=True)
         return line
 
     @property
@@ -96,7 +101,7 @@ class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
         """By name. Raises `InvalidRequestError` where one is given twice in different ways."""
         found: dict[str, Placeholder] = {}
         for text in (*self.arguments, *self.files.values()):
-            for placeholder in map(_of, _PLACEHOLDER.finditer(text)):
+            for placeholder in map(_of, filter(itemgetter("name"), _BRACES.finditer(text))):
                 bare = Placeholder(name=placeholder.name)
                 known = found.setdefault(placeholder.name, placeholder)
                 if bare not in (placeholder, known) and placeholder != known:
@@ -169,10 +174,15 @@ class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
                 filled = filled.replace(file, path)
             whole = _PLACEHOLDER.fullmatch(argument)
             arguments += shlex.split(filled) if whole is not None and whole["choices"] is not None else [filled]
-        return tuple(arguments), {paths[file]: self._fill(text, values) for file, text in self.files.items()}
+        return tuple(arguments), {
+            paths[file]: self._fill(text, values, is_file=True) for file, text in self.files.items()
+        }
 
-    def _fill(self, text: str, values: Mapping[str, Any]) -> str:
+    def _fill(self, text: str, values: Mapping[str, Any], *, is_file: bool = False) -> str:
         def fill(match: re.Match[str]) -> str:
+            if match["name"] is None:
+                is_single = match["single"] and not (is_file and _like_ours(match["literal"], _LIKENESS) is None)
+                return match["single"] if is_single else match[0]
             placeholder = _of(match)
             value = values.get(placeholder.name, placeholder.today)
             if value is None:
@@ -181,7 +191,7 @@ class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
                 return placeholder.choices[str(value)]
             return self.values.get(value, value) if placeholder.name == "precision" else str(value)
 
-        return _PLACEHOLDER.sub(fill, text)
+        return _BRACES.sub(fill, text)
 
 
 def _of(match: re.Match[str]) -> Placeholder:
@@ -192,6 +202,37 @@ def _of(match: re.Match[str]) -> Placeholder:
     if today is None and choices is not None:
         today = next((value for value, arguments in choices.items() if not arguments), None)
     return Placeholder(name=match["name"], today=today, choices=choices)
+
+
+def _like_ours(name: str, likeness: float) -> str | None:
+    """Return the name of ours that a word may be, misspelt or not."""
+    return next(iter(get_close_matches(name.lower().replace("-", "_"), _NAMES, 1, likeness)), None)
+
+
+def _refuse_unknown(text: str, where: str, *, is_file: bool) -> None:
+    """Raise `InvalidRequestError` for braces that are meant as a placeholder and are none.
+
+    In a settings file, whose braces are mostly its own, those with a name of ours or one misspelt are.
+    """
+    for match in _MEANT.finditer(_BRACES.sub("", text)):
+        given, name, rest = match[0], match["name"], match["rest"] or ""
+        ours, has_no_end = _like_ours(name, _LIKENESS), not match[0].endswith("}")
+        is_format = rest.startswith(":") and not _CHOICES.match(rest)  # {date:%Y}, {lr: 0.1}
+        if (is_format and is_file) or (ours is None and (is_file or is_format or has_no_end)):
+            continue
+        literally = "" if has_no_end else f" Where the braces are meant as text, double them: {{{given}}}."
+        if name in _NAMES:
+            raise InvalidRequestError(
+                f"{given!r} in {where} begins a placeholder that does not end as one.",
+                f"Write {{{name}=VALUE}}, in quotes: the shell takes | for a pipe, and a blank for the end. "
+                f"Choices, as in {{precision:bf16=--bf16|fp32=}}, are the precision's alone.{literally}",
+            )
+        nearest = ours or _like_ours(name, 0.6)
+        raise InvalidRequestError(
+            f"{given!r} in {where} is no placeholder: there is no {name!r}.",
+            (f"Write {{{nearest}{rest}}}." if nearest else f"There are {', '.join(f'{{{each}}}' for each in _NAMES)}.")
+            + literally,
+        )
 
 
 def _check(placeholder: Placeholder, words: Mapping[str, str]) -> None:

@@ -4,7 +4,9 @@
 and `{port}` are each trial's own. `'{precision:bf16=--bf16|fp32=}'` (quoted, for the shell's sake) puts none or
 several arguments there: the choice without any is today's, else `'{precision=fp32:bf16=--dtype bf16|fp32=--dtype
 fp32}'` says which. `--value` says what the command calls a precision; `--file` names a settings file with
-placeholders, of which each trial gets a filled copy. Other braces stay. In Python:
+placeholders, of which each trial gets a filled copy. Braces with any other name are an error that says the nearest;
+doubled ones, as in `{{epoch}}`, reach the training as single ones; `${NAME}`, JSON, `{}` and formats such as
+`{date:%Y}` stay as they are. In Python:
 `recommend_config(LaunchLine.of("python train.py --bs {batch_size=32}"))`.
 
 Each trial is the command itself, started with a few hooks in it (`autotune_amp/launch/agent`), watched until its

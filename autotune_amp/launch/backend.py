@@ -20,11 +20,18 @@ from autotune_amp.isolation.local import Ability, Handle, Opened, Slot, Workload
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.launch import measure
 from autotune_amp.launch.command import Command
-from autotune_amp.launch.frozen_pair import FrozenPair, pair
+from autotune_amp.launch.frozen_pair import FrozenPair, Unpaired, pair
 from autotune_amp.launch.known_arguments import with_placeholders
 from autotune_amp.launch.ranks import Heard, Rank
 from autotune_amp.launch.running import Ran
-from autotune_amp.launch.settable import batches_in, deviation, probing_setting, set_from_outside, unsettable
+from autotune_amp.launch.settable import (
+    batches_in,
+    deviation,
+    ignored_precision,
+    probing_setting,
+    set_from_outside,
+    unsettable,
+)
 from autotune_amp.trial.jobs import Check, Describe, Trial, measure_seconds
 
 NUM_FROZEN_STEPS, MAX_SKIPS = 6, 4
@@ -149,7 +156,7 @@ class CommandBackend(WorkloadBackend):
         elif "accumulation_steps" not in command.line.placeholders:
             today = replace(today, accumulation_steps=batches_in(per_step, today.batch_size))
         if "precision" not in command.line.placeholders:
-            today = replace(today, precision=measure.precision_of(rank) or "fp32")
+            today = replace(today, precision=measure.autocast_precision(rank))
         command.line, known = with_placeholders(command.line, rank.switches)
         self._refuse_ignored(today, rank)
         command.today, command.maker = today, None if loader is None else loader.maker
@@ -159,9 +166,11 @@ class CommandBackend(WorkloadBackend):
         other = probing_setting(today, cannot, is_batch_free=job.is_batch_free)
         more: dict[str, str] = {}
         if other is not None:
-            more, followed = self._follow(other, today, job, began)
+            more, followed = self._follow(other, today, rank, job, began)
             cannot |= more
             known += set_from_outside(followed.sets)
+            if measure.weights_of(followed) != measure.weights_of(rank):  # they are what the precision makes them
+                description = replace(description, weights="fp32")
         command.unsettable = cannot
         return replace(
             description,
@@ -231,7 +240,9 @@ class CommandBackend(WorkloadBackend):
     def _deviation(self, setting: Setting, rank: Rank) -> Failure | None:
         return deviation(self._command.line, setting, rank, self._command.num_sharing)
 
-    def _follow(self, other: Setting, today: Setting, job: Describe, began: float) -> tuple[dict[str, str], Rank]:
+    def _follow(
+        self, other: Setting, today: Setting, rank_today: Rank, job: Describe, began: float
+    ) -> tuple[dict[str, str], Rank]:
         """Whether another batch size and precision show in what is observed; what the command does not run in,
         and the rank that followed.
 
@@ -250,7 +261,7 @@ class CommandBackend(WorkloadBackend):
 
         patience = max(FOLLOWING_SHARE * left(), FOLLOWING_TIMES * (time.monotonic() - began))
         found, cannot = run(other, patience if other.precision != today.precision else math.inf), dict[str, str]()
-        why = self._why_not(other.precision, found, has_time=left() > 0)
+        why = self._why_not(other, found, today, rank_today, has_time=left() > 0)
         if why is not None and other.precision != today.precision:
             cannot[other.precision] = why
             other = replace(other, precision=today.precision)
@@ -267,9 +278,14 @@ class CommandBackend(WorkloadBackend):
                 "See that its arguments are what the placeholders put there; --dry-run prints them.",
             )
         self._refuse_ignored(other, found)
+        ignored = ignored_precision(self._command.line, other, found, today, rank_today)
+        if ignored is not None:
+            raise _ignoring(ignored)
         return cannot, found
 
-    def _why_not(self, precision: str, found: Rank | Failure, *, has_time: bool) -> str | None:
+    def _why_not(
+        self, other: Setting, found: Rank | Failure, today: Setting, rank_today: Rank, *, has_time: bool
+    ) -> str | None:
         """Why a precision cannot be set, from a run that was to be in it; None where it ran so, or was told to and did
         not follow, or all time was up."""
         if isinstance(found, Failure) and found.kind == "timeout":
@@ -277,17 +293,16 @@ class CommandBackend(WorkloadBackend):
         if isinstance(found, Failure):
             return f"the command did not run in it: {found.message}"
         seen = measure.precision_of(found)
-        if seen in (None, precision) or "precision" in self._command.line.placeholders:
+        if seen is None or "precision" in self._command.line.placeholders:
+            return None
+        if seen == other.precision and not ignored_precision(self._command.line, other, found, today, rank_today):
             return None
         return f"it was set from outside, and the steps ran in {seen}"
 
     def _refuse_ignored(self, setting: Setting, rank: Rank) -> None:
         problem = self._deviation(setting, rank)
         if problem is not None:
-            raise WorkloadError(
-                f"The command does not follow: {problem.message}.",
-                "Put the placeholder where the script takes the value from; --dry-run prints what is started.",
-            )
+            raise _ignoring(problem.message)
 
     def _require_device(self, device: str, rank: Rank) -> None:
         types = {each.partition(":")[0] for optimizer in rank.optimizers.values() for each in optimizer.devices}
@@ -355,9 +370,9 @@ class CommandBackend(WorkloadBackend):
             why = self._command.unsettable["fp32"]
             return check.unchecked(f"there is no fp32 to hold it against: {why}", "Let the command run in fp32 too.")
         with tempfile.TemporaryDirectory(prefix="autotune_amp-") as folder:
-            for precision in (check.candidate.precision, "fp32"):
+            for name, precision in (("low", check.candidate.precision), ("reference", "fp32")):
                 left = None if check.deadline_seconds is None else check.deadline_seconds - (time.monotonic() - began)
-                output = Path(folder, precision)
+                output = Path(folder, name)
                 output.mkdir()
                 ran = self._command.run(
                     replace(today, precision=precision),
@@ -368,7 +383,11 @@ class CommandBackend(WorkloadBackend):
                     seed=check.seed,
                     environment=self._environment,
                     output=output,
-                    frozen={"num_steps": NUM_FROZEN_STEPS, "max_entries": MAX_FROZEN_ENTRIES},
+                    frozen={
+                        "num_steps": NUM_FROZEN_STEPS,
+                        "max_entries": MAX_FROZEN_ENTRIES,
+                        "in_fp32": name == "reference",
+                    },
                 )
                 if isinstance(ran.ending, Failure):
                     return check.unchecked(ran.ending)
@@ -376,8 +395,8 @@ class CommandBackend(WorkloadBackend):
                 first = min(ran.heard.ranks.values(), key=lambda rank: rank.rank)
                 losses.append(tuple(_finite(step.losses[-1]) for step in first.pace[:NUM_FROZEN_STEPS] if step.losses))
             steps = pair(*gradients)
-            if isinstance(steps, str):
-                return check.unchecked(steps, "Seed it: the same seed must give the same first weights and batches.")
+            if isinstance(steps, Unpaired):
+                return check.unchecked(*steps)
             judged: Fidelity | Failure = self._local.submit(
                 FrozenPair(
                     device="cpu",
@@ -388,6 +407,13 @@ class CommandBackend(WorkloadBackend):
                 )
             ).result()
             return judged
+
+
+def _ignoring(problem: str) -> WorkloadError:
+    return WorkloadError(
+        f"The command does not follow: {problem}.",
+        "Put the placeholder where the script takes the value from; --dry-run prints what is started.",
+    )
 
 
 def _finite(loss: float | str) -> float:

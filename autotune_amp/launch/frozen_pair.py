@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -54,19 +54,38 @@ class FrozenPair(Job[Fidelity], frozen=True, kw_only=True):
         return judge_frozen(read("low"), read("reference"), self.losses, self.precision, self.batch_size)
 
 
-def pair(low: list[Gradient], reference: list[Gradient]) -> tuple[tuple[FrozenStep, ...], ...] | str:
-    """The steps that both runs made, or why they cannot be held against each other."""
+class Unpaired(NamedTuple):
+    """Why two runs cannot be held against each other, and what would help."""
+
+    why: str
+    next_step: str
+
+
+_SEED = "Seed it: the same seed must give the same first weights and batches."
+
+
+def pair(low: list[Gradient], reference: list[Gradient]) -> tuple[tuple[FrozenStep, ...], ...] | Unpaired:
+    """Return the steps that both runs made, the reference in fp32."""
     ours = {(g.rank, g.optimizer, g.number): g for g in low}
     theirs = {(g.rank, g.optimizer, g.number): g for g in reference}
     both = sorted(ours.keys() & theirs.keys(), key=lambda key: (key[2], key[0], key[1]))
     if not both:
-        return "no step was made in both runs"
+        return Unpaired("no step was made in both runs", "Give a command that takes more steps.")
+    if any(theirs[key].has_low_weights for key in both):
+        return Unpaired(
+            "the weights are kept in half precision, and those of FSDP or in compiled code cannot be raised to fp32 "
+            "to hold it against",
+            "Search once with the model loaded in fp32, or without FSDP and torch.compile.",
+        )
     if any(ours[key].batch is None for key in both):
-        return "no batch could be seen, neither of a DataLoader nor as what enters the model"
+        return Unpaired(
+            "no batch could be seen, neither of a DataLoader nor as what enters the model",
+            "Call the model with its batch as tensors.",
+        )
     if any(ours[key].weights != theirs[key].weights for key in both):
-        return "the command begins with other weights every time"
+        return Unpaired("the command begins with other weights every time", _SEED)
     if any(ours[key].batch != theirs[key].batch for key in both):
-        return "the command draws other batches every time"
+        return Unpaired("the command draws other batches every time", _SEED)
     numbers = dict.fromkeys(key[2] for key in both)
     return tuple(
         tuple(

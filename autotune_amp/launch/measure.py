@@ -19,6 +19,7 @@ from autotune_amp.trial.judge import Evidence, judge
 
 MIN_NUM_INTERVALS = 2
 _LOW: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}
+_FULL: tuple[Precision, ...] = ("fp32", "tf32")
 
 
 def slowest(heard: Heard) -> tuple[Rank, list[Interval]] | None:
@@ -111,7 +112,7 @@ def description(rank: Rank, name: str, today: Setting, began: float) -> Descript
     """What the command trains, from a run of what it does `today`."""
     loader = training_loader(rank)
     num_by_dtype = _num_parameters(rank)
-    largest = max(num_by_dtype, key=lambda dtype: num_by_dtype[dtype])
+    weights, has_frozen_low = _most(num_by_dtype), any(dtype in _LOW for dtype in _num_frozen(rank))
     return Description(
         name=name,
         batch_size=today.batch_size,
@@ -119,7 +120,7 @@ def description(rank: Rank, name: str, today: Setting, began: float) -> Descript
         data="no DataLoader was seen" if loader is None else f"DataLoader at {loader.line or loader.maker}",
         num_parameters=sum(num_by_dtype.values()),
         num_trainable_parameters=sum(num_by_dtype.values()),
-        weights=_LOW.get(largest, "fp32"),  # type: ignore[arg-type]
+        weights="frozen_low" if weights == "fp32" and has_frozen_low else weights,  # type: ignore[arg-type]
         as_found_precision=today.precision,
         is_as_found_strict=True,
         build_seconds=rank.pace[0].time - began,
@@ -148,23 +149,48 @@ def samples_per_step(rank: Rank) -> float | None:
     return sum(one.num_samples for one in intervals) / sum(one.num_steps for one in intervals)
 
 
-def precision_of(rank: Rank) -> Precision | None:
-    """What its steps ran in: by the autocast regions that they entered on its device, else by what the weights of its
-    modules were used in. None where nothing of that could be seen: all of it was compiled, without a region.
-    """
+def autocast_precision(rank: Rank) -> Precision:
+    """Return what autocast, or the mixed precision of FSDP, had its steps compute in: "fp32" or "tf32" where neither
+    lowered anything, whatever the weights are kept in."""
     devices = {device.partition(":")[0] for optimizer in rank.optimizers.values() for device in optimizer.devices}
     regions = [region.partition(":") for step in rank.steps for region in step.regions]
     low = Counter(_LOW[dtype] for device, _, dtype in regions if device in devices and dtype in _LOW)
     if low:
         return max(low, key=lambda precision: low[precision])
     used = Counter(dtype for step in rank.steps for _, _, dtype in step.forwards)
-    if not used and any(step.num_compilations for step in rank.steps) and not regions:
+    if used and max(used, key=lambda dtype: used[dtype]) not in _num_parameters(rank) + _num_frozen(rank):
+        return _most(used)  # no weight is kept so: FSDP casts them
+    return "tf32" if any(optimizer.uses_tf32 for optimizer in rank.optimizers.values()) else "fp32"
+
+
+def weights_of(rank: Rank) -> Precision | None:
+    """Return the precision in which most weights of its modules are used, None where nothing of that could be seen: all
+    of it was compiled, without a region."""
+    used = Counter(dtype for step in rank.steps for _, _, dtype in step.forwards)
+    is_compiled = any(step.num_compilations for step in rank.steps)
+    if not used and is_compiled and not any(step.regions for step in rank.steps):
         return None
-    weights = used or _num_parameters(rank)
-    is_tf32 = any(optimizer.uses_tf32 for optimizer in rank.optimizers.values())
-    return _LOW.get(max(weights, key=lambda dtype: weights[dtype]), "tf32" if is_tf32 else "fp32")
+    return _most(used or _num_parameters(rank))
+
+
+def precision_of(rank: Rank) -> Precision | None:
+    """Return what its steps ran in: by autocast, else by what its weights are used in; None where neither was seen."""
+    precision, weights = autocast_precision(rank), weights_of(rank)
+    if precision not in _FULL or weights is None:
+        return None if precision in _FULL else precision
+    return precision if weights in _FULL else weights
 
 
 def _num_parameters(rank: Rank) -> Counter[str]:
-    """By dtype, of all its optimizers."""
+    """Count the parameters of all its optimizers, by dtype."""
     return sum((Counter(optimizer.num_parameters) for optimizer in rank.optimizers.values()), Counter())
+
+
+def _num_frozen(rank: Rank) -> Counter[str]:
+    """Count the parameters that its modules keep as they are, by dtype."""
+    return sum((Counter(optimizer.num_frozen) for optimizer in rank.optimizers.values()), Counter())
+
+
+def _most(num_by_dtype: Counter[str]) -> Precision:
+    """Return the precision of the most frequent dtype."""
+    return _LOW.get(max(num_by_dtype, key=lambda dtype: num_by_dtype[dtype]), "fp32")

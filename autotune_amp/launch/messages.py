@@ -39,11 +39,13 @@ class Torch(_OfRank, frozen=True, kw_only=True, tag="torch"):
 
 
 class Optimizer(_OfRank, frozen=True, kw_only=True, tag="optimizer"):
-    """An optimizer is about to take its first step, or has just taken it. `num_parameters` is by dtype."""
+    """An optimizer is about to take its first step, or has just taken it. `num_parameters` is by dtype, as is
+    `num_frozen`, of parameters that the modules seen so far do not train."""
 
     index: int
     name: str
     num_parameters: dict[str, int]
+    num_frozen: dict[str, int] = {}
     devices: tuple[str, ...]
     is_fused: bool
     uses_tf32: bool
@@ -118,7 +120,8 @@ class Step(_Message, frozen=True, kw_only=True, tag="step"):
 
 
 class Gradient(_OfRank, frozen=True, kw_only=True, tag="gradient"):
-    """A frozen step: its gradient is at `path`, in float32, `sizes` entries of each parameter; digests of the rest."""
+    """A frozen step: its gradient is at `path`, in float32, `sizes` entries of each parameter; digests of the rest.
+    `has_low_weights`: some weights are kept in half precision."""
 
     optimizer: int
     number: int
@@ -126,6 +129,7 @@ class Gradient(_OfRank, frozen=True, kw_only=True, tag="gradient"):
     sizes: tuple[int, ...]
     weights: str
     batch: str | None
+    has_low_weights: bool = False
 
 
 class Set(_Message, frozen=True, kw_only=True, tag="set"):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
-from autotune_amp.core.launch_line import LaunchLine
+from autotune_amp.core.launch_line import OF_TRIAL, LaunchLine
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.setting import Setting
 from autotune_amp.launch.running import INJECTED
@@ -44,7 +44,7 @@ def to_start(
     files = [file for file in (searched.files if searched else ()) if any(file in argument for argument in command)]
     given = LaunchLine.of(command, values=searched.values if searched else {}, files=files)
     arguments, _ = given.of_setting(config, str(path.parent))
-    left = [name for name in given.placeholders if f"{{{name}}}" in " ".join(arguments)]
+    left = [name for name, each in given.placeholders.items() if name in OF_TRIAL and each.today is None]
     if left:
         raise InvalidRequestError(
             f"The command has {{{left[0]}}}, which no recommendation fills.",

@@ -8,7 +8,13 @@ from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.setting import Setting
-from autotune_amp.launch.measure import precision_of, samples_per_step, training_loader
+from autotune_amp.launch.measure import (
+    autocast_precision,
+    precision_of,
+    samples_per_step,
+    training_loader,
+    weights_of,
+)
 from autotune_amp.launch.messages import Set
 from autotune_amp.launch.ranks import Rank
 
@@ -96,10 +102,34 @@ def deviation(line: LaunchLine, setting: Setting, rank: Rank, num_sharing: int =
     if setting.num_workers is not None and loader is not None and loader.num_workers != setting.num_workers:
         message = f"its loader has {loader.num_workers} workers, where {setting.num_workers} were asked for"
         return Failure(kind="workload_error", message=f"{message}: {{num_workers}} does not reach it")
-    precision = precision_of(rank)
-    alike = ({"fp32", "tf32"}, {setting.precision})  # TF32 shows in no autocast region
-    if precision is not None and not any({precision, setting.precision} <= each for each in alike):
-        why = ": {precision} does not reach its autocast" if "precision" in line.placeholders else ""
-        message = f"its steps ran in {precision}, where {setting.precision} was asked for{why}"
-        return Failure(kind="unsupported", message=message)
-    return None
+    return None if _may_have_run_in(setting.precision, rank) else _of_precision(line, setting, rank)
+
+
+def ignored_precision(line: LaunchLine, setting: Setting, rank: Rank, today: Setting, rank_today: Rank) -> str | None:
+    """Why a run of `setting` was no other than that of `today`, None where its precision shows or nothing does.
+
+    A model whose weights are loaded in bf16 computes with them as they are in rows called fp32, and a script may also
+    convert its weights where it is asked for bf16: only the two runs together tell these apart.
+    """
+    if setting.precision == today.precision or {setting.precision, today.precision} <= _FULL:
+        return None
+    seen, seen_today = [(autocast_precision(each), weights_of(each)) for each in (rank, rank_today)]
+    return _of_precision(line, setting, rank).message if seen == seen_today and seen[1] is not None else None
+
+
+_FULL = {"fp32", "tf32"}  # TF32 shows in no autocast region
+
+
+def _may_have_run_in(precision: Precision, rank: Rank) -> bool:
+    seen = precision_of(rank)
+    if seen is None or seen == precision:
+        return True
+    return precision in _FULL and autocast_precision(rank) in _FULL
+
+
+def _of_precision(line: LaunchLine, setting: Setting, rank: Rank) -> Failure:
+    why = ": {precision} does not reach its autocast" if "precision" in line.placeholders else ""
+    is_by_weights = autocast_precision(rank) in _FULL and weights_of(rank) not in _FULL
+    how = ", which its weights are kept in, without autocast," if is_by_weights else ","
+    message = f"its steps ran in {precision_of(rank)}{how} where {setting.precision} was asked for{why}"
+    return Failure(kind="unsupported", message=message)

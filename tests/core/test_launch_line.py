@@ -32,7 +32,10 @@ def filled(command: str, setting: Setting = BF16, values: dict[str, str] | None 
         ("python t.py '--flags={precision:bf16=a b|fp32=}'", "python t.py '--flags=a b'"),
         ("python t.py --workers {num_workers=4}", "python t.py --workers 4"),
         ("bash -c 'python t.py --bs {batch_size=1} | tee log'", "bash -c 'python t.py --bs 16 | tee log'"),
-        ("python t.py '{\"lr\": 1}' {other} ${batch}", "python t.py '{\"lr\": 1}' '{other}' '${batch}'"),
+        ("python t.py '{\"lr\": 1}' {{other}} ${batch}", "python t.py '{\"lr\": 1}' '{other}' '${batch}'"),
+        ("python t.py '{\"a\": {\"bs\": {batch_size}}}'", "python t.py '{\"a\": {\"bs\": 16}}'"),
+        ("python t.py --name={{batch_size=8}}-{batch_size=8}", "python t.py '--name={batch_size=8}-16'"),
+        ("bash -c 'python t.py --bs ${batch_size}'", "bash -c 'python t.py --bs ${batch_size}'"),
         ("python t.py --seed {seed=17} --out {trial_dir}", "python t.py --seed 17 --out '{trial_dir}'"),
     ],
 )  # fmt: skip
@@ -91,6 +94,40 @@ def test_a_settings_file_is_copied_and_the_copy_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": 1}',
+        '{"batch_size": 8}',
+        "{}",
+        "{0}",
+        "${VAR:-x}",
+        "{date:%Y}",
+        "{val_loss:.2f}",
+        "{1..3}",
+        "{a,b}",
+        "{lr: 0.1}",
+        "f() { python t.py; }",
+        "awk '{print $1}'",
+        "{{ name }}",
+        "{model.dim}",
+    ],
+)
+def test_braces_that_can_be_no_placeholder_stay(text: str) -> None:
+    assert LaunchLine.of(["python", "t.py", text]).of_setting(BF16, ".")[0][-1] == text
+
+
+def test_of_a_settings_file_only_misspelt_names_are_refused(tmp_path: Path) -> None:
+    own = tmp_path / "cfg.yaml"
+    text = "batch: {batch_size=4}\nname: {{epoch}}-{epoch}-{{seeds=1}}\nmodel: {port: 1, width: 2}\n"
+    own.write_text(text)
+    _, files = LaunchLine.of(f"python t.py {own}", files=[str(own)]).of_setting(BF16, ".")
+    assert list(files.values()) == [text.replace("{batch_size=4}", "16").replace("{{seeds=1}}", "{seeds=1}")]
+    own.write_text("batch: {batchsize=4}\n")
+    with pytest.raises(InvalidRequestError, match=r"cfg.yaml(.|\n)*\{batch_size=4\}"):
+        LaunchLine.of(f"python t.py {own}", files=[str(own)])
+
+
+@pytest.mark.parametrize(
     ("command", "options", "named"),
     [
         ("", {}, "empty"),
@@ -106,6 +143,13 @@ def test_a_settings_file_is_copied_and_the_copy_named(tmp_path: Path) -> None:
         ("python t.py --workers {num_workers}", {}, "today"),
         (["python", "t.py", "{precision:bf16=--bf16"], {}, "Quote|begins"),
         ("python t.py {batch_size=8", {}, "begins"),
+        ("python t.py {batch_size:8}", {}, "begins"),
+        ("python t.py {batchsize=32}", {}, r"batchsize(.|\n)*Write \{batch_size=32\}(.|\n)*\{\{batchsize=32\}\}"),
+        ("python t.py --amp={precison=fp32}", {}, r"Write \{precision=fp32\}"),
+        ("python t.py {attn=sdpa}", {}, r"\{batch_size\}(.|\n)*\{\{attn=sdpa\}\}"),
+        ("python t.py '{attn:flash=--flash|eager=}'", {}, "attn"),
+        ("python t.py ckpt-{epoch}", {}, r"\{\{epoch\}\}"),
+        ("bash -c 'python t.py --bs {batch-size=8} | tee log'", {}, r"Write \{batch_size=8\}"),
         ("python t.py {precision}", {"values": {"bfloat": "x"}}, "bfloat"),
     ],
 )

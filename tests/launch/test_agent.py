@@ -16,6 +16,7 @@ from commands import INJECTED, TORCHRUN, run
 from forked_python import ForkServer
 
 from autotune_amp.launch.agent import observer, passes
+from autotune_amp.launch.frozen_pair import Unpaired, pair
 from autotune_amp.launch.measure import precision_of
 from autotune_amp.launch.ranks import Heard, Rank
 
@@ -477,6 +478,32 @@ for x, y in torch.utils.data.DataLoader(data, batch_size=8) if {data == "loader"
     assert len({each.weights for each in told}) == 1, "no step was taken"
     assert len({each.batch for each in told} - {None}) == 3
     assert {sum(each.sizes) for each in told} == {8 * 8 + 8 + 8 + 1}
+
+
+def test_weights_in_half_precision_are_raised_for_the_run_that_others_are_held_against(train: Train) -> None:
+    text = """
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.frozen, self.trained = nn.Linear(8, 8).bfloat16().requires_grad_(False), nn.Linear(8, 1)
+    def forward(self, batch):
+        return self.trained(self.frozen(batch["x"]).float())
+models = [nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).bfloat16(), Base()]
+optimizer = torch.optim.SGD([p for each in models for p in each.parameters() if p.requires_grad], lr=1.0)
+for x, y in torch.utils.data.DataLoader(data, batch_size=8):
+    (loss_of(models[0](x.bfloat16()), y) + loss_of(models[1]({"x": x.bfloat16()}), y)).backward()
+    optimizer.step()
+"""
+    low, raised = (
+        train(text, frozen={"num_steps": 3, "max_entries": 1000, "in_fp32": in_fp32}) for in_fp32 in (False, True)
+    )
+    assert [each.has_low_weights for each in low.gradients] == [True] * 3
+    assert [each.has_low_weights for each in raised.gradients] == [False] * 3
+    assert isinstance(pair(low.gradients, raised.gradients), tuple)
+    assert not isinstance(pair(low.gradients, raised.gradients), Unpaired), "the same weights and batches"
+    (rank,) = low.ranks.values()
+    assert rank.optimizers[0].num_frozen == {"bfloat16": 72}
+    assert rank.optimizers[0].num_parameters == {"bfloat16": 81, "float32": 9}
 
 
 def test_frozen_gradients_of_complex_and_sparse_weights_are_written_in_full(train: Train) -> None:

@@ -257,6 +257,45 @@ def test_batches_that_are_drawn_anew_say_nothing_of_fidelity(script: str, local:
     assert "eed" in judged.next_step
 
 
+# As a model that is loaded in bf16; autocast is the script's switch.
+IN_BF16 = SCRIPT.replace("nn.Linear(8, 1)", "nn.Linear(8, 1).bfloat16()").replace("model(x)", "model(x.bfloat16())")
+CONVERTING = IN_BF16.replace(
+    ".bfloat16()", ".to(getattr(torch, {'fp32': 'float32'}.get(options.precision, 'bfloat16')))"
+)
+
+
+@pytest.mark.parametrize("placeholders", [(*BATCH, *PRECISION), ()], ids=["placeholders", "from outside"])
+def test_a_model_in_bf16_is_searched_and_its_fidelity_judged(
+    tmp_path: Path, local: LocalBackend, placeholders: tuple[str, ...]
+) -> None:
+    (tmp_path / "train.py").write_text(IN_BF16)
+    backend, found = described([sys.executable, str(tmp_path / "train.py"), *placeholders], local)
+    assert isinstance(found, Description), found
+    assert (found.as_found_precision, found.weights) == ("fp32", "bf16")
+    assert not found.unsettable.keys() & {"fp32", "bf16"}
+    for precision in ("fp32", "bf16"):
+        setting = Setting(precision=precision, batch_size=8)
+        assert isinstance(backend.submit(trial(setting)).result(), Measurement)
+        check = Check(what="fidelity", candidate=setting, device="cpu", deadline_seconds=SECONDS)
+        judged = backend.submit(check).result()
+        assert isinstance(judged, Fidelity)
+        assert judged.verdict != "unchecked", judged.reason
+        assert (judged.noise_ratio or 0) > 0, "what it is held against has its weights in fp32"
+
+
+def test_weights_that_the_precision_converts_are_its_own(tmp_path: Path, local: LocalBackend) -> None:
+    (tmp_path / "train.py").write_text(CONVERTING.replace("enabled=", "enabled=False and "))
+    _, found = described([sys.executable, str(tmp_path / "train.py"), "--precision", "{precision=bf16}"], local)
+    assert isinstance(found, Description), found
+    assert (found.as_found_precision, found.weights) == ("bf16", "fp32")
+
+
+def test_a_precision_that_shows_nowhere_is_not_taken_for_the_weights(tmp_path: Path, local: LocalBackend) -> None:
+    (tmp_path / "train.py").write_text(IN_BF16.replace("enabled=", "enabled=False and "))
+    with pytest.raises(WorkloadError, match="does not reach"):
+        described([sys.executable, str(tmp_path / "train.py"), *PRECISION], local)
+
+
 def test_an_ignored_placeholder_is_an_error_that_names_both_values(script: str, local: LocalBackend) -> None:
     with pytest.raises(WorkloadError, match=r"8 samples.*where 4 were asked for") as raised:
         described([sys.executable, script, "--be", "ignoring", *BATCH], local)

@@ -91,3 +91,40 @@ def test_a_framework_is_set_in_its_arguments(tmp_path: Path, owner: str) -> None
     assert mode((one.num_samples, one.num_passes) for one in rank.intervals()) == (16, 2)
     assert {one.name for one in rank.sets} == {"precision", "batch_size", "accumulation_steps"}
     assert owner in next(one.what for one in rank.sets if one.name == "precision")
+
+
+SECOND = (
+    PREAMBLE
+    + """
+from transformers import Trainer, TrainingArguments
+class Own(TrainingArguments): pass
+common = dict(use_cpu=True, report_to=[], save_strategy="no", num_train_epochs=1, disable_tqdm=True)
+before = TrainingArguments("unused")
+arguments = Own("out", per_device_train_batch_size=4, learning_rate=0.5, **common)
+arguments.learning_rate = 0.25
+if {positional}:
+    trainer = Trainer(Model(), arguments, train_dataset=data)
+else:
+    trainer = Trainer(args=arguments, model=Model(), train_dataset=data)
+after = TrainingArguments("unused")
+for others in (before, after):
+    assert not others.bf16 and others.per_device_train_batch_size == 8 and others.gradient_accumulation_steps == 1
+    assert others.mixed_precision == "no"
+assert arguments.bf16 and trainer.args is arguments and arguments.learning_rate == 0.25
+trainer.train()
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("positional", [True, False])
+def test_only_the_arguments_that_a_trainer_receives_are_set(tmp_path: Path, positional: bool) -> None:
+    (tmp_path / "train.py").write_text(SECOND.replace("{positional}", str(positional)))
+    outside = {"precision": "bf16", "batch_size": 8, "accumulation_steps": 2}
+    (rank,) = run([sys.executable, "train.py"], tmp_path, outside=outside).ranks.values()
+    assert precision_of(rank) == "bf16"
+    assert mode((one.num_samples, one.num_passes) for one in rank.intervals()) == (16, 2)
+    (switch,) = (each for each in rank.switches if each.owner == "TrainingArguments")
+    assert switch.today == {"batch_size": 4, "accumulation_steps": 1, "precision": "fp32"}
+    line = next(number for number, text in enumerate(SECOND.split("\n"), 1) if text.startswith("arguments = "))
+    assert {one.line.rpartition(":")[2] for one in rank.sets} == {str(line)}

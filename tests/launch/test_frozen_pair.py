@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from autotune_amp.core.outcome import Fidelity
-from autotune_amp.launch.frozen_pair import FrozenPair, FrozenStep, pair
+from autotune_amp.launch.frozen_pair import FrozenPair, FrozenStep, Unpaired, pair
 from autotune_amp.launch.messages import Gradient
 
 
@@ -21,18 +21,25 @@ def test_steps_are_paired_by_batch_and_rank() -> None:
     low = [gradient(number, rank=rank) for number in (0, 1) for rank in (0, 1)]
     reference = [gradient(number, "fp32", rank) for rank in (1, 0) for number in (1, 0, 2)]
     found = pair(low, reference)
-    assert [[(step.low, step.reference) for step in batch] for batch in found if not isinstance(batch, str)] == [
+    assert [[(step.low, step.reference) for step in batch] for batch in found if isinstance(batch, tuple)] == [
         [("low00", "fp3200"), ("low01", "fp3201")],
         [("low10", "fp3210"), ("low11", "fp3211")],
     ]
 
 
 def test_what_is_not_alike_is_not_held_against_each_other() -> None:
-    assert "weights" in pair([gradient(0)], [gradient(0, weights="other")])
-    assert "batches" in pair([gradient(0)], [gradient(0, batch="other")])
-    assert "no step" in pair([gradient(0)], [gradient(1)])
-    assert "no step" in pair([], [])
-    assert "no batch" in pair([gradient(0, batch=None)], [gradient(0, batch=None)])
+    for low, reference, named in (
+        ([gradient(0)], [gradient(0, weights="other")], "weights"),
+        ([gradient(0)], [gradient(0, batch="other")], "batches"),
+        ([gradient(0)], [gradient(1)], "no step"),
+        ([], [], "no step"),
+        ([gradient(0, batch=None)], [gradient(0, batch=None)], "no batch"),
+        ([gradient(0)], [gradient(0, has_low_weights=True)], "cannot be raised to fp32"),
+    ):
+        found = pair(low, reference)
+        assert isinstance(found, Unpaired)
+        assert named in found.why
+        assert found.next_step
 
 
 def test_the_job_reads_the_gradients_from_their_files(tmp_path: Path) -> None:

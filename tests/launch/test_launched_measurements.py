@@ -9,7 +9,7 @@ import said
 
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.launch.measure import is_enough, measurement, precision_of
+from autotune_amp.launch.measure import autocast_precision, description, is_enough, measurement, precision_of
 from autotune_amp.launch.messages import Message
 from autotune_amp.launch.ranks import Heard
 from autotune_amp.trial.jobs import Trial
@@ -90,3 +90,21 @@ def test_precision_is_what_the_passes_ran_in(
     messages: list[Message] = [said.optimizer(7, **optimizer), said.step(7, 1, **steps), said.step(7, 2)]
     (rank,) = said.heard(messages).ranks.values()
     assert precision_of(rank) == precision
+
+
+@pytest.mark.parametrize(
+    ("steps", "optimizer", "precision", "weights"),
+    [
+        ({"forwards": (("Llama", 8, "bfloat16"),)}, {"num_parameters": {"bfloat16": 9}}, "fp32", "bf16"),
+        ({"forwards": (("Llama", 8, "bfloat16"),), "regions": ("cpu:bfloat16",)}, {}, "bf16", "fp32"),
+        ({"forwards": (("Peft", 8, "bfloat16"),)}, {"num_frozen": {"bfloat16": 99}}, "fp32", "frozen_low"),
+        ({"forwards": (("FSDPNet", 8, "bfloat16"),)}, {}, "bf16", "fp32"),
+    ],
+)
+def test_what_weights_are_kept_in_is_not_what_autocast_is_in(
+    steps: dict[str, Any], optimizer: dict[str, Any], precision: str, weights: str
+) -> None:
+    messages: list[Message] = [said.optimizer(7, **optimizer), said.step(7, 1, **steps), said.step(7, 2)]
+    (rank,) = said.heard(messages).ranks.values()
+    today = Setting(precision=autocast_precision(rank), batch_size=8)
+    assert (today.precision, description(rank, "train", today, 0.0).weights) == (precision, weights)

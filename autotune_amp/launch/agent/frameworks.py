@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from . import where
@@ -24,15 +26,21 @@ class Frameworks:
         self._outside = outside
         self._values: dict[str, Any] = outside.values
         self._told: set[str] = set()
+        self._in_trainer: dict[str, Any] = dict(outside.values)  # what every Trainer of Transformers gets
+        # Line and parser that made each TrainingArguments, by its identity.
+        self._origins: dict[int, tuple[str, str]] = {}
 
     def install(self) -> None:
         """Hook into each once it is imported."""
-        after_import("transformers.training_args", self._set_training_arguments)
+        after_import("transformers.training_args", self._watch_training_arguments)
+        after_import("transformers.trainer", self._set_training_arguments)
         after_import("accelerate.accelerator", self._set_accelerator)
         after_import("lightning.pytorch.trainer.trainer", self._set_trainer)
         after_import("pytorch_lightning.trainer.trainer", self._set_trainer)
 
-    def _tell_switch(self, owner: str, arguments: dict[str, str], today: dict[str, Any], parser: str = "") -> None:
+    def _tell_switch(
+        self, owner: str, arguments: dict[str, str], today: dict[str, Any], parser: str = "", line: str = ""
+    ) -> None:
         if owner not in self._told:
             self._told.add(owner)
             self._outside.channel.add(
@@ -42,7 +50,7 @@ class Frameworks:
                 today=today,
                 parser=parser,
                 script=sys.argv[0] if sys.argv else "",
-                line=where.user_line(),
+                line=line or where.user_line(),
             )
 
     def _set(self, owner: Any, name: str, argument: str, what: str) -> None:
@@ -51,30 +59,64 @@ class Frameworks:
             self._outside.tell(name, what, getattr(owner, argument), self._values[name])
             setattr(owner, argument, self._values[name])
 
-    def _set_training_arguments(self, module: Any) -> None:
+    def _watch_training_arguments(self, module: Any) -> None:
+        """Remember what makes each of them: which one trains is known once a Trainer receives it."""
         owner = module.TrainingArguments
         original = owner.__post_init__
 
         @functools.wraps(original)
         def __post_init__(arguments: Any, *args: Any, **kwargs: Any) -> None:
-            today = {name: getattr(arguments, argument) for name, argument in _TRAINING_ARGUMENTS.items()}
-            today["precision"] = was = "bf16" if arguments.bf16 else "fp16" if arguments.fp16 else "fp32"
-            names = {**_TRAINING_ARGUMENTS, "precision": "bf16"}
-            self._tell_switch("TrainingArguments", names, today, _parser_of_arguments())
-            for name, argument in _TRAINING_ARGUMENTS.items():
-                self._set(arguments, name, argument, f"TrainingArguments' {argument}")
-            if "batch_size" in self._values:
-                del self._values["batch_size"]  # its loader has it already
-            precision = self._values.get("precision")
-            if precision is not None:
-                self._outside.is_in_framework = True
-                arguments.bf16, arguments.fp16 = precision == "bf16", precision == "fp16"
-                if arguments.tf32 is not None:
-                    arguments.tf32 = precision == "tf32"
-                self._outside.tell("precision", "TrainingArguments", was, precision)
+            self._origins[id(arguments)] = where.user_line(), _parser_of_arguments()
             original(arguments, *args, **kwargs)
 
         owner.__post_init__ = __post_init__
+
+    def _set_training_arguments(self, module: Any) -> None:
+        """Set those that a Trainer receives; others, such as defaults that a library compares with, stay."""
+        owner, kind = module.Trainer, module.TrainingArguments
+        original = owner.__init__
+
+        @functools.wraps(original)
+        def __init__(trainer: Any, *args: Any, **kwargs: Any) -> None:
+            given = next((each for each in (*args, *kwargs.values()) if isinstance(each, kind)), None)
+            if given is None:
+                given = kind("tmp_trainer")  # as Trainer itself does
+                if len(args) > 1:
+                    args = (args[0], given, *args[2:])
+                else:
+                    kwargs["args"] = given
+            self._tell_training_arguments(given)
+            with _environment("ACCELERATE_MIXED_PRECISION"):  # where Transformers 4 puts it for its Accelerator
+                if self._in_trainer:
+                    self._change_training_arguments(given, kind)
+                original(trainer, *args, **kwargs)
+
+        owner.__init__ = __init__
+
+    def _tell_training_arguments(self, arguments: Any) -> None:
+        line, parser = self._origins.get(id(arguments), ("", ""))
+        today = {name: getattr(arguments, argument) for name, argument in _TRAINING_ARGUMENTS.items()}
+        today["precision"] = _precision_of(arguments)
+        self._tell_switch("TrainingArguments", {**_TRAINING_ARGUMENTS, "precision": "bf16"}, today, parser, line)
+
+    def _change_training_arguments(self, arguments: Any, kind: Any) -> None:
+        """Give them our values, and have Transformers work out anew what follows from them."""
+        values, line = self._in_trainer, self._origins.get(id(arguments), ("", ""))[0]
+        for name, argument in _TRAINING_ARGUMENTS.items():
+            if name in values:
+                was, what = getattr(arguments, argument), f"TrainingArguments' {argument}"
+                self._outside.tell(name, what, was, values[name], line)
+                setattr(arguments, argument, values[name])
+        self._values.pop("batch_size", None)  # its loader has it already
+        precision = values.get("precision")
+        if precision is not None:
+            self._outside.is_in_framework = True
+            self._outside.tell("precision", "TrainingArguments", _precision_of(arguments), precision, line)
+            arguments.bf16, arguments.fp16 = precision == "bf16", precision == "fp16"
+            if arguments.tf32 is not None:
+                arguments.tf32 = precision == "tf32"
+            os.environ["ACCELERATE_MIXED_PRECISION"] = precision if precision in ("bf16", "fp16") else "no"
+        kind.__post_init__.__wrapped__(arguments)
 
     def _set_accelerator(self, module: Any) -> None:
         owner = module.Accelerator
@@ -137,6 +179,27 @@ class Frameworks:
             return fit(trainer, model, *args, **kwargs)
 
         owner.__init__, owner.fit = __init__, fit_
+
+
+def _precision_of(arguments: Any) -> str:
+    """What TrainingArguments train in: as they say, else as ``accelerate launch`` does."""
+    if arguments.bf16 or arguments.fp16:
+        return "bf16" if arguments.bf16 else "fp16"
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    return launched if launched in ("bf16", "fp16") else "fp32"
+
+
+@contextlib.contextmanager
+def _environment(name: str) -> Iterator[None]:
+    """An environment variable that is afterwards what it was."""
+    before = os.environ.get(name)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
 
 
 def _parser_of_arguments() -> str:

@@ -1,11 +1,13 @@
 """Gradients without steps: every batch meets the first weights, so that two precisions can be held against each other.
 
 A run in fp32 and one in the low precision write the same entries of the same gradients; digests of weights and batch
-prove that they are the same.
+prove that they are the same. Weights that the script keeps in half precision are raised to fp32 in the run that the
+other is held against.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from typing import Any
@@ -15,19 +17,47 @@ import torch
 from . import where
 from .batches import first_tensor
 from .channel import Channel
+from .outside import in_fp32
+
+_HALF = (torch.bfloat16, torch.float16)
 
 
 class Frozen:
     """Takes no step. The first `num_steps` gradients go to files in `folder`: float32, at most `max_entries` of them,
     at even distances in each parameter."""
 
-    def __init__(self, channel: Channel, observer: Any, folder: str, settings: dict[str, int]) -> None:
+    def __init__(self, channel: Channel, observer: Any, folder: str, settings: dict[str, Any]) -> None:
         self._channel = channel
         self._observer = observer
         self._folder = folder
         self._num_steps = settings["num_steps"]
         self._max_entries = settings["max_entries"]
         observer.loaders.keeps_latest = observer.passes.keeps_latest = True
+        if settings.get("in_fp32"):
+            self._raised: dict[int, Any] = {}  # modules, which are held so that no other has their identity
+            observer.passes.on_outermost.append(self._raise)
+            self._raise_before_ddp()
+
+    def _raise_before_ddp(self) -> None:
+        """DistributedDataParallel makes its buckets of the dtypes that parameters have when it is made."""
+        owner: Any = torch.nn.parallel.DistributedDataParallel
+        original, raises = owner.__init__, self._channel.shield(self._raise)
+
+        @functools.wraps(original)
+        def __init__(parallel: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+            raises(module)
+            original(parallel, module, *args, **kwargs)
+
+        owner.__init__ = __init__
+
+    def _raise(self, module: Any) -> None:
+        """Raise a module's weights, and what enters it, from half precision to fp32, in place."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.dtype in _HALF and not hasattr(tensor, "to_local"):  # FSDP's hold a storage of its own
+                tensor.data = tensor.data.float()
+        if id(module) not in self._raised:
+            self._raised[id(module)] = module
+            module.register_forward_pre_hook(lambda _, *given: in_fp32(given), with_kwargs=True)
 
     def before(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """In place of what the step would do; of one with a closure, after its passes."""
@@ -63,10 +93,16 @@ class Frozen:
                 sizes=sizes,
                 weights=_digest(parameters),
                 batch=None if batch is None else _digest([batch]),
+                has_low_weights=self._has_low_weights(parameters),
                 **where.rank(),
             )
         for parameter in parameters:
             parameter.grad = None  # with which no optimizer moves it
+
+    def _has_low_weights(self, trained: list[Any]) -> bool:
+        modules = (reference() for reference in self._observer.modules.values())
+        used = (parameter for module in modules if module is not None for parameter in module.parameters())
+        return any(parameter.dtype in _HALF for parameter in (*trained, *used))
 
     def _write(self, path: str, parameters: list[Any], factor: float) -> list[int]:
         total = sum(parameter.numel() for parameter in parameters)
@@ -93,8 +129,10 @@ def _real(tensor: Any) -> Any:
 
 
 def _digest(tensors: list[Any]) -> str:
+    """The same for half precision and for what it was raised to."""
     found = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        entries = _real(_local(tensor.detach())).cpu().contiguous().flatten()
+        entries = _real(_local(tensor.detach()))
+        entries = (entries.float() if entries.dtype in _HALF else entries).cpu().contiguous().flatten()
         found.update(entries.view(torch.uint8).numpy().tobytes())
     return found.hexdigest()

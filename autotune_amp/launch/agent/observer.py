@@ -70,6 +70,7 @@ class Observer:
         self._device = torch.device("cpu")
         self._num_compilations = 0
         self._peak_bytes: int | None = None
+        self.modules: dict[int, Any] = {}  # outermost ones that have run in training: weak references by identity
         channel.now_and_then = channel.shield(self._look)
         os.register_at_fork(after_in_child=self._reset)
 
@@ -84,6 +85,7 @@ class Observer:
         """Hook into torch."""
         self.loaders.watch()
         self.passes.watch()
+        self.passes.on_outermost.append(lambda module: self.modules.setdefault(id(module), weakref.ref(module)))
         before, after = self.channel.shield(self._before), self.channel.shield(self._after)
         hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
@@ -231,15 +233,14 @@ class Observer:
         self._optimizers.append(weakref.ref(optimizer))
         self._num_steps_of.append(0)
         self._device = next((p.device for p in parameters if p.device.type != "cpu"), self._device)
-        num_by_dtype: dict[str, int] = {}
-        for parameter in parameters:
-            dtype = str(parameter.dtype).replace("torch.", "")
-            num_by_dtype[dtype] = num_by_dtype.get(dtype, 0) + parameter.numel()
+        seen = [module for module in (reference() for reference in self.modules.values()) if module is not None]
+        frozen = {id(p): p for module in seen for p in module.parameters() if not p.requires_grad}
         self.channel.send(
             "optimizer",
             index=len(self._optimizers) - 1,
             name=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
-            num_parameters=num_by_dtype,
+            num_parameters=_num_by_dtype(parameters),
+            num_frozen=_num_by_dtype(frozen.values()),
             devices=sorted({str(p.device) for p in parameters}),
             is_fused=any(group.get("fused") for group in optimizer.param_groups),
             line=where.user_line(),
@@ -249,6 +250,14 @@ class Observer:
             host=socket.gethostname(),
             **where.rank(),
         )
+
+
+def _num_by_dtype(parameters: Any) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for parameter in parameters:
+        dtype = str(parameter.dtype).replace("torch.", "")
+        found[dtype] = found.get(dtype, 0) + parameter.numel()
+    return found
 
 
 def _step_frame() -> Any:

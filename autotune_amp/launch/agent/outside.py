@@ -61,11 +61,11 @@ class Outside:
         if precision in ("fp32", "tf32"):
             torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
 
-    def tell(self, name: str, what: str, was: Any, value: Any) -> None:
-        """Of the value of `name` that was set in `what`, once."""
+    def tell(self, name: str, what: str, was: Any, value: Any, line: str = "") -> None:
+        """Tell once of the value of `name` that was set in `what`, at `line` unless at the user's line that runs."""
         if name not in self._told:
             self._told.add(name)
-            self.channel.add("set", name=name, what=what, was=was, value=value, line=where.user_line())
+            self.channel.add("set", name=name, what=what, was=was, value=value, line=line or where.user_line())
 
     def _set_batch_size(self) -> None:
         loader_class: Any = dataloader.DataLoader

@@ -120,7 +120,7 @@ def apply(
     edited = edit({path: source.text for path, source in sources.items()}, seen, recommended.config, line.arguments)
     applied = Applied(
         diff="".join(_diff(path, sources[path].text, text) for path, text in edited.texts.items()),
-        command=None if edited.command == line.arguments else edited.command,
+        command=None if edited.command == line.arguments else LaunchLine.of(edited.command).filled({}, "")[0],
         by_hand=tuple(msgspec.structs.replace(each, where=_shown(each.where)) for each in edited.by_hand),
         today=seen.today,
         expected=edited.expected,
