@@ -139,11 +139,21 @@ def test_as_few_samples_are_recorded_as_a_step_runs_with() -> None:
     assert (batch_size(1), batch_size(3)) == (2, 8)
 
 
-@pytest.mark.parametrize("is_pasted", [False, True])
-def test_a_class_of_the_script_itself_or_of_code_that_is_in_no_file(tmp_path: Path, is_pasted: bool) -> None:
-    text = f"{SICK}\nfrom autotune_amp import check_workload\nprint(check_workload(workload(), quiet=True).to_json())"
-    (tmp_path / "script.py").write_text(text)
-    command = [sys.executable, *(["-c", text] if is_pasted else ["script.py"])]
+@pytest.mark.parametrize("kind", ["script", "string", "cell"])
+def test_a_class_of_a_script_itself_of_a_string_or_of_a_notebooks_cell(tmp_path: Path, kind: str) -> None:
+    file = {"script": str(tmp_path / "script.py"), "string": "<string>", "cell": "/tmp/ipykernel_7/123.py"}[kind]
+    asks = "from autotune_amp import check_workload\nprint(check_workload(workload(), quiet=True).to_json())"
+    script = SICK + asks
+    if kind != "script":
+        keeps = f"linecache.cache[{file!r}] = len(text), None, text.splitlines(True), {file!r}" if kind == "cell" else ""
+        script = f"import linecache\ntext = {SICK!r}\n{keeps}\nexec(compile(text, {file!r}, 'exec'))\n{asks}"
+    (tmp_path / "script.py").write_text(script)
+    command = [sys.executable, "script.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert [finding["rule"] for finding in json.loads(done.stdout)["findings"]] == ["large_constant", "loss"]
+    found = json.loads(done.stdout)
+    line = "scores = scores.masked_fill(scores > 1, -1e9)" if kind != "string" else ""
+    first, second = found["findings"]
+    assert (first["rule"], first["file"], first["line"], first["code"]) == ("large_constant", file, 14, line)
+    assert (second["rule"], second["line"]) == ("loss", 19)
+    assert (found["files"], bool(found["unread"])) == ([] if kind == "string" else [file], kind == "string")
