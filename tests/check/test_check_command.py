@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +15,14 @@ from torch import Tensor
 from unisolated import run_jobs_here
 
 from autotune_amp import LaunchLine, check_workload
+from autotune_amp.check import recording
+from autotune_amp.check.child import report_on
 from autotune_amp.cli import run
-from autotune_amp.core.errors import InvalidRequestError, WorkloadError
+from autotune_amp.core.errors import InvalidRequestError, RunnerError, WorkloadError
+from autotune_amp.search.checks import run_look
+from autotune_amp.search.progress import Progress
+from autotune_amp.search.source import live
+from autotune_amp.trial.context import make_model
 
 SICK = """
 import torch
@@ -105,7 +113,7 @@ def test_a_workload_that_raises(tmp_path: Path, capfd: pytest.CaptureFixture[str
 
 
 def test_a_workload_that_ends_its_process() -> None:
-    with pytest.raises(WorkloadError, match="crash"):
+    with pytest.raises(WorkloadError, match=r"crash.*status 3"):
         check_workload(check_samples.workload(_ends), quiet=True)
 
 
@@ -113,6 +121,51 @@ def _ends(x: Tensor) -> Tensor:
     import os
 
     os._exit(3)
+
+
+@pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGSEGV])
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_process_that_dies_of_a_signal_is_our_fault_unless_the_step_alone_dies_too(
+    number: signal.Signals, is_ours: bool
+) -> None:
+    def dies(x: Tensor) -> Tensor:
+        import faulthandler
+        import os
+
+        import torch
+
+        faulthandler.disable()
+        if torch.overrides._get_current_function_mode() is not None or not is_ours:  # type: ignore[no-untyped-call]
+            os.kill(os.getpid(), number)
+        return x
+
+    with pytest.raises(RunnerError if is_ours else WorkloadError, match=number.name) as caught:
+        check_workload(check_samples.workload(dies), quiet=True)
+    assert ("Mend" in caught.value.next_step) is not is_ours
+    assert ("report" in caught.value.next_step) is is_ours
+    assert caught.value.exit_code == (1 if is_ours else 2)
+
+
+def test_a_long_recording_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "SAY_SECONDS", 0.0)
+    workload, said = check_samples.workload(check_samples.masks_far), list[str]()
+    report_on(workload, make_model(workload), "cuda", 2, say=said.append)
+    assert said[0] == "loading 2 samples"
+    assert any(re.fullmatch(r"\d+ calls recorded, now in body", text) for text in said)
+    assert any(text.endswith("the backward pass") for text in said)
+
+
+def test_what_a_process_says_that_it_does_is_shown() -> None:
+    heard: list[str] = []
+
+    class Hears(Progress):
+        def activity(self, text: str, slot: str | None = None) -> None:
+            assert slot is None
+            heard.append(text)
+
+    run_look(live(check_samples.workload(check_samples.identity)), Hears(), "cuda", None, 0)
+    assert heard[:2] == ["building the model", "loading 2 samples"]
+    assert heard[-1].endswith("the backward pass")
 
 
 def test_a_command_cannot_be_checked() -> None:
@@ -145,7 +198,7 @@ def test_a_class_of_a_script_itself_of_a_string_or_of_a_notebooks_cell(tmp_path:
     asks = "from autotune_amp import check_workload\nprint(check_workload(workload(), quiet=True).to_json())"
     script = SICK + asks
     if kind != "script":
-        keeps = f"linecache.cache[{file!r}] = len(text), None, text.splitlines(True), {file!r}" if kind == "cell" else ""
+        keeps = f"linecache.cache[{file!r}] = len(text), None, text.splitlines(True), {file!r}" * (kind == "cell")
         script = f"import linecache\ntext = {SICK!r}\n{keeps}\nexec(compile(text, {file!r}, 'exec'))\n{asks}"
     (tmp_path / "script.py").write_text(script)
     command = [sys.executable, "script.py"]

@@ -99,7 +99,9 @@ def test_what_needs_the_process_group_is_refused_by_name() -> None:
         pack(workload_of(model))
 
 
-@pytest.mark.parametrize("file", ["/home/user/script.py", "<ipython-input-3-0a1b2c>", "/tmp/ipykernel_7/123.py", "<string>"])
+@pytest.mark.parametrize(
+    "file", ["/home/user/script.py", "<ipython-input-3-0a1b2c>", "/tmp/ipykernel_7/123.py", "<string>"]
+)
 def test_code_of_a_script_a_notebook_or_a_string_keeps_its_file_and_a_cells_text(
     file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +113,8 @@ def test_code_of_a_script_a_notebook_or_a_string_keeps_its_file_and_a_cells_text
     monkeypatch.setattr(linecache, "cache", cached)
     packed = pack(Workload(lambda: nn.Linear(1, 1), names["loss"], lambda size: None))
     monkeypatch.setattr(linecache, "cache", {})  # as another process has it
-    code = unpack(packed).loss.__code__
+    arrived: Any = unpack(packed)
+    code = arrived.loss.__code__
     assert {code.co_filename, *(one.co_filename for one in code.co_consts if hasattr(one, "co_code"))} == {file}
     assert linecache.getline(file, 2) == (text.splitlines(keepends=True)[1] if is_cell else "")
     assert packed.count(b"[part for part in batch]") == is_cell
