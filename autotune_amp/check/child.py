@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from autotune_amp.check import reading
 from autotune_amp.check.findings import CheckReport, Finding, Look, in_order
-from autotune_amp.check.recording import Recording
+from autotune_amp.check.recording import Recording, Say
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import Failure
@@ -32,31 +32,43 @@ SeeLoss: TypeAlias = Callable[[Tensor], object]
 NUM_SAMPLES, MOST_SAMPLES = 2, 8
 
 
-def look(context: Context, job: Look, tell: Tell) -> CheckReport | Failure:  # noqa: ARG001 - one step is all of it
+def look(context: Context, job: Look, tell: Tell) -> CheckReport | Failure:
     """Check the workload; what its own code raises comes back as a `Failure`."""
     try:
-        return _look(context, job)
+        return _look(context, job, lambda text: tell({"event": "phase", "name": text}))
     except Exception as error:
         failure = failures.failure_from_exception(error)
         traceback.clear_frames(error.__traceback__)
         return failure
 
 
-def _look(context: Context, job: Look) -> CheckReport:
+def _look(context: Context, job: Look, say: Say) -> CheckReport:
+    say("building the model")
     torch_state.apply(job.torch_state)
     torch_state.set_flags("fp32")
     torch_state.seed(job.seed)
     model = context.model(torch.device("cpu"))
     most = job.batch_size or _most_samples(context.workload)
     fewest = job.batch_size or min(NUM_SAMPLES, most)
+    if not job.is_recorded:
+        _take(context.workload, model, fewest)
+        return CheckReport(
+            workload=context.workload.name,
+            device=job.autocast_device,
+            batch_size=fewest,
+            findings=(),
+            num_calls=0,
+            num_modules=0,
+        )
     try:
-        return report_on(context.workload, model, job.autocast_device, fewest, context.source)
+        return report_on(context.workload, model, job.autocast_device, fewest, context.source, say)
     except Exception:
         if fewest == most:
             raise
+    say(f"taking {most} samples: the step does not run with {fewest}")
     torch_state.seed(job.seed)
     model = make_model(context.workload)  # the recording has its weights in fp32
-    return report_on(context.workload, model, job.autocast_device, most, context.source)
+    return report_on(context.workload, model, job.autocast_device, most, context.source, say)
 
 
 def report_on(
@@ -65,26 +77,27 @@ def report_on(
     device: AutocastDevice,
     batch_size: int | None = None,
     source: Any = None,
+    say: Say = lambda _: None,
 ) -> CheckReport:
     """Read the source of `workload` and record one step of `model`, which is its own.
 
-    `source` is the function that made the workload. Weights that are kept in half precision are in fp32 afterwards.
-    What the step raises without the recording too comes through.
+    `source` is the function that made the workload, `say` is told now and then how far it is. Weights that are kept in
+    half precision are in fp32 afterwards. What the step raises without the recording too comes through.
     """
     batch_size = batch_size or _most_samples(workload)
+    say(f"loading {batch_size} samples")
     with closing(data.stream(workload.data, batch_size)) as stream:
         batch = next(stream)
     sources, unread = reading.sources_of(_written(source, workload, model))
     findings = [finding for source in sources for finding in reading.read(source)]
     findings += _of_weights(model, device, sources, (workload.model, workload.build, source))
-    recording = Recording(model, device)
+    recording = Recording(model, device, say)
     problem = None
     try:
         with recording.running():
             _step(workload, model, batch, recording.autocast, recording.see_loss)
     except Exception as error:
-        with closing(data.stream(workload.data, batch_size)) as stream:
-            _step(workload, model, next(stream), nullcontext, lambda _: None)  # raises what is the workload's own
+        _take(workload, model, batch_size)  # raises what is the workload's own
         problem = failures.failure_from_exception(error).message
     return CheckReport(
         workload=workload.name,
@@ -123,6 +136,12 @@ def _of_weights(
 def _most_samples(workload: Workload) -> int:
     _, own, num_samples = data.describe(workload.data)
     return min(own or MOST_SAMPLES, num_samples or MOST_SAMPLES, MOST_SAMPLES)
+
+
+def _take(workload: Workload, model: nn.Module, batch_size: int) -> None:
+    """Take a step that nobody records."""
+    with closing(data.stream(workload.data, batch_size)) as stream:
+        _step(workload, model, next(stream), nullcontext, lambda _: None)
 
 
 def _step(workload: Workload, model: nn.Module, batch: Any, autocast: NewAutocast, see_loss: SeeLoss) -> None:

@@ -77,7 +77,10 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
 
 
 class Look(Job[CheckReport], frozen=True, kw_only=True):
-    """Record one fp32 step of the workload on the CPU and read its source, for the autocast of `autocast_device`."""
+    """Record one fp32 step of the workload on the CPU and read its source, for the autocast of `autocast_device`.
+
+    Where it is not `is_recorded`, the step is only taken, which shows whether it ends its process by itself.
+    """
 
     answer: ClassVar[Any] = CheckReport
     work: ClassVar[str] = "autotune_amp.check.child:look"
@@ -85,6 +88,7 @@ class Look(Job[CheckReport], frozen=True, kw_only=True):
     autocast_device: AutocastDevice
     batch_size: int | None = None
     seed: int = 0
+    is_recorded: bool = True
 
 
 def found(

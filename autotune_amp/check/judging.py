@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from autotune_amp.check import mending
 from autotune_amp.check.findings import Finding, Place, found
+from autotune_amp.check.operands import NOT_IN_BF16
 from autotune_amp.core.config import FP16_MAX
 from autotune_amp.precision import rules
 from autotune_amp.precision.rules import AutocastDevice
@@ -78,8 +79,9 @@ def judged(call: Call, device: AutocastDevice) -> Iterator[Finding]:
         *_errors(call),
         *_numbers(call, device),
         *_casts(call, device),
-        *_decompositions(call),
+        *_decompositions(call, device),
         *_transforms(call),
+        *_complex_numbers(call),
         *_sizes(call),
     ):
         if device in next(rule for rule in rules.RULES if rule.name == finding.rule).devices:
@@ -94,7 +96,8 @@ def _errors(call: Call) -> Iterator[Finding]:
         sigmoid = call.made_at.line if "sigmoid" in call.made_at.code.lower() else None
         yield found(rule, call.place, mend=mending.of_binary_cross_entropy(call.place.code, sigmoid))
     elif rule is not None and rule not in (rules.LINEAR_ALGEBRA, rules.FFT):
-        yield found(rule, call.place)
+        is_in_fp16 = call.error is not None and NOT_IN_BF16 in call.error
+        yield found(rule, call.place, precisions=("fp16",) if is_in_fp16 else None)
 
 
 def _puts_another_dtype(call: Call) -> bool:
@@ -105,10 +108,12 @@ def _puts_another_dtype(call: Call) -> bool:
     return by_tensor and is_tensor and call.dtypes_given[0] != call.dtypes_given[-1]
 
 
-def _decompositions(call: Call) -> Iterator[Finding]:
+def _decompositions(call: Call, device: AutocastDevice) -> Iterator[Finding]:
+    """Decompositions of half precision: by their names on accelerators, by what it raises on the CPU, which is here."""
     takes_half = any(dtype in HALF_DTYPES for dtype in call.dtypes_given)
     has_error = call.error is not None and rules.rule_of(call.error) is rules.LINEAR_ALGEBRA
-    if has_error or (takes_half and call.makes_half and _DECOMPOSITIONS.fullmatch(call.name)):
+    is_named = device != "cpu" and _DECOMPOSITIONS.fullmatch(call.name) is not None
+    if has_error or (is_named and takes_half and call.makes_half):
         yield found(rules.LINEAR_ALGEBRA, call.place, mend=mending.of_linear_algebra(call.place.code))
 
 
@@ -121,6 +126,13 @@ def _transforms(call: Call) -> Iterator[Finding]:
         is_in_fp16 = not is_refused and all(length & (length - 1) == 0 for length in _lengths(call))
         mend = mending.of_linear_algebra(call.place.code)
         yield found(rules.FFT, call.place, mend=mend, precisions=("bf16",) if is_in_fp16 else None)
+
+
+def _complex_numbers(call: Call) -> Iterator[Finding]:
+    """Complex numbers made of half precision: fp16 has its own, bf16 has none."""
+    if call.name in ("complex", "polar", "view_as_complex") and torch.complex32 in call.dtypes_made:
+        why = "There are no complex numbers of bf16, and those of fp16 have hardly any operations."
+        yield found(rules.HALF_KERNELS, call.place, why=why, precisions=("bf16",))
 
 
 def _lengths(call: Call) -> list[int]:

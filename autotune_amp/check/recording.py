@@ -13,30 +13,33 @@ import logging
 import re
 import sys
 import sysconfig
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autotune_amp.check import mending
 from autotune_amp.check.findings import Finding, Place, found
-from autotune_amp.check.judging import CASTS, LOW, PRODUCTS, Call, judged
+from autotune_amp.check.judging import CASTS, LOW, Call, judged
+from autotune_amp.check.operands import OperandCheck
 from autotune_amp.precision import rules
 from autotune_amp.precision.forward_wrapper import modules_by_name, takes_roles
 from autotune_amp.precision.rules import AutocastDevice, Severity
 from autotune_amp.precision.torch_state import HALF_DTYPES
 
+Say: TypeAlias = Callable[[str], None]
+SAY_SECONDS = 1.0  # between two reports of how far a recording is
 _OWN = Path(__file__).parents[1]
 _TORCH = str(Path(torch.__file__).parent)
 _STDLIB = sysconfig.get_paths()["stdlib"]
@@ -44,17 +47,8 @@ _PACKAGES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"])
 
 # What cannot be repeated without the device itself, though autocast lowers all of it.
 _LOWERED: Final = {"lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward"}
-_MATRICES: Final = PRODUCTS | {
-    *("matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "mv", "dot", "bilinear"),
-}
-# What raises on every device for operands of two dtypes, below autocast, and what fake tensors let pass: found by
-# running every operation of autocast's lists and every in-place one on the CPU too.
-_SAME_DTYPES: Final = {
-    *("index_add", "index_add_", "index_copy", "index_copy_", "index_put", "index_put_", "index_reduce"),
-    *("index_reduce_", "put", "put_", "lerp", "lerp_", "linalg_cross", "complex", "polar", "mv", "_embedding_bag"),
-    *("_embedding_bag_forward_only", "addmm", "addmm_", "addbmm", "addbmm_"),
-}
-
+_MIXED, _NO_KERNEL = "the same dtypes are wanted", "not implemented for 'Half'"  # as the rules know them
+_DTYPES = re.compile(r"dtype|scalar type|Half|float|not implemented for", re.IGNORECASE)
 _DEVICE = re.compile(r"(cuda|mps|xpu)(:\d+)?")
 # What a step takes here instead.
 _HERE: Final[dict[str, Callable[..., Any]]] = {
@@ -72,11 +66,12 @@ class _Shadow(NamedTuple):
 class Recording(TorchFunctionMode):
     """Follows the calls of a step of `model`, inside `running`, for the autocast of `device`.
 
-    `findings` are what it has seen so far, `num_calls` and `modules_run` how much.
+    `findings` are what it has seen so far, `num_calls` and `modules_run` how much; `say` is told so every second.
     """
 
-    def __init__(self, model: nn.Module, device: AutocastDevice) -> None:
+    def __init__(self, model: nn.Module, device: AutocastDevice, say: Say = lambda _: None) -> None:
         super().__init__()
+        self._say, self._said_at = say, time.monotonic()
         self.findings: list[Finding] = []
         self.num_calls = 0
         self.modules_run: set[str] = set()
@@ -89,6 +84,7 @@ class Recording(TorchFunctionMode):
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._fake_mode:
             self._at = torch.empty(0, device=device).device
+        self._operand_errors: dict[Any, str | None] = {}
         self._kept_in: set[torch.dtype] = set()  # of its weights, what is half precision
         self._shadows: Any = WeakTensorKeyDictionary()
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -139,6 +135,7 @@ class Recording(TorchFunctionMode):
 
     def see_loss(self, loss: Tensor) -> None:
         """The training goes back from this."""
+        self._say(f"{self.num_calls:,} calls recorded; the backward pass")
         shadow = self._shadows.get(loss)
         if shadow is not None and shadow.fake.dtype in HALF_DTYPES:
             self.findings.append(found(rules.LOSS, shadow.made_at))
@@ -154,6 +151,9 @@ class Recording(TorchFunctionMode):
             shadow = self._shadows.get(args[0])
             return func(*args) if shadow is None else shadow.fake.dtype
         self.num_calls += 1
+        if (now := time.monotonic()) - self._said_at >= SAY_SECONDS:
+            self._said_at = now
+            self._say(f"{self.num_calls:,} calls recorded, now in {(self._inside or [''])[-1] or 'the step itself'}")
         here = _HERE.get(name, func)
         self._is_in_call, was_in_call = True, self._is_in_call
         try:
@@ -164,7 +164,7 @@ class Recording(TorchFunctionMode):
         if name in CASTS and any(result is leaf for leaf in args):
             result = result.view_as(result)  # a cast that changes nothing here may change the shadow
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if made or name == "__setitem__":
+        if made or name in ("__setitem__", "allclose"):
             self._follow(name, func, args, kwargs, made)
         return result
 
@@ -201,14 +201,28 @@ class Recording(TorchFunctionMode):
     def _repeated(self, name: str, func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], str | None]:
         """What the call gives for the shadows, or what it raises."""
         if name == "__getitem__" or name in _LOWERED:  # they want the device itself
-            return [], None
+            is_mixed = name in _LOWERED and self._levels[-1] is None and len(self._dtypes((args, kwargs))) > 1
+            return [], _MIXED if is_mixed else None
         try:
             with self._repeating(self._levels[-1]):
                 given, named = tree_map(self._on_device, (args, kwargs))
                 result = func(*given, **named)
         except Exception as error:  # whatever the fakes cannot do, beside what the device could not
-            return [], str(error)
+            message = str(error)
+            if rules.rule_of(message) is None and _DTYPES.search(message) and self._runs_in_fp32(func, args, kwargs):
+                message = _MIXED if len(self._dtypes((args, kwargs))) > 1 else _NO_KERNEL
+            return [], message
         return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)], None
+
+    def _runs_in_fp32(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether the call works for shadows that are all in fp32."""
+        try:
+            with self._repeating(None):
+                given, named = tree_map(_in_fp32, tree_map(self._on_device, (args, kwargs)))
+                func(*given, **named)
+        except Exception:  # it is not for their dtypes that the others cannot do it
+            return False
+        return True
 
     @contextmanager
     def _repeating(self, dtype: torch.dtype | None) -> Iterator[None]:
@@ -222,8 +236,7 @@ class Recording(TorchFunctionMode):
                 self._fake_mode,
                 torch.no_grad(),
                 self._showing(dtype, only_device=True),
-                _OneDtype(dtype),
-                _SameDtypes(),  # type: ignore[no-untyped-call]  # torch does not type it
+                OperandCheck(self._device, self._operand_errors),
             ):
                 warnings.simplefilter("ignore")  # the call has warned already
                 yield
@@ -255,6 +268,11 @@ class Recording(TorchFunctionMode):
     def _is_usable(self, fake: Tensor, tensor: Tensor) -> bool:
         """Whether calls can be repeated on it: copying one that is not contiguous takes the device itself."""
         return fake.shape == tensor.shape and fake.device.type == self._device and fake.is_contiguous()
+
+    def _dtypes(self, arguments: Any) -> set[torch.dtype]:
+        """The formats of the numbers among the arguments."""
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        return {dtype for dtype in map(self._dtype, tensors) if dtype.is_floating_point}
 
     def _dtype(self, tensor: Tensor) -> torch.dtype:
         shadow = self._shadows.get(tensor)
@@ -368,35 +386,6 @@ class Recording(TorchFunctionMode):
                 torch.set_autocast_dtype(place, dtype_before)
 
 
-class _OneDtype(TorchFunctionMode):
-    """Raises for matrix products of several dtypes as devices do: fake tensors let them pass."""
-
-    def __init__(self, level: torch.dtype | None) -> None:
-        super().__init__()
-        self._level = level
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _MATRICES:
-            given = {leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
-            if self._level is not None:  # autocast casts all but float64
-                given = {dtype if dtype == torch.float64 else self._level for dtype in given}
-            if len(given) > 1:
-                raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {', '.join(map(str, given))}")
-        return func(*args, **(kwargs or {}))
-
-
-class _SameDtypes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
-    """Raises where operands have two dtypes after autocast has cast them, as devices do."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in _SAME_DTYPES:
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-            given = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-            if len(given) > 1:
-                raise RuntimeError(f"the operands must have the same dtype, but got {', '.join(map(str, given))}")
-        return func(*args, **(kwargs or {}))
-
-
 class _Always:
     """Stands for a tuple of True, however long."""
 
@@ -487,6 +476,11 @@ def _here(arguments: Any) -> Any:
     """The arguments with fp32 in the place of half precision, and the CPU in that of a device."""
     changed = [leaf for leaf in tree_leaves(arguments) if _leaf_here(leaf) is not leaf]
     return tree_map(_leaf_here, arguments) if changed else arguments
+
+
+def _in_fp32(leaf: Any) -> Any:
+    is_lower = isinstance(leaf, Tensor) and leaf.is_floating_point()
+    return leaf.to(torch.float32, copy=True) if is_lower else leaf
 
 
 def _leaf_here(leaf: Any) -> Any:

@@ -64,7 +64,8 @@ class BudgetTooSmallError(AutotuneAmpError):
 
 
 class RunnerError(AutotuneAmpError):
-    """Our own trial processes cannot be started, or rank 0, which searches for all ranks, cannot be heard."""
+    """Our own processes fail, as one that cannot be started, that dies while it records a step which works without
+    being recorded, or rank 0, which searches for all ranks, and cannot be heard."""
 
 
 class ClusterLostError(AutotuneAmpError):

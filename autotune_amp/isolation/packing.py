@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copyreg
 import io
+import linecache
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 from autotune_amp.core.errors import WorkloadError
@@ -47,7 +49,8 @@ def pack(source: WorkloadSource) -> bytes:
 
 
 def _pickle_module() -> Any:
-    """cloudpickle, for what a trial is to have: no running iterator of a DataLoader with persistent workers."""
+    """Return cloudpickle as a trial needs it: code keeps the name of its file, which cloudpickle replaces, and its text
+    where no file holds that; a DataLoader with persistent workers has no running iterator."""
     import cloudpickle
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
@@ -55,9 +58,14 @@ def _pickle_module() -> Any:
 
     found = (getattr(sys.modules.get(module), name, None) for module, name in _OF_A_GROUP)
     of_a_group = tuple(kind for kind in found if isinstance(kind, type))
+    texts: dict[str, str] = {}  # each is written once, as long as it is one object
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it ships no types
         def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, types.CodeType):
+                file = obj.co_filename
+                text = texts.setdefault(file, "" if Path(file).is_file() else "".join(linecache.getlines(file)))
+                return _code_of_file, (file, text, *self.dispatch_table[types.CodeType](obj)[:2])
             if isinstance(obj, DataLoader) and obj._iterator is not None:
                 return copyreg.__newobj__, (type(obj),), {**vars(obj), "_iterator": None}  # type: ignore[attr-defined]
             if isinstance(obj, of_a_group):
@@ -70,6 +78,15 @@ def _pickle_module() -> Any:
             return super().reducer_override(obj)
 
     return types.SimpleNamespace(__name__="cloudpickle", Pickler=Pickler)
+
+
+def _code_of_file(file: str, text: str, make: Any, arguments: tuple[Any, ...]) -> types.CodeType:
+    """Make code that tracebacks and checks can cite: `text` is that of `file`, a notebook's cell, "" where it is read
+    from disk."""
+    if text and file not in linecache.cache:
+        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    code: types.CodeType = make(*arguments)
+    return code.replace(co_filename=file)
 
 
 def _same(value: Any) -> Any:

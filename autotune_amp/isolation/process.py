@@ -52,6 +52,9 @@ class Watcher:
     def step(self, num_steps: int, step_seconds: float) -> None:
         """The trial finished a step; `num_steps` is 0 while it warms up."""
 
+    def activity(self, text: str) -> None:
+        """The process says what it does now."""
+
     def output(self, text: str) -> None:
         """The user's own code printed something."""
 
@@ -186,6 +189,7 @@ class Process:
             elif event == "phase":
                 phase, allowed = message["name"], message.get("seconds")
                 self._folders += [message["folder"]] if "folder" in message else []
+                self.watcher.activity(phase)
             elif event == "so far":
                 so_far = message["value"]
             elif event == "step":

@@ -85,14 +85,17 @@ MIXED_OPERANDS = Rule(
     f"{_AMP}#autocast-op-reference",
     error=r"[Ee]xpected (object of )?scalar type|expected dtype [\w:.]+ for|dtypes? match|same (scalar type|dtypes?)"
     r"|equal to src\.dtype|[Ii]nput (d?types|type \S+ and (weight|bias) type \S+) (must|should) be the same"
-    r"|to have the same type as tensor for argument|Type promoting not supported|Found dtype \w+ but expected",
+    r"|to have the same type as tensor for argument|Type promoting not supported|Found dtype \w+ but expected"
+    r"|expect parameter to have scalar type|must be same dtype|(Half|BFloat16|Float) did not match"
+    r"|tensors with different dtypes",
 )
 LINEAR_ALGEBRA = Rule(
     "linear_algebra",
     "breaks",
     _HALF,
-    ("cuda", "mps"),
-    "torch.linalg's decompositions and solvers have no half-precision kernels, and autocast does not cast for them.",
+    AUTOCAST_DEVICES,
+    "torch.linalg's decompositions and solvers have no half-precision kernels, and autocast casts for them on the CPU "
+    "alone.",
     "Give it fp32: cast what goes in with .float().",
     "https://docs.pytorch.org/docs/stable/generated/torch.linalg.cholesky.html",
     error=r"Low precision dtypes not supported|expected a tensor with 2 or more dimensions of float"
@@ -109,6 +112,17 @@ FFT = Rule(
     "https://docs.pytorch.org/docs/stable/generated/torch.fft.fft.html",
     error=r"Unsupported dtype (Half|BFloat16)|cuFFT only supports dimensions whose sizes are powers of two"
     r"|MKL FFT doesn't support tensors of type",
+)
+HALF_KERNELS = Rule(
+    "half_kernels",
+    "breaks",
+    _HALF,
+    AUTOCAST_DEVICES,
+    "This operation has no kernel for half precision here, and autocast does not cast for it.",
+    "Give it fp32: cast what goes in with .float().",
+    f"{_AMP}#autocast-op-reference",
+    error=r"not implemented for '(Half|BFloat16|ComplexHalf)'|must be either float or double|Half, Float or Double"
+    r"|only supported for half, float and double",
 )
 MANUAL_CAST = Rule(
     "manual_cast",
@@ -188,7 +202,7 @@ LOSS = Rule(
 
 RULES: Final = (
     *(BINARY_CROSS_ENTROPY, LARGE_CONSTANT, SMALL_EPSILON, AUTOGRAD_FUNCTION, MIXED_OPERANDS, LINEAR_ALGEBRA, FFT),
-    *(MANUAL_CAST, WEIGHTS, CLIPPING, NESTED_AUTOCAST, OLD_INTERFACE, SCALER, SIZES, LOSS),
+    *(HALF_KERNELS, MANUAL_CAST, WEIGHTS, CLIPPING, NESTED_AUTOCAST, OLD_INTERFACE, SCALER, SIZES, LOSS),
 )
 
 

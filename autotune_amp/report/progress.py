@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # Rich is imported in functions: an answer from the cache, which draws nothing, must not wait for it.
 _DRAW_SECONDS = 0.1
+_LINE_SECONDS = 10.0  # between two lines that say what a job does, where nothing is redrawn
 _MAX_HELD = 65536
 
 
@@ -33,6 +34,7 @@ class Screen:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._is_mid_line = False
+        self._said_at = time.monotonic()
 
     def line(self, text: str, style: str = "", is_cut: bool = False) -> None:  # noqa: ARG002 - all for a terminal
         """One line of ours, never appended to an unfinished line of the user's; `is_cut` where it may be shortened."""
@@ -46,6 +48,12 @@ class Screen:
 
     def draw(self, display: Callable[[], RenderableType]) -> None:
         """Show it, where there is a way to."""
+
+    def activity(self, text: str) -> None:
+        """Say what a job does, now and then."""
+        if time.monotonic() - self._said_at >= _LINE_SECONDS:
+            self._said_at = time.monotonic()
+            self.line(f"  {text}")
 
     def close(self) -> None:
         """Leave the stream as it was found."""
@@ -121,6 +129,9 @@ class LiveScreen(Screen):
         self._release(everything=True)
         self._live.stop()
 
+    def activity(self, text: str) -> None:
+        """Nothing: the display has it."""
+
     def _release(self, everything: bool = False) -> None:
         from rich.segment import Segment, Segments
 
@@ -158,6 +169,9 @@ class NotebookScreen(Screen):
                 self._handle.display(drawn)
             else:
                 self._handle.update(drawn)
+
+    def activity(self, text: str) -> None:
+        """Nothing: the display has it."""
 
     def close(self) -> None:
         """Empty the display: no kernel can take it out of the cell."""
@@ -224,6 +238,12 @@ class TerminalProgress(Progress):
     def step(self, num_steps: int, step_seconds: float, slot: str | None = None) -> None:
         """Show how far the trial is."""
         self._show(slot, f"step {num_steps}, {duration(step_seconds)} each")
+
+    def activity(self, text: str, slot: str | None = None) -> None:
+        """Show what the job does, as a line now and then where nothing is redrawn."""
+        self._heads.setdefault(slot or "now", "")
+        self._show(slot, text)
+        self._screen.activity(self._trials[slot or "now"])
 
     def _show(self, slot: str | None, text: str) -> None:
         self._trials[slot or "now"] = f"{self._heads[slot or 'now']}{text}"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from autotune_amp.check.findings import CheckReport, Look
-from autotune_amp.core.errors import InvalidRequestError, WorkloadError
+from autotune_amp.core.errors import InvalidRequestError, RunnerError, WorkloadError
 from autotune_amp.core.outcome import Failure, Fidelity
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.variants import FP8_RECIPE
@@ -118,11 +118,21 @@ def run_look(source: Source, progress: Progress, device: str, batch_size: int | 
             deadline_seconds=WORKLOAD_DEADLINE_SECONDS,
         )
         found = backend.submit(job).result()
+        if isinstance(found, Failure) and found.kind == "crash":
+            watcher.phase("taking the step without recording it")
+            alone = backend.submit(msgspec.structs.replace(job, is_recorded=False)).result()
+            if not isinstance(alone, Failure):
+                raise RunnerError(
+                    f"The recording of the step failed: {found.message}. The step alone works: it is not at fault.",
+                    "Please report this with the step, as a fault of autotune_amp's. `autotune-amp fidelity` says how "
+                    "the workload trains in a precision, without a recording.",
+                )
+            found = alone
     if isinstance(found, Failure):
         if found.kind == "workload_error":
             raise WorkloadError(*message_of(found))
         raise WorkloadError(
-            f"The step could not be recorded: {found.kind}: {found.message}.",
+            f"One step of the workload does not work on the CPU: {found.kind}: {found.message}.",
             "Mend it until one training step in fp32 works on its own on the CPU, with a smaller batch if need be.",
         )
     return found

@@ -28,6 +28,9 @@ class Progress:
     def step(self, num_steps: int, step_seconds: float, slot: str | None = None) -> None:
         """The running trial, that on the slot, finished a step."""
 
+    def activity(self, text: str, slot: str | None = None) -> None:
+        """What runs, that on the slot, says what it does now, as ``1,240 calls recorded, now in layers.3``."""
+
     def trial_ended(self, record: Record, best: Record | None) -> None:
         """A trial or a check ended; `best` is the fastest measured so far."""
 

@@ -81,6 +81,9 @@ class ProgressWatcher(Watcher):
                 self.meter.warm_up()
         self.progress.step(num_steps, step_seconds, self.slot)
 
+    def activity(self, text: str) -> None:  # noqa: D102 - see Watcher
+        self.progress.activity(text, self.slot)
+
     def output(self, text: str) -> None:  # noqa: D102 - see Watcher
         self.progress.output(text)
 

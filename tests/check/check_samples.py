@@ -193,6 +193,14 @@ def transforms_in_fp32(x: Tensor) -> Tensor:
     return torch.fft.rfft(x[:, :7].float()).abs()  # type: ignore[no-any-return]
 
 
+def takes_a_quantile(x: Tensor) -> Tensor:
+    return x / torch.quantile(x, 0.9)  # sick: half_kernels
+
+
+def takes_a_quantile_in_fp32(x: Tensor) -> Tensor:
+    return x / torch.quantile(x.float(), 0.9)
+
+
 def casts(x: Tensor) -> Tensor:
     return x.half() + 1  # sick: manual_cast
 
@@ -275,6 +283,7 @@ SAMPLES: dict[str, tuple[str, Callable[[], Workload]]] = {
     "inverts": ("linear_algebra", lambda: workload(inverts)),
     "transforms": ("fft", lambda: workload(transforms)),
     "transforms_in_two_dimensions": ("fft", lambda: workload(transforms_in_two_dimensions)),
+    "takes_a_quantile": ("half_kernels", lambda: workload(takes_a_quantile)),
     "casts": ("manual_cast", lambda: workload(casts)),
     "casts_by_name": ("manual_cast", lambda: workload(casts_by_name)),
     "nests": ("nested_autocast", lambda: workload(nests)),
@@ -289,7 +298,7 @@ HEALTHY: dict[str, Callable[[], Workload]] = {
         for then in (
             *(masks_near, masks_with_infinity, masks_in_fp32, guards_with_enough, guards_in_fp32, calls_decorated),
             *(calls_doubled, puts_its_own_into, multiplies_in_fp32, factorises_in_fp32, casts_to_another),
-            transforms_in_fp32,
+            *(transforms_in_fp32, takes_a_quantile_in_fp32),
         )
     },
     "on_logits": lambda: workload(identity, on_logits),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +15,14 @@ from torch import Tensor
 from unisolated import run_jobs_here
 
 from autotune_amp import LaunchLine, check_workload
+from autotune_amp.check import recording
+from autotune_amp.check.child import report_on
 from autotune_amp.cli import run
-from autotune_amp.core.errors import InvalidRequestError, WorkloadError
+from autotune_amp.core.errors import InvalidRequestError, RunnerError, WorkloadError
+from autotune_amp.search.checks import run_look
+from autotune_amp.search.progress import Progress
+from autotune_amp.search.source import live
+from autotune_amp.trial.context import make_model
 
 SICK = """
 import torch
@@ -105,7 +113,7 @@ def test_a_workload_that_raises(tmp_path: Path, capfd: pytest.CaptureFixture[str
 
 
 def test_a_workload_that_ends_its_process() -> None:
-    with pytest.raises(WorkloadError, match="crash"):
+    with pytest.raises(WorkloadError, match=r"crash.*status 3"):
         check_workload(check_samples.workload(_ends), quiet=True)
 
 
@@ -113,6 +121,51 @@ def _ends(x: Tensor) -> Tensor:
     import os
 
     os._exit(3)
+
+
+@pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGSEGV])
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_process_that_dies_of_a_signal_is_our_fault_unless_the_step_alone_dies_too(
+    number: signal.Signals, is_ours: bool
+) -> None:
+    def dies(x: Tensor) -> Tensor:
+        import faulthandler
+        import os
+
+        import torch
+
+        faulthandler.disable()
+        if torch.overrides._get_current_function_mode() is not None or not is_ours:  # type: ignore[no-untyped-call]
+            os.kill(os.getpid(), number)
+        return x
+
+    with pytest.raises(RunnerError if is_ours else WorkloadError, match=number.name) as caught:
+        check_workload(check_samples.workload(dies), quiet=True)
+    assert ("Mend" in caught.value.next_step) is not is_ours
+    assert ("report" in caught.value.next_step) is is_ours
+    assert caught.value.exit_code == (1 if is_ours else 2)
+
+
+def test_a_long_recording_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "SAY_SECONDS", 0.0)
+    workload, said = check_samples.workload(check_samples.masks_far), list[str]()
+    report_on(workload, make_model(workload), "cuda", 2, say=said.append)
+    assert said[0] == "loading 2 samples"
+    assert any(re.fullmatch(r"\d+ calls recorded, now in body", text) for text in said)
+    assert any(text.endswith("the backward pass") for text in said)
+
+
+def test_what_a_process_says_that_it_does_is_shown() -> None:
+    heard: list[str] = []
+
+    class Hears(Progress):
+        def activity(self, text: str, slot: str | None = None) -> None:
+            assert slot is None
+            heard.append(text)
+
+    run_look(live(check_samples.workload(check_samples.identity)), Hears(), "cuda", None, 0)
+    assert heard[:2] == ["building the model", "loading 2 samples"]
+    assert heard[-1].endswith("the backward pass")
 
 
 def test_a_command_cannot_be_checked() -> None:
@@ -139,11 +192,21 @@ def test_as_few_samples_are_recorded_as_a_step_runs_with() -> None:
     assert (batch_size(1), batch_size(3)) == (2, 8)
 
 
-@pytest.mark.parametrize("is_pasted", [False, True])
-def test_a_class_of_the_script_itself_or_of_code_that_is_in_no_file(tmp_path: Path, is_pasted: bool) -> None:
-    text = f"{SICK}\nfrom autotune_amp import check_workload\nprint(check_workload(workload(), quiet=True).to_json())"
-    (tmp_path / "script.py").write_text(text)
-    command = [sys.executable, *(["-c", text] if is_pasted else ["script.py"])]
+@pytest.mark.parametrize("kind", ["script", "string", "cell"])
+def test_a_class_of_a_script_itself_of_a_string_or_of_a_notebooks_cell(tmp_path: Path, kind: str) -> None:
+    file = {"script": str(tmp_path / "script.py"), "string": "<string>", "cell": "/tmp/ipykernel_7/123.py"}[kind]
+    asks = "from autotune_amp import check_workload\nprint(check_workload(workload(), quiet=True).to_json())"
+    script = SICK + asks
+    if kind != "script":
+        keeps = f"linecache.cache[{file!r}] = len(text), None, text.splitlines(True), {file!r}" * (kind == "cell")
+        script = f"import linecache\ntext = {SICK!r}\n{keeps}\nexec(compile(text, {file!r}, 'exec'))\n{asks}"
+    (tmp_path / "script.py").write_text(script)
+    command = [sys.executable, "script.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert [finding["rule"] for finding in json.loads(done.stdout)["findings"]] == ["large_constant", "loss"]
+    found = json.loads(done.stdout)
+    line = "scores = scores.masked_fill(scores > 1, -1e9)" if kind != "string" else ""
+    first, second = found["findings"]
+    assert (first["rule"], first["file"], first["line"], first["code"]) == ("large_constant", file, 14, line)
+    assert (second["rule"], second["line"]) == ("loss", 19)
+    assert (found["files"], bool(found["unread"])) == ([] if kind == "string" else [file], kind == "string")

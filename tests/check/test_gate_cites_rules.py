@@ -63,7 +63,7 @@ def test_what_no_rule_knows_is_said_as_before() -> None:
         ("\"cholesky_cuda\" not implemented for 'Half'", rules.LINEAR_ALGEBRA),
         ("\"linalg_eigh_cuda\" not implemented for 'BFloat16'", rules.LINEAR_ALGEBRA),
         ("mat1 and mat2 must have the same dtype, but got Half and Float", rules.MIXED_OPERANDS),
-        ("\"gelu_cpu\" not implemented for 'Half'", None),
+        ("\"gelu_cpu\" not implemented for 'Half'", rules.HALF_KERNELS),
         ("CUDA out of memory.", None),
         ("mat1 and mat2 shapes cannot be multiplied (4x8 and 9x1)", None),
     ],

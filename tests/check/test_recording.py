@@ -13,7 +13,6 @@ import pytest
 import sick_loop
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from autotune_amp import Workload
@@ -228,72 +227,6 @@ def test_a_transform_of_a_power_of_two_breaks_in_bf16_alone_and_on_a_cpu_not_at_
     assert [finding.precisions for finding in report(workload).findings] == [("bf16",)]
     assert [finding.precisions for finding in report(workload, "mps").findings] == [("fp16", "bf16")]
     assert report(workload, "cpu").findings == ()
-
-
-# -- operands of two dtypes: what raises on this CPU is found, and nothing else ----------------------------------------
-
-ROWS = torch.arange(4)
-IS_LARGE = torch.ones(8, 8, dtype=torch.bool)
-PLACES = torch.zeros(8, 8, dtype=torch.long)
-# Of a buffer, kept in one dtype, and what autocast made, in another.
-WRITES: dict[str, Any] = {
-    **{
-        name: lambda kept, made, name=name: getattr(kept, name)(0, ROWS, made[:4])
-        for name in ("index_add_", "index_add", "index_copy_", "index_copy")
-    },
-    "index_reduce_": lambda kept, made: kept.index_reduce_(0, ROWS, made[:4], "mean"),
-    "index_put_": lambda kept, made: kept.index_put_((ROWS,), made[:4]),
-    "index_put_ of sums": lambda kept, made: kept.index_put_((ROWS,), made[:4], accumulate=True),
-    "index_put": lambda kept, made: kept.index_put((ROWS,), made[:4], accumulate=True),
-    "put_": lambda kept, made: kept.put_(ROWS, made[0, :4]),
-    "scatter_add_": lambda kept, made: kept.scatter_add_(0, PLACES, made),
-    "scatter_add": lambda kept, made: kept.scatter_add(0, PLACES, made),
-    "scatter_reduce_": lambda kept, made: kept.scatter_reduce_(0, PLACES, made, "mean"),
-    "masked_scatter_": lambda kept, made: kept.masked_scatter_(IS_LARGE, made),
-    "addmm_": lambda kept, made: kept.addmm_(made, made),
-    "addbmm_": lambda kept, made: kept.addbmm_(made[None], made[None]),
-    "baddbmm_": lambda kept, made: kept[None].baddbmm_(made[None], made[None]),
-    "addmv_": lambda kept, made: kept[0].clone().addmv_(made, made[0]),
-    "addmm": lambda kept, made: torch.addmm(kept, made, made),
-    "mv": lambda kept, made: torch.mv(kept, made[0]),
-    "dot": lambda kept, made: torch.dot(kept[0], made[0]),
-    "lerp": lambda kept, made: torch.lerp(kept, made, 0.5),
-    "lerp_": lambda kept, made: kept.lerp_(made, 0.5),
-    "cross": lambda kept, made: torch.linalg.cross(kept[:, :3], made[:, :3]),
-    "complex": lambda kept, made: torch.complex(kept, made).real,
-    "weighted bags": lambda kept, made: functional.embedding_bag(
-        PLACES, kept.clone().detach(), per_sample_weights=made, mode="sum"
-    ),
-    "add_": lambda kept, made: kept.add_(made),
-    "copy_": lambda kept, made: kept.copy_(made),
-    "addcmul_": lambda kept, made: kept.addcmul_(made, made),
-    "addcdiv_": lambda kept, made: kept.addcdiv_(made, made + 2),
-    "a slice": lambda kept, made: kept[:2].copy_(made[:2]),
-    "where": lambda kept, made: torch.where(IS_LARGE, kept, made),
-    "cat": lambda kept, made: torch.cat([kept, made]),
-}
-
-
-@pytest.mark.filterwarnings("ignore:index_reduce")  # that it may change
-@pytest.mark.parametrize("name", WRITES)
-def test_operands_of_two_dtypes_are_found_where_this_cpu_raises(name: str) -> None:
-    class Writes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.enter = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = WRITES[name](torch.ones(8, 8), self.enter(x))
-            return out
-
-    workload = Workload(Writes, check_samples.squares, lambda n: torch.randn(n, 8))
-    with torch.autocast("cpu", dtype=torch.float16):
-        try:
-            Writes()(torch.randn(8, 8))
-            expected = []
-        except RuntimeError:
-            expected = ["mixed_operands"]
-    assert [finding.rule for finding in report(workload, "cpu").findings] == expected
 
 
 # -- no false alarms ---------------------------------------------------------------------------------------------------

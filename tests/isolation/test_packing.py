@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -96,3 +97,24 @@ def test_what_needs_the_process_group_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(4, 4), sharded(nn.Linear(4, 1)))
     with pytest.raises(WorkloadError, match=r"^workload\.model.* process group .*\n.*Pass the bare model"):
         pack(workload_of(model))
+
+
+@pytest.mark.parametrize(
+    "file", ["/home/user/script.py", "<ipython-input-3-0a1b2c>", "/tmp/ipykernel_7/123.py", "<string>"]
+)
+def test_code_of_a_script_a_notebook_or_a_string_keeps_its_file_and_a_cells_text(
+    file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "def loss(model, batch):\n    return [part for part in batch][0] * 0\n"
+    is_cell = "ipy" in file  # IPython keeps the text of each of its cells
+    cached = {file: (len(text), None, text.splitlines(keepends=True), file)} if is_cell else {}
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(text, file, "exec"), names)
+    monkeypatch.setattr(linecache, "cache", cached)
+    packed = pack(Workload(lambda: nn.Linear(1, 1), names["loss"], lambda size: None))
+    monkeypatch.setattr(linecache, "cache", {})  # as another process has it
+    arrived: Any = unpack(packed)
+    code = arrived.loss.__code__
+    assert {code.co_filename, *(one.co_filename for one in code.co_consts if hasattr(one, "co_code"))} == {file}
+    assert linecache.getline(file, 2) == (text.splitlines(keepends=True)[1] if is_cell else "")
+    assert packed.count(b"[part for part in batch]") == is_cell

@@ -1,0 +1,145 @@
+"""Operations by name, of three tensors of 8 x 8: every kind that autocast lists, or that changes a tensor in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch.nn import functional
+
+Operation: TypeAlias = Callable[[Any, Any, Any], object]
+
+ROWS = torch.arange(4)
+IS_LARGE = torch.ones(8, 8, dtype=torch.bool)
+PLACES = torch.zeros(8, 8, dtype=torch.long)
+SIGNS = torch.tensor([1, -1] * 4)
+
+WRITES: dict[str, Operation] = {
+    "index_add_": lambda a, b, c: a.index_add_(0, ROWS, b[:4]),
+    "index_add": lambda a, b, c: a.index_add(0, ROWS, b[:4]),
+    "index_copy_": lambda a, b, c: a.index_copy_(0, ROWS, b[:4]),
+    "index_copy": lambda a, b, c: a.index_copy(0, ROWS, b[:4]),
+    "index_fill_": lambda a, b, c: a.index_fill_(0, ROWS, b[0, 0]),
+    "index_put_": lambda a, b, c: a.index_put_((ROWS,), b[:4]),
+    "index_put_ of sums": lambda a, b, c: a.index_put_((ROWS,), b[:4], accumulate=True),
+    "index_put_ of a number": lambda a, b, c: a.index_put_((ROWS,), b[0, 0]),
+    "index_put": lambda a, b, c: a.index_put((ROWS,), b[:4]),
+    "index_reduce_": lambda a, b, c: a.index_reduce_(0, ROWS, b[:4], "mean"),
+    "put_": lambda a, b, c: a.put_(ROWS, b[0, :4]),
+    "scatter_": lambda a, b, c: a.scatter_(0, PLACES, b),
+    "scatter": lambda a, b, c: a.scatter(0, PLACES, b),
+    "scatter_add_": lambda a, b, c: a.scatter_add_(0, PLACES, b),
+    "scatter_add": lambda a, b, c: a.scatter_add(0, PLACES, b),
+    "scatter_reduce_": lambda a, b, c: a.scatter_reduce_(0, PLACES, b, "mean"),
+    "scatter_reduce": lambda a, b, c: a.scatter_reduce(0, PLACES, b, "mean"),
+    "masked_scatter_": lambda a, b, c: a.masked_scatter_(IS_LARGE, b),
+    "masked_fill_": lambda a, b, c: a.masked_fill_(IS_LARGE, b[0, 0]),
+    "select_scatter": lambda a, b, c: torch.select_scatter(a, b[0], 0, 0),
+    "slice_scatter": lambda a, b, c: torch.slice_scatter(a, b[:2], 0, 0, 2),
+    "diagonal_scatter": lambda a, b, c: torch.diagonal_scatter(a, b[0]),
+    "rows set": lambda a, b, c: a.__setitem__(ROWS, b[:4]),
+    "mask set": lambda a, b, c: a.__setitem__(IS_LARGE, b.flatten()),
+    "slice set": lambda a, b, c: a.__setitem__(slice(0, 2), b[:2]),
+    "copy_": lambda a, b, c: a.copy_(b),
+    "add_": lambda a, b, c: a.add_(b),
+    "mul_": lambda a, b, c: a.mul_(b),
+    "div_": lambda a, b, c: a.div_(b),
+    "pow_": lambda a, b, c: a.pow_(b),
+    "atan2_": lambda a, b, c: a.atan2_(b),
+    "hypot_": lambda a, b, c: a.hypot_(b),
+    "lerp_": lambda a, b, c: a.lerp_(b, 0.5),
+    "addcmul_": lambda a, b, c: a.addcmul_(b, c),
+    "addcdiv_": lambda a, b, c: a.addcdiv_(b, c),
+    "addmm_": lambda a, b, c: a.addmm_(b, c),
+    "addmv_": lambda a, b, c: a[0].addmv_(b, c[0]),
+    "addr_": lambda a, b, c: a.addr_(b[0], c[0]),
+    "addbmm_": lambda a, b, c: a.addbmm_(b[None], c[None]),
+    "baddbmm_": lambda a, b, c: a[None].baddbmm_(b[None], c[None]),
+    "_foreach_add_": lambda a, b, c: torch._foreach_add_([a], [b]),
+    "_foreach_lerp_": lambda a, b, c: torch._foreach_lerp_([a], [b], 0.5),
+    "_foreach_addcmul_": lambda a, b, c: torch._foreach_addcmul_([a], [b], [c], 1.0),
+}
+PRODUCTS: dict[str, Operation] = {
+    "mm": lambda a, b, c: a @ b,
+    "bmm": lambda a, b, c: torch.bmm(a[None], b[None]),
+    "mv": lambda a, b, c: torch.mv(a, b[0]),
+    "dot": lambda a, b, c: torch.dot(a[0], b[0]),
+    "vdot": lambda a, b, c: torch.vdot(a[0], b[0]),
+    "inner": lambda a, b, c: torch.inner(a, b),
+    "outer": lambda a, b, c: torch.outer(a[0], b[0]),
+    "kron": lambda a, b, c: torch.kron(a, b),
+    "einsum": lambda a, b, c: torch.einsum("ij,jk->ik", a, b),
+    "tensordot": lambda a, b, c: torch.tensordot(a, b, 1),
+    "multi_dot": lambda a, b, c: torch.linalg.multi_dot([a, b, c]),
+    "addmm": lambda a, b, c: torch.addmm(a, b, c),
+    "addmv": lambda a, b, c: torch.addmv(a[0], b, c[0]),
+    "addr": lambda a, b, c: torch.addr(a, b[0], c[0]),
+    "addbmm": lambda a, b, c: torch.addbmm(a, b[None], c[None]),
+    "baddbmm": lambda a, b, c: torch.baddbmm(a[None], b[None], c[None]),
+    "linear": lambda a, b, c: functional.linear(a, b),
+    "linear with a bias": lambda a, b, c: functional.linear(a, b, c[0]),
+    "bilinear": lambda a, b, c: functional.bilinear(a, b, c[None].expand(3, 8, 8)),
+    "conv1d": lambda a, b, c: torch.conv1d(a[None], b[:, :, None], c[0]),
+    "conv2d": lambda a, b, c: torch.conv2d(a[None, :, None], b[:, :, None, None]),
+    "conv_transpose1d": lambda a, b, c: torch.conv_transpose1d(a[None], b[:, :, None]),
+    "attention": lambda a, b, c: functional.scaled_dot_product_attention(a[None, None], b[None, None], c[None, None]),
+    "attention with a mask": lambda a, b, c: functional.scaled_dot_product_attention(
+        a[None, None], a[None, None], a[None, None], attn_mask=b
+    ),
+    "weighted bags": lambda a, b, c: functional.embedding_bag(PLACES, a, per_sample_weights=b, mode="sum"),
+}
+OTHERS: dict[str, Operation] = {
+    "lerp": lambda a, b, c: torch.lerp(a, b, 0.5),
+    "lerp by tensors": lambda a, b, c: torch.lerp(a, b, c),
+    "addcmul": lambda a, b, c: torch.addcmul(a, b, c),
+    "addcdiv": lambda a, b, c: torch.addcdiv(a, b, c),
+    "where": lambda a, b, c: torch.where(IS_LARGE, a, b),
+    "cat": lambda a, b, c: torch.cat([a, b]),
+    "stack": lambda a, b, c: torch.stack([a, b]),
+    "maximum": lambda a, b, c: torch.maximum(a, b),
+    "clamp by a tensor": lambda a, b, c: torch.clamp(a, b),
+    "heaviside": lambda a, b, c: torch.heaviside(a, b),
+    "rrelu": lambda a, b, c: functional.rrelu(a, training=True),
+    "antialiased interpolate": lambda a, b, c: functional.interpolate(
+        a[None, None], size=4, mode="bilinear", antialias=True
+    ),
+    "logaddexp": lambda a, b, c: torch.logaddexp(a, b),
+    "cross": lambda a, b, c: torch.cross(a[:, :3], b[:, :3], dim=1),
+    "linalg.cross": lambda a, b, c: torch.linalg.cross(a[:, :3], b[:, :3]),
+    "cdist": lambda a, b, c: torch.cdist(a, b),
+    "quantile": lambda a, b, c: torch.quantile(a, b[0].clamp(0, 1)),
+    "nanquantile": lambda a, b, c: torch.nanquantile(a, 0.5),
+    "searchsorted": lambda a, b, c: torch.searchsorted(a, b),
+    "bucketize": lambda a, b, c: torch.bucketize(a, b[0]),
+    "allclose": lambda a, b, c: torch.allclose(a, b),
+    "dist": lambda a, b, c: torch.dist(a, b),
+    "trapezoid": lambda a, b, c: torch.trapezoid(a, b),
+    "complex": lambda a, b, c: torch.complex(a, b),
+    "polar": lambda a, b, c: torch.polar(a, b),
+    "view_as_complex": lambda a, b, c: torch.view_as_complex(a.reshape(32, 2)),
+    "solve": lambda a, b, c: torch.linalg.solve(a, b),
+    "fft": lambda a, b, c: torch.fft.fft(a),
+    "rfft": lambda a, b, c: torch.fft.rfft(a[:, :7]),
+    "stft": lambda a, b, c: torch.stft(a.flatten(), 8, window=b[0], return_complex=True),
+    "grid_sample": lambda a, b, c: functional.grid_sample(a[None, None], b.reshape(1, 8, 4, 2), align_corners=False),
+    "layer_norm": lambda a, b, c: functional.layer_norm(a, (8,), b[0], c[0]),
+    "rms_norm": lambda a, b, c: functional.rms_norm(a, (8,), b[0]),
+    "group_norm": lambda a, b, c: functional.group_norm(a, 2, b[0], c[0]),
+    "batch_norm": lambda a, b, c: functional.batch_norm(a, b[0], c[0], training=True),
+    "instance_norm": lambda a, b, c: functional.instance_norm(a[None], None, None, b[0], c[0]),
+    "_weight_norm": lambda a, b, c: torch._weight_norm(a, b[:, :1]),
+    "prelu": lambda a, b, c: functional.prelu(a, b[0]),
+    "mse_loss": lambda a, b, c: functional.mse_loss(a, b),
+    "l1_loss": lambda a, b, c: functional.l1_loss(a, b),
+    "huber_loss": lambda a, b, c: functional.huber_loss(a, b),
+    "kl_div": lambda a, b, c: functional.kl_div(a, b),
+    "binary_cross_entropy": lambda a, b, c: functional.binary_cross_entropy(a / 2, b / 2),
+    "binary_cross_entropy_with_logits": lambda a, b, c: functional.binary_cross_entropy_with_logits(a, b),
+    "weighted cross_entropy": lambda a, b, c: functional.cross_entropy(a, PLACES[0], weight=b[0]),
+    "soft cross_entropy": lambda a, b, c: functional.cross_entropy(a, b),
+    "weighted nll_loss": lambda a, b, c: functional.nll_loss(a, PLACES[0], weight=b[0]),
+    "cosine_embedding_loss": lambda a, b, c: functional.cosine_embedding_loss(a, b, SIGNS),
+    "triplet_margin_loss": lambda a, b, c: functional.triplet_margin_loss(a, b, c),
+}
+OPERATIONS: dict[str, Operation] = {**WRITES, **PRODUCTS, **OTHERS}
