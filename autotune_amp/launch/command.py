@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -63,7 +62,7 @@ class Command:
                 Path(path).write_text(text)
             ran = run(
                 arguments,
-                environment={**_compilers_cache(), **os.environ, **TRIAL_ENVIRONMENT, **(environment or {})},
+                environment={**os.environ, **TRIAL_ENVIRONMENT, **(environment or {})},
                 agent={"seed": seed, "outside": outside, "sample_dim": self.sample_dim, **agent},
                 folders=[Path(folder), *([] if kept is None else [kept.parent])],
                 made=self.made,
@@ -81,8 +80,3 @@ class Command:
         """Know again what earlier runs made, by a file in the study's folder."""
         self._memory = folder / "made.json"
         self.made = remembered(self._memory)
-
-
-def _compilers_cache() -> dict[str, str]:
-    """Where torch keeps what it compiled, which is beside TMPDIR and so gone with each run, unless told otherwise."""
-    return {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}"))}

@@ -36,6 +36,14 @@ def remember(path: Path, made: Iterable[str]) -> None:
     write_atomically(path, json.dumps(files, indent=1))
 
 
+def keep_notes(noted: str, memory: str) -> None:
+    """Write down what the file `noted` names, as the keeper of a command does whose search was killed."""
+    remember(Path(memory), read(Path(noted)))
+
+
+KEEP_NOTES = keep_notes.__module__, keep_notes.__name__
+
+
 def remembered(path: Path) -> tuple[str, ...]:
     """Return the paths that `remember` wrote down and nobody has changed or made anew since; of folders those whose
     files are all so.
