@@ -59,10 +59,13 @@ class ForkedProcess:
         assert self.returncode is not None
         return self.returncode
 
-    def kill(self) -> None:
+    def send_signal(self, number: int) -> None:
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
     def _ended_within(self, seconds: float | None) -> int | None:
         with self._lock:
@@ -110,6 +113,8 @@ class ForkServer:
                 reads, writes = os.pipe()
                 theirs.append(reads if number == 0 else writes)
                 ours[-1] = os.fdopen(writes, "wb") if number == 0 else os.fdopen(reads, "rb")
+            elif wanted == subprocess.DEVNULL:
+                theirs.append(os.open(os.devnull, os.O_RDWR))
             elif wanted == subprocess.STDOUT:
                 theirs.append(os.dup(theirs[-1]))
             else:

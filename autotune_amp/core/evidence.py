@@ -211,6 +211,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
 # --- in lines
 
+_WIDE = 2.0  # the upper end of an interval over its lower one, from which on it says nothing of use
+
 
 def config_line(config: AmpConfig, num_ranks: int = 1) -> str:
     """The config's precision, batch size, accumulation, further dimensions and loader workers."""
@@ -229,31 +231,75 @@ def config_line(config: AmpConfig, num_ranks: int = 1) -> str:
 
 def speed_line(evidence: Evidence) -> str:
     """The speed to expect of a new run, and what of a step is spent beside the model."""
-    low, high = evidence.samples_per_second_interval
-    text = f"{rate(evidence.samples_per_second)} (a new run: {number(low)} to {number(high)})"
-    text += f", {duration(evidence.step_seconds)} a step"
-    for share, where in ((evidence.data_share, "waiting for data"), (evidence.update_share, "in the optimizer")):
-        if share is not None and share >= 0.01:
-            text += f", {100 * share:.0f} % of it {where}"
+    text = f"{rate(evidence.samples_per_second)} ({landing_line(evidence.samples_per_second_interval)})"
+    text += f", {step_line(evidence)}"
     if evidence.num_processes < MIN_PROCESSES:
         text += f"; unconfirmed, measured in {count(evidence.num_processes, 'process', 'processes')} only"
     return text
 
 
-def speedup_line(evidence: Evidence) -> str:
+def step_line(evidence: Evidence) -> str:
+    """How long a step takes, and what of it is spent beside the model."""
+    text = f"{duration(evidence.step_seconds)} a step"
+    for share, where in ((evidence.data_share, "waiting for data"), (evidence.update_share, "in the optimizer")):
+        if share is not None and share >= 0.01:
+            text += f", {100 * share:.0f} % of it {where}"
+    return text
+
+
+def landing_line(interval: tuple[float, float]) -> str:
+    """Say where a new run is expected to land, in samples per second, or that processes differed too much for that."""
+    low, high = interval
+    if is_wide(interval):
+        return f"processes differed too much here to say what a new run reaches: {number(low)} to {number(high)}"
+    return f"a new run: {number(low)} to {number(high)}"
+
+
+def is_wide(interval: tuple[float, float]) -> bool:
+    """Whether an interval of speeds says nothing of use."""
+    low, high = interval
+    return high > _WIDE * low
+
+
+def gain_line(speedup: float, interval: tuple[float, float] | None) -> str:
+    """Return a ratio of speeds with its interval; one that may be above or below 1 is no gain that can be told."""
+    if interval is None:
+        return times(speedup)
+    low, high = interval
+    between = f"{times(low)} to {times(high)}"
+    return f"not sure ({between})" if low < 1 < high else f"{times(speedup)} ({between})"
+
+
+def is_todays(config: AmpConfig, baseline: AmpConfig) -> bool:
+    """Whether a config changes nothing of the baseline, its environment included."""
+    return Setting.of(config) == Setting.of(baseline) and not config.environment
+
+
+def speedup_line(config: AmpConfig, evidence: Evidence) -> str:
     """How much faster than the baseline, or why nobody knows."""
     baseline = evidence.baseline
     if evidence.speedup is None or baseline.samples_per_second is None:
         reason = one_line(baseline.reason or "it was not measured")
         return f"unknown; the baseline is {Setting.of(baseline.config)}: {reason}"
-    text = times(evidence.speedup)
-    if evidence.speedup_interval is not None:
-        low, high = evidence.speedup_interval
-        text += f" ({times(low)} to {times(high)})"
+    if is_todays(config, baseline.config):
+        return "none: this is what runs today"
+    text = gain_line(evidence.speedup, evidence.speedup_interval)
     text += f" over the baseline, {Setting.of(baseline.config)} at {rate(baseline.samples_per_second)}"
     if not evidence.is_confirmed and evidence.num_processes >= MIN_PROCESSES:
         text += f"; unconfirmed, fewer than {MIN_PROCESSES} processes measured the baseline"
     return text
+
+
+def certainty_line(evidence: Evidence) -> str:
+    """How sure the speed is: in how many fresh processes it was measured, and where a new run is expected to land."""
+    processes = count(evidence.num_processes, "process", "processes")
+    landing = f"{landing_line(evidence.samples_per_second_interval)} samples/s"
+    if evidence.num_processes < MIN_PROCESSES:
+        return f"unconfirmed, measured in {processes} only; {landing}"
+    if not evidence.is_confirmed:
+        return f"unconfirmed, fewer than {MIN_PROCESSES} processes measured the baseline; {landing}"
+    known = "measured" if is_wide(evidence.samples_per_second_interval) else "confirmed"
+    return f"{known} in {processes}; {landing}"
 
 
 def plain_environment_line(evidence: Evidence) -> str | None:

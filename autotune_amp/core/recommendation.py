@@ -73,9 +73,10 @@ from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Description, Fidelity
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.text import count, duration, module_names, number, one_line, shell_line, size, times
+from autotune_amp.core.text import count, duration, module_names, number, one_line, rate, shell_line, size, times
 
 FORMAT = 1
+MAX_WARNINGS = 3  # more are not read
 _DAMAGED = "Move the file away and search again, or restore it from a backup."
 Options = TypeVar("Options")
 
@@ -104,8 +105,8 @@ class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
 class SearchSummary(msgspec.Struct, frozen=True, kw_only=True):
     """How the search went. Checks and calibrations are no trials, and not counted.
 
-    `search_id` names its lines in outcomes.jsonl; `warnings` are those of its circumstances, which no ranking changes.
-    `load` is what others did on the machine before the first trial, `start_seconds` what a new process takes until it
+    `search_id` names its lines in outcomes.jsonl; `warnings` and `notes` are of its circumstances, which no ranking
+    changes. `load` is what others did on the machine before the first trial, `start_seconds` what a new process takes until it
     has the workload.
     """
 
@@ -118,6 +119,7 @@ class SearchSummary(msgspec.Struct, frozen=True, kw_only=True):
     search_id: str = ""
     is_budget_spent: bool = False
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     load: MachineLoad | None = None
 
 
@@ -190,8 +192,9 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """What the records of a search come to: a config, the evidence behind it, and what became of all the others.
 
-    `fidelity` holds every check against fp32; `variants` what came of every value of further
-    dimensions; `outlook` is what another effective batch size would reach, None where
+    `warnings` are at most `MAX_WARNINGS`, those that change what the reader does, the most important first; `notes` are
+    what else is to be known of the numbers. `fidelity` holds every check against fp32; `variants` what came of every
+    value of further dimensions; `outlook` is what another effective batch size would reach, None where
     that was not measured or is no faster.
     """
 
@@ -204,6 +207,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     fidelity: tuple[Fidelity, ...] = ()
     variants: tuple[VariantRow, ...] = ()
     outlook: Outlook | None = None
+    notes: tuple[str, ...] = ()
 
 
 class _ShownOptions(msgspec.Struct):
@@ -302,6 +306,38 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         lines = [f"{label}: {text}" for label, text in self.facts()]
         return "\n".join([*lines, *(f"before Python starts: {line}" for line in exports)])
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is to keep what runs today, environment and all."""
+        return explain.is_todays(self.config, self.evidence.baseline.config)
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether a gain was confirmed that no chance explains."""
+        evidence, interval = self.evidence, self.evidence.speedup_interval
+        is_wide = explain.is_wide(evidence.samples_per_second_interval)
+        return evidence.is_confirmed and not is_wide and interval is not None and interval[0] > 1
+
+    def title(self) -> str:
+        """Say what kind of an answer it is."""
+        kept = "keep what you have" if self.is_kept else "recommended"
+        if self.search.was_interrupted:
+            return f"Best so far, the search was interrupted: {kept}"
+        return kept[0].upper() + kept[1:]
+
+    def answer(self) -> list[tuple[str, str]]:
+        """Label and text of what is to be read first: what to set, what it gains, how sure that is, and why."""
+        config, evidence = self.config, self.evidence
+        own = explain.config_line(config, self.num_ranks)
+        return [
+            ("set", f"nothing; {own} stays" if self.is_kept else own),
+            ("speed", f"{rate(evidence.samples_per_second)}, {explain.step_line(evidence)}"),
+            *([] if self.is_kept else [("gain", explain.speedup_line(config, evidence))]),
+            ("sure", explain.certainty_line(evidence)),
+            ("memory", explain.memory_line(evidence, self.hardware.identity.type)),
+            ("why", one_line(self.reason)),
+        ]
+
     def facts(self) -> list[tuple[str, str]]:
         """Label and text of everything to know about the recommended config."""
         config, evidence, workload = self.config, self.evidence, self.workload
@@ -313,7 +349,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         lines = [
             ("config", explain.config_line(config, self.num_ranks)),
             ("speed", explain.speed_line(evidence)),
-            ("speed-up", explain.speedup_line(evidence)),
+            ("speed-up", explain.speedup_line(config, evidence)),
             ("plain", explain.plain_environment_line(evidence)),
             ("memory", explain.memory_line(evidence, self.hardware.identity.type)),
             ("limit", None if limit_bytes is None else f"{size(limit_bytes)} of memory for any trial, as asked"),
@@ -341,31 +377,44 @@ class Recommendation(Decision, frozen=True, kw_only=True):
     def to_html(self) -> str:
         """What a page and a notebook show first: the numbers that say most, the reason and the warnings."""
         evidence, search, hardware = self.evidence, self.search, self.hardware
-        baseline, interval = evidence.baseline, evidence.speedup_interval
-        today = f"the baseline, {baseline.config.precision} batch {baseline.config.batch_size}"
-        between = "" if interval is None else f"{times(interval[0])} to {times(interval[1])} "
+        baseline = evidence.baseline
+        today = f"{baseline.config.precision} batch {baseline.config.batch_size}"
         low, high = evidence.samples_per_second_interval
-        landing = f"a new run: {number(low)} to {number(high)}; {duration(evidence.step_seconds)} a step"
+        landing = explain.landing_line((low, high))
+        limit = f"of {size(self.available_bytes)} available"
         tiles = [
-            ("speed-up", "unknown" if evidence.speedup is None else times(evidence.speedup), f"{between}over {today}"),
-            ("samples/s", number(evidence.samples_per_second), landing),
-            ("peak memory", size(evidence.peak_memory_bytes), f"of {size(self.available_bytes)} available"),
+            ("speed-up", *self._gain_tile(f"over the baseline, {today}")),
+            ("samples/s", number(evidence.samples_per_second), f"{landing}; {duration(evidence.step_seconds)} a step"),
+            ("peak memory", size(evidence.peak_memory_bytes), limit),
         ]
         warnings = ["The search was interrupted: this is the best so far."] * search.was_interrupted
         counted = f"{count(search.num_trials, 'trial')}, {search.num_failures} failed, {duration(search.seconds)}"
         on = f"{hardware.device} ({one_line(hardware.identity.name)})"
+        notes = "".join(pieces.paragraph(one_line(note)) for note in self.notes)
         return "".join(
             [
                 pieces.tiles(tiles),
                 pieces.paragraph(one_line(self.reason), "reason"),
                 *(pieces.paragraph(one_line(warning), "warning") for warning in (*warnings, *self.warnings)),
+                pieces.folded(count(len(self.notes), "note"), notes) if notes else "",
                 pieces.paragraph(f"{counted} on {on}.", "absent"),
             ]
         )
 
+    def _gain_tile(self, over: str) -> tuple[str, str]:
+        """The number of the first tile, and what stands below it."""
+        speedup, interval = self.evidence.speedup, self.evidence.speedup_interval
+        if self.is_kept:
+            return "none", "what runs today is kept"
+        if speedup is None:
+            return "unknown", over
+        between = "" if interval is None else f"{times(interval[0])} to {times(interval[1])} "
+        is_unclear = interval is not None and interval[0] < 1 < interval[1]
+        return "not sure" if is_unclear else times(speedup), f"{between}{over}"
+
     def _repr_html_(self) -> str:
         told = [fact for fact in self.facts() if fact[0] not in ("config", "reason", "warning")]
-        title = f"Recommended: {explain.config_line(self.config, self.num_ranks)}"
+        title = f"{self.title()}: {explain.config_line(self.config, self.num_ranks)}"
         return pieces.fragment(title, self.to_html(), pieces.folded("Evidence", pieces.facts(told)))
 
     @property

@@ -11,10 +11,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-import uuid
 from collections import deque
 from typing import Any, Protocol
 
@@ -26,7 +24,8 @@ from autotune_amp.core.errors import AutotuneAmpError, RunnerError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
 from autotune_amp.interruption import heed
-from autotune_amp.isolation.marks import KILL_SECONDS, MARK, kill_marked, marked, terminate_programs
+from autotune_amp.isolation.marks import KILL_SECONDS, terminate_programs
+from autotune_amp.isolation.program import Program, make_folder
 from autotune_amp.trial.failures import num_oom_kills
 from autotune_amp.trial.judge import Evidence, judge
 
@@ -39,7 +38,7 @@ MAX_PAUSE_SECONDS = 10.0  # without a step, where nothing foretells how long one
 _SIGNAL_SECONDS = 1.0
 _SERVER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from autotune_amp.isolation.server import main; main(sys.argv[2], int(sys.argv[3]), sys.argv[4])"
+    "from autotune_amp.isolation.server import main; main(sys.argv[2])"
 )
 
 
@@ -86,38 +85,30 @@ class ProcessEndedError(Exception):
 
 
 class Process:
-    """One server process and the two threads that read what it says and what it prints."""
+    """One server process under a keeper, and the two threads that read what it says and what it prints."""
 
     def __init__(self, mode: str, environment: dict[str, str], watcher: Watcher) -> None:
-        self._mark = uuid.uuid4().hex
         self.watcher = watcher  # who hears what it tells from now on
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._printed: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._tail: deque[str] = deque(maxlen=64)
         self._num_oom_kills = 0
-        sockets = f"{tempfile.gettempdir()}/amp-{self._mark[:8]}"  # whose paths may have about a hundred characters
-        self._folders = [sockets]  # that a child makes and removes, unless it is killed
+        self._folder = make_folder()  # of its temporary files, and those of all that comes of it
+        arguments, pipe = [sys.executable, "-c", _SERVER, json.dumps(sys.path), mode], subprocess.PIPE
         try:
-            self._popen = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                [sys.executable, "-c", _SERVER, json.dumps(sys.path), mode, str(os.getpid()), sockets],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env={**environment, MARK: self._mark},
-                start_new_session=True,  # Ctrl-C at the terminal is ours to handle
-            )
-        except OSError as error:
-            raise RunnerError(
-                f"A trial process cannot be started: {error}.", "Check the limits on processes and memory."
-            ) from error
+            self._program = Program(arguments, environment, self._folder, stdin=pipe, stdout=pipe, stderr=pipe)
+        except RunnerError:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        self._popen: subprocess.Popen[bytes] = self._program.popen
         self._threads = [threading.Thread(target=f, daemon=True) for f in (self._hear, self._overhear)]
         for thread in self._threads:
             thread.start()
 
     @property
-    def pid(self) -> int:
-        """Its number."""
-        return self._popen.pid
+    def pid(self) -> int | None:
+        """Its number, None where it has not yet started, or has ended."""
+        return next((process.pid for process in self._program.processes()), None)
 
     def is_alive(self) -> bool:
         """Whether it runs. One that was killed is heard no more before the system says that it has ended."""
@@ -139,14 +130,12 @@ class Process:
         writer.start()
 
     def pause(self) -> None:
-        """Stop it until `go_on`, where it would not outlive our own death so."""
-        if sys.platform == "linux":
-            self._popen.send_signal(signal.SIGSTOP)
+        """Stop it until `go_on`."""
+        self._program.pause()
 
     def go_on(self) -> None:
         """Let it run on."""
-        if sys.platform == "linux":
-            self._popen.send_signal(signal.SIGCONT)
+        self._program.go_on()
 
     def wait(
         self,
@@ -188,7 +177,6 @@ class Process:
                 phase = "compiling"
             elif event == "phase":
                 phase, allowed = message["name"], message.get("seconds")
-                self._folders += [message["folder"]] if "folder" in message else []
                 self.watcher.activity(phase)
             elif event == "so far":
                 so_far = message["value"]
@@ -271,13 +259,9 @@ class Process:
     def end(self) -> None:
         """Kill the process and all that came of it, what left its group and outlived it too; then it is gone."""
         self.watcher.ending()
-        terminate_programs(lambda: marked(self._mark))
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._popen.pid, signal.SIGKILL)
-        self._popen.wait()
-        kill_marked(self._mark)
-        for folder in self._folders:
-            shutil.rmtree(folder, ignore_errors=True)
+        terminate_programs(self._program.processes)
+        self._program.end()
+        shutil.rmtree(self._folder, ignore_errors=True)
         for thread in self._threads:
             thread.join(KILL_SECONDS)
         self._drain_output()

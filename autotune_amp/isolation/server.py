@@ -3,8 +3,7 @@
 As a *template* (Linux) it loads the workload once with one thread and forks a child for each job; as a *worker* it runs
 jobs itself, one after the other. A worker may stand by first: it loads and builds with one thread, at low priority,
 without the accelerator, and waits to take over from another one. The parent speaks on standard input and hears on what
-was standard output when the process started; what the user's code prints goes to standard error. When the parent is
-gone, so is everything here.
+was standard output when the process started; what the user's code prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from functools import partial
-from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -303,8 +301,12 @@ def run_template(channel: Channel, server: Server) -> bool:
     while (command := channel.read()) is not None:
         if command["cmd"] == "run":
             own = {process.pid for process in psutil.Process().children(recursive=True)}
-            if not _watch(channel, _fork(server, command), own):
+            folder = tempfile.mkdtemp(prefix="")  # a socket's path allows no long names
+            status = _watch(channel, _fork(server, command, folder), own)
+            shutil.rmtree(folder, ignore_errors=True)
+            if status is None:
                 return False
+            channel.send({"event": "exit", "status": status})
         elif command["cmd"] == "take_over":
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
             server.handle(command)
@@ -314,7 +316,8 @@ def run_template(channel: Channel, server: Server) -> bool:
     return False
 
 
-def _fork(server: Server, command: dict[str, Any]) -> int:
+def _fork(server: Server, command: dict[str, Any], folder: str) -> int:
+    """Run the command in a child, with its temporary files in `folder`; returns the child's number."""
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
@@ -324,6 +327,7 @@ def _fork(server: Server, command: dict[str, Any]) -> int:
     try:
         os.setsid()
         _die_with(parent)
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
         _enter_trial()
         server.handle(command)
         sys.stdout.flush()
@@ -334,8 +338,8 @@ def _fork(server: Server, command: dict[str, Any]) -> int:
     os._exit(0)
 
 
-def _watch(channel: Channel, pid: int, own: set[int]) -> bool:
-    """Wait for the child's end, killing it when told to; false when the parent is gone.
+def _watch(channel: Channel, pid: int, own: set[int]) -> int | None:
+    """Wait for the child's end, killing it when told to; returns its exit status, None when the parent is gone.
 
     `own` are processes that the user's code started while it was loaded; they are there for every trial.
     """
@@ -360,9 +364,7 @@ def _watch(channel: Channel, pid: int, own: set[int]) -> bool:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(left, timeout=5)
-    if is_parent_there:
-        channel.send({"event": "exit", "status": os.waitstatus_to_exitcode(status)})
-    return is_parent_there
+    return os.waitstatus_to_exitcode(status) if is_parent_there else None
 
 
 # -- a process that runs jobs itself -----------------------------------------------------------------------------------
@@ -406,33 +408,9 @@ def _die_with(parent: int) -> None:
             os._exit(1)
 
 
-def _hold_sockets(folder: str) -> None:
-    """Have multiprocessing put its sockets into `folder`, which the parent removes: loader workers that are killed
-    do not remove theirs."""
-
-    def get_temp_dir() -> str:
-        config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-        while config.get("tempdir") is None:
-            Path(folder).mkdir(exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # another process has removed it
-                config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=folder)
-                util.Finalize(None, _remove_sockets, (config["tempdir"], folder), exitpriority=-100)
-        return str(config["tempdir"])
-
-    util.get_temp_dir = get_temp_dir
-
-
-def _remove_sockets(own: str, folder: str) -> None:
-    shutil.rmtree(own, ignore_errors=True)
-    with contextlib.suppress(OSError):  # others have theirs in it
-        Path(folder).rmdir()
-
-
-def main(mode: str, parent: int, sockets: str) -> None:
-    """Serve until `parent` closes our input, as template of ``forked`` children or as ``kept`` worker; `sockets` is the
-    folder for those of multiprocessing."""
-    _die_with(parent)
-    _hold_sockets(sockets)
+def main(mode: str) -> None:
+    """Serve until our input is closed, as template of ``forked`` children or as ``kept`` worker; the keeper of this
+    process ends it where the parent cannot."""
     channel = Channel()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a text stream: nobody replaced it yet
     is_template = mode == "forked"

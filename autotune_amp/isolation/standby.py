@@ -105,8 +105,9 @@ class Standby:
             self._end(process)
 
     def _room_beside(self, process: Process) -> int:
+        pid = process.pid
         try:
-            return self._room_for(psutil.Process(process.pid).memory_info().rss)
+            return 0 if pid is None else self._room_for(psutil.Process(pid).memory_info().rss)
         except psutil.NoSuchProcess:
             return 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -64,7 +63,7 @@ class Command:
                 Path(path).write_text(text)
             ran = run(
                 arguments,
-                environment={**_compilers_cache(), **os.environ, **TRIAL_ENVIRONMENT, **(environment or {})},
+                environment={**os.environ, **TRIAL_ENVIRONMENT, **(environment or {})},
                 agent={"seed": seed, "outside": outside, "sample_dim": self.sample_dim, **agent},
                 folders=[Path(folder), *([] if output is None else [output.parent])],
                 kept=self.kept,
@@ -83,8 +82,3 @@ class Command:
         """Move what runs leave to a folder in the study's, and know again the data that earlier ones made."""
         self._memory, self.aside = folder / "made.json", folder.absolute() / FOLDER
         self.kept = remembered(self._memory)
-
-
-def _compilers_cache() -> dict[str, str]:
-    """Where torch keeps what it compiled, which is beside TMPDIR and so gone with each run, unless told otherwise."""
-    return {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}"))}

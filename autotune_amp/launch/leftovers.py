@@ -90,6 +90,15 @@ def remember(path: Path, kept: Iterable[str]) -> None:
     write_atomically(path, json.dumps(files, indent=1))
 
 
+def clear_up(noted: str, aside: str, memory: str) -> None:
+    """Move what the file `noted` names to the folder `aside`, and write down in the file `memory` what stays, as the
+    keeper of a command does whose search was killed."""
+    remember(Path(memory), set_aside(Path(noted), Path(aside)))
+
+
+CLEAR_UP = clear_up.__module__, clear_up.__name__
+
+
 def remembered(path: Path) -> tuple[str, ...]:
     """Return the paths that `remember` wrote down and nobody has changed or made anew since; of folders those whose
     files are all so.

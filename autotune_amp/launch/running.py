@@ -9,13 +9,9 @@ import os
 import queue
 import re
 import shutil
-import signal
 import subprocess
-import sys
-import tempfile
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,11 +23,11 @@ from autotune_amp.core.errors import RunnerError, WorkloadError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
 from autotune_amp.interruption import heed
-from autotune_amp.isolation.marks import KILL_SECONDS, kill_marked
+from autotune_amp.isolation.marks import KILL_SECONDS
 from autotune_amp.isolation.process import TICK_SECONDS, Watcher
-from autotune_amp.launch import keeper
+from autotune_amp.isolation.program import Program, make_folder
 from autotune_amp.launch.advice import advised
-from autotune_amp.launch.leftovers import remember, set_aside, write
+from autotune_amp.launch.leftovers import CLEAR_UP, remember, set_aside, write
 from autotune_amp.launch.listening import Gone, Listener
 from autotune_amp.launch.ranks import Heard
 from autotune_amp.launch.verdict import Seen, verdict
@@ -43,9 +39,6 @@ _GROWTH = 1.1  # of what is resident, from which on it is looked at closely agai
 _GRACE_SECONDS = 2.0  # after the first error: the rank that is its cause may say so later
 _STACK_SECONDS = 2.0  # for the stacks of ranks that hang
 _NUM_KEPT_CHUNKS = 256
-# Of the folder for temporary files; a socket's path has 107 bytes (103 on macOS), and what is made in the run's own
-# folder, multiprocessing's sockets among them, takes 60 of them.
-_MAX_PATH_BYTES = 40
 
 
 class Ran(NamedTuple):
@@ -85,7 +78,7 @@ def run(
     are removed. Raises `WorkloadError` where it cannot be started.
     """
     _require_startable(arguments, environment.get("PATH"))
-    own = Path(tempfile.mkdtemp(prefix="autotune_amp-", dir=_parent_folder(tempfile.gettempdir())))
+    own = make_folder()
     try:
         noted = own / "made"
         write(noted, kept)
@@ -95,11 +88,16 @@ def run(
             "guard": {"free": [str(own), *map(str, folders)], "made": str(noted)},
             **agent,
         }
-        for_keeper = {
-            "folders": [str(own), *map(str, folders), *([str(output)] if output else [])],
-            "notes": None if memory is None or aside is None else [str(noted), str(aside), str(memory)],
-        }
-        command = _Command(arguments, environment, settings, own, for_keeper, watcher)
+        orphaned = None if memory is None or aside is None else [*CLEAR_UP, str(noted), str(aside), str(memory)]
+        command = _Command(
+            arguments,
+            environment,
+            settings,
+            own,
+            watcher,
+            folders=[*folders, *([output] if output else [])],
+            when_orphaned=orphaned,
+        )
         try:
             ran = command.until(deadlines, is_enough, memory_limit_bytes)
         finally:
@@ -110,11 +108,6 @@ def run(
         return ran._replace(kept=stay)
     finally:
         shutil.rmtree(own, ignore_errors=True)
-
-
-def _parent_folder(temporary: str) -> str:
-    """Where the run's folder is made: the sockets that are made in it allow no long path."""
-    return temporary if len(os.fsencode(temporary)) <= _MAX_PATH_BYTES else "/tmp"  # noqa: S108 - a folder of its own
 
 
 def _require_startable(arguments: Sequence[str], path: str | None) -> None:
@@ -141,46 +134,37 @@ class _Command:
         environment: Mapping[str, str],
         agent: Mapping[str, Any],
         folder: Path,
-        for_keeper: Mapping[str, Any],
         watcher: Watcher,
+        **when_killed: Any,
     ) -> None:
         self._watcher = watcher
         self._heard = Heard()
         self._tail: deque[str] = deque(maxlen=_NUM_KEPT_CHUNKS)
-        self._mark = uuid.uuid4().hex
         self._listener = Listener(agent["socket"])
         self._memory_bytes, self._looked_at_bytes, self._memory_at = 0, 0, 0.0
         self._unobserved_seconds = 0.0
         self._num_kills_before = num_oom_kills()
-        settings = {
-            "mark": self._mark,
-            "parent": os.getpid(),
-            "path": sys.path,
-            **for_keeper,
-        }
         path = os.pathsep.join(filter(None, [str(INJECTED), environment.get("PYTHONPATH")]))
         self._began = time.monotonic()
         try:
-            self._popen = subprocess.Popen(  # noqa: S603 - our own program, and the user's own command
-                [sys.executable, "-I", keeper.__file__, json.dumps(settings), *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env={
+            self._program = Program(
+                arguments,
+                {
                     **environment,
                     "PYTHONPATH": path,
                     "AUTOTUNE_AMP_AGENT": json.dumps(agent),
-                    "TMPDIR": str(folder),  # what launchers leave behind there goes with it
                     "MLFLOW_TRACKING_URI": f"file://{folder}/mlruns",  # it has no switch that turns it off, nor has
                     "TRACKIO_DIR": f"{folder}/trackio",
                 },
-                start_new_session=True,  # Ctrl-C at the terminal is ours to handle
+                folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                **when_killed,
             )
-        except OSError as error:
+        except RunnerError:
             self._listener.close()
-            raise RunnerError(
-                f"A trial process cannot be started: {error}.", "Check the limits on processes and memory."
-            ) from error
+            raise
         self._reader = threading.Thread(target=self._read, daemon=True, name="autotune-amp output")
         self._reader.start()
 
@@ -196,7 +180,7 @@ class _Command:
             )
             if found is None:
                 since = None  # what looked like an end was a pause
-            if isinstance(found, Failure) and self._popen.poll() is None:
+            if isinstance(found, Failure) and self._program.popen.poll() is None:
                 since = since or now
                 if found.kind == "timeout" and not has_asked:
                     has_asked = True
@@ -227,14 +211,13 @@ class _Command:
     def _look(self, now: float, memory_limit_bytes: int | None) -> Seen:
         if now - self._memory_at > _MEMORY_SECONDS:
             self._memory_at = now
-            with contextlib.suppress(psutil.NoSuchProcess):
-                processes = psutil.Process(self._popen.pid).children(recursive=True)
-                resident_bytes = _total(processes, _resident_bytes)
-                limit_bytes = math.inf if memory_limit_bytes is None else memory_limit_bytes
-                if resident_bytes > min(limit_bytes, _GROWTH * self._looked_at_bytes):
-                    self._looked_at_bytes, self._memory_bytes = resident_bytes, _total(processes, _own_bytes)
-                self._unobserved_seconds = 0.0 if self._heard.pythons else _python_seconds(processes)
-        status = self._popen.poll()
+            processes = self._program.processes()
+            resident_bytes = _total(processes, _resident_bytes)
+            limit_bytes = math.inf if memory_limit_bytes is None else memory_limit_bytes
+            if resident_bytes > min(limit_bytes, _GROWTH * self._looked_at_bytes):
+                self._looked_at_bytes, self._memory_bytes = resident_bytes, _total(processes, _own_bytes)
+            self._unobserved_seconds = 0.0 if self._heard.pythons else _python_seconds(processes)
+        status = self._program.popen.poll()
         if status is not None:
             self._reader.join(KILL_SECONDS)
             self._hear_the_rest()
@@ -260,25 +243,15 @@ class _Command:
     def end(self) -> None:
         """Have the keeper kill the command and all that came of it."""
         self._watcher.ending()
-        assert self._popen.stdin is not None
-        assert self._popen.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it ended by itself
-            self._popen.stdin.write(b".")
-            self._popen.stdin.close()
-        try:
-            self._popen.wait(keeper.END_SECONDS + KILL_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            self._popen.wait()
-        if self._popen.returncode == -signal.SIGKILL:  # as the keeper ends if the command was killed, or itself
-            kill_marked(self._mark)
+        self._program.end()
         self._listener.close()
         self._reader.join(KILL_SECONDS)
-        self._popen.stdout.close()
+        assert self._program.popen.stdout is not None
+        self._program.popen.stdout.close()
 
     def _read(self) -> None:
-        assert self._popen.stdout is not None
-        while chunk := os.read(self._popen.stdout.fileno(), 1 << 16):
+        assert self._program.popen.stdout is not None
+        while chunk := os.read(self._program.popen.stdout.fileno(), 1 << 16):
             self._tail.append(chunk.decode(errors="replace"))
 
 

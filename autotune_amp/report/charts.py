@@ -222,25 +222,31 @@ def _ring(name: str, config: AmpConfig, speed: float, interval: tuple[float, flo
 
 
 def memory(recommendation: Recommendation | None, records: Sequence[Record]) -> Drawn:
-    """MiB that count against the limit, against batch size; what ran out of memory stands on the axis."""
+    """Peak memory in MiB against batch size, as the answer and the table have it; what ran out of memory stands on the
+    axis, and only then the limit of a trial is near enough to be drawn."""
     measured = measurements(records)
     if not measured:
         return "No chart of memory: outcomes.jsonl holds no measurement of this search."
-    figure = Figure(list(_measured(records, lambda found: found.reserved_memory_bytes / MIB)))
+    figure = Figure(list(_measured(records, lambda found: found.peak_memory_bytes / MIB)))
     out_of_memory = [(record, failure) for record, failure in failures(records) if failure.kind == "oom"]
-    highest = max(found.reserved_memory_bytes for _, found in measured)
-    if recommendation is not None and recommendation.options:
-        options = recommendation.options_as(SearchOptions)
-        limit = options.limit_bytes(recommendation.available_bytes)
+    highest = max(found.peak_memory_bytes for _, found in measured)
+    if out_of_memory and recommendation is not None and recommendation.options:
+        limit = _peak_at_limit(recommendation, [found for _, found in measured])
         sizes = [r.candidate.batch_size for r in records if is_trial(r)]
         ends, height = [min(sizes), max(sizes)], limit / MIB
         figure.add_trace(rule(f"limit: {size(limit)}", ends, [height] * 2, dash="dashdot"))
-        if out_of_memory:  # else what was measured would be pressed flat below it; the legend names it
-            highest = max(highest, limit)
+        highest = max(highest, limit)
     if out_of_memory:
         figure.add_trace(_crosses(out_of_memory, "out of memory"))
-    axis = {"title_text": "memory in MiB", "tickformat": ",d", "range": [0, 1.12 * highest / MIB]}
+    axis = {"title_text": "peak memory in MiB", "tickformat": ",d", "range": [0, 1.12 * highest / MIB]}
     return framed(figure, 380, xaxis=_batch_sizes(records), yaxis=axis)
+
+
+def _peak_at_limit(recommendation: Recommendation, measured: Sequence[Measurement]) -> int:
+    """Bytes of a peak at which a trial ran out of memory: on a CPU the limit is for what it takes beyond the process
+    that it starts in, which is in the peak."""
+    limit = recommendation.options_as(SearchOptions).limit_bytes(recommendation.available_bytes)
+    return limit + min(max(0, found.peak_memory_bytes - found.reserved_memory_bytes) for found in measured)
 
 
 # --- throughput against memory -------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from autotune_amp.core.pieces import paragraph, style, text
+from autotune_amp.core.pieces import style, text
 
 if TYPE_CHECKING:
-    from autotune_amp.report.charts import Drawn
+    from plotly.graph_objects import Figure
 
 
 def marker(kind: str) -> str:
@@ -25,12 +25,13 @@ def marker(kind: str) -> str:
 
 
 def page(title: str, sections: Mapping[str, str], *, kind: str, lead: str, reload_seconds: int | None = None) -> str:
-    """The HTML document of a "search" or a "run": `sections` are HTML by their titles, below `lead`, which is HTML.
+    """The HTML document of a "search" or a "run": `sections` are HTML by their titles, below `lead`, which is HTML; one
+    that holds nothing is left out.
 
     A browser loads it again every `reload_seconds`, where they are given.
     """
     reloads = "" if reload_seconds is None else f'<meta http-equiv="refresh" content="{reload_seconds}">\n'
-    parts = [f"<section><h2>{text(name)}</h2>{body}</section>" for name, body in sections.items()]
+    parts = [f"<section><h2>{text(name)}</h2>{body}</section>" for name, body in sections.items() if body]
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{marker(kind)}\n{reloads}'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -42,10 +43,8 @@ def page(title: str, sections: Mapping[str, str], *, kind: str, lead: str, reloa
     )
 
 
-def chart(drawn: Drawn, caption: str = "") -> str:
-    """A figure with how to read it, or a line that says why it is not there."""
-    if isinstance(drawn, str):
-        return paragraph(drawn, "absent")
+def chart(drawn: Figure, caption: str = "") -> str:
+    """A figure with how to read it."""
     below = f"<figcaption>{text(caption)}</figcaption>" if caption else ""
     return (
         f'<figure class="chart"><div class="plot" style="min-height:{drawn.layout.height}px">'

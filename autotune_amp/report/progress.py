@@ -206,7 +206,8 @@ class TerminalProgress(Progress):
         """Say where the results go; from here to `ended` a terminal is live. No budget: until the search is decided."""
         self.work_started(budget_seconds)
         how_long = "until it is decided and confirmed" if budget_seconds is None else duration(budget_seconds)
-        self._screen.line(f"Study {folder}: {how_long}. Ctrl-C keeps the best so far.")
+        stop = "The stop button" if isinstance(self._screen, NotebookScreen) else "Ctrl-C"
+        self._screen.line(f"Study {folder}: {how_long}. {stop} keeps the best so far.")
 
     def work_started(self, budget_seconds: float | None) -> None:
         """From here to `ended` a terminal is live."""

@@ -72,15 +72,45 @@ def _cells(row: CandidateRow) -> dict[str, str]:
 VARIANT_COLUMNS = ("also tried", "gain", "memory", "outcome")
 
 
-def variants(recommendation: Recommendation) -> list[tuple[str, str, str, str]]:
-    """What came of each further value: it, what it gained, what memory it took more, and what became of it."""
-    return [_variant(row) for row in recommendation.variants]
+def variants(recommendation: Recommendation) -> list[tuple[VariantRow, tuple[str, str, str, str]]]:
+    """Return each further value with its cells: it, what it gained, what memory it took more, and what became of it."""
+    return [(row, _variant(row)) for row in recommendation.variants]
+
+
+def is_untried(row: CandidateRow | VariantRow) -> bool:
+    """Whether it did not run: it was left out before, or there was no time."""
+    has_run = (row.samples_per_second if isinstance(row, CandidateRow) else row.speedup) is not None
+    return row.status in ("untried", "excluded") and not has_run
+
+
+def untried_line(recommendation: Recommendation) -> str:
+    """Name in one line what did not run: precisions with their batch sizes, then the further values."""
+    sizes: dict[str, set[int | None]] = {}
+    for row in recommendation.candidates:
+        if is_untried(row):
+            sizes.setdefault(row.precision, set()).add(row.batch_size)
+    ran = {row.precision for row in recommendation.candidates if not is_untried(row)}
+    for excluded in recommendation.excluded:
+        if excluded.precision not in ran:
+            sizes[excluded.precision] = {None}
+    told = [
+        precision if None in found else f"{precision} batch {span(*(size for size in found if size is not None))}"
+        for precision, found in sizes.items()
+    ]
+    num_values = sum(is_untried(row) for row in recommendation.variants)
+    return ", ".join([*told, *([count(num_values, "further value")] if num_values else [])])
+
+
+def report_path(recommendation: Recommendation, path: str | None = None) -> str:
+    """Where the report of the search is; `path` as in `uses`."""
+    folder = Path(path).parent if path is not None else Path("studies", recommendation.search.study)
+    return one_line((folder / "report.html").as_posix())
 
 
 def _variant(row: VariantRow) -> tuple[str, str, str, str]:
     gain = memory = "-"
     if row.speedup is not None and row.speedup_interval is not None:
-        gain = f"{times(row.speedup)} ({times(row.speedup_interval[0])} to {times(row.speedup_interval[1])})"
+        gain = explain.gain_line(row.speedup, row.speedup_interval)
     if row.memory_change_bytes is not None:
         change = row.memory_change_bytes
         memory = f"{'+' if change > 0 else '-'}{size(abs(change))}" if change else "0"
@@ -110,7 +140,7 @@ def outcome_words(row: CandidateRow, recommended: CandidateRow | None, baseline:
 def reason_words(row: CandidateRow) -> str:
     """Why it became that, without the outcome's own name."""
     if row.status == "cut" and not row.reason:
-        return "far slower than the best"
+        return "far slower than the best at that time"
     return one_line(row.reason or "").removeprefix(f"{outcome_name(row.status)}: ")
 
 
@@ -144,6 +174,7 @@ def outcome_line(outcome: Measurement | Failure | Fidelity | Calibration | Accum
     return f"accumulation {explain.accumulation_line(outcome)}"
 
 
+IN_PYTHON = "In Python"
 PREPARED = "model, optimizer = autotune_amp.prepare({}.config, model, optimizer)"
 
 
@@ -160,7 +191,17 @@ def uses(recommendation: Recommendation, path: str | None = None) -> list[tuple[
         by_run, command = recommendation.answered_command(Path(path).parent)
         return [*([] if by_run else shell), ("The command", [command])]
     title, command = export_command(path)
-    return [*shell, ("In Python", python_lines(recommendation, path)), (title, [command])]
+    return [*shell, (IN_PYTHON, python_lines(recommendation, path)), (title, [command])]
+
+
+def shortest_use(recommendation: Recommendation, path: str | None = None) -> list[tuple[str, list[str]]]:
+    """As `uses`, on a terminal: of Python the lines that set something, without the loop around them."""
+    set_here = () if recommendation.is_kept else ("autotune_amp.", explain.loader_line(recommendation.config))
+    shown = []
+    for title, lines in uses(recommendation, path):
+        own = [line for line in lines if any(part in line for part in set_here)]
+        shown.append((title, own if title == IN_PYTHON else lines))
+    return shown
 
 
 def python_lines(recommendation: Recommendation, path: str) -> list[str]:
@@ -193,7 +234,7 @@ def export_command(path: str) -> tuple[str, str]:
     file = Path(path)
     study = file.parent if file.name == "recommendation.json" else file
     command = f"autotune-amp export {shell_line([study.as_posix()])} --to torch"
-    return "In the words of a framework, or --to lightning, transformers, accelerate, deepspeed, env", command
+    return "The whole loop, or --to lightning, transformers, accelerate, deepspeed, env", command
 
 
 def origin_line(path: Path, recommendation: Recommendation) -> str:

@@ -22,6 +22,8 @@ _CAPTION = (
     "where the run took it up, above it each move, numbered as in the table. Only fp16 scales the loss."
 )
 
+_MAX_TICKS = 8  # whole powers of two
+
 
 def run_page(run: Run, name: str, reload_seconds: int | None = None) -> str:
     """The HTML document; `name` is the log's. A browser loads it again every `reload_seconds`."""
@@ -50,13 +52,15 @@ def course(run: Run) -> Figure:
     scales = [math.log2(line.scale) if line.scale else None for line in run.lines]
     known = [scale for scale in scales if scale is not None] or [0.0]
     low, high = math.floor(min(known)) - 1, math.ceil(max(known)) + 1
-    scale = _line("loss scale", updates, scales, "loss scale 2<sup>%{y}</sup>", "var(--fp16)", "hv")
+    lasting = _until_next(updates, scales)
+    scale = _line("loss scale", *lasting, "loss scale 2<sup>%{y}</sup>", "var(--fp16)", "hv")
     figure.add_traces([*_names(run, low), scale, *_moves_drawn(run.moves, low, high)], rows=1, cols=1)
     num_skips = [line.num_skips for line in run.lines]
     skips = _line("steps skipped so far", updates, num_skips, "%{y:,} skipped", "var(--bad)", "hv")
     figure.add_trace(skips, row=2, col=1)
     framed(figure, 660 if losses else 480)
-    figure.update_yaxes(title_text="loss scale", tickprefix="2<sup>", ticksuffix="</sup>", row=1, col=1)
+    powers = {"tickprefix": "2<sup>", "ticksuffix": "</sup>", "tick0": 0, "dtick": math.ceil((high - low) / _MAX_TICKS)}
+    figure.update_yaxes(title_text="loss scale", **powers, row=1, col=1)
     figure.update_yaxes(title_text="skipped", rangemode="tozero", tickformat="~s", row=2, col=1)
     if losses:
         seen = [line.update for line in samples], [line.loss for line in samples]
@@ -64,6 +68,24 @@ def course(run: Run) -> Figure:
         figure.update_yaxes(title_text="loss", exponentformat="power", row=3, col=1)
     figure.update_xaxes(title_text="update", tickformat=",d", row=len(heights), col=1)
     return figure
+
+
+def _until_next(x: Sequence[int], y: Sequence[float | None]) -> tuple[list[int], list[float | None]]:
+    """Points of a stepped line that lasts until the next one: where a value ends it holds up to there."""
+    ends = [
+        (after, value)
+        for (value, next_value), after in zip(pairwise(y), x[1:], strict=True)
+        if value is not None and next_value is None
+    ]
+    # The end of a value comes before the point at which there is none.
+    points = sorted(
+        [*((at, 1, value) for at, value in zip(x, y, strict=True)), *((at, 0, v) for at, v in ends)], key=_at
+    )
+    return [at for at, _, _ in points], [value for _, _, value in points]
+
+
+def _at(point: tuple[int, int, float | None]) -> tuple[int, int]:
+    return point[:2]
 
 
 def _line(name: str, x: Sequence[int], y: Sequence[float | None], hover: str, color: str, shape: str) -> Scatter:

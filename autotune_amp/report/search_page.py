@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import msgspec
 
@@ -12,7 +13,7 @@ from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Record
 from autotune_amp.core.recommendation import Exclusion, Recommendation
 from autotune_amp.core.text import count, duration, exact, one_line, outcome_name
 from autotune_amp.report import document, rows
-from autotune_amp.report.charts import course, memory, pareto, throughput
+from autotune_amp.report.charts import Drawn, course, memory, pareto, throughput
 from autotune_amp.report.document import chart
 from autotune_amp.report.numerics_charts import Calibrated, calibrated, fidelity, foretold, gradients
 from autotune_amp.search import loss_scales, ranking
@@ -25,8 +26,8 @@ _THROUGHPUT = (
     "slower than the best. Rings are medians over processes, with where a new run is expected to land."
 )
 _MEMORY = (
-    "What counts against the limit: on an accelerator what a trial reserves, on a CPU what it takes beyond the process "
-    "that it starts in. Crosses on the axis ran out of memory: nobody knows what they would have taken."
+    "The peak of each trial. Crosses on the axis ran out of memory: nobody knows what they would have taken; the line is "
+    "what a trial may take."
 )
 _PARETO = (
     "One mark for each candidate, with its batch size (x accumulation steps). Nothing that may be recommended is above "
@@ -53,21 +54,28 @@ _FIDELITY = (
 def search_page(recommendation: Recommendation, records: Sequence[Record], path: str) -> str:
     """The HTML document; `path` is that of recommendation.json, for the lines to copy."""
     facts = recommendation.facts()
+    checked = _fidelity(recommendation.fidelity, recommendation.checks(), records)
+    charts, absent = _charts(
+        {
+            **_against_batch_size(recommendation, records),
+            "Throughput against memory": [(pareto(recommendation), _PARETO)],
+            "Fidelity to fp32": checked,
+            "The loss scale of fp16": _loss_scale(recommendation, records),
+            "The search as it went": [(course(recommendation, records), _COURSE)],
+        }
+    )
     return document.page(
-        f"{recommendation.search.study}: {dict(facts)['config']}",
+        f"{recommendation.search.study}: {recommendation.title()}, {dict(facts)['config']}",
         {
             "Use it": _use(recommendation, path),
-            **_against_batch_size(recommendation, records),
-            "Throughput against memory": chart(pareto(recommendation), _PARETO),
-            "The search as it went": chart(course(recommendation, records), _COURSE),
-            "The loss scale of fp16": _loss_scale(recommendation, records),
-            "Fidelity to fp32": _fidelity(recommendation.fidelity, recommendation.checks(), records),
+            **charts,
             "Evidence": pieces.facts(pair for pair in facts if pair[0] not in _ELSEWHERE),
             "All candidates": _candidates(recommendation),
-            **_variants(recommendation),
+            "Also tried": _variants(recommendation),
             "Left out": _left_out(recommendation.excluded),
             "Failures": _failures(records),
             "Machine and versions": recommendation.hardware.to_html() + pieces.facts(recommendation.versions.items()),
+            "Not in this report": absent,
         },
         kind="search",
         lead=recommendation.to_html(),
@@ -86,24 +94,50 @@ def unfinished_page(name: str, records: Sequence[Record]) -> str:
     seconds = duration(sum(record.seconds for record in records))
     why = "none of them worked" if num_failed == len(trials) else "what ran was ruled out, or the search was cut short"
     told = f"Nothing was recommended of {count(len(trials), 'trial')}, {num_failed} failed, in {seconds}: {why}."
+    charts, absent = _charts(
+        {
+            **_against_batch_size(None, records),
+            "The search as it went": [(course(None, records), _COURSE)],
+            "Fidelity to fp32": _fidelity(checks, checks, records),
+        }
+    )
     return document.page(
         f"{name}: nothing was recommended",
         {
             "Failures": _failures(records),
             "Ruled out by checks": _left_out(ruled_out),
-            **_against_batch_size(None, records),
-            "The search as it went": chart(course(None, records), _COURSE),
-            "Fidelity to fp32": _fidelity(checks, checks, records),
+            **charts,
+            "Not in this report": absent,
         },
         kind="search",
         lead=pieces.paragraph(told, "warning"),
     )
 
 
-def _against_batch_size(recommendation: Recommendation | None, records: Sequence[Record]) -> dict[str, str]:
+# What a section is made of: charts with their captions, and HTML.
+_Parts: TypeAlias = "Sequence[tuple[Drawn, str] | str]"
+
+
+def _charts(sections: Mapping[str, _Parts]) -> tuple[dict[str, str], str]:
+    """The sections as HTML, and a list of the charts that are not there, each with the reason."""
+    shown, absent = {}, []
+    for title, parts in sections.items():
+        body = ""
+        for part in parts:
+            if isinstance(part, str):
+                body += part
+            elif isinstance(part[0], str):
+                absent.append((title, part[0]))
+            else:
+                body += chart(*part)
+        shown[title] = body
+    return shown, pieces.facts(dict.fromkeys(absent)) if absent else ""
+
+
+def _against_batch_size(recommendation: Recommendation | None, records: Sequence[Record]) -> dict[str, _Parts]:
     return {
-        "Throughput against batch size": chart(throughput(recommendation, records), _THROUGHPUT),
-        "Memory against batch size": chart(memory(recommendation, records), _MEMORY),
+        "Throughput against batch size": [(throughput(recommendation, records), _THROUGHPUT)],
+        "Memory against batch size": [(memory(recommendation, records), _MEMORY)],
     }
 
 
@@ -114,20 +148,20 @@ def _use(recommendation: Recommendation, path: str) -> str:
     ) + pieces.folded("The config as JSON", document.code("As AmpConfig.from_json reads it", config))
 
 
-def _loss_scale(recommendation: Recommendation, records: Sequence[Record]) -> str:
+def _loss_scale(recommendation: Recommendation, records: Sequence[Record]) -> _Parts:
     found = calibrated(recommendation, records)
     chosen = ""
     if isinstance(found, Calibrated):
         chosen = f" This is {found.about}, from {exact(found.pair[0])} with growth interval {found.pair[1]}."
-    return chart(gradients(recommendation, found), _GRADIENTS) + chart(foretold(found), _FORETOLD + chosen)
+    return [(gradients(recommendation, found), _GRADIENTS), (foretold(found), _FORETOLD + chosen)]
 
 
-def _fidelity(drawn: Sequence[Fidelity], told: Iterable[Fidelity], records: Sequence[Record]) -> str:
+def _fidelity(drawn: Sequence[Fidelity], told: Iterable[Fidelity], records: Sequence[Record]) -> _Parts:
     """The chart, and what each check of a precision or of accumulation found."""
     lines = [(found.precision, check_line(found)) for found in told]
     accumulations = [r.outcome for r in records if isinstance(r.outcome, Accumulation)]
     checks = lines + [("accumulation", f"{accumulation_line(found)}. {found.reason}") for found in accumulations]
-    return chart(fidelity(drawn), _FIDELITY) + (pieces.facts(checks) if checks else "")
+    return [(fidelity(drawn), _FIDELITY), pieces.facts(checks) if checks else ""]
 
 
 def _candidates(recommendation: Recommendation) -> str:
@@ -140,19 +174,20 @@ def _candidates(recommendation: Recommendation) -> str:
     return pieces.table([*columns, "outcome", "reason"], shown, num_numeric=len(columns) - 1)
 
 
-def _variants(recommendation: Recommendation) -> dict[str, str]:
-    shown = rows.variants(recommendation)
-    return {"Also tried": pieces.table(rows.VARIANT_COLUMNS, shown, num_numeric=2)} if shown else {}
+def _variants(recommendation: Recommendation) -> str:
+    shown = [cells for _, cells in rows.variants(recommendation)]
+    return pieces.table(rows.VARIANT_COLUMNS, shown, num_numeric=2) if shown else ""
 
 
 def _left_out(excluded: Iterable[Exclusion]) -> str:
-    return pieces.table(("precision", "batch", "reason"), rows.exclusions(excluded))
+    shown = rows.exclusions(excluded)
+    return pieces.table(("precision", "batch", "reason"), shown) if shown else ""
 
 
 def _failures(records: Sequence[Record]) -> str:
     failed = [(r, r.outcome) for r in records if isinstance(r.outcome, Failure)]
     if not failed:
-        return pieces.paragraph("No trial and no check failed.", "absent")
+        return ""
     shown, details = [], ""
     for r, found in failed:
         kind = outcome_name(found.kind)

@@ -24,30 +24,51 @@ if TYPE_CHECKING:
     from autotune_amp.profile.results import AmpProfile
 
 
+_IN_ANSWER = (
+    "config",
+    "speed",
+    "speed-up",
+    "memory",
+    "reason",
+    "warning",
+)  # facts that the panel says, or what is below it
+
+
 def print_recommendation(recommendation: Recommendation, console: Console, path: str | None = None) -> None:
-    """All candidates with their outcome, the recommended config with its evidence, and how to use it.
+    """The answer with the line to copy, what may be wrong with it, the candidates that ran, and the evidence.
 
     `path` is that of its file, as in `rows.uses`.
     """
     search, hardware = recommendation.search, recommendation.hardware
-    console.print(
-        Text(
-            f"Study {search.study}: {count(search.num_trials, 'trial')}, {search.num_failures} failed, "
-            f"{duration(search.seconds)} on {hardware.device} ({one_line(hardware.identity.name)})"
-        )
-    )
+    sure = "blue" if recommendation.is_kept else "green" if recommendation.is_sure else "yellow"
+    print_panel(recommendation.title(), recommendation.answer(), console, sure)
+    # Below the panel and never wrapped by us: these lines are there to be copied.
+    for title, lines in rows.shortest_use(recommendation, path):
+        _print_lines(f"{title}:", lines, console)
+    if recommendation.warnings:
+        console.print()
+        console.print(_grid([("warning", one_line(warning)) for warning in recommendation.warnings]))
     console.print(_candidates(recommendation))
-    if recommendation.variants:
+    if recommendation.evidence.search_samples_per_second is not None:
+        console.print(
+            Text("The machine changed: compare rows that are confirmed with one another, and the rest apart.")
+        )
+    tried = [cells for row, cells in rows.variants(recommendation) if not rows.is_untried(row)]
+    if tried:
         first, *numbers, last = rows.VARIANT_COLUMNS
         table = new_table(first, *numbers, last=last)
-        for cells in rows.variants(recommendation):
-            table.add_row(*map(Text, cells), style="" if cells[1] != "-" else "dim")
+        for cells in tried:
+            table.add_row(*map(Text, cells))
         console.print(table)
-    title = "Best so far: the search was interrupted" if search.was_interrupted else "Recommended"
-    print_panel(title, recommendation.facts(), console)
-    # Below the panel and never wrapped by us: these lines are there to be copied.
-    for title, lines in rows.uses(recommendation, path):
-        _print_lines(f"{title}:", lines, console)
+    told = [fact for fact in recommendation.facts() if fact[0] not in _IN_ANSWER]
+    if untried := rows.untried_line(recommendation):
+        told.append(("not tried", untried))
+    on = f"{hardware.device} ({one_line(hardware.identity.name)})"
+    counted = f"{count(search.num_trials, 'trial')}, {search.num_failures} failed, {duration(search.seconds)} on {on}"
+    told.append(("search", f"{one_line(search.study)}: {counted}"))
+    notes = f"{count(len(recommendation.notes), 'note')}, " if recommendation.notes else ""
+    told.append(("report", f"{notes}every trial and every reason: {rows.report_path(recommendation, path)}"))
+    console.print(_grid(told))
 
 
 def print_check(report: CheckReport, console: Console) -> None:
@@ -112,11 +133,12 @@ def print_profile(profile: AmpProfile, console: Console) -> None:
 
 
 def _candidates(recommendation: Recommendation) -> Table:
+    """The candidates that ran, and those that failed; neighbours of one fate share a line."""
     recommended, baseline = rows.recommended_row(recommendation), rows.baseline_row(recommendation)
-    everywhere = {(e.precision, e.reason) for e in recommendation.excluded if e.batch_size is None}
     columns = ["precision", "batch", "samples/s", "step", "memory"]
     shown: list[tuple[list[str], Text, str]] = []
-    for _, group in groupby(rows.table(recommendation), lambda found: _fate(found[0])):
+    ran = [(row, cells) for row, cells in rows.table(recommendation) if not rows.is_untried(row)]
+    for _, group in groupby(ran, lambda found: _fate(found[0])):
         members = list(group)
         row, cells = members[0]
         cells |= {
@@ -124,15 +146,9 @@ def _candidates(recommendation: Recommendation) -> Table:
             **({"accum": rows.span(*(o.accumulation_steps for o, _ in members))} if "accum" in cells else {}),
         }
         columns = list(cells)
-        told = "" if (row.precision, row.reason) in everywhere else rows.reason_words(row)
-        text = Text(": ".join(filter(None, [rows.outcome_words(row, recommended, baseline), told])))
-        style = "bold green" if row is recommended else "dim" if row.samples_per_second is None else ""
-        shown.append((list(cells.values()), text, style))
-    listed = {(row.precision, row.batch_size) for row in recommendation.candidates}
-    unlisted = [e for e in recommendation.excluded if (e.precision, e.batch_size) not in listed]
-    for precision, sizes, reason in rows.exclusions(unlisted):
-        blanks = ["-"] * (len(columns) - 2)
-        shown.append(([precision, sizes, *blanks], Text(f"excluded: {reason}"), "dim"))
+        text = ": ".join(filter(None, [rows.outcome_words(row, recommended, baseline), rows.reason_words(row)]))
+        style = "bold" if row is recommended else "dim" if row.samples_per_second is None else ""
+        shown.append((list(cells.values()), Text(text), style))
     table = new_table(*columns, last="outcome")
     for texts, outcome_text, style in shown:
         table.add_row(*texts, outcome_text, style=style)
@@ -167,9 +183,9 @@ def new_table(first: str, *numbers: str, last: str, first_width: int = 24) -> Ta
     return table
 
 
-def print_panel(title: str, lines: list[tuple[str, str]], console: Console) -> None:
-    """Labels and their texts in a box."""
-    console.print(Panel(_grid(lines), title=Text(title, "bold"), title_align="left", border_style="green"))
+def print_panel(title: str, lines: list[tuple[str, str]], console: Console, border_style: str = "blue") -> None:
+    """Labels and their texts in a box; green is for what is sure to be better."""
+    console.print(Panel(_grid(lines), title=Text(title, "bold"), title_align="left", border_style=border_style))
 
 
 def _grid(lines: list[tuple[str, str]]) -> Table:

@@ -102,8 +102,9 @@ def search_anew(
         ) from None
     except KeyboardInterrupt:
         best = cached if cached is not None and cached.search.was_interrupted else None
+        kept = "; what an earlier call measured is kept" if folder.records() else ""
         raise SearchInterruptedError(
-            "Interrupted before the first trial; what an earlier call measured is kept.",
+            f"Interrupted before the first trial{kept}.",
             "Run the same command again.",
             best.excluded if best else (),
             best,
@@ -123,8 +124,9 @@ class _Search:
         self._source = source
         self._options = options
         self._progress = progress
-        self._warnings: list[str] = []
-        self.places = _places(source, options, self._watchers, self._warn)
+        self._warnings: list[str] = []  # what changes what the reader does
+        self._notes: list[str] = []
+        self.places = _places(source, options, self._watchers, self._note)
         self._is_spent = False
 
     def backend(self) -> WorkloadBackend:
@@ -157,15 +159,15 @@ class _Search:
         """
         opened = self._open(backend)
         for line in self.places.notes:
-            self._warn(line)
+            self._note(line)
         if self._options.slots is not None:
-            self._warn("What is not confirmed was measured on a share of the CPU: with all of it, it may be faster.")
+            self._note("What is not confirmed was measured on a share of the CPU: with all of it, it may be faster.")
         if self.places.num_slots > 1:
             self.watcher.phase(f"loading the workload on {self.places.num_slots} slots")
         backend.open_others(self.budget.left())
         load_before = self._meter.stop()  # what others did while the workload was loaded and probed
         for line in self._doubts(load_before):
-            self._warn(line)
+            self._progress.note(line)  # the answer has it by its `search.load`
         ledger = self._ledger(build_space(opened.hardware, opened.description, self._options), search_id)
         conditions = Conditions(
             hardware=opened.hardware,
@@ -212,8 +214,8 @@ class _Search:
                 warnings=(
                     *self._warnings,
                     *self._source.warnings(),
-                    *(f"This answer cannot be cached: {part}." for part in fingerprint.unknown),
                 ),
+                notes=(*self._notes, *(f"This answer cannot be cached: {part}." for part in fingerprint.unknown)),
                 load=load_before if self.places.is_here else None,
             ),
             hardware=opened.hardware,
@@ -244,9 +246,9 @@ class _Search:
         said = machine_load.doubts(machine_load.evidence([load]), "search on an idle machine")
         return said if load.others_num_cores is not None else (*said, *self._load_notes)
 
-    def _warn(self, line: str) -> None:
+    def _note(self, line: str) -> None:
         self._progress.note(line)
-        self._warnings.append(line)
+        self._notes.append(line)
 
     def _search(self, backend: Backend, ledger: Ledger, planner: Planner) -> None:
         """The stages before the confirmation."""
@@ -268,7 +270,7 @@ class _Search:
             self._is_spent = is_out_of_time and (is_open or most is None or len(ledger.trials) < most)
             study.catch_up(ledger, is_over=True)
             if not study.is_there:
-                self._warnings.append("The study's storage is away, and lacks what was measured since.")
+                self._notes.append("The study's storage is away, and lacks what was measured since.")
 
     def _confirm(self, ledger: Ledger, planner: Planner) -> None:
         """The stages in fresh processes."""
@@ -310,12 +312,13 @@ class _Search:
             cannot_be_built=self._cannot_be_built,
         )
         if opened.why_not_forked is not None:
-            self._warnings.append(f"Trials shared one process until it failed: {opened.why_not_forked}.")
+            self._notes.append(f"Trials shared one process until it failed: {opened.why_not_forked}.")
         hardware = opened.hardware
         held = max(hardware.memory.held_by_caller, held_bytes(hardware.device) if self.places.is_here else 0)
         hardware = replace(hardware, memory=replace(hardware.memory, held_by_caller=held))
         self._progress.found_hardware(hardware)
-        self._warnings += [*hardware.notes, *alone(self._options.num_ranks, hardware.device)]
+        self._notes += hardware.notes
+        self._warnings += alone(self._options.num_ranks, hardware.device)
         if held > _HELD_SHARE_WORTH_A_WORD * hardware.memory.total:
             self._warnings.append(
                 f"The calling process holds {size(held)} on {hardware.device}, which trials had to do without: make "

@@ -366,8 +366,7 @@ def _measurement(spec: Trial, timing: Timing, **measured: Any) -> Measurement:
 def _ending(training: BaseTraining, limit_seconds: float, tell: Tell, measured: Measurement) -> dict[str, Any]:
     """The end of a confirmation: the workload's own evaluation, then its checkpoint, `limit_seconds` for both.
 
-    The parent holds them to it: before each it is sent the measurement that holds should it not come back, and the
-    folder that it would have to remove.
+    The parent holds them to it: before each it is sent the measurement that holds should it not come back.
     """
     began = time.perf_counter()
     taken: dict[str, float] = {}
@@ -376,7 +375,7 @@ def _ending(training: BaseTraining, limit_seconds: float, tell: Tell, measured: 
     def fields(seconds: float, *overdue: str) -> dict[str, Any]:
         return {**taken, "ending_seconds": seconds, "ending_problem": "; ".join([*problems, *overdue]) or None}
 
-    def attempt(what: str, field: str, action: Callable[[], None], **phase: str) -> None:
+    def attempt(what: str, field: str, action: Callable[[], None], phase: str) -> None:
         started = time.perf_counter()
         left_seconds = limit_seconds - (started - began)
         if left_seconds <= 0:
@@ -386,7 +385,7 @@ def _ending(training: BaseTraining, limit_seconds: float, tell: Tell, measured: 
             measured, **fields(limit_seconds, f"{what} did not end within {left_seconds:.3g} s")
         )
         tell({"event": "so far", "value": msgspec.to_builtins(so_far)})
-        tell({"event": "phase", "seconds": left_seconds, **phase})
+        tell({"event": "phase", "seconds": left_seconds, "name": phase})
         try:
             action()
             synchronize(training.device)
@@ -399,11 +398,11 @@ def _ending(training: BaseTraining, limit_seconds: float, tell: Tell, measured: 
             taken[field] = time.perf_counter() - started
 
     if training.workload.evaluate is not None:
-        attempt("evaluate", "evaluation_seconds", training.evaluate, name="evaluating")
+        attempt("evaluate", "evaluation_seconds", training.evaluate, "evaluating")
     if training.workload.checkpoint is not None:
         with tempfile.TemporaryDirectory(prefix="autotune-amp-", ignore_cleanup_errors=True) as folder:
             write = partial(training.checkpoint, Path(folder))
-            attempt("checkpoint", "checkpoint_seconds", write, name="writing a checkpoint", folder=folder)
+            attempt("checkpoint", "checkpoint_seconds", write, "writing a checkpoint")
     return fields(time.perf_counter() - began)
 
 

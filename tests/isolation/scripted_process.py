@@ -28,7 +28,6 @@ class Script(Process):
         self.status = 0
         self.watcher = Watcher()
         self.printed = "last words"
-        self._folders = []
         self._tail = deque()
 
     def _next_message(self) -> dict[str, Any] | None:

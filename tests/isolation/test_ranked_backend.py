@@ -13,8 +13,8 @@ import pytest
 import torch
 from backend_contract import BackendContract, Made
 from conftest import needs_two_cpus
+from forked_programs import forked_programs
 from forked_python import ForkServer
-from forked_trials import forked_trials
 from listening import Listener
 from torch import nn
 
@@ -101,7 +101,7 @@ pytestmark = [needs_two_cpus, pytest.mark.usefixtures("nothing_left_at_once")]
 
 @pytest.fixture(scope="module", autouse=True)
 def _trials_are_forked(fork_server: ForkServer) -> Iterator[None]:
-    with forked_trials(fork_server):
+    with forked_programs(fork_server):
         yield
 
 

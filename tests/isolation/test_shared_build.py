@@ -9,8 +9,8 @@ from typing import Any
 
 import psutil
 import pytest
+from forked_programs import forked_programs
 from forked_python import ForkServer
-from forked_trials import forked_trials
 from listening import Listener
 
 from autotune_amp.core.outcome import Measurement
@@ -47,7 +47,7 @@ def workload():
 
 @pytest.fixture(scope="module", autouse=True)
 def _trials_are_forked(fork_server: ForkServer) -> Iterator[None]:
-    with forked_trials(fork_server):
+    with forked_programs(fork_server):
         yield
 
 

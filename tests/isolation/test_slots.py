@@ -15,8 +15,8 @@ import psutil
 import pytest
 from backend_contract import BackendContract, Made
 from conftest import needs_two_cpus
+from forked_programs import forked_programs
 from forked_python import ForkServer
-from forked_trials import forked_trials
 from hypothesis import given
 from hypothesis import strategies as st
 from listening import Listener
@@ -140,7 +140,7 @@ def workload():
 
 @pytest.fixture(scope="module", autouse=True)
 def _trials_are_forked(fork_server: ForkServer) -> Iterator[None]:
-    with forked_trials(fork_server):
+    with forked_programs(fork_server):
         yield
 
 

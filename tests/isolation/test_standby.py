@@ -23,7 +23,7 @@ from autotune_amp.isolation import standby
 from autotune_amp.isolation.local import LocalBackend, Payload, Slot, can_fork
 from autotune_amp.isolation.marks import MARK
 from autotune_amp.isolation.places import ConfirmingProcesses, OneDevice
-from autotune_amp.isolation.process import Watcher
+from autotune_amp.isolation.process import Process, Watcher
 from autotune_amp.isolation.standby import Standby
 from autotune_amp.trial.jobs import Trial
 
@@ -141,13 +141,13 @@ class Search:
     def slow_to_build(self) -> Iterator[None]:
         """Have no process build meanwhile but the one that runs jobs now."""
         first = self.backend._process
-        self._slow.write_text(str(0 if first is None or not first.is_alive() else first.pid))
+        self._slow.write_text(str(0 if first is None or not first.is_alive() else number_of(first)))
         yield
         self._slow.write_text("")
 
     def standing_by(self) -> int:
         """The process that stands by, once it has built."""
-        number = self.standby.processes[0].pid
+        number = number_of(self.standby.processes[0])
         eventually((self.folder / f"building.{number}").exists)
         eventually(lambda: not self.standby.processes[0]._messages.empty())
         time.sleep(0.2)
@@ -163,6 +163,11 @@ class Search:
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
         return found
+
+
+def number_of(process: Process) -> int:
+    """The number of a process, once it has one."""
+    return int(eventually(lambda: process.pid))
 
 
 def kill(number: int) -> None:
@@ -182,7 +187,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Search]:
 
 def running(search: Search) -> int:
     assert search.backend._process is not None
-    return search.backend._process.pid
+    return number_of(search.backend._process)
 
 
 @pytest.mark.skipif(not can_fork(), reason="nothing is forked here")
@@ -251,7 +256,7 @@ def test_a_process_that_is_killed_costs_its_own_job(shared: Search, moment: str)
 def test_one_that_stands_by_and_is_killed_costs_nothing_but_its_start(tmp_path: Path, moment: str) -> None:
     with Search(tmp_path, 1.0) as search:
         search.measured()
-        number = search.standby.processes[0].pid
+        number = number_of(search.standby.processes[0])
         if moment == "waiting":
             search.standing_by()
         else:
@@ -268,14 +273,14 @@ def test_one_that_stands_by_and_is_killed_costs_nothing_but_its_start(tmp_path: 
             search.measured()
         assert running(search) != number
         assert search.measured() == 0.0
-        assert search.standby.processes[0].pid != number, "another one"
+        assert number_of(search.standby.processes[0]) != number, "another one"
 
 
 def test_one_that_takes_too_long_to_load_is_waited_for_no_longer_than_the_job_may_load(tmp_path: Path) -> None:
     with Search(tmp_path) as search:
         with search.slow_to_build():
             search.measured()
-            eventually((tmp_path / f"building.{search.standby.processes[0].pid}").exists)
+            eventually((tmp_path / f"building.{number_of(search.standby.processes[0])}").exists)
             kill(running(search))
             found = search.backend.submit(search.trial(loading_seconds=1.0)).result()
             assert isinstance(found, Failure)
@@ -304,7 +309,7 @@ def test_the_processes_of_all_rounds_are_loaded_before_the_first_run_and_none_be
             for _ in range(2):
                 handle = processes.submit(search.trial(purpose="confirm", round=number))
                 if not starts and number == 0:
-                    before += [process.pid for process in search.standby.processes]
+                    before += map(number_of, search.standby.processes)
                     assert loaded(tmp_path) >= set(map(str, before))
                     known = loaded(tmp_path)
                 assert isinstance(handle.result(), Measurement)
@@ -323,7 +328,7 @@ def test_the_processes_of_all_rounds_are_loaded_before_the_first_run_and_none_be
 def test_what_stands_by_stands_still_while_steps_are_timed(tmp_path: Path) -> None:
     with Search(tmp_path, 2.0) as search:
         handle = search.backend.submit(search.trial(6))
-        beside = psutil.Process(search.standby.processes[0].pid)
+        beside = psutil.Process(number_of(search.standby.processes[0]))
         threading.Thread(target=handle.result).start()
         eventually((tmp_path / f"hanging.{running(search)}").exists)
         eventually(lambda: beside.status() == psutil.STATUS_STOPPED)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from commands import INJECTED, TORCHRUN
-from forked_commands import forked_commands
+from forked_programs import forked_programs
 from forked_python import ForkServer
 
 from autotune_amp.cli import run
@@ -48,7 +48,7 @@ PLAIN = PREAMBLE + "loader = torch.utils.data.DataLoader(data, batch_size=8, shu
 @pytest.fixture
 def forked_apply(apply: Apply, fork_server: ForkServer) -> Iterator[Apply]:
     """`apply`, whose scripts are forked from a process that has imported torch."""
-    with forked_commands(fork_server):
+    with forked_programs(fork_server):
         yield apply
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from backend_contract import BackendContract, Made
-from forked_commands import forked_commands
+from forked_programs import forked_programs
 from forked_python import ForkServer
 from msgspec.structs import replace
 
@@ -70,7 +70,7 @@ SECONDS = 200.0
 
 @pytest.fixture(scope="module", autouse=True)
 def _commands_are_forked(fork_server: ForkServer) -> Iterator[None]:
-    with forked_commands(fork_server):
+    with forked_programs(fork_server):
         yield
 
 

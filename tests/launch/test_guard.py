@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_commands import forked_commands
+from forked_programs import forked_programs
 from forked_python import ForkServer
 from running_commands import run_command
 
@@ -116,7 +116,7 @@ def test_what_was_there_stays_and_path_and_line_are_said(
 ) -> None:
     before = snapshot(mine)
     text = CHANGES[way] if way in CHANGES else f"import torch; {WITH_TORCH[way]}"
-    with forked_commands(fork_server):
+    with forked_programs(fork_server):
         ran = train(text + "\nprint('went on')")
     assert isinstance(ran.ending, Failure)
     refused = ran.heard.refused

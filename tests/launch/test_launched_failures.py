@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from commands import TORCHRUN
-from forked_commands import forked_commands
+from forked_programs import forked_programs
 from forked_python import ForkServer
 from running_commands import run_command
 
@@ -47,7 +47,7 @@ torch.distributed.destroy_process_group()
 @pytest.fixture(scope="module", autouse=True)
 def _commands_are_forked(fork_server: ForkServer) -> Iterator[None]:
     """The launcher is forked; the ranks that it starts are processes of their own."""
-    with forked_commands(fork_server):
+    with forked_programs(fork_server):
         yield
 
 

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 from commands import TORCHRUN
-from forked_commands import forked_commands
+from forked_programs import forked_programs
 from forked_python import ForkServer
 from running_commands import run_command
 
@@ -242,7 +242,7 @@ def test_where_temporary_files_are_far_down_its_sockets_still_open(
         "if __name__ == '__main__':\n"
         "    print('went', multiprocessing.Manager().list([1]))\n"
     )
-    with forked_commands(fork_server):
+    with forked_programs(fork_server):
         ran = run_command([sys.executable, "train.py"])
     assert ran.heard.torches
     assert "went" in ran.seen.printed
@@ -275,7 +275,7 @@ def test_how_it_failed_and_what_to_do(
     tmp_path: Path, fork_server: ForkServer, script: str, kind: str, said: list[str]
 ) -> None:
     (tmp_path / "train.py").write_text(script + "\n")
-    with forked_commands(fork_server):
+    with forked_programs(fork_server):
         ending = run_command([sys.executable, "train.py"]).ending
     assert isinstance(ending, Failure)
     assert ending.kind == kind

@@ -30,7 +30,7 @@ from autotune_amp.core.evidence import (
 )
 from autotune_amp.core.intervals import prediction_interval
 from autotune_amp.core.outcome import Description, Measurement, Record
-from autotune_amp.core.recommendation import Decision, Recommendation, SearchSummary
+from autotune_amp.core.recommendation import MAX_WARNINGS, Decision, Recommendation, SearchSummary
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware import machine_load
 from autotune_amp.precision.modes import MODES
@@ -106,16 +106,22 @@ def decide(
     excluded = explain.excluded(ledger, is_budget_spent=is_budget_spent)
     why_uncalibrated = loss_scales.why_uncalibrated(ledger.scales, chosen.candidate)
     unsure = next(((c, *gains[c]) for c in worth), None) if is_kept else None
+    load_before = None if search is None or search.load is None else machine_load.evidence([search.load])
+    warnings, notes = explain.doubts(ledger, chosen, evidence, config, why_uncalibrated, description, load_before)
+    if search is not None:
+        warnings, notes = [*warnings, *search.warnings], [*notes, *search.notes]
+    warnings = list(dict.fromkeys(warnings))
     return Decision(
         config=config,
         evidence=evidence,
         reason=explain.reason(ledger, chosen.candidate, evidence, contenders, today, unsure, search, is_kept=is_kept),
-        warnings=explain.warnings(ledger, chosen, evidence, config, why_uncalibrated, description),
+        warnings=tuple(warnings[:MAX_WARNINGS]),
         excluded=excluded,
         candidates=explain.rows(ledger, excluded, environment),
         fidelity=tuple(ledger.fidelity.values()),
         variants=variants.rows(ledger, Setting.of(config), is_budget_spent=is_budget_spent),
         outlook=_outlook(ledger, evidence),
+        notes=tuple(dict.fromkeys((*warnings[MAX_WARNINGS:], *notes))),
     )
 
 
@@ -322,7 +328,7 @@ def recommend(
     decision = decide(ledger, environment=environment, search=search, description=workload)
     fields = msgspec.to_builtins(options)
     return Recommendation(
-        **msgspec.structs.asdict(decision) | circumstances | {"warnings": (*decision.warnings, *search.warnings)},
+        **msgspec.structs.asdict(decision) | circumstances,
         search=search,
         workload=workload,
         options={name: fields[name] for name in fields if name not in _OPTIONS_NOT_KEPT},

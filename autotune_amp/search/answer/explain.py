@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.evidence import MIN_PROCESSES, Evidence, Objective
+from autotune_amp.core.hardware import LoadEvidence
 from autotune_amp.core.outcome import Accumulation, Description, Failure
 from autotune_amp.core.recommendation import CandidateRow, Exclusion, SearchSummary
 from autotune_amp.core.setting import Setting
@@ -51,7 +52,8 @@ def reason(
     if is_kept and was_alone(ledger):
         return _only_today(ledger, search)
     ours = today if is_kept and today is not None else contenders[chosen]
-    why_not_better = _why_not_better(ledger, ours, today, contenders, {chosen, baseline, *(unsure or ())[:1]})
+    own = baseline if is_kept else chosen
+    why_not_better = _why_not_better(ledger, own, ours, today, contenders, {chosen, baseline, *(unsure or ())[:1]})
     if is_kept:
         amount = "" if objective == "speed" else f", {_amount(objective, ours)}"
         gain = f"Keep what you have: {baseline}{amount}; "
@@ -117,9 +119,18 @@ def _share(objective: Objective, other: Merit, ours: Merit) -> float:
 
 
 def _why_not_better(
-    ledger: Ledger, ours: Merit, today: Merit | None, contenders: Mapping[Setting, Merit], held: set[Setting]
+    ledger: Ledger,
+    own: Setting,
+    ours: Merit,
+    today: Merit | None,
+    contenders: Mapping[Setting, Merit],
+    held: set[Setting],
 ) -> list[str]:
-    """A sentence about the best that is better than the choice, the `held` apart; nothing where none is."""
+    """A sentence about the best that is better than the choice, the `held` apart; nothing where none is.
+
+    What was not confirmed is compared with the search's own trials of the choice, since a machine may run at another
+    speed by the time of the confirmation; what was cut was far slower then, and is compared with nothing.
+    """
     objective, last = ledger.objective, max(ledger.tiers[c] for c in contenders) if contenders else 0
 
     def why_not(other: Setting, found: Merit) -> str:
@@ -137,8 +148,14 @@ def _why_not_better(
     better: dict[Setting, tuple[float, str]] = {}
     for other, searched in ledger.measured.items():
         found = contenders.get(other) or ledger.merits.get(other, searched)
-        share = _share(objective, found, ours)
-        if other not in held and not other.as_found and share < (1 if other in contenders else 1 - PLATEAU):
+        share = _share(objective, found, ours if other in contenders else ledger.measured.get(own, ours))
+        was_cut = any(m.was_cut for m in ledger.measurements[other])
+        if (
+            other not in held
+            and not was_cut
+            and not other.as_found
+            and share < (1 if other in contenders else 1 - PLATEAU)
+        ):
             better[other] = share, why_not(other, found)
     if not better:
         return []
@@ -159,38 +176,51 @@ def _loader_reason(chosen: Setting, evidence: Evidence) -> list[str]:
     ]
 
 
-def warnings(
+def doubts(
     ledger: Ledger,
     chosen: Runs,
     evidence: Evidence,
     config: AmpConfig,
     why_uncalibrated: str | None,
     description: Description | None,
-) -> tuple[str, ...]:
-    """What the reader has to know before relying on the numbers or the config, the space's notes first.
+    load_before: LoadEvidence | None,
+) -> tuple[list[str], list[str]]:
+    """What the reader has to know: warnings, which change what they do, the most important first, and notes.
 
-    `why_uncalibrated` is what became of fp16's calibration, where one was tried and did not come to an end.
+    `why_uncalibrated` is what became of fp16's calibration, where one was tried and did not come to an end;
+    `load_before` is what others did on the machine before the search.
     """
     space = ledger.space
-    found = [
-        *space.notes,
-        *_measuring_doubts(evidence),
+    harm, numerical = _numerical_doubts(ledger, chosen, evidence, why_uncalibrated)
+    # What others do is why processes disagree and machines change: the first of these is enough.
+    load = machine_load.doubts(evidence.load) or machine_load.doubts(load_before, "search on an idle machine")
+    spread, unconfirmed = _measuring_doubts(evidence)
+    unsure = [*load, *spread]
+    asked, accumulated = accumulation_doubts(space, chosen.candidate, config, evidence.accumulation)
+    warnings = [
+        *harm,
+        *asked,
+        *unconfirmed,
+        *unsure[:1],
         *_loader_doubts(evidence),
-        *_numerical_doubts(ledger, chosen, evidence, why_uncalibrated),
-        *_missing_plans(space, config),
-        *machine_load.doubts(evidence.load),
         *memory_doubts(description),
-        *_own_loop_doubts(chosen, description),
         *_ending_doubts(chosen),
-        *accumulation_warnings(space, chosen.candidate, config, evidence.accumulation),
     ]
-    if ledger.objective == "energy":
-        found.append(_WHOLE_DEVICE)
-    return tuple(dict.fromkeys(found))
+    notes = [
+        *unsure[1:],
+        *numerical,
+        *accumulated,
+        *_missing_plans(space, config),
+        *_own_loop_doubts(chosen, description),
+        *([_WHOLE_DEVICE] if ledger.objective == "energy" else []),
+        *space.notes,
+    ]
+    return warnings, notes
 
 
-def _measuring_doubts(evidence: Evidence) -> list[str]:
-    found = []
+def _measuring_doubts(evidence: Evidence) -> tuple[list[str], list[str]]:
+    """What is to be said of the spread of what was measured, and of too few processes."""
+    found, unconfirmed = [], []
     low, high = evidence.samples_per_second_interval
     searched = evidence.search_samples_per_second
     # What others did on the machine is in the interval too, and told of.
@@ -203,7 +233,7 @@ def _measuring_doubts(evidence: Evidence) -> list[str]:
         )
     if not evidence.is_confirmed:
         which = "this config" if evidence.num_processes < MIN_PROCESSES else "the baseline"
-        found.append(
+        unconfirmed.append(
             f"Unconfirmed: fewer than {MIN_PROCESSES} fresh processes measured {which}. A larger --budget confirms it."
         )
     elif high - low > 2 * WIDE_INTERVAL * evidence.samples_per_second and not is_widened:
@@ -211,11 +241,16 @@ def _measuring_doubts(evidence: Evidence) -> list[str]:
             f"The processes disagree: a run is expected anywhere from {number(low)} to {rate(high)}. "
             "Stop what else runs on this machine and search again with --fresh."
         )
-    return found
+    return found, unconfirmed
 
 
-def _numerical_doubts(ledger: Ledger, chosen: Runs, evidence: Evidence, why_uncalibrated: str | None) -> list[str]:
-    found, fidelity, scale = [], evidence.fidelity, evidence.loss_scale
+def _numerical_doubts(
+    ledger: Ledger, chosen: Runs, evidence: Evidence, why_uncalibrated: str | None
+) -> tuple[list[str], list[str]]:
+    """What may harm the training, and what else is to be known of its numbers."""
+    fidelity, scale = evidence.fidelity, evidence.loss_scale
+    found: list[str] = []
+    notes: list[str] = []
     num_skips = sum(m.num_skips for m in chosen.measurements)
     if fidelity is not None and fidelity.verdict != "faithful":
         found.append(f"{sentence(fidelity.reason)} {sentence(fidelity.next_step)}")
@@ -224,10 +259,10 @@ def _numerical_doubts(ledger: Ledger, chosen: Runs, evidence: Evidence, why_unca
     if fidelity is not None and fidelity.later is not None and fidelity.later.verdict in ("undecided", "doubtful"):
         found.append(f"{sentence(fidelity.later.reason)} Look at the losses of its first few hundred steps.")
     if fidelity is not None and fidelity.verdict == "faithful" and not fidelity.has_moved:
-        found.append(f"{sentence(fidelity.reason)} Search again with a learning rate above 0 for the rest.")
+        notes.append(f"{sentence(fidelity.reason)} Search again with a learning rate above 0 for the rest.")
     if MODES[chosen.candidate.precision].takes_scaler and scale is None:
         why = why_uncalibrated or "the budget ended or fp16 was not among the fastest when it was measured"
-        found.append(f"The loss scale is GradScaler's default: it was not calibrated, since {sentence(why)}")
+        notes.append(f"The loss scale is GradScaler's default: it was not calibrated, since {sentence(why)}")
     if scale is None and num_skips:
         found.append(
             f"The loss scaler skipped {num_skips} of the measured steps because gradients overflowed: "
@@ -238,7 +273,7 @@ def _numerical_doubts(ledger: Ledger, chosen: Runs, evidence: Evidence, why_unca
             f"The loss scaler skipped {scale.num_skips_seen} of {scale.num_confirming_steps} measured steps, where the "
             f"calibration foretold {scale.num_skips_foretold}: the gradients grow beyond what it saw."
         )
-    return found
+    return found, notes
 
 
 def _missing_plans(space: Space, config: AmpConfig) -> list[str]:
@@ -314,24 +349,28 @@ def _ending_doubts(chosen: Runs) -> list[str]:
     ]
 
 
-def accumulation_warnings(space: Space, chosen: Setting, config: AmpConfig, found: Accumulation | None) -> list[str]:
-    """What a changed effective batch and a loss to be weighted ask of the user."""
-    said = []
+def accumulation_doubts(
+    space: Space, chosen: Setting, config: AmpConfig, found: Accumulation | None
+) -> tuple[list[str], list[str]]:
+    """What a changed effective batch and a loss to be weighted ask of the user, and what of it concerns a fallback."""
+    warnings: list[str] = []
+    notes: list[str] = []
     before, after = space.baseline.effective_batch_size, chosen.effective_batch_size
     if before != after:
-        said.append(
+        warnings.append(
             f"The batch size was free to change: the optimizer sees {after} samples a step instead of {before}, and "
             f"the learning rate may need another look. --effective-batch-size {before * space.num_ranks} keeps them."
         )
     num_steps = [config.accumulation_steps, *(plan.accumulation_steps for plan in config.plans)]
     if max(num_steps) == 1:
-        return said
+        return warnings, notes
+    said = warnings if config.accumulation_steps > 1 else notes
     asking = ("sum",) if space.weighs_passes else ("sum", "weighted")
     if found is not None and found.verdict in asking:
         said.append(f"{sentence(found.reason)} {sentence(found.next_step)}")
     if "accumulation" not in space.checks:
         said.append("How the training weighs what it accumulates was not checked.")
-    return said
+    return warnings, notes
 
 
 def excluded(ledger: Ledger, *, is_budget_spent: bool) -> tuple[Exclusion, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from autotune_amp.core.recommendation import Fingerprint, Recommendation
+from autotune_amp.core.recommendation import MAX_WARNINGS, Fingerprint, Recommendation
 from autotune_amp.distributed import left_no_answer
 from autotune_amp.hardware import identify
 from autotune_amp.search.options import RANKING, SearchOptions
@@ -94,7 +94,8 @@ def _shared_answer(
         fingerprint=fingerprint,
         target=source.target,
         launch_line=source.launch_line,
-        warnings=(*answer.warnings, told),
+        warnings=(told, *answer.warnings)[:MAX_WARNINGS],
+        notes=(*answer.warnings[MAX_WARNINGS - 1 :], *answer.notes),
         search=msgspec.structs.replace(answer.search, study=folder.path.name),
     )
     return folder.save(answer)

@@ -1,6 +1,6 @@
-"""A keeper of a command in a process forked by `forked_python`; a program of Python that it keeps is a fork of it.
+"""A keeper in a process forked by `forked_python`; a program of Python that it keeps is a fork of it.
 
-Run by `forked_commands` as a program: with the environment as JSON, then a keeper's own arguments. All but the start of
+Run by `forked_programs` as a program: with the environment as JSON, then a keeper's own arguments. All but the start of
 the program is the real keeper's.
 """
 
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-TESTS = str(Path(__file__).resolve().parents[1])
-KEEPER = Path(TESTS).parent / "autotune_amp/launch/keeper.py"
+TESTS = str(Path(__file__).resolve().parent)
+KEEPER = Path(TESTS).parent / "autotune_amp/isolation/keeper.py"
 
 
 def main(environment: str, settings: str, *arguments: str) -> None:
@@ -45,7 +45,7 @@ def _names_torch(arguments: Sequence[str]) -> bool:
     """Whether the program is one that imports torch: another one must not find it imported."""
     kind, *rest = arguments
     if kind in ("-c", "-m"):
-        return "torch" in rest[0]
+        return "torch" in rest[0] or "isolation.server" in rest[0]
     return not kind.startswith("-") and "torch" in Path(kind).read_text()
 
 

@@ -1,5 +1,5 @@
-"""Commands that are run as a search runs them, but for the start of Python: their processes are forks of one that has
-imported torch.
+"""Trial processes and commands that are run as a search runs them, but for the start of Python: keepers, and what they
+start of this Python and torch, are forks of a process that has imported torch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 from forked_python import ForkedProcess, ForkServer
 
-from autotune_amp.launch import running
+from autotune_amp.isolation import program
 
 PROGRAM = str(Path(__file__).with_name("forked_keeper.py"))
 
 
 @contextlib.contextmanager
-def forked_commands(server: ForkServer) -> Iterator[None]:
-    """Fork the keepers that are started meanwhile, and commands that are programs of this Python and name torch."""
+def forked_programs(server: ForkServer) -> Iterator[None]:
+    """Fork the keepers that are started meanwhile, and programs of this Python that name torch."""
 
     def popen(command: Sequence[str], *, env: Mapping[str, str], **streams: Any) -> ForkedProcess:
         _, _, _, *arguments = command  # Python, its option, the keeper's file
@@ -33,5 +33,5 @@ def forked_commands(server: ForkServer) -> Iterator[None]:
 
     stand_in = SimpleNamespace(**{**vars(subprocess), "Popen": popen})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "subprocess", stand_in)
+        patch.setattr(program, "subprocess", stand_in)
         yield

@@ -1,13 +1,14 @@
-"""The process between us and a training command: it starts the command, and ends all that came of it.
+"""The process between us and a program that we start: it starts the program, and ends all that came of it.
 
-It does so when the command ends, when the parent says so, and when the parent is gone, killed too. On Linux what a
-command leaves behind becomes the keeper's child, however it left, so that nothing can get away. A file of its own that
-runs by its path: it must be up within milliseconds.
+It does so when the program ends, when the parent asks for it, and when the parent is gone, killed too. On Linux what a
+program leaves behind becomes the keeper's child, whatever session or environment it has, so that nothing can get away.
+A file of its own that runs by its path: it must be up within milliseconds.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import resource
@@ -23,49 +24,63 @@ from typing import Any
 
 CANNOT_START = 126  # exit status, as a shell has it
 END_SECONDS = 30.0  # a process may have to give back the memory of a whole device
+# What the parent asks for by signals: to end the program, to have it stand still, to let it go on.
+END, PAUSE, GO_ON = signal.SIGUSR1, signal.SIGTSTP, signal.SIGCONT
+_ORPHANED = signal.SIGUSR2  # from the kernel, where the thread that started this process is gone
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_LOOK_SECONDS = 1.0  # between two looks whether the parent is there, should its pipe be held open by another process
+_EXIT_SECONDS = 10.0  # in which a process is gone whose first thread is
+_LOOK_SECONDS = 1.0  # between two looks whether the parent is there, where no signal tells
 
 
-def keep(mark: str, parent: int, folders: Sequence[str], notes: Sequence[str] | None, arguments: Sequence[str]) -> int:
-    """Run the command until it ends or is to end; returns its status, negative for a signal's, 0 where it was ended.
+def keep(
+    mark: str, parent: int, folders: Sequence[str], when_orphaned: Sequence[Any] | None, arguments: Sequence[str]
+) -> int:
+    """Run the program until it ends or is to end; returns its status, negative for a signal's, 0 where it was ended.
 
-    Where the parent is gone and cannot do so itself, what the first path of `notes` says that the command made is moved
-    to the folder that is the second, what stays is remembered in the file that is the third, and `folders` are removed.
+    Where the parent is gone and cannot do so itself, `when_orphaned` is called, a function by its module and its name
+    with its arguments, and `folders` are removed.
     """
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakes)
+    for number in (signal.SIGCHLD, END, PAUSE, GO_ON, _ORPHANED):
+        signal.signal(number, lambda *_: None)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    command = _start(mark, arguments)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _ORPHANED, 0, 0, 0)
+    program = _start(mark, arguments)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as Slurm ends a job, by a signal to every process: there is work
-    from autotune_amp.isolation import marks  # while the command starts
+    _leave_streams()
+    from autotune_amp.isolation import marks  # while the program starts
 
     shared_before = marks.shared_memory()
-    status, is_parent_there = None, True
-    while status is None:
-        ready, _, _ = select.select([0, woken], [], [], _LOOK_SECONDS)
-        if 0 in ready:
-            is_parent_there = os.read(0, 1) != b""
-            break
-        if os.getppid() != parent:
-            is_parent_there = False
-            break
-        if woken in ready:
-            os.read(woken, 1 << 10)
-        status = _reaped(command)
+    status, is_asked, is_orphaned = None, False, False
+    while status is None and not (is_asked or is_orphaned) and os.getppid() == parent:
+        if woken in select.select([woken], [], [], _LOOK_SECONDS)[0]:
+            for asked in os.read(woken, 1 << 10):
+                is_asked |= asked == END
+                is_orphaned |= asked == _ORPHANED
+                if asked in (PAUSE, GO_ON):
+                    os.kill(program, signal.SIGSTOP if asked == PAUSE else GO_ON)
+        status = _reaped(program)
     _end(marks, mark, shared_before)
-    if not is_parent_there:
-        if notes is not None:
-            from autotune_amp.launch.leftovers import remember, set_aside
-
-            noted, aside, memory = map(Path, notes)
-            remember(memory, set_aside(noted, aside))
+    until = time.monotonic() + _EXIT_SECONDS
+    while is_orphaned and os.getppid() == parent and time.monotonic() < until:
+        time.sleep(0.01)
+    if os.getppid() != parent:
+        if when_orphaned is not None:
+            module, name, *given = when_orphaned
+            getattr(importlib.import_module(module), name)(*given)
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
     return status or 0
+
+
+def _leave_streams() -> None:
+    """Let go of the program's input and output, which end with it; errors of our own are told beside its errors."""
+    with Path(os.devnull).open("r+b") as null:
+        for number in (0, 1):
+            os.dup2(null.fileno(), number)
 
 
 def _start(mark: str, arguments: Sequence[str]) -> int:
@@ -78,8 +93,7 @@ def _start(mark: str, arguments: Sequence[str]) -> int:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != parent:
                 os._exit(CANNOT_START)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for number in (signal.SIGCHLD, signal.SIGPIPE):
+        for number in (signal.SIGCHLD, signal.SIGPIPE, END, PAUSE, GO_ON, _ORPHANED):
             signal.signal(number, signal.SIG_DFL)
         os.environ["AUTOTUNE_AMP_PROCESS"] = mark
         os.execvp(arguments[0], list(arguments))  # noqa: S606 - the user's own command
@@ -89,20 +103,20 @@ def _start(mark: str, arguments: Sequence[str]) -> int:
         os._exit(CANNOT_START)
 
 
-def _reaped(command: int) -> int | None:
-    """Reap all children that have ended; returns the command's status if it is among them."""
+def _reaped(program: int) -> int | None:
+    """Reap all children that have ended; returns the program's status if it is among them."""
     status = None
     with suppress(ChildProcessError):
         while True:
             pid, ended = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 break
-            status = os.waitstatus_to_exitcode(ended) if pid == command else status
+            status = os.waitstatus_to_exitcode(ended) if pid == program else status
     return status
 
 
 def _end(marks: Any, mark: str, shared_before: Iterable[str]) -> None:
-    """Kill all that came of the command at once, without a signal that it could answer, and free what it shared."""
+    """Kill all that came of the program at once, without a signal that it could answer, and free what it shared."""
     import psutil
 
     shared: set[str] = set()
@@ -126,10 +140,10 @@ def _end(marks: Any, mark: str, shared_before: Iterable[str]) -> None:
 
 
 def main(settings: str, *arguments: str) -> None:
-    """Keep a command, and end as it did."""
+    """Keep a program, and end as it did."""
     known = json.loads(settings)
     sys.path[:] = known["path"]
-    status = keep(known["mark"], known["parent"], known["folders"], known["notes"], arguments)
+    status = keep(known["mark"], known["parent"], known["folders"], known["when_orphaned"], arguments)
     if status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with suppress(OSError):  # SIGKILL has no handler
