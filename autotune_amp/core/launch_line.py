@@ -54,12 +54,14 @@ class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
 
     `values` are the command's own words for ours, such as ``{"bf16": "bf16-mixed"}``. `files` holds the text of the
     settings files that hold placeholders, by their names; each is an argument, or a part of one, and a trial gets a
-    filled copy of it, which the argument names.
+    filled copy of it, which the argument names. `keeps_effective_batch_size`: the script itself accumulates to a total
+    that does not depend on its batch size.
     """
 
     arguments: tuple[str, ...]
     values: dict[str, str] = {}
     files: dict[str, str] = {}
+    keeps_effective_batch_size: bool = False
 
     @classmethod
     def of(
@@ -153,8 +155,14 @@ class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
         return {
             name: getattr(setting, name)
             for name in ("precision", "batch_size", "accumulation_steps")
-            if name not in self.placeholders and getattr(setting, name) != getattr(today, name)
+            if name not in self.filled_names and getattr(setting, name) != getattr(today, name)
         }
+
+    @property
+    def filled_names(self) -> frozenset[str]:
+        """The names of what the command does itself once it is filled: its placeholders, and the accumulation of a
+        script that keeps its effective batch size."""
+        return frozenset(self.placeholders) | ({"accumulation_steps"} if self.keeps_effective_batch_size else set())
 
     def of_setting(self, setting: Setting, files_in: str, **of_trial: Any) -> tuple[tuple[str, ...], dict[str, str]]:
         """The command for a setting, see `filled`; what `of_trial` does not give of a trial's own stays today's."""

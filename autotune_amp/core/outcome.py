@@ -428,7 +428,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     are the least and the largest size of batches drawn where they cannot be scanned, None where alike; `scan_problem`
     is the error that ended either look. `has_ending`: it has an evaluation or a checkpoint. `is_loop`: it takes its
     training steps itself. `accumulation_steps` are the passes behind an optimizer step today; with `weighs_passes` the
-    training weighs them. `trainer` names the framework's loop that it is confirmed in, None for that of the trials.
+    training weighs them, with `keeps_effective_batch_size` it takes as many as make up the same samples at every batch
+    size. `trainer` names the framework's loop that it is confirmed in, None for that of the trials.
     `unsettable` says of a precision, or of a dimension by its name, why it cannot be set to anything but what it is
     today; `notes` what the user is to know of the measurements. Throughput is that of all its `num_ranks` together;
     it `is_ranked` where these are ours, and not a command's own; then it is known whether it `has_unused_parameters`.
@@ -459,6 +460,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     is_loop: bool = False
     accumulation_steps: Count = 1
     weighs_passes: bool = False
+    keeps_effective_batch_size: bool = False
     trainer: str | None = None
     unsettable: dict[str, str] = {}
     notes: tuple[str, ...] = ()

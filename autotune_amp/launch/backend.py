@@ -28,6 +28,7 @@ from autotune_amp.launch.settable import (
     batches_in,
     deviation,
     ignored_precision,
+    keeps_effective_batch_size,
     probing_setting,
     set_from_outside,
     unsettable,
@@ -56,6 +57,10 @@ OF_EACH_RANK = "Batch sizes are those of each rank."
 OF_RANKS = (
     "Each rank is taken to train on samples of its own: where several share them (tensor parallel), samples are "
     "counted once for each, which changes no comparison."
+)
+OF_TOTAL = (
+    "The script itself accumulates to {0} samples an optimizer step{1}, at batch {2} as at batch {3}: the batch size "
+    "changes nothing that it learns."
 )
 OF_SHARING = "The ranks divide {batch_size} among them: batch sizes are those of all ranks together."
 OF_ASSUMED = "{{batch_size}} does not say what is run today: {0} is taken for it. {{batch_size=N}} says yours."
@@ -149,37 +154,43 @@ class CommandBackend(WorkloadBackend):
         rank, ran = self._of_samples(today, first, job)
         self._require_device(job.device, rank)
         loader = measure.training_loader(rank)
-        per_step = measure.samples_per_step(rank) or 1
+        least, most = measure.passes_per_step(rank) or (1.0, 1.0)
+        per_step = command.num_sharing * (measure.samples_per_step(rank) or 1) if least == most else 0
         if "batch_size" not in command.line.placeholders:
-            seen_size = (loader and loader.batch_size) or round(per_step)
+            seen_size = measure.batch_size(rank)
             today = replace(today, batch_size=seen_size, accumulation_steps=batches_in(per_step, seen_size))
         elif "accumulation_steps" not in command.line.placeholders:
             today = replace(today, accumulation_steps=batches_in(per_step, today.batch_size))
         if "precision" not in command.line.placeholders:
             today = replace(today, precision=measure.autocast_precision(rank))
         command.line, known = with_placeholders(command.line, rank.switches)
+        command.unsettable = cannot = unsettable(command.line, rank)
         self._refuse_ignored(today, rank)
         command.today, command.maker = today, None if loader is None else loader.maker
         description = measure.description(rank, command.line.name, today, ran.began)
         self._described[today] = command.line, ran
-        cannot = unsettable(command.line, rank)
         other = probing_setting(today, cannot, is_batch_free=job.is_batch_free)
         more: dict[str, str] = {}
         if other is not None:
-            more, followed = self._follow(other, today, rank, job, began)
+            more, other, followed = self._follow(other, today, rank, job, began)
             cannot |= more
             known += set_from_outside(followed.sets)
             if measure.weights_of(followed) != measure.weights_of(rank):  # they are what the precision makes them
                 description = replace(description, weights="fp32")
-        command.unsettable = cannot
+            on_each = " on each rank" if rank.world > 1 else ""
+            if "accumulation_steps" in cannot and keeps_effective_batch_size(today, rank, other, followed):
+                known.append(OF_TOTAL.format(today.effective_batch_size, on_each, other.batch_size, today.batch_size))
+                self._keep_effective_batch_size(other, today)
         return replace(
             description,
+            keeps_effective_batch_size=command.line.keeps_effective_batch_size,
             num_workers=loader.num_workers if loader and "num_workers" in command.line.placeholders else None,
             unsettable=cannot,
             notes=(
                 *(
                     f"{each} is not tried: {why.rstrip('.')}. If that can be mended, search again."
                     for each, why in more.items()
+                    if each != "batch_size"
                 ),
                 *known,
                 *NOTES,
@@ -225,9 +236,10 @@ class CommandBackend(WorkloadBackend):
         """What was observed, again where the model takes its samples along the second dimension, as recurrent ones do.
         Nothing but the batch size that was asked for tells so, nor whether the ranks divide it among them."""
         command, rank = self._command, first[0]
+        command.unsettable = unsettable(command.line, rank)
         if "batch_size" not in command.line.placeholders or self._deviation(today, rank) is None:
             return first
-        if deviation(command.line, today, rank, rank.world) is None:
+        if self._deviation(today, rank, rank.world) is None:
             command.num_sharing = rank.world
         elif measure.training_loader(rank) is None:
             command.sample_dim = 1
@@ -237,14 +249,29 @@ class CommandBackend(WorkloadBackend):
             command.sample_dim = 0
         return first
 
-    def _deviation(self, setting: Setting, rank: Rank) -> Failure | None:
-        return deviation(self._command.line, setting, rank, self._command.num_sharing)
+    def _deviation(self, setting: Setting, rank: Rank, num_sharing: int | None = None) -> Failure | None:
+        command, shares = self._command, num_sharing or self._command.num_sharing
+        is_own = "accumulation_steps" in command.unsettable
+        return deviation(command.line, setting, rank, shares, is_accumulation_own=is_own)
+
+    def _keep_effective_batch_size(self, other: Setting, today: Setting) -> None:
+        """Take it that the script accumulates to today's total at every batch size, as it did in a run of `other`."""
+        command = self._command
+        del command.unsettable["accumulation_steps"]
+        line = replace(command.line, keeps_effective_batch_size=True)
+        steps = batches_in(today.effective_batch_size, other.batch_size)
+        runs = [
+            (today, self._described.pop(today)),
+            (replace(other, accumulation_steps=steps), self._described.pop(other)),
+        ]
+        self._described |= {setting: (line, ran) for setting, (_, ran) in runs}
+        command.line = line
 
     def _follow(
-        self, other: Setting, today: Setting, rank_today: Rank, job: Describe, began: float
-    ) -> tuple[dict[str, str], Rank]:
-        """Whether another batch size and precision show in what is observed; what the command does not run in,
-        and the rank that followed.
+        self, other: Setting, today: Setting, first: Rank, job: Describe, began: float
+    ) -> tuple[dict[str, str], Setting, Rank]:
+        """Whether another batch size and precision show in what is observed; what the command does not run in, the
+        setting that it followed, and the rank that did: today's is `first`.
 
         Raises `WorkloadError` where what shows is still today's."""
 
@@ -259,9 +286,12 @@ class CommandBackend(WorkloadBackend):
             self._described[setting] = self._command.line, found[1]
             return found[0]
 
+        is_extra = other.batch_size != today.batch_size and not job.is_batch_free
         patience = max(FOLLOWING_SHARE * left(), FOLLOWING_TIMES * (time.monotonic() - began))
         found, cannot = run(other, patience if other.precision != today.precision else math.inf), dict[str, str]()
-        why = self._why_not(other, found, today, rank_today, has_time=left() > 0)
+        if isinstance(found, Failure) and is_extra and left() > 0:
+            return self._follow_apart(other, today, first, job, began, found)
+        why = self._why_not(other, found, today, first, has_time=left() > 0)
         if why is not None and other.precision != today.precision:
             cannot[other.precision] = why
             other = replace(other, precision=today.precision)
@@ -278,13 +308,26 @@ class CommandBackend(WorkloadBackend):
                 "See that its arguments are what the placeholders put there; --dry-run prints them.",
             )
         self._refuse_ignored(other, found)
-        ignored = ignored_precision(self._command.line, other, found, today, rank_today)
+        ignored = ignored_precision(self._command.line, other, found, today, first)
         if ignored is not None:
             raise _ignoring(ignored)
-        return cannot, found
+        return cannot, other, found
+
+    def _follow_apart(
+        self, other: Setting, today: Setting, first: Rank, job: Describe, began: float, failure: Failure
+    ) -> tuple[dict[str, str], Setting, Rank]:
+        """See `_follow`; the command did not run with both, and another batch size is not needed."""
+        found: tuple[dict[str, str], Setting, Rank] = {}, today, first
+        if other.precision != today.precision:
+            found = self._follow(replace(other, batch_size=today.batch_size), today, first, job, began)
+        cannot, followed, rank = found
+        if other.precision in cannot:
+            more, followed, rank = self._follow(replace(other, precision=today.precision), today, first, job, began)
+            return cannot | more, followed, rank
+        return cannot | {"batch_size": f"at {other.batch_size} the command failed: {failure.message}"}, followed, rank
 
     def _why_not(
-        self, other: Setting, found: Rank | Failure, today: Setting, rank_today: Rank, *, has_time: bool
+        self, other: Setting, found: Rank | Failure, today: Setting, first: Rank, *, has_time: bool
     ) -> str | None:
         """Why a precision cannot be set, from a run that was to be in it; None where it ran so, or was told to and did
         not follow, or all time was up."""
@@ -295,7 +338,7 @@ class CommandBackend(WorkloadBackend):
         seen = measure.precision_of(found)
         if seen is None or "precision" in self._command.line.placeholders:
             return None
-        if seen == other.precision and not ignored_precision(self._command.line, other, found, today, rank_today):
+        if seen == other.precision and not ignored_precision(self._command.line, other, found, today, first):
             return None
         return f"it was set from outside, and the steps ran in {seen}"
 

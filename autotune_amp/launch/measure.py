@@ -18,6 +18,7 @@ from autotune_amp.trial.jobs import MAX_FALLING_SECONDS, NUM_WARMUP_STEPS, Trial
 from autotune_amp.trial.judge import Evidence, judge
 
 MIN_NUM_INTERVALS = 2
+MAX_RARE = 0.1  # of a run's steps
 _LOW: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}
 _FULL: tuple[Precision, ...] = ("fp32", "tf32")
 
@@ -141,12 +142,38 @@ def samples_per_step(rank: Rank) -> float | None:
     """Samples behind an optimizer step of one rank: most steps' own number, an epoch's last batch being smaller, else
     the mean. None where too few steps were seen."""
     intervals = list(rank.intervals())
-    if not intervals:
+    return _usual([(one.num_samples, one.num_steps) for one in intervals])
+
+
+def batch_sizes(rank: Rank) -> frozenset[float]:
+    """Return the sizes that are the batch of a pass, in samples on one rank: of what its loaders hand out, and of what
+    enters its model, which is less where the script divides what it was handed. Empty where nothing was seen."""
+    intervals = [one for one in rank.intervals() if one.num_batches]
+    handed_out = _usual([(one.num_samples, one.num_batches) for one in intervals])
+    return frozenset(size for size in (handed_out, rank.entered.batch_size if rank.steps else None) if size)
+
+
+def batch_size(rank: Rank) -> int:
+    """Return the batch size of its training loader; without one, the size of what enters its model."""
+    loader = training_loader(rank)
+    return (loader and loader.batch_size) or round(min(batch_sizes(rank), default=1)) or 1
+
+
+def passes_per_step(rank: Rank) -> tuple[float, float] | None:
+    """Return the least and the largest number of batches behind an optimizer step; steps whose number is rare, as at an
+    epoch's end, are left out. None where too few steps were seen."""
+    nums = [one.num_batches / one.num_steps for one in rank.intervals() if one.num_batches]
+    counted = Counter(nums)
+    usual = [num for num in nums if counted[num] > max(1, MAX_RARE * len(nums))] or nums
+    return (min(usual), max(usual)) if usual else None
+
+
+def _usual(amounts: list[tuple[float, float]]) -> float | None:
+    """Return the quotient that most of the pairs have, else that of their sums."""
+    if not amounts:
         return None
-    usual, num = Counter(one.num_samples / one.num_steps for one in intervals).most_common(1)[0]
-    if 2 * num >= len(intervals):
-        return usual
-    return sum(one.num_samples for one in intervals) / sum(one.num_steps for one in intervals)
+    usual, num = Counter(a / b for a, b in amounts).most_common(1)[0]
+    return usual if 2 * num >= len(amounts) else sum(a for a, _ in amounts) / sum(b for _, b in amounts)
 
 
 def autocast_precision(rank: Rank) -> Precision:

@@ -19,14 +19,45 @@ LIMITS_OF_WARMUP_STEPS = 2, MAX_WARMUP_STEPS  # no trial of a command is ended i
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps of one rank between two that its device was waited for; `step_seconds` is the mean of `num_steps` steps."""
+    """Steps of one rank between two that its device was waited for; `step_seconds` is the mean of `num_steps` steps.
+
+    `num_batches` are those that its loaders handed out; without a loader, those that entered its model.
+    """
 
     step_seconds: float
     num_steps: int
-    num_samples: int
+    num_samples: float
+    num_batches: float
     num_passes: int
     wait_seconds: float
     num_skips: int
+
+
+class Entered(msgspec.Struct, frozen=True, kw_only=True):
+    """Batches that entered the outermost modules for one optimizer step: their usual size, in samples, their number,
+    and the backward passes of each."""
+
+    batch_size: int = 0
+    num: int = 0
+    num_passes: float = 1.0
+
+    def num_batches(self, num_passes: int, num_steps: int) -> float:
+        """Return how many entered in steps with so many backward passes. Those of a step with one batch, an optimizer
+        that closes over it takes another number of each time."""
+        is_counted = num_passes and not (self.num == 1 and self.num_passes != 1)
+        return num_passes / self.num_passes if is_counted else self.num * num_steps
+
+
+def _entered(forwards: Sequence[tuple[str, int | None, str]], num_passes: int, num_optimizers: int) -> Entered:
+    """Of models that are trained together, as a GAN's, the one that runs least says how many batches there were; a
+    batch that enters twice, as in siamese networks, has one backward pass."""
+    num_by_class = Counter(name for name, size, _ in forwards if size)
+    if not num_by_class:
+        return Entered()
+    num = (min if num_optimizers > 1 else max)(num_by_class.values())
+    num = min(num, num_passes) if num_passes else num
+    batch_size = Counter(size for _, size, _ in forwards if size).most_common(1)[0][0]
+    return Entered(batch_size=batch_size, num=num, num_passes=num_passes / num)
 
 
 @dataclass
@@ -116,20 +147,41 @@ class Rank:
     def intervals(self) -> Iterator[Interval]:
         """Of the warm steps, without those in which it evaluated or something was compiled."""
         training, warm = self.training_loaders, self.warm
+        entered = self.entered if warm and not training else Entered()
         for i, j in self._spans(warm):
             before, after = warm[i], warm[j]
             fetched = _fetched(before, after)
             if before.num_compilations != after.num_compilations or not fetched.keys() <= training:
                 continue
-            steps = warm[i + 1 : j + 1]
+            num_passes, num_steps = after.num_backward - before.num_backward, j - i
+            num_batches: float = after.num_batches - before.num_batches
+            if not training:
+                num_batches = entered.num_batches(num_passes, num_steps)
             yield Interval(
-                step_seconds=(after.time - before.time) / (j - i),
-                num_steps=j - i,
-                num_samples=sum(fetched.values()) if training else sum(map(self._entered, steps)),
-                num_passes=after.num_backward - before.num_backward,
+                step_seconds=(after.time - before.time) / num_steps,
+                num_steps=num_steps,
+                num_samples=sum(fetched.values()) if training else num_batches * entered.batch_size,
+                num_batches=num_batches,
+                num_passes=num_passes,
                 wait_seconds=after.wait_seconds - before.wait_seconds,
-                num_skips=sum(step.is_skipped for step in steps),
+                num_skips=sum(step.is_skipped for step in warm[i + 1 : j + 1]),
             )
+
+    @property
+    def entered(self) -> Entered:
+        """What entered its outermost modules in the latest step of `pace` before which all of them were watched."""
+        first, steps = 0, list[Step]()
+        pace = {id(step) for step in self.pace}
+        for number, step in enumerate(self.steps):
+            if id(step) in pace:
+                group = self.steps[first : number + 1]
+                if all(each.forwards for each in group):
+                    steps = group
+                first = number + 1
+        steps = steps or [next((each for each in reversed(self.steps) if each.forwards), self.steps[0])]
+        before = self.steps.index(steps[0])
+        num_backward = steps[-1].num_backward - (self.steps[before - 1].num_backward if before else 0)
+        return _entered([each for step in steps for each in step.forwards], num_backward, len(self.optimizers))
 
     @property
     def num_compiling_steps(self) -> int:
@@ -140,11 +192,6 @@ class Rank:
     def _spans(self, steps: Sequence[Step]) -> Iterator[tuple[int, int]]:
         """From one step that the device was waited for to the next."""
         return pairwise(number for number, step in enumerate(steps) if step.is_settled)
-
-    def _entered(self, step: Step) -> int:
-        """Samples of a step without a loader: what entered the outermost modules in one that was watched."""
-        watched = next((s for s in reversed(self.pace) if s.forwards), step)
-        return sum(num or 0 for _, num, _ in watched.forwards)
 
     @property
     def peak_memory_bytes(self) -> int | None:

@@ -51,7 +51,7 @@ def to_start(
             f"Write a value in place of {{{left[0]}}}.",
         )
     answered = None if searched is None else searched.of_setting(config, str(path.parent))[0]
-    says_itself = {*given.placeholders, *(searched.placeholders if searched and arguments == answered else ())}
+    says_itself = {*given.placeholders, *(searched.filled_names if searched and arguments == answered else ())}
     today = found.today if found else Setting(precision="fp32", batch_size=1)
     outside = {
         name: getattr(config, name)

@@ -10,6 +10,8 @@ from autotune_amp.core.outcome import Failure
 from autotune_amp.core.setting import Setting
 from autotune_amp.launch.measure import (
     autocast_precision,
+    batch_sizes,
+    passes_per_step,
     precision_of,
     samples_per_step,
     training_loader,
@@ -33,8 +35,11 @@ def unsettable(line: LaunchLine, rank: Rank) -> dict[str, str]:
             if name not in precision.choices:
                 found[name] = "{precision:…} has no arguments for it"
     if "accumulation_steps" not in placeholders and "accumulation_steps" not in in_framework:
+        least, most = passes_per_step(rank) or (1.0, 1.0)
         found["accumulation_steps"] = (
-            "the command has no {accumulation_steps}, and a loop of the script's own cannot be made to accumulate"
+            f"the script itself changes how many batches it accumulates: {least:g} to {most:g} were seen"
+            if least < most
+            else "the command has no {accumulation_steps}, and a loop of the script's own cannot be made to accumulate"
         )
     if "batch_size" not in placeholders and "batch_size" not in in_framework:
         loader = training_loader(rank)
@@ -55,9 +60,11 @@ def set_from_outside(sets: Iterable[Set]) -> list[str]:
 
 def probing_setting(today: Setting, cannot: Mapping[str, str], *, is_batch_free: bool = True) -> Setting | None:
     """What shows whether a command follows: `today` with another batch size and precision, as far as they can be set;
-    None where neither can. Unless `is_batch_free`, a batch size that nothing makes up for by accumulation stays."""
-    is_kept = "batch_size" in cannot or ("accumulation_steps" in cannot and not is_batch_free)
-    sizes = [] if is_kept else [max(1, today.batch_size // 2) if today.batch_size > 1 else 2]
+    None where neither can. Unless `is_batch_free`, a batch size that nothing makes up for by accumulation stays: a
+    script that accumulates today may keep its total itself."""
+    is_given = "accumulation_steps" in cannot
+    is_kept = "batch_size" in cannot or (is_given and not is_batch_free and today.accumulation_steps == 1)
+    sizes = [] if is_kept else [_other_size(today)]
     lower: tuple[Precision, ...] = ("bf16", "fp32")
     others = [p for p in lower if p not in cannot and p != today.precision]
     if not sizes and not others:
@@ -65,8 +72,31 @@ def probing_setting(today: Setting, cannot: Mapping[str, str], *, is_batch_free:
     return Setting(
         precision=others[0] if others else today.precision,
         batch_size=sizes[0] if sizes else today.batch_size,
-        accumulation_steps=today.accumulation_steps if "accumulation_steps" in cannot else _other_steps(today),
+        accumulation_steps=today.accumulation_steps if is_given else _other_steps(today),
         num_workers=today.num_workers,
+    )
+
+
+def _other_size(today: Setting) -> int:
+    """Half of today's batch size; of what accumulates, the nearest below that which makes up the same total."""
+    half = max(1, today.batch_size // 2) if today.batch_size > 1 else 2
+    if today.accumulation_steps == 1:
+        return half
+    total = today.effective_batch_size
+    divisors = [size for size in range(1, total + 1) if total % size == 0 and size != today.batch_size]
+    return max((size for size in divisors if size <= half), default=half)
+
+
+def keeps_effective_batch_size(today: Setting, seen: Rank, other: Setting, seen_other: Rank) -> bool:
+    """Whether an optimizer step took as many samples as `today` with another batch size, and in no step others."""
+    totals = samples_per_step(seen), samples_per_step(seen_other)
+    passes = passes_per_step(seen), passes_per_step(seen_other)
+    is_steady = all(found is not None and found[0] == found[1] for found in passes)
+    return (
+        other.batch_size != today.batch_size
+        and is_steady
+        and None not in totals
+        and _is_close(totals[0] or 0.0, totals[1] or 0.0)
     )
 
 
@@ -85,18 +115,18 @@ def _is_close(seen: float, asked: float) -> bool:
     return abs(seen - asked) <= 0.02 * asked
 
 
-def deviation(line: LaunchLine, setting: Setting, rank: Rank, num_sharing: int = 1) -> Failure | None:
+def deviation(
+    line: LaunchLine, setting: Setting, rank: Rank, num_sharing: int = 1, *, is_accumulation_own: bool = False
+) -> Failure | None:
     """Where a run of `setting` did something else, in words that name both; None where it did what it was asked for.
 
-    `num_sharing` ranks divide a batch among them.
+    `num_sharing` ranks divide a batch among them. With `is_accumulation_own` the script decides how many batches it
+    accumulates.
     """
-    asked, seen = setting.effective_batch_size / num_sharing, samples_per_step(rank)
-    if seen is not None and not _is_close(seen, asked):
-        passes = f" ({setting.batch_size} x {setting.accumulation_steps})" if setting.accumulation_steps > 1 else ""
-        why = ": {batch_size} does not reach its loader, or it adapts it" if "batch_size" in line.placeholders else ""
+    message = _other_samples(line, setting, rank, num_sharing, is_accumulation_own=is_accumulation_own)
+    if message is not None:
         if training_loader(rank) is None:
-            why += "; no DataLoader was seen, so that the leading dimension of what enters the model is counted"
-        message = f"an optimizer step took {seen:g} samples on each rank, where {asked:g}{passes} were asked for{why}"
+            message += "; no DataLoader was seen, so that the leading dimension of what enters the model is counted"
         return Failure(kind="workload_error", message=message)
     loader = training_loader(rank)
     if setting.num_workers is not None and loader is not None and loader.num_workers != setting.num_workers:
@@ -133,3 +163,29 @@ def _of_precision(line: LaunchLine, setting: Setting, rank: Rank) -> Failure:
     how = ", which its weights are kept in, without autocast," if is_by_weights else ","
     message = f"its steps ran in {precision_of(rank)}{how} where {setting.precision} was asked for{why}"
     return Failure(kind="unsupported", message=message)
+
+
+def _other_samples(
+    line: LaunchLine, setting: Setting, rank: Rank, num_sharing: int, *, is_accumulation_own: bool
+) -> str | None:
+    """Name the size of its batches or the samples of its optimizer steps, where they are others than asked for."""
+    seen, passes = samples_per_step(rank), passes_per_step(rank)
+    asked, asked_size = setting.effective_batch_size / num_sharing, setting.batch_size / num_sharing
+    if seen is None or passes is None:
+        return None
+    sizes = sorted(batch_sizes(rank))
+    is_followed = any(_is_close(size, asked_size) for size in sizes)
+    is_total = _is_close(seen, asked)
+    keeps_total = line.keeps_effective_batch_size and passes[0] == passes[1]
+    if (is_followed or not keeps_total) and (is_total or (is_followed and is_accumulation_own and not keeps_total)):
+        return None
+    why = {name: f"{{{name}}} does not reach its loader, or it adapts it" for name in line.placeholders}
+    if is_followed:
+        batches = f" ({passes[0]:g} batches of {asked_size:g})" if passes[0] == passes[1] else ""
+        reason = why.get("accumulation_steps", "")
+    else:
+        batches = f" (batches of {' or '.join(f'{size:g}' for size in sizes)})" if sizes else ""
+        reason = why.get("batch_size", "")
+    wanted = f" ({setting.batch_size} x {setting.accumulation_steps})" if setting.accumulation_steps > 1 else ""
+    said = f"an optimizer step took {seen:g} samples{batches} on each rank, where {asked:g}{wanted} were asked for"
+    return f"{said}: {reason}" if reason else said

@@ -39,10 +39,11 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     left out before any trial, `notes` what was assumed. `effective_batch_size` is that of every candidate, in samples
     on one device; None where it is free. `num_ranks` devices make an optimizer step together. `accumulation_withheld`
     is why nothing may accumulate, None where nothing speaks against it. `weights` is what the parameters are kept in,
-    `has_tf32` whether the device has it. `weighs_passes`: the training itself weighs what accumulates. `variants` are
-    other values of further dimensions, by name, which are tried on the setting that would win, `variants_left_out`
-    those that cannot be, with the reason; `are_variants_named`: the user asked for these. `checks` are those that can
-    be answered, at `check_batch_size` at most.
+    `has_tf32` whether the device has it. `weighs_passes`: the training itself weighs what accumulates;
+    `keeps_effective_batch_size`: it accumulates by itself. `variants` are other values of further dimensions, by name,
+    which are tried on the setting that would win, `variants_left_out` those that cannot be, with the reason;
+    `are_variants_named`: the user asked for these. `checks` are those that can be answered, at `check_batch_size` at
+    most.
     """
 
     candidates: tuple[Setting, ...]
@@ -55,6 +56,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     weights: Literal["fp32", "bf16", "fp16", "frozen_low"] = "fp32"
     has_tf32: bool = False
     weighs_passes: bool = False
+    keeps_effective_batch_size: bool = False
     variants: dict[str, tuple[Any, ...]] = {}
     variants_left_out: dict[str, dict[Any, str]] = {}
     are_variants_named: bool = False
@@ -110,6 +112,7 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
         weights=description.weights,
         has_tf32=hardware.has_tf32,
         weighs_passes=description.weighs_passes,
+        keeps_effective_batch_size=description.keeps_effective_batch_size,
         variants={name: found.values for name, found in variants.items()},
         variants_left_out={name: dict(found.left_out) for name, found in variants.items()},
         are_variants_named=options.variants is not None,
@@ -218,8 +221,15 @@ def _today(
     if description.num_samples is not None and size > description.num_samples:
         size = use(max(1, description.num_samples), "the dataset has no more samples")
     todays = size * description.accumulation_steps
+    if description.keeps_effective_batch_size:
+        todays = description.today.effective_batch_size
+        if options.effective_batch_size not in (None, of_all := todays * num_ranks):
+            notes.append(
+                f"--effective-batch-size {options.effective_batch_size} is not followed: the command itself "
+                f"accumulates to {of_all} at every batch size. Give it another total to try others."
+            )
     effective = None if is_assumed else todays
-    if options.effective_batch_size is not None:
+    if options.effective_batch_size is not None and not description.keeps_effective_batch_size:
         free = options.effective_batch_size == "free"
         effective = None if free else int(options.effective_batch_size) // num_ranks
     fixed = description.accumulation_steps if "accumulation_steps" in description.unsettable else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
+import weakref
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from .channel import Channel
 
 NUM_FULLY_WATCHED = 3  # steps in which modules are watched too: nothing is patched around them after that
 MAX_BACKWARD_WITHOUT_STEP = 512  # more passes than anybody accumulates
-MAX_FORWARDS, MAX_LOSSES = 64, 8  # told of one step
+MAX_FORWARDS, MAX_LOSSES = MAX_BACKWARD_WITHOUT_STEP, 8  # told of one step
 
 
 class Passes:
@@ -37,6 +38,7 @@ class Passes:
         self._is_scaled = False  # the loss was seen before it was scaled
         self._backward_depth = 0
         self._forwards: list[Any] = []
+        self._entered: list[Any] = []  # of each of them the tensors, as weak references, and their versions
         self._regions: dict[str, None] = {}
         self._watches_modules = False
 
@@ -44,7 +46,8 @@ class Passes:
         """What was seen since the last time.
 
         Of every backward pass its loss, as `read` takes it; of each outermost module that ran in training its class,
-        the size of what entered it along `sample_dim`, and the dtype that its weights were used in; ``device:dtype`` of
+        the size of what entered it along `sample_dim`, and the dtype that its weights were used in, once where the same
+        tensors enter again (in the closure of LBFGS or SAM); ``device:dtype`` of
         the autocast regions that were entered, ``device:off`` of one that is not enabled. Regions in a compiled
         function are seen when it is traced, which it is even where its code is cached.
         """
@@ -54,7 +57,7 @@ class Passes:
             "forwards": self._forwards[:MAX_FORWARDS],
             "regions": list(self._regions),
         }
-        self._losses, self._forwards, self._regions = [], [], {}
+        self._losses, self._forwards, self._entered, self._regions = [], [], [], {}
         return found
 
     def watch(self) -> None:
@@ -163,11 +166,23 @@ class Passes:
             for action in self.on_outermost:
                 action(module)
             given = [*args, *kwargs.values()]
-            size = size_of(given, self.sample_dim)
             if self.keeps_latest:
                 self.latest = first_tensor(given)
-            self._forwards.append((type(module).__name__, size, _used_dtype(module)))
+            if self._is_new(module, given):
+                size = size_of(given, self.sample_dim)
+                self._forwards.append((type(module).__name__, size, _used_dtype(module)))
         self.overhead_seconds += time.perf_counter() - began
+
+    def _is_new(self, module: Any, given: list[Any]) -> bool:
+        """Whether something else than before enters a module since the latest step."""
+        tensors = [each for each in given if isinstance(each, torch.Tensor)]
+        versions = [0 if each.is_inference() else each._version for each in tensors]
+        for known, references, known_versions in self._entered:
+            is_same = known() is module and bool(tensors) and versions == known_versions
+            if is_same and all(reference() is tensor for reference, tensor in zip(references, tensors)):  # noqa: B905 - Python 3.8
+                return False
+        self._entered.append((weakref.ref(module), list(map(weakref.ref, tensors)), versions))
+        return True
 
 
 def _kept(loss: Any) -> Any:

@@ -161,7 +161,7 @@ def _observed(command: Command, overlay: Mapping[str, str] | None = None) -> tup
 
 def _behaviour(rank: Rank) -> Observed:
     loader, per_step = measure.training_loader(rank), measure.samples_per_step(rank) or 1.0
-    batch_size = (loader and loader.batch_size) or round(per_step)
+    batch_size = measure.batch_size(rank)
     return Observed(
         precision=measure.precision_of(rank) or "fp32",
         batch_size=batch_size,

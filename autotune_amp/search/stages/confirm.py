@@ -313,7 +313,8 @@ def next_larger(ledger: Ledger, num_samples: int | None = None) -> Setting | Non
     """Twice the largest effective batch size tried in the fastest sound precision, None where none would pay. Pure."""
     kept = ledger.space.effective_batch_size
     sound = {c: speed for c, speed in ledger.speeds.items() if ledger.tiers[c] <= UNDECIDED_TIER and not c.as_found}
-    if kept is None or not sound or ledger.objective != "speed":
+    is_own = ledger.space.keeps_effective_batch_size
+    if kept is None or is_own or not sound or ledger.objective != "speed":
         return None
     fastest = max(sound, key=lambda c: sound[c])
     largest = replace(fastest, batch_size=kept, accumulation_steps=1)
