@@ -7,7 +7,6 @@ import json
 import math
 import os
 import queue
-import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 
-from autotune_amp.core.errors import RunnerError, WorkloadError
+from autotune_amp.core.errors import RunnerError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
 from autotune_amp.interruption import heed
@@ -34,6 +33,7 @@ from autotune_amp.launch.advice import advised
 from autotune_amp.launch.listening import Gone, Listener
 from autotune_amp.launch.made import read, remember, write
 from autotune_amp.launch.ranks import Heard
+from autotune_amp.launch.startable import require_startable
 from autotune_amp.launch.verdict import Seen, verdict
 from autotune_amp.trial.failures import num_oom_kills
 
@@ -82,7 +82,7 @@ def run(
     `made`; what is made by the end is written to the file `memory`, of a run that is interrupted or killed too. Should
     this process be killed, `folders` are removed. Raises `WorkloadError` where it cannot be started.
     """
-    _require_startable(arguments, environment.get("PATH"))
+    require_startable(arguments, environment.get("PATH"))
     own = Path(tempfile.mkdtemp(prefix="autotune_amp-", dir=_parent_folder(tempfile.gettempdir())))
     try:
         noted = own / "made"
@@ -113,23 +113,6 @@ def run(
 def _parent_folder(temporary: str) -> str:
     """Where the run's folder is made: the sockets that are made in it allow no long path."""
     return temporary if len(os.fsencode(temporary)) <= _MAX_PATH_BYTES else "/tmp"  # noqa: S108 - a folder of its own
-
-
-def _require_startable(arguments: Sequence[str], path: str | None) -> None:
-    first = arguments[0]
-    if shutil.which(first, path=path) is not None:
-        return
-    if re.fullmatch(r"[A-Za-z_]\w*=.*", first):
-        raise WorkloadError(
-            f"{first!r} is no program but sets a variable.", f"Begin the command with env: `env {first} ...`."
-        )
-    if Path(first).is_file():
-        by = "bash" if first.endswith(".sh") else "python"
-        raise WorkloadError(f"{first!r} is not executable.", f"Give the program that runs it: `{by} {first} ...`.")
-    raise WorkloadError(
-        f"There is no program {first!r} here.",
-        "Give the command as it is typed in this folder and environment; one that needs a shell as `bash -c '...'`.",
-    )
 
 
 class _Command:
