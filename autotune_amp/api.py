@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from autotune_amp.core.documents import check_new
-from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.recommendation import NothingWorksError, Recommendation, SearchInterruptedError
+from autotune_amp.core.text import shell_line
 from autotune_amp.core.workload import Workload
 from autotune_amp.distributed import answer_on_first, place
 from autotune_amp.interruption import interruptible
+from autotune_amp.launch.startable import likely_command, require_startable
 from autotune_amp.report.files import keep_report
 from autotune_amp.search.command import CommandSource
 from autotune_amp.search.options import DEFAULT_BUDGET_SECONDS, SearchOptions
@@ -249,7 +251,21 @@ def _origin(workload: WorkloadArgument, caller: str, what: str) -> Source:
             'Put that call behind `if __name__ == "__main__":`.',
         )
     if isinstance(workload, LaunchLine):
+        require_startable(workload.arguments, os.environ.get("PATH"))
         return CommandSource(workload)
+    if isinstance(workload, str) and ":" not in workload and caller == "recommend_config":
+        words = likely_command([workload])
+        if words is not None:
+            line, is_script = shell_line(words), workload.endswith(".py")
+            function = (
+                f"Name the function in it that returns a Workload: {workload}:FUNCTION. Or search"
+                if is_script
+                else "Search"
+            )
+            raise WorkloadError(
+                f"{workload!r} names no workload.",
+                f"{function} the command: `autotune-amp search -- {line}`, in Python LaunchLine.of({line!r}).",
+            )
     return target(workload or DEFAULT_TARGET) if workload is None or isinstance(workload, str) else live(workload)
 
 

@@ -117,6 +117,29 @@ def test_a_usage_error_is_said_and_is_a_document_too(arguments: str, capfd: pyte
     assert (document["error"]["kind"], named in document["error"]["message"]) == ("invalid_request", True)
 
 
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        ("search python train.py --bs 8", "autotune-amp search -- python train.py --bs 8"),
+        (
+            "search --budget 30 --quiet train.py --bs 8",
+            "autotune-amp search --budget 30 --quiet -- python train.py --bs 8",
+        ),
+        ("search --budget=30 python -m train", "autotune-amp search --budget=30 -- python -m train"),
+        ("search train.py", "autotune-amp search -- python train.py"),
+        ("run studies/x python train.py", "autotune-amp run studies/x -- python train.py"),
+        ("apply python train.py", "autotune-amp apply -- python train.py"),
+    ],
+)
+def test_a_training_command_without_dashes_is_told_where_they_go(
+    arguments: str, meant: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments.split()) == 2
+    said = capfd.readouterr().err
+    assert f"`{meant}`" in said.splitlines()[-1]
+
+
 def test_show_finds_the_recommendation(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = saved(here)
     for given in ("studies/quiet-otter", "studies/quiet-otter/recommendation.json", "studies"):

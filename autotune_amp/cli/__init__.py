@@ -70,8 +70,30 @@ def run(arguments: list[str]) -> int:
         return _fail(interrupted, as_json)
     except _UsageError as error:
         path = error.ctx.command_path if error.ctx else "autotune-amp"
-        return _fail(InvalidRequestError(error.format_message(), f"See `{path} --help`."), as_json)
+        meant = _with_command(arguments, command)
+        next_step = f"See `{path} --help`." if meant is None else f"Put `--` before your command: `{meant}`."
+        return _fail(InvalidRequestError(error.format_message(), next_step), as_json)
     return 0
+
+
+def _with_command(arguments: list[str], app_command: Any) -> str | None:
+    """Return what was typed with ``--`` before the training command in it, None where there seems to be none."""
+    if not arguments or arguments[0] not in _TAKE_COMMANDS or "--" in arguments:
+        return None
+    known = {name: each for each in app_command.commands[arguments[0]].params for name in each.opts}
+    from autotune_amp.core.text import shell_line
+    from autotune_amp.launch.startable import likely_command
+
+    at = 1
+    while at < len(arguments):
+        name, sign, _ = arguments[at].partition("=")
+        words = None if name.startswith("-") else likely_command(arguments[at:])
+        if words is not None:
+            return shell_line(["autotune-amp", *arguments[:at], "--", *words])
+        if name.startswith("-") and name not in known:
+            return None
+        at += 2 if name.startswith("-") and not (sign or known[name].is_flag) else 1
+    return None
 
 
 def _fail(error: AutotuneAmpError, as_json: bool) -> int:

@@ -16,6 +16,7 @@ from autotune_amp.core.job import Deadlines, Job
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
+from autotune_amp.core.text import count
 from autotune_amp.isolation.local import Ability, Handle, Opened, Slot, WorkloadBackend
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.launch import measure
@@ -33,7 +34,7 @@ from autotune_amp.launch.settable import (
     set_from_outside,
     unsettable,
 )
-from autotune_amp.trial.jobs import Check, Describe, Trial, measure_seconds
+from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Check, Describe, Trial, measure_seconds
 
 NUM_FROZEN_STEPS, MAX_SKIPS = 6, 4
 MAX_FROZEN_ENTRIES = 2_000_000
@@ -43,6 +44,7 @@ MIN_NUM_RUNS, NUM_RUNS_OF_A_CONFIRMED_SEARCH = 3, 12
 # What a run in another precision may take: a share of the time left, which a first compilation needs, and some times
 # what today's took. On a CPU without bf16 it takes a hundred times as long.
 FOLLOWING_SHARE, FOLLOWING_TIMES = 0.5, 2.0
+LEAST_STEPS = NUM_WARMUP_STEPS + 2 * measure.MIN_NUM_INTERVALS
 PAUSE_SECONDS = 60.0  # an evaluation, a checkpoint or the start of loader workers is no hang
 NOTES = (
     "Measured on the command's first steps: what later steps, longer samples, an evaluation or a checkpoint take in "
@@ -223,13 +225,19 @@ class CommandBackend(WorkloadBackend):
             return measure.is_enough(heard, as_trial, run_began)
 
         ran = self._command.run(setting, deadlines, is_enough, Watcher(), environment=self._environment)
+        found, num_steps = measure.slowest(ran.heard), ran.heard.num_steps
+        has_failed = isinstance(ran.ending, Failure) and ran.ending.kind != "workload_error"
+        as_setting = "" if began is not None else f", run as {setting},"
+        if found is None and num_steps and ran.seen.status == 0 and not has_failed:
+            raise WorkloadError(
+                f"The command{as_setting} ended by itself after {count(num_steps, 'optimizer step')}, too few to "
+                "measure.",
+                f"Use more epochs, steps or data for the search: {LEAST_STEPS} optimizer steps or more, some seconds.",
+            )
         if isinstance(ran.ending, Failure):
             return ran.ending
-        found = measure.slowest(ran.heard)
         if found is None:
-            return Failure(
-                kind="workload_error", message=f"it ended after {ran.heard.num_steps} steps, too few to measure"
-            )
+            return Failure(kind="workload_error", message=f"it ended after {num_steps} steps, too few to measure")
         return found[0], ran
 
     def _of_samples(self, today: Setting, first: tuple[Rank, Ran], job: Describe) -> tuple[Rank, Ran]:

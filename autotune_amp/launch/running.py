@@ -7,7 +7,6 @@ import json
 import math
 import os
 import queue
-import re
 import shutil
 import subprocess
 import threading
@@ -19,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 
-from autotune_amp.core.errors import RunnerError, WorkloadError
+from autotune_amp.core.errors import RunnerError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
 from autotune_amp.interruption import heed
@@ -30,6 +29,7 @@ from autotune_amp.launch.advice import advised
 from autotune_amp.launch.leftovers import CLEAR_UP, remember, set_aside, write
 from autotune_amp.launch.listening import Gone, Listener
 from autotune_amp.launch.ranks import Heard
+from autotune_amp.launch.startable import require_startable
 from autotune_amp.launch.verdict import Seen, verdict
 from autotune_amp.trial.failures import num_oom_kills
 
@@ -77,7 +77,7 @@ def run(
     killed too, but for data, whose paths are written to the file `memory`. Should this process be killed, `folders`
     are removed. Raises `WorkloadError` where it cannot be started.
     """
-    _require_startable(arguments, environment.get("PATH"))
+    require_startable(arguments, environment.get("PATH"))
     own = make_folder()
     try:
         noted = own / "made"
@@ -108,23 +108,6 @@ def run(
         return ran._replace(kept=stay)
     finally:
         shutil.rmtree(own, ignore_errors=True)
-
-
-def _require_startable(arguments: Sequence[str], path: str | None) -> None:
-    first = arguments[0]
-    if shutil.which(first, path=path) is not None:
-        return
-    if re.fullmatch(r"[A-Za-z_]\w*=.*", first):
-        raise WorkloadError(
-            f"{first!r} is no program but sets a variable.", f"Begin the command with env: `env {first} ...`."
-        )
-    if Path(first).is_file():
-        by = "bash" if first.endswith(".sh") else "python"
-        raise WorkloadError(f"{first!r} is not executable.", f"Give the program that runs it: `{by} {first} ...`.")
-    raise WorkloadError(
-        f"There is no program {first!r} here.",
-        "Give the command as it is typed in this folder and environment; one that needs a shell as `bash -c '...'`.",
-    )
 
 
 class _Command:

@@ -77,8 +77,9 @@ def _of_refused(refused: Refused) -> Failure:
     else:
         message = f"the command is about to change {refused.path}, which was there before ({at})"
         step = (
-            "Send its output to {trial_dir}, as in --output {trial_dir}; where it has no argument for that, start it "
-            "there: bash -c 'cd {trial_dir} && python /path/to/train.py'."
+            "Send its output to {trial_dir}, as in --output {trial_dir}. Where it has no argument for that, start it "
+            "there: bash -c 'cd {trial_dir} && python /path/to/train.py'; it then looks for its data there too, so "
+            "name them by absolute paths, or link them: bash -c 'ln -s /path/to/data {trial_dir}/data && cd ...'."
         )
     return Failure(kind="workload_error", message=message, details=step)
 

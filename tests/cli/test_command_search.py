@@ -207,6 +207,8 @@ def test_terminated_or_killed_it_leaves_nothing_and_goes_on(cli: CommandLine, nu
         (("search", "--file", "cfg.yaml", *COMMAND), "cfg.yaml"),
         (("search", "--dry-run"), "--dry-run"),
         (("search", "--"), "empty"),
+        (("search", "--", sys.executable, "nope.py"), "nope.py"),
+        (("search", "--", sys.executable, "train.py", "{batchsize=32}"), "{batch_size=32}"),
         (("search", "--objective", "energy", *COMMAND), "energy"),
     ],
 )
@@ -214,6 +216,7 @@ def test_terminated_or_killed_it_leaves_nothing_and_goes_on(cli: CommandLine, nu
 def test_a_request_that_cannot_be_meant_names_what_was_given(
     arguments: tuple[str, ...], named: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    Path("train.py").touch()
     assert run(list(arguments)) == 2
     said = capfd.readouterr()
     assert said.out == ""
@@ -231,3 +234,4 @@ def test_a_dry_run_prints_what_would_be_started_and_starts_nothing(capfd: pytest
 def test_a_command_that_is_not_there_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["search", "--device", "cpu", "--", "no-such-program", "{batch_size=4}"]) == 2
     assert "no-such-program" in capfd.readouterr().err
+    assert not Path("studies").exists(), "it was looked for before anything was begun"

@@ -318,6 +318,15 @@ def test_what_is_not_seen_to_train_says_why(script: str, local: LocalBackend, co
     assert named in f"{found.message} {found.details}"
 
 
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_a_training_of_too_few_steps_is_told_to_train_on(tmp_path: Path, local: LocalBackend, num_steps: int) -> None:
+    text = SCRIPT.replace("range(1000)", "range(1)").replace("4096", str(8 * num_steps))
+    (tmp_path / "train.py").write_text(text)
+    with pytest.raises(WorkloadError, match=f"after {num_steps} optimizer step") as raised:
+        described([sys.executable, str(tmp_path / "train.py")], local)
+    assert "more epochs" in raised.value.next_step
+
+
 def test_a_command_that_never_imports_torch_is_told_so_and_not_to_wait_longer(local: LocalBackend) -> None:
     with pytest.raises(WorkloadError, match="imported torch") as raised:
         described([sys.executable, "-c", "import time; time.sleep(1000)", *BATCH], local, seconds=3.0)

@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,7 +26,15 @@ from autotune_amp.launch.running import Ran
 CHANGES = {
     "open for writing": "open('old/file', 'w')",
     "open for appending": "open('old/file', 'a')",
-    "open for updating": "open('old/file', 'r+b')",
+    "open for updating": "open('old/file', 'r+b').write(b'new')",
+    "open for updating text": "with open('old/file', 'r+') as file: file.write('new')",
+    "open for updating, truncating": "pathlib.Path('old/file').open('r+').truncate()",
+    "open for updating, unbuffered": "open('old/file', 'rb+', buffering=0).write(b'new')",
+    "open for updating, lines": "open('old/file', '+rt', 1).writelines(['new'])",
+    "open for updating, by its descriptor": "file = open('old/file', 'r+b'); os.write(file.fileno(), b'new')",
+    "open for updating, by a child": "import subprocess; subprocess.run(['ls'], stdout=open('old/file', 'r+'))",
+    "open for updating, by numpy": "import numpy; numpy.ones(2).tofile(open('old/file', 'r+b'))",
+    "a zip that grows": "zipfile.ZipFile('old/archive', 'a').writestr('b', '2')",
     "open by a link": "open('link', 'w')",
     "open by a link of its own": (
         "link = pathlib.Path(tempfile.mkdtemp(), 'link'); link.symlink_to(pathlib.Path.cwd() / 'link'); link.open('w')"
@@ -83,6 +92,8 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "empty").mkdir()
     (tmp_path / "old" / "file").write_text("the user's")
     (tmp_path / "link").symlink_to("old/file")
+    with zipfile.ZipFile(tmp_path / "old" / "archive", "w") as archive:
+        archive.writestr("a", "1")
     database = sqlite3.connect(tmp_path / "old" / "database")
     database.execute("create table runs (number)")
     database.commit()
@@ -133,13 +144,16 @@ def test_what_was_there_stays_and_path_and_line_are_said(
     assert snapshot(mine) == before
 
 
+UPDATED = "assert pathlib.Path('old/file').open('r+').read() == \"the user's\"\n"
+
+
 @pytest.mark.parametrize("version", ["3.8", "3.9", "3.10", "3.11", "3.12", "3.13"])
 def test_in_a_python_of_that_version(mine: Path, version: str) -> None:
     python = shutil.which(f"python{version}")
     if python is None or subprocess.run([python, "-c", ""], check=False, capture_output=True).returncode:
         pytest.skip(f"there is no python{version} here")
     before = snapshot(mine)
-    ran = run_command([python, "-c", f"{PREAMBLE}open('mine', 'w').close()\nopen('old/file', 'w')"])
+    ran = run_command([python, "-c", f"{PREAMBLE}open('mine', 'w').close()\n{UPDATED}open('old/file', 'w')"])
     assert {hello.python.rpartition(".")[0] for hello in ran.heard.pythons.values()} == {version}
     assert ran.heard.refused is not None, ran.seen.printed
     assert not ran.heard.errors
@@ -174,6 +188,15 @@ os.utime('old/file')
 os.symlink('old/file', 'latest')
 os.remove('latest')
 assert open('old/file').read() == "the user's"
+for mode, buffering in (('r+', -1), ('r+b', -1), ('rb+', 0), ('r+t', 1)):
+    with open('old/file', mode, buffering) as updated:
+        assert updated.read() in ("the user's", b"the user's")
+        assert (updated.name, updated.seek(4), updated.readable(), updated.writable()) == ('old/file', 4, True, True)
+with pathlib.Path('old/file').open('r+', encoding='utf-8') as updated:
+    assert list(updated) == ["the user's"] and updated.encoding == 'utf-8'
+with open('kept', 'r+') as updated:
+    updated.write('1')
+zipfile.ZipFile('old/archive', 'a').close()
 assert sqlite3.connect('old/database').execute('select count(*) from runs').fetchone() == (0,)
 sqlite3.connect('new.db').execute('create table runs (number)')
 subprocess.run([sys.executable, '-c', 'open("by a child", "w").close()'], check=True)

@@ -2,8 +2,9 @@
 process ends before that happens, and says what and at which line.
 
 *Asked:* what Python itself opens for writing, renames, removes or truncates (audit events: ``open``, shutil, logging,
-numpy and pandas all come by there), statements that change an SQLite database, and what is written in native code by
-torch, torch.jit and safetensors; creating or committing to a repository of the Hugging Face Hub.
+numpy and pandas all come by there), a file opened to be updated (``r+``) once it is written to or its descriptor is
+taken, statements that change an SQLite database, and what is written in native code by torch, torch.jit and
+safetensors; creating or committing to a repository of the Hugging Face Hub.
 
 *Free:* the trial's own folders; what the same run has made, which all its processes note in one file, and the data that
 earlier runs made; devices, pipes, byte code, locks that hold nothing; the caches in `_CACHES`, which libraries fill and
@@ -15,10 +16,14 @@ ignores PYTHONPATH, other native writers (HDF5, Arrow, OpenCV), os.open with a `
 
 from __future__ import annotations
 
+import builtins
+import functools
+import io
 import os
 import re
 import stat
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -65,6 +70,7 @@ _DATA_MODULES = (
 )
 _DATA_FUNCTIONS = frozenset({"extract", "extractall", "unpack_archive", "urlretrieve"})  # of the standard library
 _CACHE_NAME = re.compile(r"\.?caches?|.+[._-]cache", re.IGNORECASE)
+_STANDARD = os.path.dirname(os.__file__) + os.sep
 # What changes a database, of the actions that SQLite asks its authorizer for: insert, delete, update, create, drop.
 _SQL_CHANGES = frozenset({*range(1, 19), 23, 26, 29, 30})
 
@@ -73,6 +79,7 @@ def arm(channel: Channel, free: list[str], made: str) -> None:
     """Guard this process from here on. What is in one of the folders `free` may be changed, and what is named in the
     file `made`, to which whatever is made elsewhere is added: as `+path` where it is data, else as `-path`."""
     guard = _Guard(channel, free, made)
+    guard.watch_updating()
     sys.addaudithook(guard.hear)
     after_import("torch", channel.shield(guard.watch_torch))
     after_import("safetensors", channel.shield(guard.watch_safetensors))
@@ -89,6 +96,7 @@ class _Guard:
         folders = ["/dev", "/proc", *free, *filter(os.path.isabs, (*caches, sys.pycache_prefix or ""))]
         self._free = tuple(os.path.realpath(folder) + os.sep for folder in folders)
         self._own: dict[str, bool] = {}  # paths that were made, and whether each holds data
+        self._opening = threading.local()  # `is_deferred` while a file is opened whose first write is asked for
         self._asked: dict[str, Any] = {
             "open": self._opens,
             "os.truncate": lambda path, _: self.changes("os.truncate", _followed(path)),
@@ -125,6 +133,8 @@ class _Guard:
             self._refuse_unless_own(what, path)
 
     def _opens(self, path: Any, _: Any, flags: int) -> None:
+        if getattr(self._opening, "is_deferred", False):
+            return
         if flags & _NEW == _NEW:
             self._makes(_followed(path))
         elif flags & _WRITING:
@@ -173,6 +183,51 @@ class _Guard:
             self._channel.send("refused", what=what, path=path, line=where.user_line())
         finally:
             os._exit(REFUSED)
+
+    def watch_updating(self) -> None:
+        """A file that is opened to be updated may only be read: whether it is written to is known when it is."""
+        original = io.open
+
+        @functools.wraps(original)
+        def open_(
+            file: Any,
+            mode: Any = "r",
+            buffering: int = -1,
+            encoding: Any = None,
+            errors: Any = None,
+            newline: Any = None,
+            closefd: bool = True,
+            opener: Any = None,
+        ) -> Any:
+            is_text = isinstance(mode, str) and "b" not in mode
+            if not self._is_to_be_updated(file, mode) or (is_text and buffering == 0):  # an error, which open() raises
+                return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
+            ask = functools.partial(self.changes, "open", _followed(file))
+            self._opening.is_deferred = True
+            try:
+                raw = _AskingFile(file, "r+", closefd, opener)
+            finally:
+                self._opening.is_deferred = False
+            raw.ask = ask
+            if buffering == 0:
+                return raw
+            buffered = _AskingBuffer(raw, buffering if buffering > 1 else io.DEFAULT_BUFFER_SIZE)
+            buffered.ask = ask
+            if not is_text:
+                return buffered
+            text = _AskingText(buffered, encoding, errors, newline, buffering == 1)
+            text.ask, text.mode = ask, mode
+            return text
+
+        builtins.open = io.open = open_
+
+    def _is_to_be_updated(self, file: Any, mode: Any) -> bool:
+        """Whether it is there, is the user's, and is opened to be read and written."""
+        is_plain = isinstance(mode, str) and "+" in mode and "r" in mode and not set(mode) - set("r+bt")
+        if not is_plain or not isinstance(file, (str, bytes, os.PathLike)):
+            return False
+        path = _followed(file)
+        return os.path.isfile(path) and not self._is_own(path)
 
     # -- what writes without Python's knowing is asked before it does --------------------------------------------------
 
@@ -247,6 +302,38 @@ def _is_data() -> bool:
             if any(kind.__name__ in _DATA_CLASSES for kind in kinds):
                 return True
     return False
+
+
+class _Asking:
+    """Part of a file that asks before anything is written, and before its descriptor goes to what may write by it."""
+
+    ask: Any = staticmethod(lambda: None)  # while it is being opened
+
+    def write(self, *args: Any) -> Any:
+        self.ask()
+        return super().write(*args)  # type: ignore[misc]
+
+    def truncate(self, *args: Any) -> Any:
+        self.ask()
+        return super().truncate(*args)  # type: ignore[misc]
+
+    def fileno(self) -> Any:
+        caller = sys._getframe(1).f_code.co_filename
+        if caller != __file__ and (not caller.startswith(_STANDARD) or caller.endswith("subprocess.py")):
+            self.ask()
+        return super().fileno()  # type: ignore[misc]
+
+
+class _AskingFile(_Asking, io.FileIO):
+    pass
+
+
+class _AskingBuffer(_Asking, io.BufferedRandom):
+    pass
+
+
+class _AskingText(_Asking, io.TextIOWrapper):
+    mode: Any = "r+"
 
 
 def _ask_before(owner: Any, name: str, ask: Any) -> None:
