@@ -23,8 +23,7 @@ from autotune_amp.isolation import standby
 from autotune_amp.isolation.local import LocalBackend, Payload, Slot, can_fork
 from autotune_amp.isolation.marks import MARK
 from autotune_amp.isolation.places import ConfirmingProcesses, OneDevice
-from autotune_amp.isolation.process import Process
-from autotune_amp.isolation.process import Watcher
+from autotune_amp.isolation.process import Process, Watcher
 from autotune_amp.isolation.standby import Standby
 from autotune_amp.trial.jobs import Trial
 

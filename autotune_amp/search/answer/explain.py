@@ -199,6 +199,7 @@ def doubts(
     asked, accumulated = accumulation_doubts(space, chosen.candidate, config, evidence.accumulation)
     warnings = [
         *harm,
+        *space.warnings,
         *asked,
         *unconfirmed,
         *unsure[:1],
