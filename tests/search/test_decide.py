@@ -257,7 +257,7 @@ def test_a_baseline_as_found_is_the_yardstick_and_kept_as_it_is() -> None:
     [
         (Log().add(FP32, OOM).add(BF16, 200.0).confirm(BF16, *[200.0] * 3), "oom: it asked for 3 GiB of 2 GiB"),
         (Log().add(FP32, 100.0).add(BF16, 200.0).confirm(BF16, *[200.0] * 3).confirm(FP32, OOM), "oom: it asked"),
-        (Log().add(BF16, 200.0).confirm(BF16, *[200.0] * 3), "not measured: the budget ended"),
+        (Log().add(BF16, 200.0).confirm(BF16, *[200.0] * 3), "not measured: the search ended before"),
     ],
 )
 def test_a_baseline_without_a_number_leaves_no_speedup(log: Log, reason: str) -> None:
@@ -388,7 +388,7 @@ def test_every_candidate_has_a_row_and_every_loss_its_reason() -> None:
     rows = {(r.precision, r.batch_size): (r.status, r.samples_per_second, r.reason) for r in decision.candidates}
     assert rows == {
         ("fp32", 32): ("confirmed", 100.0, None),
-        ("bf16", 4): ("untried", None, "not tried: the budget ended"),
+        ("bf16", 4): ("untried", None, "not tried: the search ended before"),
         ("bf16", 8): ("confirmed", 141.0, None),
         ("bf16", 16): ("cut", 60.0, None),
         ("bf16", 64): ("oom", None, OOM.message),
@@ -399,7 +399,7 @@ def test_every_candidate_has_a_row_and_every_loss_its_reason() -> None:
         ("fp8", None): "no fp8",
         ("bf16", 64): f"oom: {OOM.message}",
         ("bf16", 128): beyond,
-        ("bf16", 4): "not tried: the budget ended",
+        ("bf16", 4): "not tried: the search ended before",
     }
     ended_by_itself = decided(log, space=space)
     assert [e.batch_size for e in ended_by_itself.excluded] == [None, 64, 128]
