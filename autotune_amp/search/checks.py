@@ -125,6 +125,6 @@ def run_look(source: Source, progress: Progress, device: str, batch_size: int | 
             raise WorkloadError(*message_of(found))
         raise WorkloadError(
             f"The step could not be recorded: {found.kind}: {found.message}.",
-            "Run one training step in fp32 on the CPU by itself, with a smaller batch if need be, and fix what it raises.",
+            "Run one fp32 step on the CPU by itself, with a smaller batch if need be, and fix what it raises.",
         )
     return found

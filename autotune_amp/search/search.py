@@ -103,9 +103,9 @@ def search_anew(
         ) from None
     except KeyboardInterrupt:
         best = cached if cached is not None and cached.search.was_interrupted else None
-        kept = "; what an earlier call measured is kept" if folder.records() else ""
+        when = "there was an answer; what was measured is kept" if folder.records() else "the first trial"
         raise SearchInterruptedError(
-            f"Interrupted before the first trial{kept}.",
+            f"Interrupted before {when}.",
             "Run the same command again.",
             best.excluded if best else (),
             best,
@@ -195,7 +195,10 @@ class _Search:
             was_interrupted = True
             reason = "Interrupted" if isinstance(error, KeyboardInterrupt) else error.message.rstrip(".")
         finally:
-            backend.close()
+            try:
+                backend.close()
+            except KeyboardInterrupt:  # once more, while processes end
+                was_interrupted, reason = True, "Interrupted"
         if ledger.finalists is None:
             raise self._nothing_to_choose(ledger, reason)
         recommendation = recommend(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -460,3 +461,21 @@ def test_what_is_recommended_was_measured_and_is_near_the_best_where_that_is_sur
     assert decision.evidence.speedup == pytest.approx(given_speeds[chosen] / given_speeds[baseline])
     low, high = decision.evidence.samples_per_second_interval
     assert low < given_speeds[chosen] < high
+
+
+def test_what_was_not_confirmed_is_compared_with_trials_of_the_same_hour() -> None:
+    """The machine ran at a third of its speed by the confirmation: nothing else has become faster by that."""
+    slower, faster, cut = at("bf16", 32), at("fp16", 32), at("fp32", 16)
+    log = Log().add(FP32, 100.0).add(slower, 80.0).add(cut, measured(40.0, was_cut=True)).confirm(FP32, *[33.0] * 3)
+    assert "times as fast" not in decided(log).reason
+    said = decided(Log().add(FP32, 100.0).add(faster, 150.0).confirm(FP32, *[33.0] * 3)).reason
+    assert "fp16 batch 32 is 1.50 times as fast" in said
+
+
+def test_three_warnings_are_said_and_the_rest_are_notes() -> None:
+    circumstances = tuple(f"Mind {number}." for number in range(4))
+    summary = msgspec.structs.replace(SPENT, warnings=circumstances, notes=("The driver is old.",))
+    found = decided(Log().add(FP32, 100.0), search=summary)
+    assert found.warnings[0].startswith("Unconfirmed")
+    assert found.warnings[1:] == circumstances[:2]
+    assert set(circumstances[2:]) | {"The driver is old."} <= set(found.notes)
