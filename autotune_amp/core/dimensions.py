@@ -98,13 +98,13 @@ class _Precision(Dimension[Precision]):
     def why_not(self, precision: Precision, hardware: Any, description: Any) -> str | None:
         """Why nothing can be trained in it on this hardware with these weights, None where it can."""
         weights = description.weights
-        if precision in description.unsettable:
-            return str(description.unsettable[precision])
         capability = hardware.precisions.get(precision)
         if capability is None:
             return f"the probe of {hardware.device} says nothing of it"
-        if capability.level == "unsupported":
+        if capability.level == "unsupported":  # first: it holds for whatever is trained here
             return str(capability.reason)
+        if precision in description.unsettable:
+            return str(description.unsettable[precision])
         if precision == "fp8":
             return "fp8 is tried on what wins in another precision, by --try fp8_recipe"
         kept = f"the weights are kept in {weights}"

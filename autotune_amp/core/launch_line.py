@@ -75,7 +75,8 @@ class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
         for file in files:
             if not any(file in argument for argument in arguments):
                 raise InvalidRequestError(
-                    f"--file {file} is in none of the command's arguments.", f"Name it in the command as {file!r}."
+                    f"--file {file} is in none of the command's arguments.",
+                    f"Write {file!r} where the command takes its settings file.",
                 )
             try:
                 texts[file] = read_file(file).decode()

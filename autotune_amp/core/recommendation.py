@@ -106,8 +106,8 @@ class SearchSummary(msgspec.Struct, frozen=True, kw_only=True):
     """How the search went. Checks and calibrations are no trials, and not counted.
 
     `search_id` names its lines in outcomes.jsonl; `warnings` and `notes` are of its circumstances, which no ranking
-    changes. `load` is what others did on the machine before the first trial, `start_seconds` what a new process takes until it
-    has the workload.
+    changes. `load` is what others did on the machine before the first trial, `start_seconds` what a new process takes
+    until it has the workload.
     """
 
     study: str

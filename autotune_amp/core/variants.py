@@ -140,7 +140,10 @@ class _Fp8Recipe(Variant):
         elif description.weights != "fp32":
             reason = f"the weights are kept in {description.weights}, and fp8 is checked for those in fp32 alone"
         elif options.variants is None and not hardware.has("fp8"):
-            reason = f"{PRECISION.why_not('fp8', hardware, description)} --try {self.name} emulates it"
+            reason = str(PRECISION.why_not("fp8", hardware, description))
+            if not found.values:  # whatever else speaks against it, this holds for all that is trained here
+                return Choices((), {v: why if why == SO_ALREADY else reason for v, why in found.left_out.items()})
+            reason += f" --try {self.name} emulates it"
         elif why := description.variants.get(COMPILE.name, {}).get("default"):
             reason = None if why == SO_ALREADY else f"fp8 pays when it is compiled: {why}"
         if reason is None:

@@ -91,7 +91,10 @@ def _refuse(trainer: Trainer) -> None:
             "Give a Trainer without them whose model fits on one device.",
         )
     if trainer.train_dataset is None:
-        raise WorkloadError("The Trainer has no train_dataset.", "Pass train_dataset= to it.")
+        raise WorkloadError(
+            "The Trainer has no train_dataset.",
+            "Give it the dataset that it trains on: Trainer(..., train_dataset=dataset).",
+        )
     refuse_baked_autocast(trainer, WorkloadError)
 
 

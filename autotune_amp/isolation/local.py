@@ -399,7 +399,7 @@ class LocalBackend(WorkloadBackend):
         details = f"\n{value.details.rstrip()}" if value.details else ""
         raise WorkloadError(
             f"{self._payload.target or 'The workload'} {CANNOT_BE_LOADED}: {value.message}.{details}",
-            "Mend it until it can be imported and called on its own.",
+            "Import it and call it in a Python of its own, and fix what that raises.",
         )
 
 

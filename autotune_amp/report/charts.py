@@ -16,10 +16,11 @@ from plotly.subplots import make_subplots
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import PRECISIONS, Precision
+from autotune_amp.core.evidence import is_wide, landing_line
 from autotune_amp.core.outcome import Failure, Measurement, Record
 from autotune_amp.core.recommendation import CandidateRow, Recommendation
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.text import count, duration, number, one_line, outcome_name, rate, size
+from autotune_amp.core.text import count, duration, one_line, outcome_name, rate, size
 from autotune_amp.report.rows import baseline_row, outcome_line, recommended_row
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.ranking import BEFORE_CONFIRMATION, is_trial
@@ -215,8 +216,10 @@ def _rings(recommendation: Recommendation) -> Iterable[Scatter]:
 
 def _ring(name: str, config: AmpConfig, speed: float, interval: tuple[float, float] | None) -> Scatter:
     """Around a median over processes, with where a new run is expected to land; None where nobody can say."""
-    low, high = interval or (speed, speed)
-    hover = said(f"{name}: {Setting.of(config)}", rate(speed), f"a new run: {number(low)} to {number(high)}")
+    # An interval that says nothing would press all that was measured flat.
+    low, high = (speed, speed) if interval is None or is_wide(interval) else interval
+    landing = [] if interval is None else [landing_line(interval)]
+    hover = said(f"{name}: {Setting.of(config)}", rate(speed), *landing)
     whiskers = {"type": "data", "symmetric": False, "array": [high - speed], "arrayminus": [speed - low]}
     return marks(name, [config.batch_size], [speed], [hover], error_y=whiskers, marker=_AROUND[name])
 

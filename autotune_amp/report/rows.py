@@ -145,12 +145,15 @@ def reason_words(row: CandidateRow) -> str:
 
 
 def exclusions(excluded: Iterable[Exclusion]) -> list[tuple[str, str, str]]:
-    """A precision, its batch sizes, and the one reason for all of them."""
+    """Return precisions, their batch sizes, and the one reason for all of them."""
     batch_sizes: dict[tuple[str, str], list[int]] = {}
     for exclusion in excluded:
         sizes = batch_sizes.setdefault((exclusion.precision, one_line(exclusion.reason)), [])
         sizes += [] if exclusion.batch_size is None else [exclusion.batch_size]
-    return [(precision, span(*sizes) if sizes else "any", reason) for (precision, reason), sizes in batch_sizes.items()]
+    precisions: dict[tuple[str, str], list[str]] = {}
+    for (precision, reason), sizes in batch_sizes.items():
+        precisions.setdefault((span(*sizes) if sizes else "any", reason), []).append(precision)
+    return [(", ".join(names), where, reason) for (where, reason), names in precisions.items()]
 
 
 def span(*values: int) -> str:

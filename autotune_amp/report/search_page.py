@@ -26,8 +26,8 @@ _THROUGHPUT = (
     "slower than the best. Rings are medians over processes, with where a new run is expected to land."
 )
 _MEMORY = (
-    "The peak of each trial. Crosses on the axis ran out of memory: nobody knows what they would have taken; the line is "
-    "what a trial may take."
+    "The peak of each trial. Crosses on the axis ran out of memory: nobody knows what they would have taken; then the "
+    "line is what a trial may take."
 )
 _PARETO = (
     "One mark for each candidate, with its batch size (x accumulation steps). Nothing that may be recommended is above "
@@ -65,7 +65,7 @@ def search_page(recommendation: Recommendation, records: Sequence[Record], path:
         }
     )
     return document.page(
-        f"{recommendation.search.study}: {recommendation.title()}, {dict(facts)['config']}",
+        f"{recommendation.search.study}: {'keep ' * recommendation.is_kept}{dict(facts)['config']}",
         {
             "Use it": _use(recommendation, path),
             **charts,

@@ -41,7 +41,9 @@ def run_check(
         ("pinned_modules", pinned_modules, not isinstance(pinned_modules, str), "a list of module names"),
     ):
         if not is_right:
-            raise InvalidRequestError(f"{name} is {given!r}; it must be {wanted}.", f"Pass {wanted}.")
+            raise InvalidRequestError(
+                f"{name} is {given!r}; it must be {wanted}.", "Leave it out for the default; help() says what it does."
+            )
     options = SearchOptions.from_user(budget=budget_seconds, device=device, precision=precision, seed=seed)
     budget = Budget(options.budget_seconds)
     watcher = ProgressWatcher(progress, budget)
@@ -133,6 +135,6 @@ def run_look(source: Source, progress: Progress, device: str, batch_size: int | 
             raise WorkloadError(*message_of(found))
         raise WorkloadError(
             f"One step of the workload does not work on the CPU: {found.kind}: {found.message}.",
-            "Mend it until one training step in fp32 works on its own on the CPU, with a smaller batch if need be.",
+            "Run one fp32 step on the CPU by itself, with a smaller batch if need be, and fix what it raises.",
         )
     return found

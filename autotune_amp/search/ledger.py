@@ -378,8 +378,9 @@ class Ledger:
         num_steps = self.break_even_steps(setting)
         if self.objective != "speed" or num_steps is None or num_steps <= self.num_steps:
             return None
-        after = "never" if math.isinf(num_steps) else f"after {num_steps:,.0f} steps"
-        return f"compiling pays back {after}, and the training has {self.num_steps:,} steps (--steps)"
+        if math.isinf(num_steps):
+            return "compiling never pays back: its steps are no faster"
+        return f"compiling pays back after {num_steps:,.0f} steps, and the training has {self.num_steps:,} (--steps)"
 
     @cached_property
     def _compiling(self) -> dict[Setting, tuple[float, float]]:

@@ -147,7 +147,8 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
 def _wrong(name: str, given: Any, wanted: str) -> InvalidRequestError:
     option = f"--{name.rstrip('_').replace('_', '-')}"
     shown = given[0] if isinstance(given, list) and len(given) == 1 else given
-    return InvalidRequestError(f"{option} is {shown!r}; it must be {wanted}.", f"Give {option} {wanted}.")
+    way_out = "Leave it out for the default; `autotune-amp search --help` says what it does."
+    return InvalidRequestError(f"{option} is {shown!r}; it must be {wanted}.", way_out)
 
 
 def is_count(given: Any) -> bool:

@@ -256,7 +256,7 @@ def _nothing_works(
     reasons = {**refused, **{p: f"{o.kind}: {o.message}" for p, o in failures.items() if isinstance(o, Failure)}}
     return NothingWorksError(
         "No precision could be measured.",
-        "Mend what the reasons name, or give a smaller --batch-size.",
+        "Run the training by itself for a few steps in fp32, then with a smaller --batch-size.",
         tuple(Exclusion(precision=p, batch_size=None, reason=reasons[p]) for p in asked if p in reasons),
     )
 

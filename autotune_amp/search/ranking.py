@@ -284,7 +284,7 @@ def verdict_on(candidate: Setting, space: Space, known: Mapping[Setting, Fidelit
     """The verdict on a candidate, *unchecked* where no check was made; None for fp32, which the others are held to."""
     if not needs_check(candidate, space):
         return None
-    unmade = "the budget ended before it was checked", "Give a larger --budget."
+    unmade = "the search ended before it was checked", "Give a larger --budget."
     if not can_check(candidate, space):
         unmade = "its flags are the caller's own, and here they cannot be checked", "Try --baseline with a precision."
     return known.get(check_key(candidate)) or _judged(candidate, "unchecked", *unmade)

@@ -23,7 +23,7 @@ from autotune_amp.core.recommendation import (
     SearchSummary,
 )
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.text import size
+from autotune_amp.core.text import count, size
 from autotune_amp.distributed import alone
 from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import host, identify, machine_load
@@ -52,6 +52,7 @@ from autotune_amp.search.storage import shared
 from autotune_amp.search.storage.folder import StudyFolder
 from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.energy import require_counter
+from autotune_amp.trial.failures import mended
 from autotune_amp.trial.memory import recommended_environment
 
 _HELD_SHARE_WORTH_A_WORD = 0.05
@@ -102,9 +103,9 @@ def search_anew(
         ) from None
     except KeyboardInterrupt:
         best = cached if cached is not None and cached.search.was_interrupted else None
-        kept = "; what an earlier call measured is kept" if folder.records() else ""
+        when = "there was an answer; what was measured is kept" if folder.records() else "the first trial"
         raise SearchInterruptedError(
-            f"Interrupted before the first trial{kept}.",
+            f"Interrupted before {when}.",
             "Run the same command again.",
             best.excluded if best else (),
             best,
@@ -194,7 +195,10 @@ class _Search:
             was_interrupted = True
             reason = "Interrupted" if isinstance(error, KeyboardInterrupt) else error.message.rstrip(".")
         finally:
-            backend.close()
+            try:
+                backend.close()
+            except KeyboardInterrupt:  # once more, while processes end
+                was_interrupted, reason = True, "Interrupted"
         if ledger.finalists is None:
             raise self._nothing_to_choose(ledger, reason)
         recommendation = recommend(
@@ -226,8 +230,9 @@ class _Search:
         )
         recommendation = self.folder.save(recommendation)
         if was_interrupted:
+            trials = count(len(ledger.trials), "trial")
             raise SearchInterruptedError(
-                f"{reason} after {len(ledger.trials)} trials; the best so far is in {self.folder.recommendation_path}.",
+                f"{reason} after {trials}; the best so far is in {self.folder.recommendation_path}.",
                 "Run the same command again to go on.",
                 recommendation.excluded,
                 recommendation,
@@ -333,7 +338,7 @@ class _Search:
         reason = f"{failure.kind}: {failure.message}" + (f"\n{failure.details.rstrip()}" if failure.details else "")
         return NothingWorksError(
             f"The training does not run as it is today, so no candidate can: {reason}",
-            "Mend what is said above: it must run on its own.",
+            _way_out([failure]),
             (),
         )
 
@@ -411,7 +416,7 @@ def nothing_works(ledger: Ledger, excluded: tuple[Exclusion, ...], has_stepped: 
         reasons = dict.fromkeys(f"{setting.precision}: {reason}" for setting, reason in ledger.ruled_out.items())
         return NothingWorksError(
             f"Whatever ran is ruled out: {'; '.join(reasons)}.",
-            "Allow --precision fp32 as well, or mend what the reasons name.",
+            "Allow --precision fp32 as well, or do as the first of these reasons says.",
             excluded,
         )
     failed = [(r.candidate, r.outcome) for r in ledger.trials if isinstance(r.outcome, Failure)]
@@ -421,7 +426,19 @@ def nothing_works(ledger: Ledger, excluded: tuple[Exclusion, ...], has_stepped: 
     setting, first = next((pair for pair in failed if pair[1].kind == "workload_error"), failed[0])
     details = f"\n{first.details.rstrip()}" if first.details else ""
     return NothingWorksError(
-        f"None of {len(ledger.trials)} trials worked; {setting}: {first.message}.{details}",
-        "Mend what the reasons name; of what trains one step on its own, give a larger --budget where time was up.",
+        f"None of {count(len(ledger.trials), 'trial')} worked; {setting}: {first.message}.{details}",
+        _way_out([first, *(failure for _, failure in failed)]),
         excluded,
     )
+
+
+def _way_out(failed: Sequence[Failure]) -> str:
+    """Return what to do about these failures, of which the first was told: what is known of its kind of error."""
+    kinds = {failure.kind for failure in failed}
+    asked = {
+        "oom": "Give it a smaller batch.",
+        "timeout": "Give a larger --budget, or find out where it hangs: run the training by itself for a few steps.",
+    }
+    first = mended(failed[0]) or asked.get(failed[0].kind, "Fix that error, then run the same command again.")
+    slow = " If the others only need more time, give a larger --budget."
+    return first + slow * ("timeout" in kinds and failed[0].kind != "timeout")

@@ -248,7 +248,13 @@ def open_workload(
     left = max(0.0, budget.left())
     hardware = ask(Probe(device=device, torch_state=state, deadline_seconds=left, loading_seconds=left))
     if isinstance(hardware, Failure):
-        raise NothingWorksError(f"The probe failed: {hardware.message.rstrip('.')}.", "Try --device cpu.", ())
+        raise NothingWorksError(
+            f"The probe failed: {hardware.message.rstrip('.')}.",
+            "Try --device cpu."
+            if device != "cpu"
+            else "Run `autotune-amp probe --device cpu`, which shows the whole error.",
+            (),
+        )
     watcher.phase("building the workload once")
     description = ask(
         Describe(
@@ -272,4 +278,7 @@ def message_of(failure: Failure) -> tuple[str, str]:
     details = (failure.details or "").rstrip()
     if details and "\n" not in details:
         return failure.message, details
-    return f"{failure.message}\n{details}".rstrip(), "Mend it until one training step in fp32 works on its own."
+    return (
+        f"{failure.message}\n{details}".rstrip(),
+        "Run one training step in fp32 by itself, in a script of your own, and fix what it raises.",
+    )

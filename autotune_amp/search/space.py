@@ -36,7 +36,8 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
 
     `candidates` are legal, unique by precision and batch size, ordered by precision and then batch size. `baseline`
     is measured even where it is not among them: as found, or outside the ranges asked for. `excluded` says what was
-    left out before any trial, `notes` what was assumed. `effective_batch_size` is that of every candidate, in samples
+    left out before any trial, `notes` what was assumed, `warnings` what may harm the training as it runs today.
+    `effective_batch_size` is that of every candidate, in samples
     on one device; None where it is free. `num_ranks` devices make an optimizer step together. `accumulation_withheld`
     is why nothing may accumulate, None where nothing speaks against it. `weights` is what the parameters are kept in,
     `has_tf32` whether the device has it. `weighs_passes`: the training itself weighs what accumulates;
@@ -50,6 +51,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     baseline: Setting
     excluded: tuple[Exclusion, ...] = ()
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     effective_batch_size: int | None = None
     num_ranks: int = 1
     accumulation_withheld: str | None = None
@@ -264,7 +266,7 @@ def with_accumulation_checked(space: Space, found: Accumulation | None) -> Space
     if space.baseline.accumulation_steps == 1:
         return space
     note = f"The baseline, {space.baseline}, accumulates, and may not learn what its effective batch would."
-    return msgspec.structs.replace(space, notes=(*space.notes, note))
+    return msgspec.structs.replace(space, warnings=(note,))
 
 
 def _with_accumulation(space: Space, num: int, reason: str, next_step: str) -> Space:
@@ -286,9 +288,9 @@ def _with_accumulation(space: Space, num: int, reason: str, next_step: str) -> S
             largest[candidate.precision] = candidate
     why = f"accumulation is withheld: {reason.rstrip('.')}; this and all smaller batch sizes are left out"
     excluded = [Exclusion(precision=c.precision, batch_size=c.batch_size, reason=why) for c in largest.values()]
-    note = f"Batch sizes below {whole // num} are left out, since gradient accumulation is withheld. "
+    note = f"Batch sizes below {whole // num} were not tried, since your effective batch size is kept. "
     note += f"{sentence(reason[0].upper() + reason[1:])} {next_step}".rstrip()
-    note += " --effective-batch-size free tries them without it."
+    note += " --effective-batch-size free tries the others."
     return msgspec.structs.replace(
         space,
         candidates=left,

@@ -331,7 +331,7 @@ def _row(
         reason = why_not_worth(ledger, dimension, value)
         seconds = _least_seconds(ledger, dimension)
         at_least = f"a trial takes {seconds:.0f} s or more"
-        spent = f"the budget ended, and {at_least}: a larger --budget tries it"
+        spent = f"the search ended before, and {at_least}: a larger --budget tries it"
         left_out = (
             f"{at_least}, which is more than it is likely to be worth: --try {dimension.name} tries it all the same"
         )

@@ -12,7 +12,7 @@ from golden import LANDSCAPES, REPLAYS, STUDY, played, ranked
 from autotune_amp.core.outcome import Record
 from autotune_amp.core.recommendation import Recommendation
 
-PROSE = ("reason", "warnings", "message", "next_step", "worst_case")
+PROSE = ("reason", "warnings", "notes", "message", "next_step", "worst_case")
 SAVED = json.loads((STUDY / "recommendation.json").read_text())
 
 

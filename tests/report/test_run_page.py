@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,18 @@ def trace(figure: Figure, name: str) -> Any:
 def test_every_line_of_the_log_is_a_point(made: Run) -> None:
     figure = course(made)
     scale, skips, loss = (trace(figure, name) for name in ("loss scale", "steps skipped so far", "loss"))
-    assert list(scale.x) == list(skips.x) == [line.update for line in made.lines]
-    assert list(scale.y) == [None if line.scale is None else math.log2(line.scale) for line in made.lines]
+    assert list(skips.x) == [line.update for line in made.lines]
+    points = [(line.update, None if line.scale is None else math.log2(line.scale)) for line in made.lines]
+    drawn = list(zip(scale.x, scale.y, strict=True))
+    (held,) = [point for point in drawn if point not in points]
+    (end,) = [after for (_, y), (after, following) in pairwise(points) if y is not None and following is None]
+    assert held[0] == end, "a scale holds until the precision that has none is taken up"
+    assert [point for point in drawn if point != held] == points
     assert list(skips.y) == [line.num_skips for line in made.lines]
     assert list(loss.y) == [line.loss for line in made.lines if isinstance(line, SampleLine)]
     assert None in loss.y
+    ticks = figure.layout.yaxis
+    assert ticks.dtick == int(ticks.dtick) >= 1, "a scale is told in whole powers of two"
 
 
 def test_moves_are_marked_with_their_reason_and_precisions_are_named(made: Run) -> None:

@@ -8,12 +8,12 @@ import textwrap
 from typing import Any
 
 import pytest
-from report_samples import hardware, recommendation, row
+from report_samples import evidence, hardware, recommendation, row
 from rich.console import Console
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.hardware import Hardware
-from autotune_amp.core.recommendation import Exclusion, Recommendation, SearchSummary
+from autotune_amp.core.recommendation import Exclusion, Recommendation, SearchSummary, VariantRow
 from autotune_amp.report.terminal import hardware_table, print_recommendation
 
 
@@ -60,49 +60,85 @@ def test_every_candidate_has_a_row_with_its_role_and_its_outcome() -> None:
     assert any(line.startswith("bf16 8 114 70.2 ms 612 MiB cut") for line in lines)
 
 
-def test_neighbours_with_one_fate_share_a_row() -> None:
+def test_neighbours_that_failed_alike_share_a_row() -> None:
     candidates = (
-        *(row("fp32", size, None, status="untried", reason="no time") for size in (2, 4, 8)),
-        row("fp32", 16, None, status="oom", reason="too large"),
-        row("bf16", 2, None, status="untried", reason="no time"),
+        *(row("fp32", size, None, status="oom", reason="too large") for size in (16, 32)),
+        row("bf16", 2, None, status="crash", reason="it crashed"),
         row("bf16", 4, 100.0),
         row("bf16", 8, 100.0),
     )
     lines = lines_of(recommendation(candidates=candidates))
-    start = lines.index("fp32 2-8 - - - not tried: no time")
-    assert lines[start + 1 : start + 5] == [
-        "fp32 16 - - - out of memory: too large",
-        "bf16 2 - - - not tried: no time",
+    start = lines.index("fp32 16-32 - - - out of memory: too large")
+    assert lines[start + 1 : start + 4] == [
+        "bf16 2 - - - crashed: it crashed",
         "bf16 4 100 40.0 ms 612 MiB measured",
         "bf16 8 100 80.0 ms 612 MiB measured",
     ]
-    accumulated = [row("fp32", 2**n, None, reason="no time", accumulation_steps=8 // 2**n) for n in range(3)]
-    assert "fp32 1-4 2-8 - - - failed: no time" in lines_of(recommendation(candidates=tuple(accumulated)))
 
 
-def test_exclusions_are_below_the_candidates_and_none_is_told_twice() -> None:
-    excluded = (
-        *(Exclusion(precision="bf16", batch_size=size, reason="needs more") for size in (128, 512)),
-        Exclusion(precision="fp8", batch_size=None, reason="no autocast"),
-        Exclusion(precision="fp32", batch_size=32, reason="told in its own row"),
+def test_what_was_not_tried_is_one_line_and_its_reasons_are_in_the_report() -> None:
+    candidates = (
+        *(row("fp32", size, None, status="untried", reason="no time") for size in (2, 4, 8)),
+        row("bf16", 4, 100.0),
+        row("bf16", 8, None, status="excluded", reason="it rounds"),
     )
-    text = flowing(printed(recommendation(excluded=excluded)))
-    assert "bf16 128-512 - - - excluded: needs more" in text
-    assert "fp8 any - - - excluded: no autocast" in text
-    assert "told in its own row" not in text
-    ruled_out = tuple(row("bf16", size, 100.0 + size, status="excluded", reason="it rounds") for size in (16, 32))
-    everywhere = (Exclusion(precision="bf16", batch_size=None, reason="it rounds"),)
-    text = printed(recommendation(candidates=ruled_out, excluded=everywhere))
-    assert [text.count(word) for word in ("it rounds", "116", "132")] == [1, 1, 1]
-
-
-def test_the_panel_holds_the_facts_and_is_headed_by_what_they_are() -> None:
-    shown = recommendation(warnings=("fp16 was left out.",))
+    excluded = (
+        Exclusion(precision="bf16", batch_size=8, reason="it rounds"),
+        Exclusion(precision="fp8", batch_size=None, reason="no autocast"),
+    )
+    variants = (
+        VariantRow(name="compile", value="default", status="tried", speedup=1.1, speedup_interval=(1.05, 1.2)),
+        VariantRow(name="allocator", value="expandable_segments", status="untried", reason="it is of CUDA's"),
+    )
+    shown = recommendation(candidates=candidates, excluded=excluded, variants=variants)
     text = flowing(printed(shown))
-    assert all(f"{label} {value}" in text for label, value in shown.facts())
-    assert "Recommended" in text
+    assert "not tried fp32 batch 2-8, bf16 batch 8, fp8, 1 further value" in text
+    assert "1.10x (1.05x to 1.20x)" in text
+    assert not any(why in text for why in ("no time", "it rounds", "no autocast", "it is of CUDA's"))
+    assert "every trial and every reason: studies/quiet-otter/report.html" in text
+
+
+ORDER = ("gain 1.34x", "sure confirmed", "autotune-amp export", "Mind the gap", "baseline, measured")
+
+
+def test_the_answer_comes_first_then_the_lines_to_copy_and_the_warnings() -> None:
+    shown = recommendation(warnings=("Mind the gap.",), notes=("The driver is old.",))
+    text = flowing(printed(shown))
+    assert text.startswith("Recommended set bf16, batch size 64 speed 412 samples/s")
+    places = [text.index(part) for part in ORDER]
+    assert places == sorted(places)
+    assert "The driver is old" not in text
+    assert "1 note, " in text
     interrupted = SearchSummary(study="s", num_trials=1, num_failures=0, seconds=3.0, was_interrupted=True)
     assert "Best so far" in printed(recommendation(search=interrupted))
+
+
+def test_what_runs_today_is_kept_without_a_gain_of_nothing() -> None:
+    todays = evidence().baseline.config
+    shown = recommendation(config=todays, evidence=evidence(speedup=1.0, speedup_interval=(1.0, 1.0)))
+    text = flowing(printed(shown))
+    assert text.startswith("Keep what you have set nothing; fp32, batch size 32 stays")
+    assert "1.00x" not in text
+    assert "In Python" not in text, "there is nothing to set"
+    assert "1.00x" not in shown.explain() + shown.to_html()
+
+
+GREEN = "\x1b[32m"
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_green", "said"),
+    [
+        ({}, True, "1.34x (1.28x to 1.41x)"),
+        ({"speedup_interval": (0.28, 7.57)}, False, "not sure (0.28x to 7.57x)"),
+        ({"is_confirmed": False, "num_processes": 1}, False, "unconfirmed"),
+        ({"samples_per_second_interval": (18.5, 65_896.0)}, False, "processes differed too much"),
+    ],
+)
+def test_only_what_is_sure_to_be_better_is_green(changes: dict[str, Any], is_green: bool, said: str) -> None:
+    shown = recommendation(evidence=evidence(**changes))
+    assert (GREEN in printed(shown, force_terminal=True)) == is_green
+    assert said in flowing(printed(shown))
 
 
 def test_lines_to_copy_are_whole() -> None:
@@ -114,9 +150,9 @@ def test_lines_to_copy_are_whole() -> None:
     )
     text = printed(recommendation())
     assert "before Python starts" not in text
-    python, framework = text.split("In Python:\n")[1].split("In the words of a framework")
+    python, framework = text.split("In Python:\n")[1].split("The whole loop")
     compile(textwrap.dedent(python), "shown", "exec")
-    assert framework.split(":\n")[1].strip() == "autotune-amp export studies/quiet-otter --to torch"
+    assert framework.split(":\n")[1].splitlines()[0].strip() == "autotune-amp export studies/quiet-otter --to torch"
 
 
 def test_foreign_text_is_neither_markup_nor_control() -> None:

@@ -65,7 +65,7 @@ def test_an_exact_accumulation_is_offered_and_checked_once(tmp_path: Path) -> No
     decision = searched(on, where)
     assert Setting.of(decision.config) == candidate("bf16", 32, 2)
     assert decision.evidence.accumulation == accumulation()
-    assert not any("micro-batches" in warning or "learning rate" in warning for warning in decision.warnings)
+    assert not any("micro-batches" in said or "learning rate" in said for said in (*decision.warnings, *decision.notes))
 
 
 @pytest.mark.parametrize("found", [accumulation("inexact"), Failure(kind="timeout", message="it took too long")])
@@ -80,9 +80,10 @@ def test_what_is_not_shown_to_be_exact_is_withheld_with_the_reason(
     assert all(why in e.reason and "all smaller" in e.reason for e in where.excluded)
     decision = searched(on, where)
     assert Setting.of(decision.config) == candidate("bf16", 64)
-    (warning,) = [w for w in decision.warnings if "withheld" in w]
-    assert why in warning
-    assert "--effective-batch-size free" in warning
+    (note,) = [w for w in decision.notes if "effective batch size is kept" in w]
+    assert why in note
+    assert "--effective-batch-size free" in note
+    assert not any(why in w for w in decision.warnings), "it changes nothing of what is done"
     assert {e.batch_size for e in decision.excluded} == {32}
     again = ledger_of(on.ledger.records, built(**KEPT), on.ledger.scales)
     assert decide(again, environment=HELD) == decision, "judged from the records alone"
@@ -120,14 +121,16 @@ def test_the_weighting_is_said_where_the_config_or_a_plan_accumulates(
     chosen = candidate("bf16", 64 // num_steps, num_steps)
     plan = FallbackPlan(precision="fp32", batch_size=64 // plan_steps, accumulation_steps=plan_steps)
     config = AmpConfig(precision="bf16", batch_size=chosen.batch_size, accumulation_steps=num_steps, fallback=(plan,))
-    said = accumulation_doubts(built(**KEPT), chosen, config, accumulation(verdict))
-    assert said == ([f"The micro-batches are {verdict}. Do as {verdict} asks."] if is_said else [])
-    assert accumulation_doubts(built(**KEPT), chosen, config, None) == []
+    warnings, notes = said = accumulation_doubts(built(**KEPT), chosen, config, accumulation(verdict))
+    assert warnings + notes == ([f"The micro-batches are {verdict}. Do as {verdict} asks."] if is_said else [])
+    assert bool(warnings) == (is_said and num_steps > 1), "a plan that may never be needed changes nothing now"
+    assert accumulation_doubts(built(**KEPT), chosen, config, None) == ([], [])
     a_commands = msgspec.structs.replace(built(**KEPT), weighs_passes=True, checks=frozenset({"fidelity"}))
-    assert len(accumulation_doubts(a_commands, chosen, config, None)) == (max(num_steps, plan_steps) > 1)
+    unchecked = accumulation_doubts(a_commands, chosen, config, None)
+    assert len([*unchecked[0], *unchecked[1]]) == (max(num_steps, plan_steps) > 1)
     is_done = verdict == "weighted"
     weighing = msgspec.structs.replace(built(**KEPT), weighs_passes=True)
-    assert accumulation_doubts(weighing, chosen, config, accumulation(verdict)) == ([] if is_done else said)
+    assert accumulation_doubts(weighing, chosen, config, accumulation(verdict)) == (([], []) if is_done else said)
 
 
 @pytest.mark.parametrize("verdict", ["mean", "inexact"])

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from scripted_backend import candidate, described, hardware, ledger_of
 
-from autotune_amp.core.outcome import SampleSizes
+from autotune_amp.core.outcome import Record, SampleSizes
 from autotune_amp.core.recommendation import SearchInterruptedError
 from autotune_amp.hardware import machine_load
+from autotune_amp.isolation.local import LocalBackend
 from autotune_amp.search.answer.decide import memory_evidence
 from autotune_amp.search.answer.explain import memory_doubts
 from autotune_amp.search.conditions import Conditions
@@ -72,5 +73,30 @@ def test_where_others_processes_are_hidden_the_load_average_is_said_before_the_f
     monkeypatch.setattr(machine_load, "_processes", lambda _: None)  # as on macOS
     source = target("autotune_amp.workloads:workload")
     options = SearchOptions(device="cpu", budget_seconds=60.0, out=str(tmp_path))
-    with pytest.raises(SearchInterruptedError, match="before the first trial"):
+    with pytest.raises(SearchInterruptedError, match=r"before the first trial\.$"):
         search(source, options, Listening(), is_fresh=True)
+
+
+def test_ctrl_c_once_more_while_processes_end_still_gives_the_best_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Impatient(Progress):
+        is_pressed = False
+
+        def trial_ended(self, record: Record, best: Record | None) -> None:
+            Impatient.is_pressed = True
+            raise KeyboardInterrupt
+
+    def close(backend: LocalBackend) -> None:
+        end(backend)
+        if Impatient.is_pressed:
+            Impatient.is_pressed = False
+            raise KeyboardInterrupt
+
+    end = LocalBackend.close
+    monkeypatch.setattr(LocalBackend, "close", close)
+    source = target("autotune_amp.workloads:workload")
+    options = SearchOptions(device="cpu", budget_seconds=100.0, out=str(tmp_path))
+    with pytest.raises(SearchInterruptedError, match="after 1 trial; the best so far is in") as caught:
+        search(source, options, Impatient(), is_fresh=True)
+    assert caught.value.best is not None

@@ -114,7 +114,7 @@ def test_energy_is_chosen_confirmed_and_said() -> None:
     assert decision.evidence.joules_per_sample == 0.6
     assert {r.batch_size: r.joules_per_sample for r in decision.candidates} == {32: 1.0, 64: 0.6, 8: 0.8, 4: 2.0}
     assert decision.reason.startswith("bf16 batch 64 takes 0.6 J a sample and reaches")
-    assert any("whole device" in warning for warning in decision.warnings)
+    assert any("whole device" in note for note in decision.notes)
 
 
 def test_the_confirmation_of_another_objective_confirms_nothing() -> None:

@@ -43,6 +43,6 @@ def test_a_trainer_that_is_slower_than_trials_is_no_sign_of_another_machine() ->
     ],
 )
 def test_a_promise_of_trials_alone_says_so(fields: dict[str, Any], said: str | None) -> None:
-    warnings = [warning for warning in confirmed(**fields).warnings if TRAINER in warning]
-    assert len(warnings) == (0 if said is None else 1)
-    assert all(said in warning for warning in warnings if said is not None)
+    notes = [note for note in confirmed(**fields).notes if TRAINER in note]
+    assert len(notes) == (0 if said is None else 1)
+    assert all(said in note for note in notes if said is not None)

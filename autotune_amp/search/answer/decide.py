@@ -27,6 +27,7 @@ from autotune_amp.core.evidence import (
     PlainEnvironment,
     ProcessPeak,
     WorkersTried,
+    is_wide,
 )
 from autotune_amp.core.intervals import prediction_interval
 from autotune_amp.core.outcome import Description, Measurement, Record
@@ -139,7 +140,7 @@ def _outlook(ledger: Ledger, evidence: Evidence) -> Outlook | None:
         setting,
         samples_per_second=speed,
         peak_memory_bytes=outcome.peak_memory_bytes,
-        speedup=None if todays is None else speed / todays,
+        speedup=None if todays is None or is_wide(evidence.samples_per_second_interval) else speed / todays,
     )
 
 
@@ -233,7 +234,7 @@ def _drifted(runs: Runs, records: Sequence[Record]) -> float | None:
 
 def _baseline_evidence(runs: Runs, records: Sequence[Record]) -> BaselineEvidence:
     measured, failure = runs.measurements, runs.failure
-    reason = "not measured: the budget ended" if failure is None else f"{failure.kind}: {failure.message}"
+    reason = "not measured: the search ended before" if failure is None else f"{failure.kind}: {failure.message}"
     takes_scaler = MODES[runs.candidate.precision].takes_scaler
     return BaselineEvidence(
         config=AmpConfig.of(runs.candidate, loss_scale=LOSS_SCALE if takes_scaler else None),

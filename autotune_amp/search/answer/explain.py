@@ -28,8 +28,7 @@ SECONDS_OF_A_TRIAL = 15.0  # with what may follow it, where a larger budget is p
 
 _WHOLE_DEVICE = "The joules are those of the whole device: what else ran on it while a trial was measured counts too."
 _UNTRIED = "not tried: less promising than what was measured"
-_ALONE = "not tried: the search ended before"
-_BUDGET_SPENT = "not tried: the budget ended"
+_ENDED = "not tried: the search ended before"
 
 
 def reason(
@@ -199,6 +198,7 @@ def doubts(
     asked, accumulated = accumulation_doubts(space, chosen.candidate, config, evidence.accumulation)
     warnings = [
         *harm,
+        *space.warnings,
         *asked,
         *unconfirmed,
         *unsure[:1],
@@ -261,7 +261,7 @@ def _numerical_doubts(
     if fidelity is not None and fidelity.verdict == "faithful" and not fidelity.has_moved:
         notes.append(f"{sentence(fidelity.reason)} Search again with a learning rate above 0 for the rest.")
     if MODES[chosen.candidate.precision].takes_scaler and scale is None:
-        why = why_uncalibrated or "the budget ended or fp16 was not among the fastest when it was measured"
+        why = why_uncalibrated or "the search ended before, or fp16 was not among the fastest when it was measured"
         notes.append(f"The loss scale is GradScaler's default: it was not calibrated, since {sentence(why)}")
     if scale is None and num_skips:
         found.append(
@@ -384,7 +384,7 @@ def excluded(ledger: Ledger, *, is_budget_spent: bool) -> tuple[Exclusion, ...]:
     if is_budget_spent:
         tried = {r.candidate for r in ledger.trials}
         untried = [c for c in without(ledger.space.candidates, known) if c not in tried]
-        known += [Exclusion(precision=c.precision, batch_size=c.batch_size, reason=_BUDGET_SPENT) for c in untried]
+        known += [Exclusion(precision=c.precision, batch_size=c.batch_size, reason=_ENDED) for c in untried]
     unique: dict[tuple[str, int | None], Exclusion] = {}
     for exclusion in known:
         unique.setdefault((exclusion.precision, exclusion.batch_size), exclusion)
@@ -406,7 +406,7 @@ def rows(ledger: Ledger, exclusions: Sequence[Exclusion], environment: Mapping[s
         failure = runs.failure if candidate == baseline else ranking.failures(ours).get(candidate)
         row = _row(runs, failure, exclusions)
         if row.reason == _UNTRIED and was_alone(ledger):
-            row = replace(row, reason=_ALONE)
+            row = replace(row, reason=_ENDED)
         if candidate in out and failure is None and candidate != baseline:
             row = replace(row, status="excluded", reason=out[candidate])
         table.append(row)
@@ -423,7 +423,7 @@ def _row(runs: Runs, failure: Failure | None, exclusions: Sequence[Exclusion]) -
         status, why, measured = failure.kind, failure.message, ()
     elif not measured:
         why = next((e.reason for e in exclusions if not without([candidate], [e])), _UNTRIED)
-        status = "untried" if why in (_UNTRIED, _BUDGET_SPENT) else "excluded"
+        status = "untried" if why in (_UNTRIED, _ENDED) else "excluded"
     elif runs.num_confirming >= MIN_PROCESSES:
         status = "confirmed"
     elif any(m.was_cut for m in measured):
