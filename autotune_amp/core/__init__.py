@@ -1,1 +1,1 @@
-"""Plain data and pure text, which everything else reads."""
+"""Plain data types and pure text functions that every other package builds on."""

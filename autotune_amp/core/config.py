@@ -1,7 +1,7 @@
-"""AmpConfig and LossScale: what a training run is to use, validated, as plain JSON.
+"""AmpConfig and LossScale: the settings that a training run should use, validated and stored as plain JSON.
 
-msgspec rather than pydantic: a cached recommendation must be read within 50 ms, and importing pydantic alone
-takes 160 ms where msgspec takes 4 (measured, Python 3.11).
+msgspec rather than pydantic: a cached recommendation must be read within 50 ms, and importing pydantic alone takes 160
+ms where msgspec takes 4 (measured, Python 3.11).
 """
 
 from __future__ import annotations
@@ -20,26 +20,29 @@ from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.variants import ACTIVATION_CHECKPOINTING, ALLOCATOR_VARIABLES, FP8_RECIPE, VARIANTS, WEIGHTS
 
-# The least number above 0 that fp16 holds: the gradient of an fp16 loss begins as the scale itself, so that below
-# this every gradient is 0.
+# Smallest number above 0 that fp16 can represent. An fp16 loss starts backward with the loss scale itself as its
+# gradient, so below this scale every gradient is 0.
 MIN_LOSS_SCALE = 2.0**-24
 
-FP16_MAX = 65504.0  # the largest number that fp16 holds
+FP16_MAX = 65504.0  # largest finite number in fp16
 
 
-# All that a recommendation may ask to be set before Python starts: a document with another could run anything.
+# The only environment variables that a recommendation may set: a document with any other could run arbitrary code.
 RECOMMENDED_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", *ALLOCATOR_VARIABLES)
 
 
 def is_recommended(environment: object) -> bool:
-    """Whether these are variables that may be recommended, each with a text on one line."""
+    """Return whether `environment` maps only variables of `RECOMMENDED_VARIABLES` to printable values on one line."""
     return isinstance(environment, Mapping) and all(
         name in RECOMMENDED_VARIABLES and _is_printable(value) for name, value in environment.items()
     )
 
 
 def _must_be(given: msgspec.Struct, names: str, what: str, is_right: Callable[[Any], bool]) -> None:
-    """Raises `InvalidRequestError` for the first of these fields, named in one string, that is not."""
+    """Raise `InvalidRequestError` for the first field for which `is_right(value)` is false.
+
+    `names` lists the fields to check, separated by blanks; `what` completes "it must be …" in the message.
+    """
     for name in names.split():
         value = getattr(given, name)
         if not is_right(value):
@@ -66,11 +69,11 @@ def _is_list(value: object) -> bool:
 
 
 class LossScale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The loss scaler's parameters; the defaults are those of ``torch.amp.GradScaler``.
+    """Parameters of the fp16 loss scaler. The defaults are those of ``torch.amp.GradScaler``.
 
-    `growth_interval` is in optimizer steps. `hysteresis` is how many overflows it takes before the scale backs off;
-    the count begins anew when the scale grows. `min_scale` and `max_scale` bound the scale; without a `min_scale`
-    the bound is `floor`. Raises `InvalidRequestError` when a value cannot work.
+    `growth_interval` is in optimizer steps. `hysteresis` is the number of overflows after which the scale backs off;
+    the count restarts when the scale grows. `min_scale` and `max_scale` bound the scale; without a `min_scale` the
+    lower bound is `floor`. Raises `InvalidRequestError` for a value that cannot work.
     """
 
     init_scale: float = 65536.0
@@ -95,11 +98,11 @@ class LossScale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def floor(self) -> float:
-        """The least scale: `min_scale`, or else 2^12 below `init_scale` or 1, whichever is less, but not below 2^-24.
+        """Return the lower bound of the scale: `min_scale` if set, else min(1, init_scale / 2^12), at least 2^-24.
 
-        A scale that falls to 0 destroys the weights: 0 times a gradient is finite, so the step is taken, and
-        unscaling by 1/0 makes them NaN (pytorch#99640). A scale below 1 alone is no fault: a sum-reduced loss may
-        train well at 2^-6. Below 2^-24 fp16 holds nothing (`MIN_LOSS_SCALE`).
+        A scale that falls to 0 destroys the weights: 0 times a gradient is finite, so the step is taken, and unscaling
+        by 1/0 makes them NaN (pytorch#99640). A scale below 1 alone is not an error: a sum-reduced loss may train well
+        at 2^-6. Below 2^-24 fp16 cannot represent the scale (`MIN_LOSS_SCALE`).
         """
         if self.min_scale is not None:
             return self.min_scale
@@ -122,10 +125,11 @@ def _check_setting(setting: Setting) -> None:
 
 
 class FallbackPlan(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A setting with less to go wrong that was measured to fit; throughput in samples per second.
+    """A safer setting to fall back to, measured to fit in memory.
 
-    `slowdown` is the throughput of the recommended config over the plan's: 1.5 takes 1.5 times as long. Of a compiled
-    config all numbers are those of steps that are not compiled, which take more memory.
+    `samples_per_second` is its throughput. `slowdown` is the throughput of the recommended config over the plan's: with
+    1.5 training takes 1.5 times as long. For a compiled config all numbers are measured without compilation, which
+    needs more memory.
     """
 
     peak_memory_bytes: Whole | None = None
@@ -138,13 +142,12 @@ class FallbackPlan(Setting, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a training run is to use.
+    """Configuration recommended for a training run.
 
-    The fields of a `Setting` mean what they mean there. `loss_scale` belongs to fp16 and to nothing else. `fallback`
-    is what to step down to, first choice first: measured plans, or names of precisions, which are taken at their word;
-    read it through `plans`. `environment` holds variables to set before Python starts, of
-    `RECOMMENDED_VARIABLES`. Raises `InvalidRequestError`
-    when a value cannot work.
+    Inherited fields are documented in `Setting`. `loss_scale` is required for fp16 and forbidden otherwise. `fallback`
+    lists the settings to step down to, first choice first: measured plans, or names of precisions, which are not
+    checked; read them through `plans`. `environment` holds variables to set before Python starts, out of
+    `RECOMMENDED_VARIABLES`. Raises `InvalidRequestError` for a value that cannot work.
     """
 
     loss_scale: LossScale | None = None
@@ -172,11 +175,11 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
         order = f"below {self.precision}, each with less to go wrong than the one before it: of {below}, in this order"
         _must_be(self, "fallback", order, lambda _: all(after < before for before, after in pairwise(safety)))
 
-    __str__ = msgspec.Struct.__repr__  # a printed config says all that it holds, and not its setting alone
+    __str__ = msgspec.Struct.__repr__  # print all fields of a config, and not only those of its setting
 
     @property
     def plans(self) -> tuple[FallbackPlan, ...]:
-        """`fallback` as plans: a plain name keeps what else this config decides, unmeasured."""
+        """Return `fallback` as plans. A bare precision name becomes this config in that precision, without numbers."""
         return tuple(
             rung
             if isinstance(rung, FallbackPlan)
@@ -189,18 +192,18 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
     def to_training_arguments(self, *, like: Any = None, **others: Any) -> Any:
-        """``transformers.TrainingArguments`` with this config's batch size, accumulation, precision and loader workers.
+        """Return ``transformers.TrainingArguments`` with this config's batch size, accumulation, precision and workers.
 
-        `like` are today's: the result is of their class and keeps what neither this config nor `others`, its other
-        arguments, decide, such as the learning rate. What their class has derived from the former batch size is kept
-        too: name it in `others` (of TRL's ``GRPOConfig`` its ``generation_batch_size``).
+        `like` are existing arguments: the result has their class and keeps every value that neither this config nor
+        `others` (further keyword arguments) set, such as the learning rate. Values that their class derived from the
+        old batch size are kept too: pass those in `others` (for TRL's ``GRPOConfig`` its ``generation_batch_size``).
 
-        It cannot hold the loss scale, the fallbacks, the pinned modules, the environment, the memory format, weights in
-        bf16, fp8's layers and the implementation of an optimizer other than AdamW, to which
-        ``AutotuneTrainer(amp_config=config)`` keeps. A model that is none of Transformers' cannot be told
-        ``activation_checkpointing``: set it to False again, and that trainer checkpoints its blocks. Raises
-        `InvalidRequestError` for an argument that this config decides and for a `like` of another kind, and what
-        TrainingArguments raises itself.
+        TrainingArguments cannot express the loss scale, the fallbacks, the pinned modules, the environment, the memory
+        format, bf16 weights, fp8 layers and the implementation of optimizers other than AdamW; use
+        ``AutotuneTrainer(amp_config=config)`` for those. A model that is not from Transformers does not accept
+        ``activation_checkpointing``: set it to False, and AutotuneTrainer checkpoints its blocks. Raises
+        `InvalidRequestError` for an argument that this config sets and for a `like` of another type, and passes on the
+        errors of TrainingArguments.
         """
         import dataclasses
 
@@ -221,12 +224,12 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return dataclasses.replace(like, **changed | decided)
 
     def to_json(self) -> str:
-        """This config as a JSON document."""
+        """Return this config as a JSON document."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> AmpConfig:
-        """The config in a JSON document; raises `InvalidRequestError` naming what is wrong with it."""
+        """Read a config from a JSON document. Raises `InvalidRequestError` that names the invalid part."""
         try:
             return decode(text, cls)
         except msgspec.MsgspecError as error:
@@ -238,15 +241,15 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @staticmethod
     def json_schema() -> dict[str, object]:
-        """The JSON schema of an AmpConfig document."""
+        """Return the JSON schema of an AmpConfig document."""
         return msgspec.json.schema(AmpConfig)
 
 
 def training_arguments(config: AmpConfig, others: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Keyword arguments for ``TrainingArguments``, those of `others` among them.
+    """Return keyword arguments for ``TrainingArguments`` from `config`, merged with `others`.
 
-    Raises `InvalidRequestError` where `others` names what the config decides. On a CPU a plain ``Trainer`` trains in
-    fp32 where `fp16` is set.
+    Raises `InvalidRequestError` if `others` sets an argument that the config sets. On a CPU a plain ``Trainer`` trains
+    in fp32 even if `fp16` is set.
     """
     decided: dict[str, Any] = {
         "per_device_train_batch_size": config.batch_size,
@@ -274,9 +277,9 @@ def training_arguments(config: AmpConfig, others: Mapping[str, Any] | None = Non
 
 
 class DemotedError(TrainingStoppedError):
-    """The rung was stepped down and `on_demotion` is ``"checkpoint_and_stop"``; `config` is what to go on with.
+    """Raised on a demotion if the controller's `on_demotion` is ``"checkpoint_and_stop"``.
 
-    The training saves a checkpoint and starts again.
+    The training script should save a checkpoint and restart with `config`, the setting that was stepped down to.
     """
 
     def __init__(self, message: str, next_step: str, config: AmpConfig) -> None:

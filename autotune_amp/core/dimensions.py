@@ -1,4 +1,7 @@
-"""Dimensions: the things that a setting decides. Another is one object; `core.setting` lists it and has its field."""
+"""Dimensions: the individual choices that make up a setting, such as precision or batch size.
+
+To add one, define one object, list it in `core.setting` and add its field there.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ import msgspec
 
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 
-# From the one with least to go wrong at run time to the one with most.
+# Ordered from the safest at run time to the most failure-prone.
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16", "fp8")
-AROUND_FP8: Precision = "bf16"  # what the rest of a model computes in whose linear layers multiply in fp8
+AROUND_FP8: Precision = "bf16"  # precision of the rest of a model whose linear layers multiply in fp8
 
 
 def autocast_precision(precision: Precision) -> Precision:
-    """What autocast is to be in, and layers are seen to run in by it: fp8 is layers in bf16's."""
+    """Return the precision of autocast for `precision`: bf16 for fp8, whose layers are part of a bf16 model."""
     return AROUND_FP8 if precision == "fp8" else precision
 
 
@@ -26,18 +29,19 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Choices(Generic[Value]):
-    """The values that can be tried, and the others with the reason why they cannot."""
+    """The values of a dimension to try, and the excluded values, each with the reason for its exclusion."""
 
     values: tuple[Value, ...] = ()
     left_out: Mapping[Value, str] = field(default_factory=dict)
 
 
 class Dimension(Generic[Value]):
-    """One thing that a setting decides, under the `name` of its field.
+    """Interface for one choice that a setting makes, stored in the field `name` of `Setting`.
 
-    `default` is what a setting has that does not say; precision and batch size are always said. Where it `affects`
-    numerics, each value is checked against fp32. `found_by` says who tries other values: the model of the "curves", or
-    "variants", the stage that tries the `choices` on the setting that would win; None where that is a stage of its own.
+    `default` is the value of a setting that does not give one; precision and batch size are always given. If `affects`
+    contains "numerics", each value is checked against fp32. `found_by` names the part of the search that tries the
+    values: "curves", the throughput model over batch sizes; "variants", the stage that tries `choices` on the leading
+    setting; None for a stage of its own.
     """
 
     name: str
@@ -46,39 +50,40 @@ class Dimension(Generic[Value]):
     found_by: Literal["curves", "variants"] | None = "variants"
 
     def choices(self, hardware: Any, description: Any, options: Any) -> Choices[Value]:  # noqa: ARG002
-        """The values to try, given a `Hardware`, a `Description` and `SearchOptions`, which stand above this module."""
+        """Return the values to try, given a `Hardware`, a `Description` and `SearchOptions`."""
         return Choices()
 
     def apply(self, training: Any, value: Value) -> None:
-        """Set it up in the process of a trial, on its `trial.training.BaseTraining`; no step has been taken yet.
+        """Apply `value` to `training`, a `trial.training.BaseTraining` in a trial's process, before its first step.
 
-        Nothing is to be done for what the training reads of its setting itself.
+        The base class does nothing: for values that the training code reads from its setting.
         """
 
     def risk(self, value: Value) -> int:  # noqa: ARG002
-        """How much there is to go wrong, from 0 up: among settings that are about as good the least wins."""
+        """Return the risk of failure of `value`, from 0 up. Among settings of similar speed the lowest risk wins."""
         return 0
 
     def label(self, value: Value) -> str:  # noqa: ARG002
-        """Its part in the name of a setting, "" for none."""
+        """Return the text for `value` in the name of a setting, "" to omit it."""
         return ""
 
     def value_in(self, setting: Any) -> Value | None:
-        """The value that a `Setting` has beside the default, None for the default."""
+        """Return the value of this dimension in a `Setting`, or None if it is the default."""
         value: Value = getattr(setting, self.name)
         return None if value == self.default else value
 
     def on(self, setting: Any, value: Value) -> Any:
-        """The `Setting` that tries this value on another."""
+        """Return a copy of a `Setting` that uses `value` for this dimension."""
         return msgspec.structs.replace(setting, **{self.name: value})
 
     def fits(self, value: Value, setting: Any) -> bool:  # noqa: ARG002
-        """Whether a `Setting` can have this value beside its others."""
+        """Return whether `value` is compatible with the other values of a `Setting`."""
         return True
 
     def export(self, value: Value, target: str) -> Sequence[str] | None:  # noqa: ARG002
-        """Lines of the script that `autotune-amp export --to TARGET` writes; None where that script has no place for it
-        or says it already.
+        """Return the lines that set `value` in the script of `autotune-amp export --to TARGET`.
+
+        None if that script has no place for the value or contains it already.
         """
         return None
 
@@ -96,7 +101,7 @@ class _Precision(Dimension[Precision]):
         return Choices(tuple(precision for precision in asked if precision not in left_out), left_out)
 
     def why_not(self, precision: Precision, hardware: Any, description: Any) -> str | None:
-        """Why nothing can be trained in it on this hardware with these weights, None where it can."""
+        """Return the reason why the workload cannot be trained in `precision` on this hardware, or None if it can."""
         weights = description.weights
         capability = hardware.precisions.get(precision)
         if capability is None:
@@ -129,7 +134,7 @@ class _Precision(Dimension[Precision]):
 
 
 class _PinnedModules(Dimension[tuple[str, ...]]):
-    """A check against fp32 says which modules heal a precision."""
+    """Names of modules kept in fp32. The fidelity check finds which modules to pin."""
 
     name = "pinned_modules"
     default = ()
@@ -144,7 +149,7 @@ class _PinnedModules(Dimension[tuple[str, ...]]):
 
 
 class _Plain(Dimension[Any]):
-    """One that the training reads of its setting itself, and whose values no check against fp32 depends on."""
+    """A dimension whose value the training code reads from its setting and that needs no check against fp32."""
 
     def __init__(
         self,
@@ -166,12 +171,12 @@ class _Plain(Dimension[Any]):
 
 
 PRECISION = _Precision()
-# Which sizes there are follows from the effective batch size (`search.space`), which accumulation makes up for; a check
-# of its own says whether that is exact.
+# The sizes to try follow from the effective batch size (`search.space`), with accumulation making up the rest; a
+# separate check tells whether accumulation is exact.
 BATCH_SIZE = _Plain("batch_size", 1, "speed", "memory", label="batch {}".format, risk=int, found_by="curves")
 ACCUMULATION_STEPS = _Plain("accumulation_steps", 1, "speed", label=lambda num: f"x {num}" if num > 1 else "")
 PINNED_MODULES = _PinnedModules()
-# Tried where the data loader sets the speed (`search.stages.variants`); the user's own number first.
+# Tried if the data loader limits the speed (`search.stages.variants`), starting with the user's own number.
 NUM_WORKERS = _Plain(
     "num_workers",
     None,
@@ -179,5 +184,5 @@ NUM_WORKERS = _Plain(
     label=lambda num: "" if num is None else f"with {num} loader worker{'' if num == 1 else 's'}",
     risk=lambda num: 0 if num is None else 1 + num,
 )
-# The baseline's alone; its numbers are those of the precision that it amounts to (`ranking.check_key`).
+# Used by the baseline only. Fidelity results for it are looked up under the equivalent precision (`ranking.check_key`).
 AS_FOUND = _Plain("as_found", False, "speed", "memory", label=lambda is_so: "as found" if is_so else "")

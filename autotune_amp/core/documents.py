@@ -1,4 +1,4 @@
-"""Files that others may have written: read only where they are regular, and decoded with one kind of error."""
+"""Safe reading of files that somebody else may have written: regular files only, decoded with one kind of error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.text import one_line
 
-# Ranges that hold where a document is read; their ends keep sums and ratios of them finite.
+# Numeric ranges enforced while decoding a document; the bounds keep sums and ratios of the values finite.
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 Whole = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Integer = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
@@ -25,9 +25,9 @@ Kind = TypeVar("Kind")
 
 
 def regular(path: str, flags: int) -> int:
-    """Open the regular file at `path`, as the `opener` of Python's ``open``.
+    """Open the regular file at `path`; for the `opener` argument of Python's ``open``.
 
-    Raises `OSError` for a folder, and for a FIFO, a socket or a device, which may have no end and never an answer.
+    Raises `OSError` for a folder, and for a FIFO, a socket or a device, which could block or never end.
     """
     descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
     mode = os.fstat(descriptor).st_mode
@@ -38,30 +38,30 @@ def regular(path: str, flags: int) -> int:
 
 
 def read_file(path: str | os.PathLike[str]) -> bytes:
-    """Return the bytes of a regular file; raise `OSError` for anything else, and for a path that no file can have."""
+    """Return the bytes of a regular file. Raises `OSError` for any other kind of file and for an invalid path."""
     try:
         with open(path, "rb", opener=regular) as file:
             return file.read()
-    except ValueError as error:  # of a NUL in it
+    except ValueError as error:  # for a NUL byte in the path
         raise OSError(errno.EINVAL, f"no file has such a name ({error})") from error
 
 
 def check_new(option: str, path: str | os.PathLike[str] | None) -> None:
-    """Raise `InvalidRequestError` where something lies at the `path` that the `option` is to write, if it is given."""
+    """Raise `InvalidRequestError` if `path`, the output file given by `option`, exists already; None is accepted."""
     if path is not None and os.path.lexists(path):
         raise InvalidRequestError(f"{option} is {str(path)!r}, which is there: it is left alone.", "Name a new file.")
 
 
 def cause(error: Exception) -> str:
-    """Return why a file cannot be read, written or decoded, without the file's name."""
+    """Return the reason in `error`, raised while a file was read, written or decoded, without the file's name."""
     return one_line(str(getattr(error, "strerror", None) or error))
 
 
 def decode(text: bytes | str, kind: type[Kind] | msgspec.json.Decoder[Kind]) -> Kind:
-    """Decode a JSON document as `kind`, a struct or the decoder of a union of them.
+    """Decode a JSON document into `kind`, a struct or a decoder for a union of structs.
 
-    Raises `msgspec.ValidationError` where a value is wrong, and `msgspec.DecodeError` where the text is no JSON, is not
-    UTF-8 or is nested too deeply.
+    Raises `msgspec.ValidationError` for an invalid value, and `msgspec.DecodeError` for text that is not JSON, not
+    UTF-8 or nested too deeply.
     """
     try:
         if isinstance(kind, msgspec.json.Decoder):
@@ -78,7 +78,7 @@ def decode(text: bytes | str, kind: type[Kind] | msgspec.json.Decoder[Kind]) -> 
 
 
 def convert(value: object, kind: type[Kind]) -> Kind:
-    """Make a `kind` of what was decoded before; raises `msgspec.ValidationError` where a value is wrong."""
+    """Convert already decoded data to `kind`. Raises `msgspec.ValidationError` for an invalid value."""
     try:
         return msgspec.convert(value, kind)
     except InvalidRequestError as error:

@@ -1,6 +1,6 @@
-"""The error tree. Every error carries `next_step`: what the reader can do about it, in one sentence.
+"""The exceptions of this package. Each carries a `next_step`: one sentence that tells the user how to proceed.
 
-An error that carries more is defined beside what it carries: `NothingWorksError` and `SearchInterruptedError` in
+Exceptions with further data are defined next to that data: `NothingWorksError` and `SearchInterruptedError` in
 `recommendation`, `DemotedError` in `config`.
 """
 
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import ClassVar, Final
 
-WILL_BREAK_EXIT_CODE: Final = 4  # of `check`, which has worked, and found what will break
+WILL_BREAK_EXIT_CODE: Final = 4  # exit code of the command `check` if it predicts a failure of the training run
 
 
 class AutotuneAmpError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base class of all errors that this package raises on purpose."""
 
-    exit_code: ClassVar[int] = 1  # of the command line; 1 where the fault is ours
+    exit_code: ClassVar[int] = 1  # exit code of the command line; 1 for errors of autotune_amp itself
 
     def __init__(self, message: str, next_step: str) -> None:
         super().__init__(message)
@@ -26,59 +26,59 @@ class AutotuneAmpError(Exception):
 
     @property
     def kind(self) -> str:
-        """The error's name in JSON documents, e.g. ``invalid_request``."""
+        """Return the error's name in JSON documents, e.g. ``invalid_request``."""
         name = type(self).__name__.removesuffix("Error")
         return "".join("_" + c.lower() if c.isupper() else c for c in name).lstrip("_")
 
 
 class InvalidRequestError(AutotuneAmpError):
-    """The request itself is wrong."""
+    """Raised for an invalid request by the caller."""
 
     exit_code = 2
 
 
 class WorkloadError(InvalidRequestError):
-    """The user's workload cannot be loaded, packed or described."""
+    """Raised if the user's workload cannot be loaded, serialized or described."""
 
 
 class DeviceError(InvalidRequestError):
-    """The device asked for is not there or cannot be used."""
+    """Raised if the requested device does not exist or cannot be used."""
 
 
 class StudyError(InvalidRequestError):
-    """The study folder or the Optuna storage cannot be used."""
+    """Raised if the study folder or the Optuna storage cannot be used."""
 
 
 class StudyBusyError(StudyError):
-    """Another search is running in the same folder."""
+    """Raised if another search is running in the same study folder."""
 
 
 class FormatError(InvalidRequestError):
-    """A file is damaged, or written by a newer format."""
+    """Raised if a file is damaged or was written in a newer format."""
 
 
 class BudgetTooSmallError(AutotuneAmpError):
-    """Nothing could be measured within the budget."""
+    """Raised if the budget was too small to measure anything."""
 
     exit_code = 2
 
 
 class RunnerError(AutotuneAmpError):
-    """Our own processes fail, as one that cannot be started, that dies while it records a step which works without
-    being recorded, or rank 0, which searches for all ranks, and cannot be heard."""
+    """Raised if one of our own processes fails: a trial process that cannot be started or that dies while it records a
+    step which works without being recorded, or a rank that gets no answer from rank 0, which runs the search."""
 
 
 class ClusterLostError(AutotuneAmpError):
-    """The cluster that a search ran on, or the last node of it, is there no more."""
+    """Raised if the cluster that the search ran on, or its last node, is no longer available."""
 
 
 class TrainingStoppedError(AutotuneAmpError):
-    """The runtime controller ended the training run on purpose."""
+    """Base class of errors by which the runtime controller stops a training run on purpose."""
 
 
 class NotPrecisionError(TrainingStoppedError):
-    """Loss or gradients are non-finite in fp32 too: precision is not at fault."""
+    """Raised if the loss or the gradients are non-finite in fp32 too, so precision is not the cause."""
 
 
 class NoRungFitsError(TrainingStoppedError):
-    """Precision is at fault, and no rung is left that fits."""
+    """Raised if precision is the cause of a failure and no remaining fallback fits."""

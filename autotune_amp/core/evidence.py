@@ -1,5 +1,7 @@
-"""A config's evidence: what was measured of it, as plain data; and in lines, of plain text and of Python to copy, that
-the terminal, the report, `explain()` and the exports share."""
+"""Evidence for a recommended config: the measurements as plain data, and functions that format them as text and code.
+
+The formatted lines are shared by the terminal, the report, `explain()` and the exports.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,22 @@ Objective: TypeAlias = Literal["speed", "memory", "energy"]
 
 
 class PlainEnvironment(msgspec.Struct, frozen=True, kw_only=True):
-    """The recommended config run once without `config.environment`, as a user would who forgets to set it."""
+    """Speed of the recommended config without `config.environment`, for a user who forgets to set the variables."""
 
     samples_per_second: Positive | None
     speedup: Positive | None
 
 
-# Fresh processes behind a confirmed number: fewer say nothing of the spread between processes, which dominates
-# (studies/README.md).
+# Number of fresh processes needed to call a number confirmed. With fewer the spread between processes, which dominates
+# the error, is unknown (studies/README.md).
 MIN_PROCESSES = 3
 
 
 class BaselineEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user runs today, measured in the user's own environment; None with `reason` where it does not run."""
+    """Measurements of the user's present configuration in its own environment.
+
+    Numbers are None, with a `reason`, if it does not run.
+    """
 
     config: AmpConfig
     samples_per_second: Positive | None
@@ -45,13 +50,13 @@ class BaselineEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LossScaleEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What the recommended init_scale and growth_interval are based on: a replay of the measured largest safe scales.
+    """Basis for the recommended init_scale and growth_interval: a replay of the measured largest safe loss scales.
 
-    Over `num_steps` optimizer steps `num_skips` are foretold, and `applied_share` of the gradient reaches the
-    optimizer; `default_...` is the same with the defaults of ``torch.amp.GradScaler``. In the `num_confirming_steps` of
-    the confirmation `num_skips_seen` were skipped, `num_skips_foretold` foretold. The largest safe scale was measured
-    at `num_calibrated_steps` steps; a real training has other batches. `flushed_share` of the gradient's entries, true
-    zeros left out, are flushed to zero at the init_scale.
+    For `num_steps` optimizer steps `num_skips` skips are predicted, and `applied_share` of the gradient reaches the
+    optimizer; `default_...` are the same numbers for the defaults of ``torch.amp.GradScaler``. In the
+    `num_confirming_steps` of the confirmation `num_skips_seen` skips were observed and `num_skips_foretold` predicted.
+    The largest safe scale was measured at `num_calibrated_steps` steps; a real training run has other batches.
+    `flushed_share` of the gradient's entries, true zeros left out, are flushed to zero at the init_scale.
     """
 
     num_steps: Count
@@ -69,7 +74,7 @@ class LossScaleEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkersTried(msgspec.Struct, frozen=True, kw_only=True):
-    """A trial of `candidate` with another number of loader workers; None where it failed."""
+    """Result of a trial of `candidate` with another number of loader workers; numbers are None if it failed."""
 
     candidate: str
     num_workers: Whole
@@ -78,10 +83,11 @@ class WorkersTried(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoaderEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the data loader sets the speed: what the step alone could reach, and which numbers of workers were tried.
+    """Evidence that the data loader limits the speed, with the numbers of workers tried.
 
     `data_share` is the share of a step of the recommended candidate spent waiting for data with the user's own
-    `num_workers` (None: it has no workers to change), `step_samples_per_second` what its steps reach without waiting.
+    `num_workers` (None: the loader's workers cannot be changed), `step_samples_per_second` the throughput without
+    waiting for data.
     """
 
     num_workers: Whole | None
@@ -91,18 +97,18 @@ class LoaderEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessPeak(msgspec.Struct, frozen=True, kw_only=True):
-    """The peak of one process, and the optimizer steps that it took."""
+    """Peak memory of one process, and the number of optimizer steps behind it."""
 
     num_steps: Whole
     peak_memory_bytes: Whole
 
 
 class MemoryEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What the peak memory was measured on.
+    """Conditions under which the peak memory was measured.
 
-    `worst_case` says which batch, None where all are alike or nobody knows; `num_seen` of `num_samples` samples were
-    looked at for it, None where it was named. `has_evaluation`, `has_checkpoint`: the confirmation ran the workload's
-    own. `processes` are those behind the peak, which is their highest.
+    `worst_case` describes the largest batch, None if all are alike or it is unknown; it was found by looking at
+    `num_seen` of `num_samples` samples, None if the user named it. `has_evaluation`, `has_checkpoint`: the confirmation
+    ran the workload's own. `processes` holds the peak of each process; the reported peak is the highest.
     """
 
     worst_case: str | None
@@ -114,10 +120,10 @@ class MemoryEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outlook(Setting, frozen=True, kw_only=True):
-    """The fastest setting with a larger effective batch size than the one that is kept, measured by one process.
+    """The fastest setting with a larger effective batch size than the user's, measured in one process.
 
-    It is shown and never recommended: it would ask for another learning rate. `speedup` is over the baseline, None
-    where that was not measured.
+    It is shown but never recommended, since it needs another learning rate. `speedup` is over the baseline, None if the
+    baseline was not measured.
     """
 
     samples_per_second: Positive
@@ -126,10 +132,10 @@ class Outlook(Setting, frozen=True, kw_only=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """The training to come: `num_steps` optimizer steps over `num_samples` samples, in hours and money.
+    """Duration and price of the planned training run of `num_steps` optimizer steps over `num_samples` samples.
 
-    Intervals are 95 % and follow from that of the throughput. `baseline_hours` is the same training as it runs today,
-    None where that was not measured. Prices are in the currency of `price_per_hour`, None where that was not given.
+    Intervals are 95 % and follow from the throughput's. `baseline_hours` is the duration with the present
+    configuration, None if not measured. Prices are in the currency of `price_per_hour`, None if that was not given.
     """
 
     num_steps: Count
@@ -143,11 +149,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotsEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """The slots that trials ran on at the same time, by their names.
+    """Effect of running trials at the same time on several devices (slots), listed in `names`.
 
-    `slowdown` is the share by which what was confirmed was slower beside others on all of them than alone, and `chance`
-    what of it may be chance; None where nothing was run both ways. `is_confirmed_beside`: what was confirmed beside
-    others counts, since that made no difference.
+    `slowdown` is the share by which the confirmed setting was slower with all slots in use than alone, `chance` the
+    part of it that may be random; None if nothing was run both ways. `is_confirmed_beside`: measurements made with all
+    slots in use count as confirmation, since they made no difference.
     """
 
     names: tuple[str, ...]
@@ -157,8 +163,11 @@ class SlotsEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RanksEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What `num_ranks` that train `setting` together reach of as many times what one reaches alone: their `efficiency`;
-    None where there was no time to measure that."""
+    """Scaling of data-parallel training over `num_ranks` ranks.
+
+    `efficiency` is the throughput of all ranks over `num_ranks` times that of one rank alone, both with `setting`; None
+    if there was no time to measure it.
+    """
 
     num_ranks: Count
     setting: str | None = None
@@ -167,18 +176,18 @@ class RanksEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured of the recommended config.
+    """Measurements behind the recommended config.
 
     Intervals are 95 %: `samples_per_second_interval` is where a new run is expected to land, `speedup_interval` holds
-    the mean ratio to the baseline. `num_processes` fresh processes of the config stand behind them; `is_confirmed` is
-    false where they or the baseline's are fewer than three. `peak_memory_bytes` is the highest of theirs, without
-    loader workers. `data_share` of a step is spent waiting for data, `update_share` in the optimizer. `fidelity` is the
-    verdict on the config's precision, None for fp32. `loss_scale` is None but for calibrated fp16, `accumulation` where
-    nobody asked, `loader` where the data loader does not set the speed, `joules_per_sample` where nothing says what the
-    device draws, `load` where nobody looked. `is_build_shared`: what was measured shared a model that was built once.
-    `are_processes_shared`: each process measured everything that was confirmed, in turn. `search_samples_per_second`
-    is what the search's trials reached, where the confirmation is more than half off it: then the interval holds both.
-    `slots` is None where one job ran at a time, `ranks` where one process trained, or a command its own.
+    the mean ratio to the baseline. `num_processes` is the number of fresh processes that measured the config;
+    `is_confirmed` is false if they or the baseline's are fewer than three. `peak_memory_bytes` is the highest of their
+    peaks, without loader workers. `data_share` of a step is spent waiting for data, `update_share` in the optimizer.
+    `fidelity` is the verdict on the config's precision, None for fp32. `loss_scale` is None except for calibrated fp16,
+    `accumulation` if it was not checked, `loader` if the data loader does not limit the speed, `joules_per_sample` if
+    the device reports no power, `load` if it was not observed. `is_build_shared`: the processes shared one built model.
+    `are_processes_shared`: each process measured all confirmed settings in turn. `search_samples_per_second` is the
+    throughput in the search's trials if the confirmation differs by more than half; then the interval includes both.
+    `slots` is None if one job ran at a time, `ranks` if one process trained, or a command with its own ranks.
     """
 
     samples_per_second: Positive
@@ -209,13 +218,13 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     ranks: RanksEvidence | None = None
 
 
-# --- in lines
+# --- formatting as lines of text
 
 _WIDE = 2.0  # the upper end of an interval over its lower one, from which on it says nothing of use
 
 
 def config_line(config: AmpConfig, num_ranks: int = 1) -> str:
-    """The config's precision, batch size, accumulation, further dimensions and loader workers."""
+    """Return the config's precision, batch size, accumulation, further dimensions and loader workers on one line."""
     text = f"{config.precision}, batch size {config.batch_size}"
     effective = f"effective batch size {config.effective_batch_size * num_ranks}"
     if num_ranks > 1:
@@ -230,7 +239,7 @@ def config_line(config: AmpConfig, num_ranks: int = 1) -> str:
 
 
 def speed_line(evidence: Evidence) -> str:
-    """The speed to expect of a new run, and what of a step is spent beside the model."""
+    """Return the throughput to expect from a new run, and the shares of a step spent on data and in the optimizer."""
     text = f"{rate(evidence.samples_per_second)} ({landing_line(evidence.samples_per_second_interval)})"
     text += f", {step_line(evidence)}"
     if evidence.num_processes < MIN_PROCESSES:
@@ -239,7 +248,7 @@ def speed_line(evidence: Evidence) -> str:
 
 
 def step_line(evidence: Evidence) -> str:
-    """How long a step takes, and what of it is spent beside the model."""
+    """Return the time of a step, and the shares of it spent on data and in the optimizer."""
     text = f"{duration(evidence.step_seconds)} a step"
     for share, where in ((evidence.data_share, "waiting for data"), (evidence.update_share, "in the optimizer")):
         if share is not None and share >= 0.01:
@@ -276,7 +285,7 @@ def is_todays(config: AmpConfig, baseline: AmpConfig) -> bool:
 
 
 def speedup_line(config: AmpConfig, evidence: Evidence) -> str:
-    """How much faster than the baseline, or why nobody knows."""
+    """Return the speed-up over the baseline, or the reason why it is unknown."""
     baseline = evidence.baseline
     if evidence.speedup is None or baseline.samples_per_second is None:
         reason = one_line(baseline.reason or "it was not measured")
@@ -303,7 +312,7 @@ def certainty_line(evidence: Evidence) -> str:
 
 
 def plain_environment_line(evidence: Evidence) -> str | None:
-    """The speed for those who forget to set the environment; None where there is none to forget."""
+    """Return the speed without the recommended environment variables; None if that was not measured."""
     plain = evidence.plain_environment
     if plain is None or plain.samples_per_second is None:
         return None
@@ -312,7 +321,7 @@ def plain_environment_line(evidence: Evidence) -> str | None:
 
 
 def memory_line(evidence: Evidence, device_type: str) -> str:
-    """The peak, what was run for it, and of how many processes it is the highest on a CPU, where they differ."""
+    """Return the peak memory and the conditions of its measurement; on a CPU also the number of processes behind it."""
     text, found = f"{size(evidence.peak_memory_bytes)} at the peak", evidence.memory
     if found is not None:
         also = ["an evaluation"] * found.has_evaluation + ["a checkpoint"] * found.has_checkpoint
@@ -324,7 +333,10 @@ def memory_line(evidence: Evidence, device_type: str) -> str:
 
 
 def job_line(job: Job) -> str:
-    """``0.84 h (0.71 to 1.13) for 10,000 steps, 2.52 (2.13 to 3.39) at 3 an hour; 1.70 h as it runs today``."""
+    """Return the duration and price of a training run on one line.
+
+    Example: ``0.84 h (0.71 to 1.13) for 10,000 steps, 2.52 (2.13 to 3.39) at 3 an hour; 1.70 h as it runs today``.
+    """
     low, high = job.hours_interval
     text = f"{number(job.hours)} h ({number(low)} to {number(high)}) for {job.num_steps:,} steps"
     if job.price is not None and job.price_interval is not None:
@@ -334,14 +346,14 @@ def job_line(job: Job) -> str:
 
 
 def outlook_line(outlook: Outlook) -> str:
-    """What another effective batch size would reach, and what it would ask for."""
+    """Return the throughput at another effective batch size, with the warning about the learning rate."""
     speedup = "" if outlook.speedup is None else f", {outlook.speedup:.1f} times today's"
     reached = measured_line(f"{outlook}{speedup}", outlook.samples_per_second, outlook.peak_memory_bytes)
     return f"with another effective batch size: {reached}; the learning rate would have to be looked at"
 
 
 def check_line(found: Fidelity) -> str:
-    """A check: its verdict with the modules to blame, the numbers, and the modules that heal it."""
+    """Return a fidelity check on one line: the verdict with its reason, the numbers, and the modules to pin."""
     pinned = f"with {module_names(found.pinned_modules)} in fp32 " if found.pinned_modules else ""
     parts = [pinned + one_line(found.reason).rstrip("."), *_numbers(found)]
     if found.later is not None:
@@ -352,14 +364,14 @@ def check_line(found: Fidelity) -> str:
 
 
 def accumulation_line(found: Accumulation) -> str:
-    """What accumulated gradients are to those of the whole batch."""
+    """Return how accumulated gradients compare with the gradient of the whole batch."""
     by = f" by {found.weighted_by}" if found.weighted_by else ""
     error = "" if found.error is None else f", {small(found.error)} off the whole batch's gradient"
     return f"{found.verdict}{by}{error}"
 
 
 def slots_line(found: SlotsEvidence) -> str:
-    """Where trials ran, and whether what was confirmed there holds for a run alone."""
+    """Return the slots that trials ran on, and whether running at the same time changed the measured speed."""
     text = f"trials ran on {', '.join(found.names)} at the same time"
     if found.slowdown is None or found.chance is None:
         return f"{text}, what is promised was confirmed alone"
@@ -370,7 +382,7 @@ def slots_line(found: SlotsEvidence) -> str:
 
 
 def ranks_line(found: RanksEvidence, device_type: str) -> str:
-    """How many ranks train together, and what exchanging gradients costs them."""
+    """Return the number of ranks and the share of their combined speed that remains after exchanging gradients."""
     text = f"{found.num_ranks} train together under DistributedDataParallel"
     if found.efficiency is None or found.one_rank_samples_per_second is None:
         return f"{text}; one alone was not measured, for want of time"
@@ -380,7 +392,7 @@ def ranks_line(found: RanksEvidence, device_type: str) -> str:
 
 
 def ranked_run_line(config: AmpConfig, workload: Description) -> str:
-    """How the training is started that several of our own ranks stood for."""
+    """Return the command and changes by which the user starts the ranks that the search ran itself."""
     unused = ", find_unused_parameters=True" if workload.has_unused_parameters else ""
     text = f"torchrun --nproc_per_node {workload.num_ranks}, with DistributedDataParallel(model{unused}) and "
     text += f"each rank's own samples (DistributedSampler), {config.batch_size} a pass"
@@ -388,7 +400,7 @@ def ranked_run_line(config: AmpConfig, workload: Description) -> str:
 
 
 def loss_scale_line(scale: LossScale, known: LossScaleEvidence | None) -> str:
-    """fp16's init_scale and growth interval, and what they were chosen on."""
+    """Return fp16's init_scale and growth interval, and the predicted skips that they were chosen by."""
     text = f"starts at {exact(scale.init_scale)}, growth interval {scale.growth_interval}"
     if known is None:
         return text
@@ -411,7 +423,7 @@ def _numbers(found: Fidelity) -> list[str]:
         parts.append(f"noise ratio {small(found.noise_ratio)}")
     if found.flushed_share is not None:
         parts.append(f"{_percent(found.flushed_share)} flushed")
-    if found.forward_max:  # 0 where nothing is put out in half precision
+    if found.forward_max:  # 0 if no output is in half precision
         limit = f" of {found.format_max:.5g}" if found.precision == "fp16" and found.format_max is not None else ""
         parts.append(f"activations up to {found.forward_max:.3g}{limit}")
     if found.training_gap is not None:
@@ -422,7 +434,7 @@ def _numbers(found: Fidelity) -> list[str]:
 
 
 def small(value: float) -> str:
-    """Two significant digits, or that it is no number."""
+    """Format `value` with two significant digits, or as "not finite"."""
     return f"{value:.2g}" if math.isfinite(value) else "not finite"
 
 
@@ -435,7 +447,7 @@ def _percent(share: float) -> str:
 
 
 def measured_line(what: object, samples_per_second: float | None, peak_memory_bytes: int | None) -> str:
-    """What was measured of something: its throughput and its peak memory."""
+    """Return the name `what` with its measured throughput and peak memory."""
     speed = [] if samples_per_second is None else [rate(samples_per_second)]
     return ", ".join([str(what), *speed, *([] if peak_memory_bytes is None else [size(peak_memory_bytes)])])
 
@@ -446,7 +458,7 @@ LOADER_COMMENT = "# Your loader's other arguments stay: shuffle, collate_fn, dro
 
 
 def strict_flag_lines(precision: Precision) -> list[str]:
-    """Of `torch_state.set_flags` what matters on CUDA."""
+    """Return the Python lines that set the TF32 flags for `precision`: the part of `torch_state.set_flags` for CUDA."""
     is_tf32 = precision == "tf32"
     return [
         f'torch.set_float32_matmul_precision("{"high" if is_tf32 else "highest"}")',
@@ -455,7 +467,7 @@ def strict_flag_lines(precision: Precision) -> list[str]:
 
 
 def export_lines(config: AmpConfig) -> list[str]:
-    """The shell line that sets the environment the config was measured in; empty where there is nothing to set."""
+    """Return the shell line that exports the config's environment variables; an empty list if there are none."""
     variables = {**config.environment, **ALLOCATOR.environment(config.allocator, config.environment)}
     if not variables:
         return []
@@ -463,23 +475,29 @@ def export_lines(config: AmpConfig) -> list[str]:
 
 
 def loader_line(config: AmpConfig) -> str:
-    """The user's loader with what the config decides of it."""
+    """Return a line of Python that makes the DataLoader with the config's batch size and workers."""
     workers = "" if config.num_workers is None else f", num_workers={config.num_workers}"
     return f"loader = DataLoader(dataset, batch_size={config.batch_size}{workers})"
 
 
 def accumulates(config: AmpConfig) -> bool:
-    """Whether the config or one of its fallback plans does."""
+    """Return whether the config or one of its fallback plans accumulates gradients."""
     return max([config.accumulation_steps, *(plan.accumulation_steps for plan in config.plans)]) > 1
 
 
 def pass_loss(combination: Literal["mean", "sum", "weighted"], steps: str, share: str) -> str:
-    """The expression for a pass's loss, from those of its window's passes and of its share of what counts."""
+    """Return the expression for the loss of one forward pass, weighted so that the passes of a step add up.
+
+    `steps` is the expression for the number of passes in a step, `share` that for the pass's share of the weights.
+    """
     return {"mean": f"{LOSS} / {steps}", "sum": LOSS, "weighted": f"{LOSS} * {share}"}[combination]
 
 
 def controlled_loop(windows: str, loss: str) -> list[str]:
-    """The loop of a `controller`, over the arguments of its `windows` and with the expression for a pass's `loss`."""
+    """Return a training loop with a `PrecisionController`.
+
+    `windows` are the arguments of its `windows()`, `loss` is the expression for the loss of a pass.
+    """
     return [
         "controller.attach(model)",
         f"for batch, is_last in controller.windows({windows}):",

@@ -1,4 +1,4 @@
-"""Hardware: what the machine can do, and what others do on it, as plain data."""
+"""Hardware: the capabilities and the load of this machine as plain data."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Level: TypeAlias = Literal["native", "emulated", "unsupported"]
 
 
 class Capability(msgspec.Struct, frozen=True, kw_only=True):
-    """What a device can do in one precision: never a bare yes or no, always with the reason.
+    """Level of support of a device for one precision, always with the reason.
 
-    `matmul_flops_per_second` is a measured matrix-product rate, None where nothing could be measured.
+    `matmul_flops_per_second` is the measured rate of matrix products, None if it could not be measured.
     """
 
     level: Level
@@ -26,10 +26,10 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory in bytes. `available` is the least of the device, the container's limit and what others leave free.
+    """Memory in bytes. `available` is the least of device, container limit and memory free of other processes.
 
-    `container_limit` is the cgroup's limit (CPU only), None where there is none. `held_by_caller` is what the
-    calling process, and those that wait for it, hold on the device.
+    `container_limit` is the cgroup's limit (CPU only), None without one. `held_by_caller` is the memory that the
+    calling process and its ancestors hold on the device.
     """
 
     total: Whole
@@ -39,13 +39,13 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     held_by_caller: Whole = 0
 
 
-LEAST_MEMORY_SHARE = 0.95  # of another's, for a device to be of its kind: no two hosts have the same to the byte
+LEAST_MEMORY_SHARE = 0.95  # for two devices to count as equal: no two hosts report the same memory to the byte
 
 
 class DeviceIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What makes two machines the same for a measurement: enters the fingerprint. Read without touching the device.
+    """Static identity of a device, read without touching it. Part of the fingerprint of a recommendation.
 
-    `allowed_cpus` is how many CPUs' time the container allows, None without a limit.
+    `allowed_cpus` is the CPU time that the container allows, in CPUs, None without a limit.
     """
 
     type: str
@@ -59,7 +59,7 @@ class DeviceIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    """One device of this machine and what it can do. `device` is a torch device string such as ``cuda:0``."""
+    """One device of this machine and its capabilities. `device` is a torch device string such as ``cuda:0``."""
 
     device: str
     identity: DeviceIdentity
@@ -69,16 +69,16 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
     def has(self, precision: Precision) -> bool:
-        """Whether the device computes in it, emulated or not."""
+        """Return whether the device computes in `precision`, natively or emulated."""
         return precision in self.precisions and self.precisions[precision].level != "unsupported"
 
     @property
     def has_tf32(self) -> bool:
-        """Whether torch's TF32 flags mean anything here."""
+        """Return whether torch's TF32 flags have an effect on the device."""
         return self.has("tf32")
 
     def facts(self) -> list[tuple[str, str]]:
-        """Label and text of the device and its memory."""
+        """Return (label, text) pairs that describe the device and its memory."""
         identity, memory = self.identity, self.memory
         limit = "no container limit"
         if memory.container_limit is not None:
@@ -98,7 +98,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
         return lines + [("warning", one_line(note)) for note in self.notes]
 
     def precision_rows(self) -> list[tuple[str, str, str, str]]:
-        """Each precision with its measured matrix rate, its level and the reason for that."""
+        """Return a row for each precision: name, measured rate of matrix products, level and reason."""
         return [
             (
                 precision,
@@ -110,7 +110,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def to_html(self) -> str:
-        """What a page and a notebook show of it."""
+        """Return an HTML description for reports and notebooks."""
         columns = ("precision", "matrix products", "level", "reason")
         return pieces.facts(self.facts()) + pieces.table(columns, self.precision_rows(), num_numeric=1)
 
@@ -119,7 +119,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BusyProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process of others and the CPU cores that it used, averaged over the time looked at."""
+    """A process outside of the search and the CPU cores that it used, averaged over the observed time."""
 
     pid: int
     name: str
@@ -127,7 +127,7 @@ class BusyProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CardProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process of others on the card; `name` is None where it cannot be seen from here, as from a container."""
+    """A process outside of the search that uses the GPU. `name` is None if it cannot be seen, as from a container."""
 
     pid: int
     name: str | None
@@ -135,11 +135,12 @@ class CardProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MachineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What others did during `seconds`, averaged over them; None is what the system does not say.
+    """Load by other processes, averaged over `seconds`; None for numbers that the system does not report.
 
     `others_num_cores` is the CPU time, in cores, of all processes that do not descend from the calling one,
-    `own_num_cores` of those that do; `busiest` are the others that used most. `stolen_share` is the share of the CPU
-    time wanted that a hypervisor gave away, `card_slowdowns` says why the card lowered its clocks.
+    `own_num_cores` that of those that do; `busiest` are the other processes that used most. `stolen_share` is the share
+    of the requested CPU time that a hypervisor gave to others, `card_slowdowns` holds the reasons why the GPU lowered
+    its clocks.
     """
 
     seconds: NotNegative
@@ -153,10 +154,10 @@ class MachineLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What others did while the processes behind a throughput's interval ran; None is what the system does not say.
+    """Load by other processes while a throughput was measured, averaged over the measuring processes.
 
-    Numbers are means over these. `is_busy`, `is_stolen`: others, or the hypervisor, took enough to be worth a word. The
-    interval's ends were multiplied by `interval_factors` for it. The others are as in `MachineLoad`.
+    Fields as in `MachineLoad`. `is_busy`, `is_stolen`: other processes, or the hypervisor, took enough to warn about.
+    The ends of the throughput's interval were multiplied by `interval_factors` to account for the load.
     """
 
     num_cpus: Count

@@ -1,8 +1,8 @@
-"""Intervals for step times and throughputs, and memory against the batch size: plain arithmetic of workers and parents.
+"""Intervals for step times and throughputs, and a fit of memory against batch size; arithmetic only.
 
-What varies most is the process, not the step: thirty steps in one process are within 5 % of the truth 78 % of the
-time, five processes of six steps 93 % (studies/README.md, Timing). Three to five processes say little
-about their own spread, so the spread between processes gets a prior, weighed like `PRIOR_WEIGHT` observations.
+The variance between processes exceeds that between steps: thirty steps in one process are within 5 % of the truth 78 %
+of the time, five processes of six steps 93 % (studies/README.md, Timing). Three to five processes say little about
+their own spread, so the spread between processes gets a prior, weighted like `PRIOR_WEIGHT` observations.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
-TRIM_SHARE = 0.1  # the slowest steps dropped: a collection, a page fault, another process
-SPREAD_PRIOR = 0.05  # between processes 2.5 to 9.5 % was seen (studies/README.md, Timing); on the log scale
-PRIOR_WEIGHT = 3  # degrees of freedom the prior counts for; observed processes outweigh it from five on
-NUM_DEGREES_SEEN = 2  # from so many degrees of freedom on, whether one is faster is asked of what was seen alone
+TRIM_SHARE = 0.1  # share of the slowest steps that is dropped, against garbage collections and page faults
+SPREAD_PRIOR = 0.05  # prior spread between processes, log scale; 2.5 to 9.5 % observed (studies/README.md, Timing)
+PRIOR_WEIGHT = 3  # degrees of freedom of the prior; from five observed processes on they outweigh it
+NUM_DEGREES_SEEN = 2  # from this many observed degrees of freedom on, ratios are compared without the prior
 
-# Student's t, 97.5 % quantile, 1 to 30 degrees of freedom: NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2.
+# 97.5 % quantiles of Student's t, 1 to 30 degrees of freedom: NIST/SEMATECH e-Handbook of Statistical Methods,
+# 1.3.6.7.2.
 _T_TABLE = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
@@ -26,17 +27,20 @@ _Z = 1.959964  # the normal distribution's 97.5 % quantile
 
 
 def t_quantile(degrees_of_freedom: int) -> float:
-    """Student's t, 97.5 % quantile: tabulated to 30 degrees, then Abramowitz and Stegun 26.7.5 (first two terms)."""
+    """Return the 97.5 % quantile of Student's t distribution.
+
+    It is tabulated up to 30 degrees of freedom, then Abramowitz and Stegun 26.7.5 (first two terms).
+    """
     if degrees_of_freedom <= len(_T_TABLE):
         return _T_TABLE[degrees_of_freedom - 1]
     return _Z + (_Z**3 + _Z) / (4 * degrees_of_freedom)
 
 
 def trimmed_interval(samples: Sequence[float]) -> tuple[float, float]:
-    """The 95 % t-interval of the mean of `samples` without the slowest tenth, cut off at 0; in the samples' unit.
+    """Return the 95 % t-interval of the mean of `samples` without the slowest tenth, in the samples' unit, from 0 up.
 
-    The tenth is rounded to whole samples, so that it is one of eight. One sample says nothing of its spread: its
-    interval is plus and minus all of it. Raises `ValueError` without samples.
+    The tenth is rounded to whole samples: one of eight. For a single sample, whose spread is unknown, the interval is
+    plus and minus its value. Raises `ValueError` for no samples.
     """
     kept = sorted(samples)[: len(samples) - round(TRIM_SHARE * len(samples))]
     mean = fmean(kept)
@@ -47,14 +51,15 @@ def trimmed_interval(samples: Sequence[float]) -> tuple[float, float]:
 
 
 def prediction_interval(process_values: Sequence[float], others: Sequence[Sequence[float]] = ()) -> tuple[float, float]:
-    """Where a new process's value lands 95 % of the time, given the values of a few processes (one at least).
+    """Return the interval in which a new process's value is expected to land with 95 % probability.
 
-    A prediction interval, because what is promised to the user is their next run and not the mean of ours:
-    exp(m -+ t(v) * s * sqrt(1 + 1/n)) with m the mean log of n values, v = v0 + sum(n_k - 1), s^2 = (v0 * s0^2 +
-    sum((n_k - 1) * s_k^2)) / v, s0 = `SPREAD_PRIOR`, v0 = `PRIOR_WEIGHT`: the posterior prediction of a normal sample
-    under a scaled inverse chi-squared prior on its variance (Gelman et al., Bayesian Data Analysis, 3.2-3.3). The sum
-    is over these values and `others`, those of other candidates in the same rounds: how far processes differ is the
-    machine's doing, so that each of them says something of it (the pooled variance of an analysis of variance).
+    `process_values` are the values of the processes measured so far, one at least. A prediction interval, since the
+    user is promised their next run and not the mean of ours: exp(m -+ t(v) * s * sqrt(1 + 1/n)) with m the mean log of
+    n values, v = v0 + sum(n_k - 1), s^2 = (v0 * s0^2 + sum((n_k - 1) * s_k^2)) / v, s0 = `SPREAD_PRIOR`, v0 =
+    `PRIOR_WEIGHT`: the posterior prediction of a normal sample under a scaled inverse chi-squared prior on its variance
+    (Gelman et al., Bayesian Data Analysis, 3.2-3.3). The sum is over these values and `others`, the values of other
+    candidates in the same rounds: the machine causes the differences between processes, so that all of them contribute
+    (the pooled variance of an analysis of variance).
     """
     groups = [[math.log(value) for value in values] for values in (process_values, *others)]
     return _interval(groups, SPREAD_PRIOR, 1 + 1 / len(process_values))
@@ -63,12 +68,12 @@ def prediction_interval(process_values: Sequence[float], others: Sequence[Sequen
 def ratio_interval(
     a_values: Sequence[float], b_values: Sequence[float], others: Sequence[Sequence[float]] = ()
 ) -> tuple[float, float]:
-    """The 95 % interval of the mean ratio a / b, from pairs measured in the same round (one pair at least).
+    """Return the 95 % interval of the mean ratio a / b, from pairs measured in the same round (one pair at least).
 
-    Pairing takes out what slows a whole round. The spread is that of these ratios and of `others`, those of other
-    candidates in the same rounds; with fewer than `NUM_DEGREES_SEEN` degrees of freedom of it the prior of
-    `prediction_interval` is added, times sqrt(2), since a ratio has two processes in it. Raises `ValueError` when the
-    lengths differ.
+    Pairing removes the effect of a slow round. The spread is that of these ratios and of `others`, the ratios of other
+    candidates in the same rounds; if it has fewer than `NUM_DEGREES_SEEN` degrees of freedom, the prior of
+    `prediction_interval` is added, times sqrt(2), since a ratio involves two processes. Raises `ValueError` for
+    sequences of different lengths.
     """
     ratios = [a / b for a, b in zip(a_values, b_values, strict=True)]
     logs = [[math.log(ratio) for ratio in group] for group in (ratios, *others)]
@@ -78,7 +83,7 @@ def ratio_interval(
 def apart_interval(
     a_values: Sequence[float], b_values: Sequence[float], others: Sequence[Sequence[float]] = ()
 ) -> tuple[float, float]:
-    """The 95 % interval of the ratio of the means of a and b, from processes that had no round in common.
+    """Return the 95 % interval of the ratio of the means of a and b, from processes without a common round.
 
     The spread is pooled over both and the processes of `others`, with the prior as in `ratio_interval`.
     """
@@ -96,7 +101,10 @@ def _prior_weight(groups: Sequence[Sequence[float]]) -> int:
 def _interval(
     groups: Sequence[Sequence[float]], spread_prior: float, share: float, prior_weight: int = PRIOR_WEIGHT
 ) -> tuple[float, float]:
-    """Around the mean of the first group of logs; `share` is its variance as a multiple of the spread's square."""
+    """Return the interval exp(mean ± t * spread * sqrt(share)) around the mean of the first group of logarithms.
+
+    `share` is the variance of the estimate as a multiple of the squared spread, which is pooled over `groups`.
+    """
     degrees = prior_weight + sum(len(logs) - 1 for logs in groups)
     observed = sum((len(logs) - 1) * _variance(logs) for logs in groups if len(logs) > 1)
     spread = math.sqrt((prior_weight * spread_prior**2 + observed) / degrees)
@@ -105,16 +113,16 @@ def _interval(
 
 
 def _variance(values: Sequence[float]) -> float:
-    # statistics.variance works in fractions: a hundred times slower, in a loop that runs between timed steps.
+    # statistics.variance uses fractions: a hundred times slower, in a loop that runs between timed steps.
     mean = fmean(values)
     return sum((value - mean) ** 2 for value in values) / (len(values) - 1)
 
 
 def fit_memory(points: Iterable[tuple[int, int]]) -> Callable[[float], float] | None:
-    """Bytes that count against the limit at any batch size, M(b) = max(m0, m1 + m2·b), of (batch size, bytes) points.
+    """Return a function that predicts memory in bytes at any batch size, M(b) = max(m0, m1 + m2·b).
 
-    The smallest batches sit on the optimizer's plateau m0 (studies/README.md), so the line is that through the two
-    largest; memory never falls with the batch size. None with fewer than two sizes.
+    `points` are (batch size, bytes) pairs. The smallest batches lie on the optimizer's plateau m0 (studies/README.md),
+    so the line is drawn through the two largest, with a slope of 0 at least. None for fewer than two sizes.
     """
     at = sorted(dict(points).items())
     if len(at) < 2:

@@ -1,4 +1,4 @@
-"""Job: what a backend runs, as plain data that is sent to a process as JSON and run there."""
+"""Job: a unit of work that a backend runs in another process; plain data, sent as JSON."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.outcome import Failure
 
 Found = TypeVar("Found")
-Tell: TypeAlias = Callable[[dict[str, Any]], None]  # sends an event to the parent that waits
+Tell: TypeAlias = Callable[[dict[str, Any]], None]  # sends an event to the waiting parent process
 READY = {"event": "ready"}
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds after which a job is ended, None for no limit: those of all of it, from the moment that its process is
-    ready; and those from the last sign of life to the end of its first step, and of any other step. A compilation that
-    the job is about may take `compiling_seconds`; any other takes half of what is left."""
+    """Time limits of a job in seconds, None for no limit.
+
+    `whole_seconds` limits the whole job, counted from the moment its process is ready. `first_step_seconds` and
+    `step_seconds` limit the time without a sign of life until the first step, or any other step, has ended. A
+    compilation that the job measures may take `compiling_seconds`, any other half of the remaining time.
+    """
 
     whole_seconds: float | None = None
     first_step_seconds: float | None = None
@@ -28,16 +31,16 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Job(msgspec.Struct, Generic[Found], frozen=True, kw_only=True):
-    """What all jobs have: a kind, deadlines, how they are run, and what it means when that fails.
+    """Base class of the work that runs in a child process: a trial, a check, a profile and others.
 
-    A kind is a class: `answer` is the type of what it finds, and `work` names the function "package.module:function"
-    that finds it, given what the process holds, the job, and what tells the parent. That module is imported in the
-    process only, since it may need torch. `torch_state` is the caller's global torch state as
-    `torch_state.capture` gave it.
+    Subclasses set `answer`, the type of the result, and `work`, the function "package.module:function" that computes it
+    from the process's context, the job and a callback that sends events to the parent. Its module is imported in the
+    child only, since it may need torch. `torch_state` is the caller's global torch state as returned by
+    `torch_state.capture`.
 
-    Until its process is ready, a job has `loading_seconds`, None for any time; from then on `deadline_seconds`. The
-    process is ready when it has loaded the workload, and for a job that `builds_first` once that has sent `READY`,
-    with its model built. One that `is_alone` has a process that runs no other job, before or after.
+    A job may take `loading_seconds` (None for no limit) until its process is ready, and then `deadline_seconds`. A
+    process is ready when it has loaded the workload; if the job `builds_first`, when it has also built its model and
+    sent `READY`. With `is_alone` its process runs no other job, before or after.
     """
 
     answer: ClassVar[Any]
@@ -52,22 +55,24 @@ class Job(msgspec.Struct, Generic[Found], frozen=True, kw_only=True):
 
     @classmethod
     def kind(cls) -> str:
-        """The name by which a process finds this class."""
+        """Return the import path by which a child process finds this class."""
         return f"{cls.__module__}:{cls.__qualname__}"
 
     @property
     def deadlines(self) -> Deadlines:
-        """When the parent ends it."""
+        """Return the time limits after which the parent ends the job."""
         return Deadlines(whole_seconds=self.deadline_seconds)
 
     def run(self, context: Any, tell: Tell) -> Found | Failure:
-        """Do it, in a process that holds `context`."""
+        """Run the job in a process that holds `context`, and return its result. `tell` sends an event to the parent."""
         found: Found | Failure = _named(self.work)(context, self, tell)
         return found
 
     def after(self, problem: Failure | AutotuneAmpError, so_far: Found | None) -> Found | Failure | Job[Found]:
-        """What follows when it failed, or its process could not load the workload: an answer, or another job to run in
-        its place. `so_far` is what it had found when its process ended."""
+        """Return the result of a job that failed or whose process could not load the workload, or a job to run instead.
+
+        `so_far` is the partial result when its process ended. Raises `problem` if it is an `AutotuneAmpError`.
+        """
         del so_far
         if isinstance(problem, AutotuneAmpError):
             raise problem
@@ -75,7 +80,7 @@ class Job(msgspec.Struct, Generic[Found], frozen=True, kw_only=True):
 
 
 def find_job(kind: str, fields: dict[str, Any]) -> Job[Any]:
-    """The job of a kind, from the fields that came over a pipe."""
+    """Return the job of class `kind` (see `Job.kind`) with the given fields, as received over a pipe."""
     job: Job[Any] = msgspec.convert(fields, _named(kind))
     return job
 

@@ -1,4 +1,4 @@
-"""LaunchLine: a training command with places in it that a setting fills. Text alone; nothing is started here."""
+"""LaunchLine: a training command with placeholders that a setting fills. Text only; nothing is started here."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from autotune_amp.core.documents import cause, read_file
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.setting import Setting
 
-# What a trial fills in beside the values of its setting.
+# Placeholders that each trial fills besides the values of its setting.
 OF_TRIAL = ("seed", "trial_dir", "port")
 _NUMBERS = ("batch_size", "accumulation_steps", "num_workers")
 _NAMES = ("precision", *_NUMBERS, *OF_TRIAL)
-# Choices are the precision's alone.
+# Only the precision may have choices.
 _PLACEHOLDER = re.compile(
     r"\{(?P<name>(?P<precision>precision)|" + "|".join(_NAMES[1:]) + r")"
     r"(?:=(?P<today>[^{}:|]*))?(?(precision)(?::(?P<choices>[^{}=]*=[^{}]*))?)\}"
@@ -36,10 +36,10 @@ _LIKENESS = 0.75  # from which on a word is one of ours misspelt (difflib)
 
 
 class Placeholder(msgspec.Struct, frozen=True, kw_only=True):
-    """``{name=today}``, or ``{name:value=arguments|value=arguments}``, which puts none or several arguments there.
+    """A placeholder in a command: ``{name=today}``, or ``{name:value=arguments|value=arguments}``.
 
-    `today` is what the user runs, in the words of the command: of choices, where none is named, the one that adds
-    nothing.
+    In the second form the chosen value is replaced by its arguments, none or several. `today` is the value that the
+    user runs at present, in the words of the command; if none is named, the choice that adds no arguments.
     """
 
     name: str
@@ -48,14 +48,14 @@ class Placeholder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A training command whose placeholders a setting fills: ``batch_size``, ``precision``, ``accumulation_steps``,
-    ``num_workers``, and ``seed``, ``trial_dir``, ``port`` of each trial. Doubled braces stand for single ones; a
-    shell's ``${NAME}`` and braces that cannot be a placeholder stay as they are.
+    """A training command with placeholders that a setting fills.
 
-    `values` are the command's own words for ours, such as ``{"bf16": "bf16-mixed"}``. `files` holds the text of the
-    settings files that hold placeholders, by their names; each is an argument, or a part of one, and a trial gets a
-    filled copy of it, which the argument names. `keeps_effective_batch_size`: the script itself accumulates to a total
-    that does not depend on its batch size.
+    Placeholders are ``batch_size``, ``precision``, ``accumulation_steps``, ``num_workers``, and ``seed``,
+    ``trial_dir``, ``port``, which differ for each trial. Doubled braces stand for single ones; a shell's ``${NAME}``
+    and braces that cannot be a placeholder are kept. `values` translates names of precisions into the command's own words,
+    such as ``{"bf16": "bf16-mixed"}``. `files` maps the names of settings files with placeholders to their texts; each
+    name occurs in an argument, which is changed to the path of a filled copy for each trial.
+    With `keeps_effective_batch_size` the script accumulates to a total that does not depend on its batch size.
     """
 
     arguments: tuple[str, ...]
@@ -67,7 +67,7 @@ class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
     def of(
         cls, command: str | Sequence[str], *, values: Mapping[str, str] | None = None, files: Iterable[str] = ()
     ) -> LaunchLine:
-        """Of a command as it is typed, or of its arguments; raises `InvalidRequestError` where it cannot be meant."""
+        """Parse a command line or a list of arguments. Raises `InvalidRequestError` for an invalid placeholder."""
         arguments = tuple(shlex.split(command) if isinstance(command, str) else command)
         if not arguments:
             raise InvalidRequestError("The command is empty.", "Give it after `--`, as in `search -- python train.py`.")
@@ -101,7 +101,7 @@ class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def placeholders(self) -> dict[str, Placeholder]:
-        """By name. Raises `InvalidRequestError` where one is given twice in different ways."""
+        """Return the placeholders by name. Raises `InvalidRequestError` if one is given twice in different ways."""
         found: dict[str, Placeholder] = {}
         for text in (*self.arguments, *self.files.values()):
             for placeholder in map(_of, filter(itemgetter("name"), _BRACES.finditer(text))):
@@ -118,13 +118,13 @@ class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """What its study is called unless told otherwise: the script's name."""
+        """Return the default name of the study: the script's name, or that of the module after ``-m``."""
         scripts = [Path(each).stem for each in self.arguments if each.endswith((".py", ".sh"))]
         module = self.arguments.index("-m") + 1 if "-m" in self.arguments[:-1] else 0
         return scripts[0] if scripts else Path(self.arguments[module]).name
 
     def today(self, name: str) -> str | None:
-        """The value that the user runs, in our words; None where the command does not say."""
+        """Return the present value of a placeholder, with our name for a precision; None if the command has none."""
         placeholder = self.placeholders.get(name)
         if placeholder is None or placeholder.today is None:
             return None
@@ -134,12 +134,12 @@ class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def today_values(self) -> dict[str, Any]:
-        """What the command runs today, as far as it says so, by the names of a setting's fields."""
+        """Return the present values in the command by the names of a setting's fields."""
         found = {name: self.today(name) for name in ("precision", *_NUMBERS)}
         return {n: value if n == "precision" else int(value) for n, value in found.items() if value is not None}
 
     def first_commands(self) -> list[tuple[str, ...]]:
-        """What a search starts first: what is done today, and with the other values that its placeholders foresee."""
+        """Return the commands to start first: the present one, another precision, and half the batch size."""
         today = {"batch_size": 32, "precision": "fp32", **self.today_values}
         of_trial = {"seed": 0, "trial_dir": "TRIAL_DIR", "port": 29500}
         precision = self.placeholders.get("precision")
@@ -152,7 +152,7 @@ class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
         return list(dict.fromkeys(commands))
 
     def outside(self, setting: Setting, today: Setting) -> dict[str, Any]:
-        """What of `setting` is to be set from outside: it has no placeholder, and is not what is done `today`."""
+        """Return the values of `setting` that have no placeholder and differ from `today`: hooks have to set them."""
         return {
             name: getattr(setting, name)
             for name in ("precision", "batch_size", "accumulation_steps")
@@ -166,15 +166,17 @@ class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
         return frozenset(self.placeholders) | ({"accumulation_steps"} if self.keeps_effective_batch_size else set())
 
     def of_setting(self, setting: Setting, files_in: str, **of_trial: Any) -> tuple[tuple[str, ...], dict[str, str]]:
-        """The command for a setting, see `filled`; what `of_trial` does not give of a trial's own stays today's."""
+        """Return the command for a setting, as `filled` does. Values left out of `of_trial` are not changed."""
         values = {name: getattr(setting, name) for name in ("precision", *_NUMBERS)}
         if setting.num_workers is None:
             del values["num_workers"]
         return self.filled({**values, **of_trial}, files_in)
 
     def filled(self, values: Mapping[str, Any], files_in: str) -> tuple[tuple[str, ...], dict[str, str]]:
-        """The arguments with every placeholder filled by `values` (a setting's and the trial's; one that has no value
-        there stays), and the texts of the settings files by their paths in the folder `files_in`."""
+        """Return the arguments with filled placeholders, and the filled settings files by their paths in `files_in`.
+
+        `values` are the values of a setting and of a trial; a placeholder without a value is kept.
+        """
         paths = {file: str(Path(files_in, Path(file).name)) for file in self.files}
         arguments: list[str] = []
         for argument in self.arguments:
@@ -245,7 +247,7 @@ def _refuse_unknown(text: str, where: str, *, is_file: bool) -> None:
 
 
 def _check(placeholder: Placeholder, words: Mapping[str, str]) -> None:
-    """Raises `InvalidRequestError` where its values are none of its kind."""
+    """Raise `InvalidRequestError` if a value of the placeholder is invalid; `words` are the command's own names."""
     name, given = placeholder.name, [*(placeholder.choices or {}), *filter(None, [placeholder.today])]
     if placeholder.today is None and (placeholder.choices is not None or name == "num_workers"):
         choices = placeholder.choices or {}
@@ -274,7 +276,7 @@ def _check(placeholder: Placeholder, words: Mapping[str, str]) -> None:
 
 
 def to_command_line(line: LaunchLine) -> list[str]:
-    """What `from_command_line` reads as this line: options, and the command after ``--``."""
+    """Return the options and arguments from which `from_command_line` makes this line."""
     said = [word for name, value in line.values.items() for word in ("--value", f"{name}={value}")]
     return [*said, *(word for file in line.files for word in ("--file", file)), "--", *line.arguments]
 
@@ -282,9 +284,10 @@ def to_command_line(line: LaunchLine) -> list[str]:
 def from_command_line(
     command: Sequence[str] | None, target: str | None, values: Iterable[str], files: Iterable[str], *, is_dry: bool
 ) -> LaunchLine | None:
-    """What is given after ``--``, None where nothing is; with `values` as PRECISION=WORD.
+    """Make a LaunchLine from the command after ``--`` and its options; None if there is no command.
 
-    Raises `InvalidRequestError` where a `target` is given too, or an option that says something of no command.
+    `values` are PRECISION=WORD pairs. Raises `InvalidRequestError` if a `target` is given too, or if there is an option
+    that applies to commands but no command.
     """
     if command is None:
         for option, is_given in (("--value", values), ("--file", files), ("--dry-run", is_dry)):

@@ -1,4 +1,4 @@
-"""What came back from a trial or a check: what it found, or a failure; plain data, JSON both ways."""
+"""Outcomes of trials and checks: measurements, verdicts and failures as plain data, readable and writable as JSON."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from autotune_amp.core.hardware import MachineLoad
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import exact, module_names, number, one_line
 
-# search: a candidate tried; fallback: a plan for a lower rung; confirm: again in a fresh process in the recommended
-# environment (the baseline: in the user's own); plain: the winner once in the user's own environment; one_rank: what
-# several ranks train, on one of them; outlook: beyond the effective batch size. The others are no
-# trials but checks, of what a precision or accumulation does to the gradient, and a profile of the winner.
+# search: a candidate was tried; fallback: a plan for a lower rung; confirm: repeated in a fresh process in the
+# recommended environment (the baseline: in the user's own); plain: the winner once in the user's own environment;
+# one_rank: a setting of several ranks, run on one of them; outlook: beyond the effective batch size. The others are not
+# trials but checks, of the effect of a precision or of accumulation on the gradient, and a profile of the winner.
 Purpose: TypeAlias = Literal[
     "search",
     "fallback",
@@ -34,22 +34,23 @@ FailureKind: TypeAlias = Literal["oom", "timeout", "nonfinite", "unsupported", "
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="measurement"):
-    """A candidate that ran.
+    """Result of a trial that ran.
 
-    `step_seconds` is one optimizer step (all its accumulation steps) with the wait for its data, which `data_seconds`
-    holds apart, and of which `update_seconds` is the optimizer's part, None where it was not timed apart.
-    `raw_step_seconds` are as timed, each the mean of `num_steps_together` steps; `step_seconds_interval` is the trimmed
-    95 % interval over them, widened to hold their mean `step_seconds`. `was_cut`: stopped as clearly slower than the
-    best. `peak_memory_bytes` is the peak resident memory of the process on a CPU, the peak allocated on an accelerator;
-    `reserved_memory_bytes` is what counts against the limit. `num_skips` are measured steps that the loss scaler
-    skipped, `num_compiling_steps` were timed anew because a compiler ran in them, which had to leave code to Python
-    `num_graph_breaks` times, `num_steps_taken` are all behind the peak (0: an earlier version did not count them).
-    `build_seconds` is model, data and optimizer, `context_seconds` starting the accelerator, `first_step_seconds` the
-    first step with its compilation. `is_build_shared`: the model was built once for several trials.
-    `evaluation_seconds` and `checkpoint_seconds` are the workload's own, None where it has none or they did not end;
-    `ending_seconds` both, None where they were not to be run, `ending_problem` why one did not end. `joules_per_sample`
-    is what the device drew, None where nothing says so. `is_own_loop`: the steps are those of the framework's own
-    Trainer, with whatever it does between them, and `why_not_own_loop` is what kept a confirmation from them.
+    `step_seconds` is one optimizer step (with all its accumulation steps), including the wait for its data, which
+    `data_seconds` gives separately, and `update_seconds` in the optimizer, None if not timed separately.
+    `raw_step_seconds` are as timed, each the mean of `num_steps_together` steps; `step_seconds_interval` is their
+    trimmed 95 % interval, widened to include their mean `step_seconds`. `was_cut`: the trial was stopped as clearly
+    slower than the best. `peak_memory_bytes` is the peak resident memory of the process on a CPU, the peak allocated on
+    an accelerator; `reserved_memory_bytes` counts against the limit. `num_skips` are measured steps that the loss
+    scaler skipped, `num_compiling_steps` were timed again because a compiler ran in them, which made `num_graph_breaks`
+    graph breaks, `num_steps_taken` are all steps behind the peak (0: written by a version that did not count them).
+    `build_seconds` is the time to make model, data and optimizer, `context_seconds` to start the accelerator,
+    `first_step_seconds` the first step with its compilation. `is_build_shared`: the model was built once for several
+    trials. `evaluation_seconds` and `checkpoint_seconds` are the workload's own, None without one or if it did not end;
+    `ending_seconds` is both, None if they were not run, `ending_problem` the reason why one did not end.
+    `joules_per_sample` is the energy of the device, None if unknown. `is_own_loop`: the steps ran in the framework's
+    own Trainer, including its work between steps, and `why_not_own_loop` is the reason if a confirmation could not use
+    it.
     """
 
     step_seconds: Positive
@@ -81,19 +82,19 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
 
     @property
     def num_steps(self) -> int:
-        """The measured optimizer steps."""
+        """Return the number of measured optimizer steps."""
         return len(self.raw_step_seconds) * self.num_steps_together
 
     @property
     def num_unmeasured_steps(self) -> int:
-        """The optimizer steps that were taken beside the measured ones, most of them to warm up; 0 where unknown."""
+        """Return the number of optimizer steps besides the measured ones, mostly warm-up; 0 if unknown."""
         return max(0, self.num_steps_taken - self.num_steps)
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="failure"):
-    """A candidate that did not run; `message` is one sentence, `details` a traceback or the end of its output.
+    """Failure of a job. `message` is one sentence, `details` a traceback or the end of the job's output.
 
-    `is_loading`: time was up before its process was ready, which says nothing of the candidate.
+    `is_loading`: time was up before the process was ready, so the failure says nothing about the setting.
     """
 
     kind: FailureKind
@@ -102,18 +103,18 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", ta
     is_loading: bool = False
 
 
-# A check or calibration that fails so tells of the precision; any other failure tells of the check itself.
+# Kinds of failure of a check that are evidence against the precision; any other is a failure of the check itself.
 OF_THE_PRECISION: Final = ("unsupported", "nonfinite")
-# undecided: what was looked at shows no harm, and what would decide was not; unchecked: nothing was looked at.
+# undecided: no harm was found, but the deciding part was not run; unchecked: nothing was checked.
 Verdict: TypeAlias = Literal["faithful", "undecided", "doubtful", "unfaithful", "unchecked"]
 
 
 DAMAGE_COLUMNS = ("module", "noise ratio", "common error", "cosine", "norm ratio", "flushed to 0")
-_NUM_DAMAGED = 8  # modules that are shown
+_NUM_DAMAGED = 8  # number of modules in a table
 
 
 class GradientDamage(msgspec.Struct, frozen=True, kw_only=True):
-    """How the gradient of one parameter, or of all those of a module, fared; fields as in `Fidelity`."""
+    """Errors in the gradient of one parameter, or of all parameters of a module; fields as in `Fidelity`."""
 
     name: str
     noise_ratio: float
@@ -124,16 +125,16 @@ class GradientDamage(msgspec.Struct, frozen=True, kw_only=True):
     flushed_share: Share
 
     def cells(self) -> list[str]:
-        """What stands under `DAMAGE_COLUMNS`."""
+        """Return the table cells for the columns `DAMAGE_COLUMNS`."""
         values = (self.noise_ratio, self.common_error, self.cosine, self.norm_ratio)
         ratios = ["-" if value is None else number(value) for value in values]
         return [module_names([self.name]), *ratios, f"{100 * self.flushed_share:.3g} %"]
 
 
 class LowWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """What rounding does to an optimizer step where trainable weights are kept in low precision.
+    """Effect of rounding on an optimizer step whose trainable weights are kept in low precision.
 
-    `lost_share`: entries whose update is not zero and that the step leaves as they were.
+    `lost_share` is the share of weights with a non-zero update that the step leaves unchanged.
     """
 
     weights: Literal["bf16", "fp16"]
@@ -141,12 +142,12 @@ class LowWeights(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def after_steps(num_steps: int) -> str:
-    """When a check looked: `` after 300 fp32 steps``, nothing at the first weights."""
+    """Return the point of training at which a check ran: `` after 300 fp32 steps``, or "" for the initial weights."""
     return f" after {num_steps} fp32 steps" if num_steps else ""
 
 
 class Later(msgspec.Struct, frozen=True, kw_only=True):
-    """What a check said of weights that had been trained in fp32 for `num_steps`."""
+    """Verdict of a fidelity check on weights that were first trained in fp32 for `num_steps`."""
 
     num_steps: Whole
     verdict: Verdict
@@ -154,25 +155,24 @@ class Later(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="fidelity"):
-    """How faithful a precision's loss and gradients are to fp32, on the same weights, batches and draws.
+    """Fidelity of a precision's loss and gradients to fp32, on the same weights, batches and random draws.
 
-    `noise_ratio` is the size of rounding's error of the gradient over the standard deviation of the fp32 gradient from
+    `noise_ratio` is the size of the gradient's rounding error over the standard deviation of the fp32 gradient from
     batch to batch of `batch_size`: noise of ratio r acts like a batch 1 + r^2 times smaller. `common_error` is the part
-    of that error that is the same in every batch, over the size of the gradient, with its 95 % interval: it harms,
-    where noise does not. `loss_error` is relative to the fp32 loss. `gradient_cosine` and `gradient_norm_ratio` (low
-    over fp32) are of the whole gradient, `flushed_share` the entries that count and are zero only in the low precision.
-    `forward_max` is the largest magnitude a module put out, `format_max` the largest that the precision holds.
-    `training_gap` is the mean distance between the losses of a paired training run over `num_paired_steps` steps, in
-    units of that between fp32 runs whose first weights differ by one rounding of the precision, None where
-    `training_noise_gap` is small: the same in units of the loss's own scatter from batch to batch; `num_skips` of its
-    steps overflowed, and
-    `has_moved` is False where fp32 moved no weight in it. `modules` are in the order of the model, each with its own
-    parameters, the noisiest where there would be too many; "" is the model itself. `gradient_histogram` counts the
-    non-zero entries of an fp32 gradient, as `Calibration` does. `culprits` are the modules responsible ("" is the
-    model's own forward), or code outside of the model; with `healing_pins` in fp32 the precision was found faithful;
-    `pinned_modules` were in fp32 during the check. `num_passes` counts forward and backward passes. None stands where a
-    number could not be had. The weights had been trained in fp32 for `num_steps_before`; `later` is what was found once
-    they were, where the verdict is that of the first weights and stands.
+    of that error that is the same in every batch, over the size of the gradient, with its 95 % interval: it is harmful,
+    unlike noise. `loss_error` is relative to the fp32 loss. `gradient_cosine` and `gradient_norm_ratio` (low over fp32)
+    are of the whole gradient, `flushed_share` is the share of significant entries that are zero only in the low
+    precision. `forward_max` is the largest magnitude of a module's output, `format_max` the largest number of the
+    precision. `training_gap` is the mean distance between the losses of paired training runs over `num_paired_steps`
+    steps, in units of the distance between fp32 runs whose initial weights differ by one rounding of the precision,
+    None if `training_noise_gap` is small: the same distance in units of the loss's own scatter from batch to batch;
+    `num_skips` of its steps overflowed, and `has_moved` is False if fp32 changed no weight. `modules` are in the order
+    of the model, each with its own parameters, only the noisiest if there are too many; "" is the model itself.
+    `gradient_histogram` counts the non-zero entries of an fp32 gradient, as in `Calibration`. `culprits` are the
+    modules responsible ("" is the model's own forward), or code outside of the model; with `healing_pins` in fp32 the
+    precision is faithful; `pinned_modules` were in fp32 during the check. `num_passes` counts forward and backward
+    passes. None stands for a number that could not be measured. The weights had been trained in fp32 for
+    `num_steps_before`; `later` is the verdict on trained weights, if it did not change that on the initial weights.
     """
 
     precision: Precision
@@ -210,19 +210,19 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
 
     @property
     def is_equal(self) -> bool:
-        """Whether gradients that say something, and their loss, are fp32's bit for bit."""
+        """Return whether loss and gradients are bitwise equal to fp32's, and the gradients are informative."""
         return self.noise_ratio == self.loss_error == 0.0 and self.has_moved and bool(self.worst_parameters)
 
     def heading(self) -> str:
-        """What was held against what."""
+        """Return a title that names the compared precisions."""
         return f"{self.precision} against fp32, batch size {self.batch_size}"
 
     def most_damaged(self) -> list[GradientDamage]:
-        """The modules whose gradients fared worst, the worst first."""
+        """Return the modules with the largest gradient noise, in descending order."""
         return sorted(self.modules, key=lambda found: -found.noise_ratio)[:_NUM_DAMAGED]
 
     def facts(self) -> list[tuple[str, str]]:
-        """Label and text of the verdict and of each number that could be had, with what it means."""
+        """Return (label, text) pairs for the verdict and each known number, with its meaning."""
         lines = [("verdict", one_line(self.reason)), ("next step", one_line(self.next_step))]
         paired = (
             f"is how far {self.num_paired_steps} paired steps ({self.num_skips} skipped) part from fp32, over how far "
@@ -261,18 +261,19 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
         return pieces.fragment(f"{self.heading()}: {self.verdict}", pieces.facts(self.facts()), table)
 
 
-# What a check of accumulation takes at the least: two micro-batches of two, since BatchNorm cannot train on one sample.
+# Least number of samples for a check of accumulation: two micro-batches of two, since BatchNorm cannot train on one.
 MIN_CUT_SAMPLES = 4
 AccumulationVerdict: TypeAlias = Literal["mean", "sum", "weighted", "inexact", "unchecked"]
 
 
 class Accumulation(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="accumulation"):
-    """Whether the gradients of micro-batches add up to that of the whole batch, found out in fp32 without dropout.
+    """Result of the check that micro-batch gradients add up to that of the whole batch, in fp32 without dropout.
 
-    `verdict`: their *mean* does, their *sum* does, a *weighted* mean does (a loss that is a mean over something of
-    which they hold unequal shares, as tokens: `weighted_by`, such as "labels != -100"), none does (*inexact*), or
-    nobody could find out (*unchecked*). `error` is the distance of the best of these from the whole batch's gradient,
-    relative to it; `mean_error` that of the plain mean. `batch_size` samples were cut into `num_micro_batches`.
+    `verdict` is the combination that does: their *mean*, their *sum*, a *weighted* mean (for a loss that is a mean over
+    items of which micro-batches hold unequal numbers, such as tokens: `weighted_by`, e.g. "labels != -100"), none
+    (*inexact*), or unknown (*unchecked*). `error` is the distance of the best combination from the whole batch's
+    gradient, relative to it; `mean_error` that of the plain mean. `batch_size` samples were cut into
+    `num_micro_batches`.
     """
 
     verdict: AccumulationVerdict
@@ -288,17 +289,17 @@ class Accumulation(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome
 
     @property
     def is_exact(self) -> bool:
-        """Whether accumulation can be offered: with the right weights it learns what the large batch learns."""
+        """Return whether accumulation can be used: with the right weights it is equivalent to the large batch."""
         return self.verdict in ("mean", "sum", "weighted")
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="calibration"):
-    """The largest safe loss scale S* at each step of a short real training in fp16, and how small its gradients get.
+    """Largest safe loss scale S* at each step of a short real fp16 training run, and the range of its gradients.
 
     `log2_scales` holds log2 S*(t), None for a step that is non-finite at every scale. `gradient_histogram` counts the
-    gradient's non-zero entries by floor(log2 |g|) at loss scale 1, each octave once, in rising order.
-    `init_scale`, below the least of them, is where choosing one begins (`search.loss_scales`); None where no step had a
-    safe scale. `forward_max` is the largest magnitude that a module put out.
+    gradient's non-zero entries by floor(log2 |g|) at loss scale 1, each octave once, in rising order. `init_scale`,
+    below the smallest S*, is the starting point for choosing one (`search.loss_scales`); None if no step had a safe
+    scale. `forward_max` is the largest magnitude of a module's output.
     """
 
     batch_size: Count
@@ -312,12 +313,12 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
 
 
 class ProfiledStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One step as torch.profiler saw it, in seconds.
+    """Time of one step in seconds, as seen by torch.profiler.
 
-    `operation_seconds` are those of operations by `profile.gap.Kind`: of their kernels on a device that shows them,
-    else of the host, each without the operations that it calls; convolutions count as matrix products, of which they
-    are `convolution_seconds`. `step_seconds` is the step by the host's clock, slower for being profiled. `busy_seconds`
-    is how long the device had any kernel to run, 0 where none was seen.
+    `operation_seconds` is the time of operations by `profile.gap.Kind`: of their kernels on a device that reports them,
+    otherwise on the host, each without the operations that it calls; convolutions count as matrix products and take
+    `convolution_seconds` of them. `step_seconds` is measured by the host's clock, including the profiler's overhead.
+    `busy_seconds` is the time in which the device ran any kernel, 0 if none was seen.
     """
 
     operation_seconds: dict[str, NotNegative]
@@ -327,10 +328,10 @@ class ProfiledStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
-    """The profiled steps of one precision, alike but for what else ran on the machine.
+    """Profiled steps of one precision, equal but for other load on the machine.
 
-    `largest` names the operations that took most in each kind, over all steps, the largest first. `is_device`: it is
-    kernels that were seen.
+    `largest` names the operations that took most time in each kind, over all steps, in descending order. `is_device`:
+    the times are those of device kernels.
     """
 
     steps: tuple[ProfiledStep, ...]
@@ -339,11 +340,11 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Profiled(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="profiled"):
-    """Where the time of a few steps on a device of `device_type` went.
+    """Result of a profile of a few steps on a device of `device_type`.
 
-    `split` is None with a `split_problem`. `flops_per_step` are those of the matrix products of one step, None with a
-    `flops_problem` or where nobody asked. `unfused_optimizer` is the class of an optimizer that could step in fused
-    kernels and does not, None without one.
+    `split` is None if there is a `split_problem`. `flops_per_step` counts the matrix products of one step, None if
+    there is a `flops_problem` or they were not requested. `unfused_optimizer` is the class of an optimizer that
+    supports fused kernels but does not use them, None if there is none.
     """
 
     device_type: str
@@ -369,12 +370,12 @@ _ANSWERS: Final[dict[Purpose, type]] = {
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One line of outcomes.jsonl: a trial, a check or a profile, and its outcome.
 
-    Only lines of the running `search_id` are resumed. `seconds` is what it cost, process start and set-up included, of
-    which `start_seconds` is the start of its process: 0.0 in one kept from an earlier trial, None in a forked one and
-    of a check. `round` numbers the confirmation rounds from 0. `loss_scale` is what fp16 ran with, `load` what others
-    did on the machine meanwhile. None also stands where an earlier version did not log it. `slot` is where it ran, None
-    where the search has one place only; beside it ran up to `num_beside` other jobs of the search, and `has_share` that
-    it had a share of the CPU and not all of it.
+    A resumed search uses only the lines with its `search_id`. `seconds` is the cost of the job, process start and
+    set-up included; `start_seconds` of it is the start of its process: 0.0 in a process kept from an earlier trial,
+    None in a forked one and for a check. `round` numbers the confirmation rounds from 0. `loss_scale` is fp16's, `load`
+    the load by other processes meanwhile. `slot` is the device it ran on, None if the search uses one; up to
+    `num_beside` other jobs ran at the same time, and with `has_share` it had a part of the CPUs. Fields that an earlier
+    version did not write are None.
     """
 
     format: int = 1
@@ -402,10 +403,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """How large single samples are, in numbers that their tensors and sequences hold, from a scan cut off by the clock.
+    """Sizes of single samples, in elements of their tensors and sequences, from a scan with a time limit.
 
-    `num_seen` samples of `num_samples` were looked at, in random order. `largest` are indices into the dataset, the
-    largest first; as many as the largest batch may need. `smallest` are a few of the others, the smallest first.
+    `num_seen` of `num_samples` samples were scanned, in random order. `largest` are the dataset indices of the largest
+    samples in descending order, as many as the largest batch may need. `smallest` are a few of the others, in ascending
+    order.
     """
 
     num_seen: Whole
@@ -418,26 +420,26 @@ class SampleSizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """What the workload is, found out in a child before the first trial.
+    """Description of a workload, found in a child process before the first trial.
 
     `batch_size` is that of the user's own loader, `num_samples` the dataset's length, `num_workers` the loader's worker
-    processes; None where there is none, or none that could be changed. `as_found_precision` is what the caller's own
-    autocast and TF32 flags amount to; `is_as_found_strict`: they equal its strict flags, so that the baseline is an
-    ordinary candidate. `build_seconds` is one building of model, data and optimizer. `sample_sizes` is None where the
-    samples are alike, cannot be scanned, or the workload names its worst batch (`has_worst_batch`); `batch_sizes_seen`
-    are the least and the largest size of batches drawn where they cannot be scanned, None where alike; `scan_problem`
-    is the error that ended either look. `has_ending`: it has an evaluation or a checkpoint. `is_loop`: it takes its
-    training steps itself. `accumulation_steps` are the passes behind an optimizer step today; with `weighs_passes` the
-    training weighs them, with `keeps_effective_batch_size` it takes as many as make up the same samples at every batch
-    size. `trainer` names the framework's loop that it is confirmed in, None for that of the trials.
-    `unsettable` says of a precision, or of a dimension by its name, why it cannot be set to anything but what it is
-    today; `notes` what the user is to know of the measurements. Throughput is that of all its `num_ranks` together;
-    it `is_ranked` where these are ours, and not a command's own; then it is known whether it `has_unused_parameters`.
-    `checks` are the kinds of check that can be answered, *later* being fidelity on trained weights and *profile* where
-    the time of a step goes, at a batch size of `check_batch_size` at most: what rounding does hardly moves with it
-    (studies/README.md). `loader` is what makes a command's training loader: ``file:function:line``; without one,
-    samples are counted along `sample_dim` of what enters its model.
-    `variants` are the values of further dimensions, by name, that its model and optimizer can have: None, or why not.
+    processes; None without one, or if the workers cannot be changed. `as_found_precision` is the precision of the
+    caller's own autocast and TF32 flags; with `is_as_found_strict` they equal its strict flags, so that the baseline is
+    an ordinary candidate. `build_seconds` is the time to build model, data and optimizer. `sample_sizes` is None if all
+    samples are alike or cannot be scanned, or if the workload names its worst batch (`has_worst_batch`);
+    `batch_sizes_seen` are the smallest and the largest size of a batch if samples cannot be scanned, None if all are
+    alike; `scan_problem` is the error that ended a scan. `has_ending`: it has an evaluation or a checkpoint. `is_loop`:
+    the user's code takes the training steps. `accumulation_steps` is the present number of passes per optimizer step;
+    with `weighs_passes` the training code weights them, with `keeps_effective_batch_size` it takes as many as give
+    the same number of samples at every batch size. `trainer` names the framework's loop used for confirmation,
+    None for that of the trials. `unsettable` maps a precision, or the name of a dimension, to the reason why it cannot
+    be changed; `notes` are for the user. Throughput is that of all `num_ranks` ranks together; `is_ranked` if they are
+    started by the search, and not by the command itself; `has_unused_parameters` is known only then. `checks` are the
+    possible kinds of check, *later* being fidelity on trained weights and *profile* the time of a step by operation, at
+    a batch size of `check_batch_size` at most: rounding hardly depends on the batch size (studies/README.md). `loader`
+    is the place in a command's code where its training loader is made, ``file:function:line``; without one, samples are
+    counted along `sample_dim` of the model's inputs. `variants` maps the name of a further dimension to its values,
+    each with the reason why the model and optimizer do not support it, None if they do.
     """
 
     name: str
@@ -474,12 +476,12 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     variants: dict[str, dict[str, str | None]] = {}
 
     def available_bytes(self, of_device: int, device: str) -> int:
-        """What each of its processes may take of the memory that the device has: our own ranks share a CPU's."""
+        """Return the memory per process out of `of_device` bytes: on a CPU our own ranks share it."""
         return of_device // self.num_ranks if self.is_ranked and device == "cpu" else of_device
 
     @property
     def today(self) -> Setting:
-        """What the training does as it is."""
+        """Return the setting of the training run as it is at present."""
         return Setting(
             precision=self.as_found_precision,
             batch_size=self.batch_size or 1,

@@ -1,4 +1,4 @@
-"""Pieces of HTML, of which a report's page and a notebook's output are made. Everything but markup is escaped here."""
+"""HTML fragments for reports and notebooks. All text passed in is escaped here."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from autotune_amp.core.text import printable
 
 
 def fragment(title: str, *pieces: str) -> str:
-    """Pieces in a box of their own with their style, as a notebook shows an object; dark where its page is."""
+    """Return a box with a title, the `pieces` and their style, for a notebook; dark on a dark page."""
     return f'<div class="autotune-amp amp-pieces"><style>{style()}</style><h4>{text(title)}</h4>{"".join(pieces)}</div>'
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, num_numeric: int = 0) -> str:
-    """A table that scrolls sideways in its own box. The `num_numeric` columns after the first hold numbers."""
+    """Return a table that scrolls sideways in its own box. The `num_numeric` columns after the first hold numbers."""
 
     def cells(row: Sequence[str], name: str) -> str:
         kinds = (' class="number"' if 0 < index <= num_numeric else "" for index in range(len(row)))
@@ -26,31 +26,31 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, num_numeric:
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
-    """Labels, each with a text."""
+    """Return a definition list of (label, text) pairs."""
     return "<dl>" + "".join(f"<dt>{text(label)}</dt><dd>{text(words)}</dd>" for label, words in pairs) + "</dl>"
 
 
 def tiles(told: Iterable[tuple[str, str, str]]) -> str:
-    """Numbers that say most: a label, the number, and a note on it each."""
+    """Return a row of tiles for key numbers, given as (label, number, note)."""
     each = (f'<div class="tile"><span>{text(a)}</span><b>{text(b)}</b><span>{text(c)}</span></div>' for a, b, c in told)
     return f'<div class="tiles">{"".join(each)}</div>'
 
 
 def paragraph(words: str, kind: str = "") -> str:
-    """A paragraph; `kind` is a class of pieces.css: ``reason``, ``warning``, ``absent``."""
+    """Return a paragraph; `kind` is a class of pieces.css: ``reason``, ``warning``, ``absent``."""
     return f'<p class="{kind}">{text(words)}</p>' if kind else f"<p>{text(words)}</p>"
 
 
 def folded(title: str, body: str) -> str:
-    """HTML that unfolds at a click."""
+    """Return a section that unfolds when its title is clicked."""
     return f"<details><summary>{text(title)}</summary>{body}</details>"
 
 
 def style() -> str:
-    """The rules for pieces."""
+    """Return the style sheet for the fragments of this module."""
     return files("autotune_amp.core").joinpath("pieces.css").read_text("utf-8")
 
 
 def text(words: str) -> str:
-    """Words without markup, and without what a terminal or a browser would take for more than text."""
+    """Escape HTML markup and control characters in `words`."""
     return escape(printable(words))

@@ -1,42 +1,41 @@
-"""Recommendation: a config with its evidence; load, save, explain. A file is data: nothing read here is executed.
+"""Recommendation: a config with its evidence, to load, save and explain. A file is data: nothing in it is executed.
 
 How to read one:
 
 * **speed** is the median over fresh processes, and the interval is where a new run is expected to land (95 %). On a
-  GPU, where a process takes seconds to start, each of them measures everything that is confirmed, in turn; on a CPU
-  one thing alone. Its width is that of what differed between processes on your machine, the search's own repetitions
-  included.
-* **machine** is what others did on it meanwhile: CPU time of other processes, time that a hypervisor gave away, the
-  card's lowered clocks and other processes on it (on Linux; elsewhere the load average alone). Where that is worth a
-  word it is said before the first trial and warned of, and the interval is widened for what others took of the CPUs.
-* **speed-up** is against the *baseline*: your own batch size, with the TF32 flags and autocast that it found, in
+  GPU, where a process takes seconds to start, each process measures all confirmed settings in turn; on a CPU
+  each measures one. The width of the interval comes from the differences between processes on your machine, including
+  those between the search's own repetitions.
+* **machine** is the load by others meanwhile: CPU time of other processes, time given away by a hypervisor, the
+  GPU's lowered clocks and other processes on it (on Linux; elsewhere the load average alone). If it is large enough to
+  matter, the report warns of it before the first trial, and the interval is widened for the CPU time lost.
+* **speed-up** is over the *baseline*: your own batch size, with your TF32 flags and autocast, in
   your own environment. "Keep what you have" is a frequent and good answer.
 * **environment** holds variables to set before Python starts. On Linux CPUs they keep freed memory in the process,
   which steadies the step time and often shortens it; *plain* is the speed without them.
-* The choice is, within 3 % of the fastest, the precision with the least to go wrong and, within that, the smallest
-  batch.
-* **fidelity**: each precision that may be recommended, and your own, is held against fp32 on the same weights,
-  batches and draws, in one step and in a short training run. *noise ratio* is what rounding does to the gradient
-  over what another batch does to it. *Unfaithful* is excluded, with the modules that it begins in; where a few
-  modules in fp32 heal it, it is measured with them (**pinned**, `config.pinned_modules`;
-  `PrecisionController.attach` keeps them so). *Unchecked* says that there was no time or memory for it; it is never
-  called faithful, and comes after fp32 and all that is. *Doubtful* comes last. What is about to be recommended is
-  looked at once more on weights that up to 300 steps of fp32 have moved, in a tenth of the budget (*after 300 fp32
-  steps*): what fails there, as a logarithm of what has come to round to 0, is excluded too. Where noise drawn in
-  half precision would be other numbers than fp32's, both are given the same, and it says so.
-* **loss scale** (fp16): the largest safe scale is measured over a short real training; GradScaler's rule is then
-  replayed over `--steps` for any init_scale and growth interval, without a training step. Beside the skips foretold
-  stand those of GradScaler's defaults and those seen in the confirmation. fp16 that is more than 10 % slower than
-  the fastest keeps GradScaler's defaults. fp16 is excluded where more than 1 % of the gradient's entries are flushed
-  to zero at every safe scale, or where an activation exceeds a quarter of what it holds.
-* **memory** is the peak of whole trainings in miniature: the worst batch first and last, with an evaluation and a
-  checkpoint where the workload has them.
-* **accumulation** says what was found of it: exact, exact with the weights that it names (the lines to copy and the
-  exports weigh so, by a `count(batch)` of yours), or withheld and why.
-* **unconfirmed** stands beside the speed where three fresh processes of the choice did not fit into the budget, and
-  beside the speed-up where those of today's settings did not.
-* **The machine changed**: the confirmation is more than half off the search's own trials of the choice; the interval
-  holds both.
+* The choice is, within 3 % of the fastest, the safest precision and, within that, the smallest batch.
+* **fidelity**: each precision that may be recommended, and your own, is compared with fp32 on the same weights,
+  batches and random draws, in one step and in a short training run. *noise ratio* is the effect of rounding on the
+  gradient over that of another batch. *Unfaithful* precisions are excluded, and the modules where the error begins are
+  named; if a few modules in fp32 fix it, the precision is measured with them (**pinned**, `config.pinned_modules`;
+  `PrecisionController.attach` keeps them so). *Unchecked* means that there was no time or memory for the check; such a
+  precision is never called faithful, and ranks after fp32 and all faithful ones. *Doubtful* ranks last. The leading
+  setting is checked once more on weights trained in fp32 for up to 300 steps, in a tenth of the budget (*after 300 fp32
+  steps*): a setting that fails there, such as a logarithm of a number that has come to round to 0, is excluded too. If
+  random numbers drawn in half precision would differ from fp32's, both use the same draws, and the report says so.
+* **loss scale** (fp16): the largest safe scale is measured over a short real training run; GradScaler's rule is then
+  replayed over `--steps` for any init_scale and growth interval, without a training step. The predicted skips are shown
+  beside those of GradScaler's defaults and those observed in the confirmation. fp16 that is more than 10 % slower than
+  the fastest keeps GradScaler's defaults. fp16 is excluded if more than 1 % of the gradient's entries are flushed
+  to zero at every safe scale, or if an activation exceeds a quarter of fp16's maximum.
+* **memory** is the peak of a whole training run in miniature: the worst batch first and last, with an evaluation and a
+  checkpoint if the workload has them.
+* **accumulation** is the result of its check: exact, exact with the weights that it names (the lines to copy and the
+  exports weight the passes so, by a `count(batch)` of yours), or not used, with the reason.
+* **unconfirmed** stands beside the speed if three fresh processes of the choice did not fit into the budget, and
+  beside the speed-up if those of your present settings did not.
+* **The machine changed**: the confirmation differs by more than half from the search's own trials of the choice; the
+  interval includes both.
 """
 
 from __future__ import annotations
@@ -84,8 +83,8 @@ Options = TypeVar("Options")
 class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
     """Settings that were not recommended because they failed, could not run, or were left untried, with the reason.
 
-    `batch_size` is None where the reason holds for every batch size of the precision. It holds for every value of a
-    further dimension that is not named; the document holds those that are.
+    `batch_size` is None if the reason holds for every batch size of the precision. The reason holds for every value of
+    each further dimension that is unset; unset fields are left out of the document.
     """
 
     precision: Precision
@@ -97,17 +96,17 @@ class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
     num_workers: int | UnsetType | None = UNSET
 
     def covers(self, setting: Setting) -> bool:
-        """Whether the reason holds for this setting."""
+        """Return whether the reason holds for `setting`."""
         named = msgspec.structs.asdict(self) | ({"batch_size": UNSET} if self.batch_size is None else {})
         return all(named.get(name, UNSET) in (UNSET, getattr(setting, name)) for name in Setting.__struct_fields__)
 
 
 class SearchSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """How the search went. Checks and calibrations are no trials, and not counted.
+    """Statistics of a search. Checks and calibrations do not count as trials.
 
-    `search_id` names its lines in outcomes.jsonl; `warnings` and `notes` are of its circumstances, which no ranking
-    changes. `load` is what others did on the machine before the first trial, `start_seconds` what a new process takes
-    until it has the workload.
+    `search_id` names its lines in outcomes.jsonl; `warnings` and `notes` concern the circumstances of the search and
+    hold for every ranking. `load` is the load by others before the first trial, `start_seconds` the time that a new
+    process takes to load the workload.
     """
 
     study: str
@@ -124,10 +123,10 @@ class SearchSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CandidateRow(Setting, frozen=True, kw_only=True):
-    """One line of the table of all candidates: what became of it.
+    """Row of the table of all candidates.
 
-    Numbers are those in the recommended environment where it was confirmed there. The baseline's are those in the
-    user's own; where it was confirmed in the recommended one too, a second line `has_environment`.
+    Numbers were measured in the recommended environment if the candidate was confirmed there. The baseline's are those
+    in the user's own environment; if it was confirmed in the recommended one too, a second row `has_environment`.
     """
 
     status: str
@@ -140,13 +139,13 @@ class CandidateRow(Setting, frozen=True, kw_only=True):
 
 
 class VariantRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one value of a further dimension.
+    """Row of the table of further dimensions: the result for one value.
 
-    `status` is "chosen", "tried" (it gained too little), "excluded", "untried" or the kind of a failure, with the
-    `reason`. `speedup` and `memory_change_bytes` are those of `setting` over the one `beside` it, which lacks the
-    value; the interval is that of the steps within one process each. `first_step_seconds` holds the compilation, with
-    its `num_graph_breaks`, which pays from `break_even_steps` on, None where it never does. `max_speedup` is what a
-    profile of the step left it to gain at most, None where it says nothing of it.
+    `status` is "chosen", "tried" (too little gain), "excluded", "untried" or the kind of a failure, with the `reason`.
+    `speedup` and `memory_change_bytes` compare `setting` with the setting `beside` it, which lacks the value; the
+    interval is that of the steps within one process each. `first_step_seconds` includes the compilation, which had
+    `num_graph_breaks` and pays off after `break_even_steps`, None if never. `max_speedup` is the upper bound from a
+    profile of the step, None if the profile gives none.
     """
 
     name: str
@@ -165,14 +164,14 @@ class VariantRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """What a recommendation holds for: a digest of each part; `unknown` names parts that cannot be compared."""
+    """Conditions under which a recommendation is valid: a digest per part. Parts in `unknown` are not comparable."""
 
     digest: str
     parts: dict[str, str]
     unknown: tuple[str, ...] = ()
 
     def differences(self, now: Fingerprint) -> tuple[str, ...]:
-        """What `now` has different, one readable line each; empty where all is the same and could be compared."""
+        """Return the differences to `now`, one readable line each; empty if all parts are known and equal."""
         lines = []
         for name in {**now.parts, **self.parts}:
             before, after = self.parts.get(name), now.parts.get(name)
@@ -190,12 +189,12 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What the records of a search come to: a config, the evidence behind it, and what became of all the others.
+    """Result of ranking a search's records: the config, its evidence, and the outcome of every other candidate.
 
     `warnings` are at most `MAX_WARNINGS`, those that change what the reader does, the most important first; `notes` are
-    what else is to be known of the numbers. `fidelity` holds every check against fp32; `variants` what came of every
-    value of further dimensions; `outlook` is what another effective batch size would reach, None where
-    that was not measured or is no faster.
+    further facts about the numbers. `fidelity` holds all checks against fp32; `variants` the results for the values of
+    further dimensions; `outlook` is the speed at another effective batch size, None if that was not measured or is no
+    faster.
     """
 
     config: AmpConfig
@@ -211,7 +210,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _ShownOptions(msgspec.Struct):
-    """Ranges of the options that are computed with where a recommendation is shown or ranked again."""
+    """Valid ranges of the options that are needed to show a recommendation or to rank it again."""
 
     num_ranks: Count = 1
     memory_fraction: Share = 0.9
@@ -222,12 +221,12 @@ class _ShownOptions(msgspec.Struct):
 
 
 class Recommendation(Decision, frozen=True, kw_only=True):
-    """A decision, and what it was measured on.
+    """A decision and the conditions under which it was measured.
 
-    `objective` is what the config was chosen for; `job` is there where the length of the training was given. `workload`
-    and `options` (a `SearchOptions`) are what a finished search is ranked again with. `target` names the workload as
-    the command line does, where it has a name there; `launch_line` is the command that was searched, where it was one,
-    and `command` what to type in its place.
+    `objective` is the quantity that was optimized; `job` is the planned training run, if its length was given.
+    `workload` and `options` (a `SearchOptions`) allow a finished search to be ranked again. `target` is the workload's
+    name on the command line, if it has one; `launch_line` is the command that was searched, if there was one, and
+    `command` the one to run instead.
     """
 
     format: int = FORMAT
@@ -247,19 +246,22 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         convert(self.options, _ShownOptions)
 
     def options_as(self, kind: type[Options]) -> Options:
-        """The `options` as `kind`; raises `FormatError` where they are none."""
+        """Return `options` as `kind`. Raises `FormatError` if they are invalid."""
         try:
             return convert(self.options, kind)
         except msgspec.MsgspecError as error:
             raise FormatError(f"The options of study {self.search.study} are damaged: {error}.", _DAMAGED) from error
 
     def answered_command(self, study: Path) -> tuple[bool, str]:
-        """The `launch_line` to run with what the folder `study` holds, and whether by `autotune-amp run`, which sets
-        the variables and what has no placeholder."""
+        """Return the filled `launch_line`, preceded by whether it must run under `autotune-amp run`.
+
+        `autotune-amp run` sets the environment and the values without a placeholder; `study` is the folder that it
+        reads.
+        """
         assert self.launch_line is not None
         assert self.workload is not None  # a search of a command describes it
         line = self.launch_line
-        others = {"trial_dir": "OUTPUT_DIR", "seed": 0, "port": 29500}  # where today's are not said
+        others = {"trial_dir": "OUTPUT_DIR", "seed": 0, "port": 29500}  # used if the command gives no present value
         of_trial = {name: value for name, value in others.items() if line.today(name) is None}
         command = shell_line(line.of_setting(self.config, study.as_posix(), **of_trial)[0])
         if not line.outside(self.config, self.workload.today):
@@ -267,16 +269,16 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         return True, f"autotune-amp run {shell_line([study.as_posix()])} -- {command}"
 
     def to_json(self) -> str:
-        """The document; a missing number is null, never NaN."""
+        """Return the JSON document; a missing number is null, never NaN."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the document atomically: a reader sees the old file or the new one, never half of one."""
+        """Write the document atomically: a reader sees the old file or the new one, never a part."""
         write_atomically(Path(path), self.to_json() + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recommendation:
-        """Read a document; raises `FormatError` if it is missing, damaged or of a newer format."""
+        """Read a document. Raises `FormatError` if it is missing, damaged or of a newer format."""
         path = Path(path)
         try:
             text = read_file(path)
@@ -301,7 +303,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         return self.explain()
 
     def explain(self) -> str:
-        """The reason, the evidence and the warnings as a few lines of plain text."""
+        """Return the reason, the evidence and the warnings as a few lines of plain text."""
         exports = explain.export_lines(self.config)
         lines = [f"{label}: {text}" for label, text in self.facts()]
         return "\n".join([*lines, *(f"before Python starts: {line}" for line in exports)])
@@ -339,7 +341,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         ]
 
     def facts(self) -> list[tuple[str, str]]:
-        """Label and text of everything to know about the recommended config."""
+        """Return (label, text) pairs for all facts about the recommended config."""
         config, evidence, workload = self.config, self.evidence, self.workload
         joules, scale = evidence.joules_per_sample, config.loss_scale
         limit_bytes = self.options.get("memory_limit")
@@ -375,7 +377,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         return [(label, text) for label, text in lines if text is not None]
 
     def to_html(self) -> str:
-        """What a page and a notebook show first: the numbers that say most, the reason and the warnings."""
+        """Return HTML for a report or a notebook: the key numbers, the reason and the warnings."""
         evidence, search, hardware = self.evidence, self.search, self.hardware
         baseline = evidence.baseline
         today = f"{baseline.config.precision} batch {baseline.config.batch_size}"
@@ -419,31 +421,31 @@ class Recommendation(Decision, frozen=True, kw_only=True):
 
     @property
     def num_ranks(self) -> int:
-        """The ranks that an optimizer step is shared by."""
+        """Return the number of ranks that share an optimizer step."""
         own = 1 if self.workload is None else self.workload.num_ranks
         ranks: int = self.options.get("num_ranks", 1)
         return own * ranks
 
     @property
     def available_bytes(self) -> int:
-        """The memory that was there for each process of the training."""
+        """Return the memory in bytes that was available to each training process."""
         available = self.hardware.memory.available
         return available if self.workload is None else self.workload.available_bytes(available, self.hardware.device)
 
     def checks(self) -> list[Fidelity]:
-        """The checks that were made, and that of the config's own precision where it was not."""
+        """Return all fidelity checks, with that of the config's own precision first if the list lacks it."""
         own, made = self.evidence.fidelity, list(self.fidelity)
         return made if own is None or own in made else [own, *made]
 
 
 class _Format(msgspec.Struct):
-    """All that is read of a document before it is known to be none of a newer format."""
+    """The only field that is read before a document's format version is known."""
 
     format: int = FORMAT
 
 
 class NothingWorksError(AutotuneAmpError):
-    """Every candidate failed; `excluded` holds the reason of each."""
+    """Raised if every candidate failed; `excluded` holds the reasons."""
 
     exit_code = 3
 
@@ -453,7 +455,7 @@ class NothingWorksError(AutotuneAmpError):
 
 
 class SearchInterruptedError(AutotuneAmpError):
-    """Ctrl-C ended the search; `best` is the recommendation that was saved, if any candidate was measured."""
+    """Raised if Ctrl-C ended the search; `best` is the recommendation saved so far, None if nothing was measured."""
 
     exit_code = 130
 
@@ -466,8 +468,8 @@ class SearchInterruptedError(AutotuneAmpError):
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` beside `path` and move it there; raises `StudyError` if the folder cannot be written."""
-    # Not tempfile's: its files are for nobody else to read, whatever the umask says.
+    """Write `text` to a temporary file and rename it to `path`. Raises `StudyError` if the folder cannot be written."""
+    # Not with tempfile: it makes files that only their owner can read, whatever the umask.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with temporary.open("x", encoding="utf-8", errors="backslashreplace") as file:
@@ -480,5 +482,5 @@ def write_atomically(path: Path, text: str) -> None:
             f"{path} cannot be written: {cause(error)}.", "Free some space, or choose another folder with --out."
         ) from error
     finally:
-        with suppress(OSError, ValueError):  # it was moved, or could not be made
+        with suppress(OSError, ValueError):  # already moved, or never made
             temporary.unlink()

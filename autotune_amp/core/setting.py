@@ -1,4 +1,4 @@
-"""Setting: one value for every dimension; what can be tried and recommended."""
+"""Setting: one value for every dimension; the unit that is tried and recommended."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from autotune_amp.core.variants import (
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# One for each field of `Setting`, in the order of its name; risks are compared in it too.
+# One for each field of `Setting`, in the order of a setting's name; risks are compared in this order too.
 DIMENSIONS: Final[tuple[Dimension[Any], ...]] = (
     PRECISION,
     BATCH_SIZE,
@@ -49,17 +49,16 @@ ON_THE_WINNER: Final = tuple(dimension for dimension in DIMENSIONS if dimension.
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """One setting that can be tried. Configs, fallback plans and table rows are settings with more to say.
+    """A value for every dimension. Configs, fallback plans and table rows inherit its fields.
 
     `batch_size` is the number of samples in one forward pass on one device; `accumulation_steps` such passes make one
-    optimizer step.
-    `as_found` keeps the caller's own TF32 flags and autocast instead of the strict flags of `precision`: only the
-    baseline is run so, and only where the two differ. `pinned_modules` run in fp32 whatever the precision.
-    `num_workers` is the DataLoader's number of worker processes, None for the user's own number. `allocator` is how
-    CUDA's holds its memory, `weights` what fp32 parameters are kept in, `cudnn_benchmark` whether cuDNN times its
-    algorithms, `fp8_recipe` how fp8 scales what its linear layers multiply, `optimizer_impl` whose loop the optimizer's
-    step is, `compile` a mode of ``torch.compile``; with `activation_checkpointing` the model's repeated blocks compute
-    their activations again in the backward pass.
+    optimizer step. `as_found` keeps the caller's own TF32 flags and autocast instead of the strict flags of
+    `precision`: only the baseline uses it, and only if the two differ. `pinned_modules` run in fp32 whatever the
+    precision. `num_workers` is the DataLoader's number of worker processes, None for the user's own number. `allocator`
+    is the mode of CUDA's memory allocator, `weights` the format of fp32 parameters, `cudnn_benchmark` makes cuDNN time
+    its algorithms, `fp8_recipe` is the scaling of fp8 linear layers, `optimizer_impl` the implementation of the
+    optimizer's step, `compile` a mode of ``torch.compile``; with `activation_checkpointing` the model's repeated blocks
+    recompute their activations in the backward pass.
     """
 
     precision: Precision
@@ -79,7 +78,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, setting: Setting, **others: Any) -> Self:
-        """One of this class with every dimension of `setting`, and `others` for its further fields.
+        """Make an instance of this class with every dimension of `setting`, and `others` for its further fields.
 
         ``Setting.of(config)`` is the config's bare setting: structs of two classes are never equal.
         """
@@ -87,63 +86,63 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ordinary(self) -> Setting:
-        """The setting of this precision, batch size and accumulation with every other dimension at its default."""
+        """Return the setting with this precision, batch size and accumulation, and defaults for all else."""
         return Setting(precision=self.precision, batch_size=self.batch_size, accumulation_steps=self.accumulation_steps)
 
     @property
     def is_ordinary(self) -> bool:
-        """Whether every dimension beside precision, batch size and accumulation is at its default."""
+        """Return whether every dimension besides precision, batch size and accumulation is at its default."""
         return Setting.of(self) == self.ordinary
 
     @property
     def numerics(self) -> Setting:
-        """The ordinary setting with each dimension that affects numerics: what is alike in these computes alike."""
+        """Return the setting reduced to the dimensions that affect numerics; equal results compute the same numbers."""
         return msgspec.structs.replace(self.ordinary, **{d.name: getattr(self, d.name) for d in NUMERIC})
 
     @property
     def set_up(self) -> dict[str, str]:
-        """What is set up on the model and the optimizer, by name, in the order in which that is done."""
+        """Return the non-default variants by name, in the order in which they are set up on model and optimizer."""
         found = {variant.name: variant.value_in(self) for variant in variants.VARIANTS}
         return {name: value for name, value in found.items() if value is not None}
 
     @property
     def autocast_precision(self) -> Precision:
-        """What autocast is to be in."""
+        """Return the precision that autocast runs in."""
         return autocast_precision(self.precision)
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the model is compiled by it."""
+        """Return whether the model is compiled."""
         return self.compile != "off"
 
     @property
     def with_nothing_set_up(self) -> Setting:
-        """The setting with the model and the optimizer as they are found."""
+        """Return the setting with all variants at their defaults, so that model and optimizer are unchanged."""
         defaults = {variant.name: variant.default for variant in variants.VARIANTS}
         return msgspec.structs.replace(variants.FP8_RECIPE.off(self), **defaults)
 
     @property
     def scaling(self) -> Setting:
-        """The ordinary setting with its pins: what a loss scale depends on."""
+        """Return the part of the setting that the loss scale depends on: the ordinary setting and its pins."""
         return msgspec.structs.replace(self.ordinary, pinned_modules=self.pinned_modules)
 
     @property
     def with_own_workers(self) -> Setting:
-        """The setting with the user's own number of loader workers."""
+        """Return the setting with the user's own number of loader workers."""
         return msgspec.structs.replace(self, num_workers=None)
 
     @property
     def effective_batch_size(self) -> int:
-        """Samples behind one optimizer step on this device."""
+        """Return the number of samples per optimizer step on this device."""
         return self.batch_size * self.accumulation_steps
 
     @property
     def risks(self) -> tuple[int, ...]:
-        """What there is to go wrong, dimension by dimension: the least comes first among what is about as good."""
+        """Return the risk of each dimension's value; among settings of similar speed the least tuple wins."""
         return tuple(dimension.risk(getattr(self, dimension.name)) for dimension in DIMENSIONS)
 
     def labelled(self, dimensions: Iterable[Dimension[Any]]) -> str:
-        """The labels of these dimensions' values."""
+        """Return the labels of the values of these dimensions, separated by blanks."""
         return " ".join(filter(None, (dimension.label(getattr(self, dimension.name)) for dimension in dimensions)))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Numbers and foreign text as people read them. ASCII only, so that every terminal and encoding can show them."""
+"""Formatting of numbers and of foreign text for people. ASCII only, so that every terminal and encoding can show it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OUTCOMES = {
 
 
 def number(value: float) -> str:
-    """Three significant digits: ``1,234``, ``41.5``, ``0.852``."""
+    """Format `value` with three significant digits: ``1,234``, ``41.5``, ``0.852``."""
     for limit, decimals in ((100, 0), (10, 1), (1, 2)):
         if abs(value) >= limit:
             return f"{value:,.{decimals}f}"
@@ -28,7 +28,7 @@ def number(value: float) -> str:
 
 
 def exact(loss_scale: float) -> str:
-    """A loss scale with every digit, as a power of two below 1: ``1048576``, ``2^-10``."""
+    """Format a loss scale with every digit, or as a power of two if below 1: ``1048576``, ``2^-10``."""
     if loss_scale == int(loss_scale):
         return str(int(loss_scale))
     mantissa, exponent = math.frexp(loss_scale)
@@ -36,12 +36,12 @@ def exact(loss_scale: float) -> str:
 
 
 def rate(samples_per_second: float) -> str:
-    """``412 samples/s``."""
+    """Format a throughput: ``412 samples/s``."""
     return f"{number(samples_per_second)} samples/s"
 
 
 def size(num_bytes: float) -> str:
-    """``612 MiB``."""
+    """Format a number of bytes: ``612 MiB``."""
     unit = "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if num_bytes < 1024:
@@ -50,14 +50,14 @@ def size(num_bytes: float) -> str:
     return f"{number(num_bytes)} {unit}"
 
 
-A_SIZE = "a size such as 16GiB, 16GB, 16384MiB or a number of bytes"  # what `parse_size` takes
+A_SIZE = "a size such as 16GiB, 16GB, 16384MiB or a number of bytes"  # the inputs that `parse_size` accepts
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt]?)(i?)b)?", re.IGNORECASE | re.ASCII)
 
 
 def parse_size(given: str | int) -> int:
-    """Bytes of a size from 1 byte up: ``16GiB`` (1024^3), ``16GB`` (1000^3), ``16384MiB``, ``1.5 GiB``, or plain bytes.
+    """Return the bytes of a size: ``16GiB`` (1024^3), ``16GB`` (1000^3), ``16384MiB``, ``1.5 GiB``, or plain bytes.
 
-    Raises `ValueError` for what is no size.
+    Raises `ValueError` for anything else, and for less than 1 byte.
     """
     match = None if isinstance(given, bool) else _SIZE.fullmatch(str(given))
     if match is None:
@@ -73,7 +73,7 @@ def parse_size(given: str | int) -> int:
 
 
 def duration(seconds: float) -> str:
-    """``77.6 ms``, ``3.1 s``, ``42 s``, ``1 min 30 s``, ``2 h 05 min``."""
+    """Format a duration: ``77.6 ms``, ``3.1 s``, ``42 s``, ``1 min 30 s``, ``2 h 05 min``."""
     if seconds < 1:
         return f"{number(seconds * 1e3)} ms"
     if seconds < 9.95:
@@ -87,48 +87,48 @@ def duration(seconds: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """``1:05``: minutes and seconds, for a countdown."""
+    """Format a countdown in minutes and seconds: ``1:05``."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 def flops(flops_per_second: float) -> str:
-    """``1.24 TFLOP/s``."""
+    """Format a rate of floating-point operations: ``1.24 TFLOP/s``."""
     unit, scale = next((pair for pair in (("T", 1e12), ("G", 1e9)) if flops_per_second >= pair[1]), ("M", 1e6))
     return f"{number(flops_per_second / scale)} {unit}FLOP/s"
 
 
 def times(ratio: float) -> str:
-    """``1.34x``."""
+    """Format a ratio: ``1.34x``."""
     return f"{ratio:.2f}x"
 
 
 def count(num: int, noun: str, plural: str = "") -> str:
-    """``1 trial``, ``3 trials``."""
+    """Format a count with its noun: ``1 trial``, ``3 trials``."""
     return f"{num} {noun if num == 1 else plural or noun + 's'}"
 
 
 def outcome_name(status: str) -> str:
-    """``out of memory`` for ``oom``: a failure's kind or a candidate's status in words."""
+    """Return a failure's kind or a candidate's status in words: ``out of memory`` for ``oom``."""
     return _OUTCOMES.get(status, status)
 
 
 def one_line(text: str) -> str:
-    """Foreign text on one line, without control characters or lone surrogates that a terminal could act on."""
+    """Put foreign text on one line, without control characters or lone surrogates that a terminal could act on."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def module_names(names: Iterable[str]) -> str:
-    """List modules by name on one line; the empty name is the model itself."""
+    """List module names on one line; the empty name is the model itself."""
     return one_line(", ".join(name or "the model itself" for name in names))
 
 
 def printable(text: str) -> str:
-    """Foreign text with its line breaks and tabs, and every other control character escaped."""
+    """Escape the control characters of foreign text, except line breaks and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def shell_line(arguments: Iterable[str]) -> str:
-    """Arguments as one line for bash or zsh: those with control characters as ``$'...'``, all others as shlex.join."""
+    """Join arguments into a line for bash or zsh, as shlex.join does, but control characters as ``$'...'``."""
     return " ".join(shlex.quote(word) if word.isprintable() else f"$'{_escaped(word)}'" for word in arguments)
 
 
@@ -139,5 +139,5 @@ def _escaped(word: str) -> str:
 
 
 def sentence(text: str) -> str:
-    """A reason or a message with one full stop."""
+    """Return `text` with exactly one full stop."""
     return f"{text.rstrip('.')}."

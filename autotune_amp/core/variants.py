@@ -1,6 +1,6 @@
-"""The dimensions beside precision and batch size that decide a step's speed or memory.
+"""Variants: the dimensions besides precision and batch size that affect a step's speed or memory.
 
-`autotune_amp.variants` sets them up on a model and an optimizer, and knows which of their values these can have.
+`autotune_amp.variants` applies them to a model and an optimizer, and finds the values that these support.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import msgspec
 
 from autotune_amp.core.dimensions import AROUND_FP8, PRECISION, Choices, Dimension
 
-# Of each the default comes first, and then the others, those with less to go wrong before those with more.
+# For each type the default comes first, then the other values in order of rising risk.
 Weights: TypeAlias = Literal["as_found", "bf16"]
 MemoryFormat: TypeAlias = Literal["contiguous", "channels_last", "channels_last_3d"]
 CudnnBenchmark: TypeAlias = Literal["as_found", "on"]
-Fp8Recipe: TypeAlias = Literal["rowwise", "tensorwise"]  # of how many numbers share a scale: a row's or a tensor's
+Fp8Recipe: TypeAlias = Literal["rowwise", "tensorwise"]  # granularity of the scale: per row or per tensor
 Allocator: TypeAlias = Literal["as_found", "expandable_segments"]
 ActivationCheckpointing: TypeAlias = Literal["off", "blocks"]
 OptimizerImpl: TypeAlias = Literal["as_found", "foreach", "fused"]
@@ -24,13 +24,14 @@ Compile: TypeAlias = Literal["off", "default", "max-autotune-no-cudagraphs", "re
 
 
 SO_ALREADY = "it is so already"
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the older name last, which torch reads too
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the older name last; torch reads both
 
 
 class Variant(Dimension[str]):
-    """One whose values are tried on the setting that would win, each against the one without it.
+    """A dimension whose values are tried on the leading setting, each compared with the setting without it.
 
-    `kind` names the values. With `why_not_auto`, a reason, they are tried only where the user names the dimension.
+    `kind` is the type that lists the values. If `why_not_auto` is given, they are tried only if the user names the
+    dimension, with that reason.
     """
 
     affects = frozenset({"speed", "memory", "numerics"})
@@ -41,7 +42,7 @@ class Variant(Dimension[str]):
         self._label = label
 
     def choices(self, hardware: Any, description: Any, options: Any) -> Choices[str]:  # noqa: ARG002
-        """Those of its values that the workload can have, where the user does not ask for others alone."""
+        """Return the values that the workload supports, or those of them that the user named."""
         named, found = options.variants, dict[str, str | None](description.variants.get(self.name, {}))
         if named and not description.variants:
             found = dict.fromkeys(self.others, "a command's settings are those that it has placeholders for")
@@ -57,7 +58,7 @@ class Variant(Dimension[str]):
 
     @property
     def others(self) -> tuple[str, ...]:
-        """The values beside the default."""
+        """Return the values other than the default."""
         return self.values[1:]
 
     def risk(self, value: str) -> int:  # noqa: D102 - see Dimension
@@ -68,7 +69,7 @@ class Variant(Dimension[str]):
 
 
 class _Written(Variant):
-    """One that plain PyTorch has a line for."""
+    """A variant that a single line of plain PyTorch sets."""
 
     def __init__(self, name: str, kind: Any, label: str, line: str) -> None:
         super().__init__(name, kind, label)
@@ -79,9 +80,9 @@ class _Written(Variant):
 
 
 class _CudnnBenchmark(_Written):
-    """cuDNN times its algorithms for each shape and takes the fastest, instead of by rules of thumb.
+    """Whether cuDNN times its algorithms for each shape and takes the fastest, instead of using heuristics.
 
-    It affects no numerics that a check could hold against fp32: without it cuDNN may take any of the same algorithms.
+    Not checked against fp32: without it cuDNN may choose any of the same algorithms.
     """
 
     affects = frozenset({"speed", "memory"})
@@ -96,7 +97,7 @@ class _CudnnBenchmark(_Written):
 
 
 class _Compile(_Written):
-    """Leaves the mode that times every kernel out, unless the user names it."""
+    """Mode of torch.compile. The mode that times every kernel is tried only if the user names it."""
 
     def choices(self, hardware: Any, description: Any, options: Any) -> Choices[str]:
         found, slow = super().choices(hardware, description, options), "max-autotune-no-cudagraphs"
@@ -113,12 +114,12 @@ class _Weights(Variant):
 
 
 class _Allocator(Variant):
-    """An allocator's own setting, which a variable sets too where it is there before Python starts."""
+    """Mode of CUDA's memory allocator, which an environment variable can set before Python starts."""
 
     affects = frozenset({"speed", "memory"})
 
     def environment(self, value: str, found: Mapping[str, str]) -> dict[str, str]:
-        """The variable for it, beside what the environment `found` says there already."""
+        """Return the environment variable that sets `value`, merged with its value in the environment `found`."""
         if value == self.default:
             return {}
         name = next((name for name in ALLOCATOR_VARIABLES if name in found), ALLOCATOR_VARIABLES[0])
@@ -126,11 +127,11 @@ class _Allocator(Variant):
         return {name: ",".join((*others, f"{value}:True"))}
 
 
-Of = TypeVar("Of", bound=Any)  # a Setting, which stands above this module
+Of = TypeVar("Of", bound=Any)  # a Setting, defined in a higher layer
 
 
 class _Fp8Recipe(Variant):
-    """How the linear layers of a model in fp8 are scaled: a setting in another precision has none."""
+    """Scaling of the linear layers of a model in fp8. Settings in other precisions have none."""
 
     def choices(self, hardware: Any, description: Any, options: Any) -> Choices[str]:
         found = super().choices(hardware, description, options)
@@ -169,7 +170,7 @@ class _Fp8Recipe(Variant):
         return msgspec.structs.replace(setting, precision="fp8", fp8_recipe=value, compile=compiled)
 
     def off(self, setting: Of) -> Of:
-        """The bare setting in the precision that is around fp8's layers; itself where it has none."""
+        """Return an fp8 setting as a bf16 setting with the default recipe, and any other setting unchanged."""
         if setting.precision != "fp8":
             return setting
         return msgspec.structs.replace(setting, precision=AROUND_FP8, fp8_recipe=self.default)
@@ -201,8 +202,8 @@ COMPILE: Final = _Compile(
     'model.compile(mode="{0}")  # of a bare nn.Sequential, before torch 2.15: torch.compile(model, mode="{0}")',
 )
 FREES_MEMORY: Final = (ALLOCATOR, ACTIVATION_CHECKPOINTING)
-# In the order in which they are set up: the allocator first, since the others allocate; the optimizer over weights as
-# they are kept; all of it is compiled.
+# In the order of setting up: the allocator first, since the others allocate; the optimizer after the weights have their
+# format; compilation last.
 VARIANTS: Final = (
     ALLOCATOR,
     WEIGHTS,

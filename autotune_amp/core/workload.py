@@ -1,6 +1,6 @@
-"""Workload: what is trained, and loading it from "package.module:function" or "path/file.py:function".
+"""Workload: a model to train with its data, and loading it from "package.module:function" or "path/file.py:function".
 
-A loop of its own:
+Example with a training loop of one's own:
 
 ```python
 import copy
@@ -35,34 +35,36 @@ recommendation = recommend_config(workload, budget=60)
 print(recommendation.config.precision, recommendation.config.batch_size)
 ```
 
-* **Loops of their own** (a GAN, a diffusion model): `build` and `train_step` in place of model, loss and optimizer.
-  Build on the CPU: what `build` returns is moved to the device. The loop is held against fp32 like any other
-  training; accumulation is not offered, since it takes its own steps. Several optimizers alone need no loop:
+* **Training loops of your own** (a GAN, a diffusion model): `build` and `train_step` replace model, loss and optimizer.
+  Build on the CPU: the result of `build` is moved to the device. The loop is compared with fp32 like any other
+  workload; accumulation is not offered, since the loop takes its own steps. Several optimizers alone need no loop:
   `optimizer=` may return them in a list.
-* **Accumulation** is offered only where it learns the same: on your own samples, the gradients of the micro-batches
-  must add up to that of the whole. With BatchNorm, in-batch negatives, or a queue or codebook that each forward pass
-  changes they do not, and it says so. Where the loss is a mean over tokens, of which micro-batches hold unequal
-  shares, they do with the right weights, and it says which. Samples that hold unequal shares are picked on purpose,
-  out of up to 2,048 that a second's look through the dataset finds; of a stream, whose samples cannot be picked, the
-  first batch is judged.
-* **Lengths that vary**: memory is measured on the largest samples found in a second or two of looking through the
-  dataset, sized as `collate_fn` makes each alone, or on `Workload(worst_batch=...)`. The speed is that of batches
-  from all over an epoch of your own sampler, from the same places for every candidate; a stream's come in its own
-  order. `evaluate=` and `checkpoint=` are run once for each candidate that is confirmed, within a tenth of the
-  budget, so that the memory holds for them too; what raises or takes longer is said and speaks against nobody.
-* **A loader that sets the speed** is found out, with what the step alone would reach; numbers of workers are tried.
+* **Accumulation** is offered only if it trains the same model: on your own samples, the gradients of the micro-batches
+  must add up to that of the whole batch. With BatchNorm, in-batch negatives, or a queue or codebook that each forward
+  pass changes they do not, and the report says so. If the loss is a mean over tokens, of which micro-batches hold
+  unequal numbers, they add up with the right weights, and the report says which. Samples with unequal numbers are
+  picked on purpose, out of up to 2,048 found in a one-second scan of the dataset; for a stream, whose samples cannot be
+  picked, the first batch is used.
+* **Varying lengths**: memory is measured on the largest samples found by scanning the dataset for a second or two, with
+  the size that `collate_fn` gives each alone, or on `Workload(worst_batch=...)`. The speed is that of batches
+  from all over an epoch of your own sampler, from the same places for every candidate; a stream's batches come in its
+  own order. `evaluate=` and `checkpoint=` are run once for each confirmed candidate, within a tenth of the
+  budget, so that the memory holds for them too; if one raises or takes longer, the report says so, but the candidate is
+  not penalized.
+* **A slow data loader** is detected: the report gives the speed of the step alone, and other numbers of workers are
+  tried.
 * **Under torchrun** (or any launcher that sets torch's `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`), and
   under Slurm's plain `srun`, call `recommend_config()` on every rank, before or after `init_process_group()`: rank 0
-  searches, the others wait for its answer. Your batch size is per rank, `--effective-batch-size` of all. Trials see
-  nothing of the launcher: where your code reads `LOCAL_RANK`, give it a default. A live model may be inside
-  DistributedDataParallel, which trials leave out; of FSDP pass the bare model.
+  searches, the others wait for its answer. Your batch size is per rank, `--effective-batch-size` is over all ranks.
+  Trials do not see the launcher's variables: give `LOCAL_RANK` a default where your code reads it. A live model may be
+  wrapped in DistributedDataParallel, which trials remove; for FSDP pass the bare model.
 * **Models that take long to build** are built once and shared by the trials; the confirmation's processes build
-  their own. **Compiled models**: compiling is kept out of the step time, and the compiler's cache is shared. A live
-  model that `model.compile()` compiled in place is refused: call that where the model is made, or pass
+  their own. **Compiled models**: compiling is not part of the step time, and the compiler's cache is shared. A live
+  model compiled in place by `model.compile()` is refused: call that where the model is made, or pass
   `torch.compile(model)`.
 
-On a CPU the peak memory is the highest of the confirmation's processes, without that of loader workers. How far it
-held over longer trainings is in `studies/truth`, the rest for six trainings in `studies/real_training`.
+On a CPU the peak memory is the highest of the confirmation's processes, without that of loader workers. The study
+`studies/truth` compares it with longer training runs, `studies/real_training` checks the rest on six training runs.
 """
 
 from __future__ import annotations
@@ -83,12 +85,12 @@ if TYPE_CHECKING:
 
 
 class Fitting(NamedTuple):
-    """What ``Workload(fit=...)`` is called with, in a process of the confirmation.
+    """Argument of ``Workload(fit=...)``: the objects to train, in a process of the confirmation.
 
-    `model` is on its device, `optimizer` over its parameters, and `data` are batches of the setting's size: a
-    DataLoader, or another iterable where there is none. `scaler` is a GradScaler with `loss_scale`, None where the
-    setting takes none. ``stepped(loss, num_batches)`` is to be called after each optimizer step, with the batches that
-    it was taken on; it raises once enough was measured, which `fit` is to let through.
+    `model` is on its device, `optimizer` has its parameters, and `data` yields batches of the setting's size: a
+    DataLoader, or another iterable if the workload has none. `scaler` is a GradScaler with `loss_scale`, None if the
+    setting needs none. Call ``stepped(loss, num_batches)`` after each optimizer step, with the number of batches in
+    that step; it raises an exception when enough was measured, which `fit` must not catch.
     """
 
     model: Any
@@ -101,22 +103,22 @@ class Fitting(NamedTuple):
 
 
 class Workload:
-    """What a training step is made of. Nothing given here is ever changed: trials run on copies in other processes.
+    """A training step's parts. No object passed in is ever changed: trials run on copies in other processes.
 
     Either a model, a loss and an optimizer:
 
     model       an ``nn.Module``, or a function without arguments that makes one
     loss        ``loss(model, batch) -> Tensor``: runs the model on one batch and returns a scalar
     optimizer   a class or function of the parameters that makes an optimizer, or several in a list; or an optimizer
-                instance (or a list of them) whose class and hyperparameters are taken, a learning rate that its
-                scheduler holds below a tenth of its peak as that tenth; ``torch.optim.AdamW`` with its defaults if
-                left out
+                instance (or a list of them) whose class and hyperparameters are copied (a learning rate that its
+                scheduler holds below a tenth of its peak is set to that tenth); ``torch.optim.AdamW`` with its defaults
+                if left out
 
-    Or a loop of its own (a GAN, a diffusion model with its EMA):
+    Or a training loop (a GAN, a diffusion model with its EMA):
 
     build       ``build() -> state``: everything that training needs, models and optimizers in any container
-    train_step  ``train_step(state, batch, amp)``: one training step with all its optimizers, written with `amp` as it
-                would be with a `PrecisionController`: ``amp.autocast()``, ``amp.backward(loss)``,
+    train_step  ``train_step(state, batch, amp)``: one training step with all its optimizers, using `amp` like a
+                `PrecisionController`: ``amp.autocast()``, ``amp.backward(loss)``,
                 ``amp.step(optimizer)``, ``amp.update()``
 
     And for both:
@@ -125,21 +127,21 @@ class Workload:
                 size that returns one batch of so many samples, or a loader (a DataLoader or an iterator) of such
                 batches
     name        the study's name; letters, digits, '.', '_' and '-'
-    worst_batch ``worst_batch(batch_size) -> batch``: the one that takes the most memory, where batches differ; found by
-                a look through the dataset if left out
-    evaluate    ``evaluate(model)``, or ``evaluate(state)`` of a loop: an evaluation pass as the training has them
-    checkpoint  ``checkpoint(model, optimizer, folder)``, or ``checkpoint(state, folder)`` of a loop: writes one
-
-    accumulation_steps, precision: what the training runs today where the data and torch's own flags do not say it: the
-                passes behind an optimizer step, and the precision that it will turn on by itself
-    weighs_passes: whether the training itself weighs the passes of a step by what their losses divide by
+    worst_batch ``worst_batch(batch_size) -> batch``: the batch that needs the most memory, if batches differ; found by
+                scanning the dataset if left out
+    evaluate    ``evaluate(model)``, or ``evaluate(state)`` for a loop: one evaluation pass
+    checkpoint  ``checkpoint(model, optimizer, folder)``, or ``checkpoint(state, folder)`` for a loop: writes a
+                checkpoint
+    accumulation_steps, precision: the present number of passes per optimizer step, and the precision that the training
+                code enables by itself, if the data and torch's flags do not show them
+    weighs_passes: whether the training code itself weights the passes of a step by the denominators of their losses
     clip        ``clip(model)``: called before each optimizer step, on gradients without a loss scale
-    schedule    ``schedule(optimizer)``: what makes the learning rate's schedulers, in a list, stepped after each step
-    fit         ``fit(fitting)``: trains by a framework's own loop, of which `trainer` is the name; what is promised is
+    schedule    ``schedule(optimizer)``: makes the learning rate's schedulers, in a list, stepped after each step
+    fit         ``fit(fitting)``: trains in the loop of a framework, named by `trainer`; the promised speed is
                 measured in its steps. See `Fitting`.
 
-    Evaluation and checkpoint are run where a recommendation is confirmed, so that its memory holds for a whole
-    training. Raises `WorkloadError` for what cannot be any of these.
+    Evaluation and checkpoint are run during the confirmation of a recommendation, so that its memory holds for a whole
+    training run. Raises `WorkloadError` for arguments of another type.
     """
 
     def __init__(
@@ -185,27 +187,28 @@ class Workload:
 
     @classmethod
     def from_trainer(cls, trainer: Any) -> Workload:
-        """What a ``transformers.Trainer`` trains: its model, loader, optimizer, ``training_step``, clipping, schedule.
+        """Make a workload from a ``transformers.Trainer``.
 
-        Today's batch size, accumulation and mixed precision are those of its TrainingArguments. A trial's loss is
-        normalised over a pass (``num_items_in_batch``) where the Trainer does so over all passes of a step.
+        It takes the trainer's model, loader, optimizer, ``training_step``, clipping and schedule; the present batch
+        size, accumulation and mixed precision are those of its TrainingArguments. A trial's loss is normalised over a
+        pass (``num_items_in_batch``) where the Trainer does so over all passes of a step.
 
-        What is promised is measured in the steps of the Trainer's own ``train()``, with its callbacks and its logging.
-        There it neither evaluates nor saves nor uploads; its ``report_to`` and early stopping are left out; it is
-        stopped between two steps, so that nothing of its end is run. The schedule is that of its arguments over 10,000
-        steps. The trainer is left as it was. Raises `WorkloadError` for one that trains under DeepSpeed or FSDP, has no
-        train_dataset, has trained in mixed precision before, or is an AutotuneTrainer.
+        The promised speed is measured in the steps of the Trainer's own ``train()``, with its callbacks and its
+        logging. There it neither evaluates nor saves nor uploads; its ``report_to`` and early stopping are left out; it
+        is stopped between two steps, so that the code after its last step does not run. The schedule is that of its
+        arguments over 10,000 steps. The trainer is not changed. Raises `WorkloadError` for a trainer that uses
+        DeepSpeed or FSDP, has no train_dataset, has trained in mixed precision before, or is an AutotuneTrainer.
         """
         return _adapter("transformers")(trainer)
 
     @classmethod
     def from_lightning(cls, module: Any, data: Any, trainer: Any = None, **options: Any) -> Workload:
-        """What ``trainer.fit(module, data)`` trains; see `autotune_amp.integrations.lightning_workload.workload`."""
+        """Make a workload of ``trainer.fit(module, data)``. See `integrations.lightning_workload.workload`."""
         return _adapter("lightning")(module, data, trainer, **options)
 
     @property
     def is_loop(self) -> bool:
-        """Whether it takes its training steps itself."""
+        """Return whether the workload has a training loop of its own, with `build` and `train_step`."""
         return self.build is not None or self.train_step is not None
 
     def _check_parts(self) -> None:
@@ -255,20 +258,20 @@ class Workload:
 
 
 def _adapter(framework: str) -> Callable[..., Workload]:
-    """The function of an adapter that makes workloads: adapters are plugins, of which this file knows no more."""
+    """Return the function of a framework's adapter that makes a workload; adapters are plugins, imported by name."""
     module = importlib.import_module(f"autotune_amp.integrations.{framework}_workload")
     adapter: Callable[..., Workload] = module.workload
     return adapter
 
 
 class OptimizersOfModel:
-    """For ``Workload(optimizer=...)``: a function of the model, where the model itself makes its optimizers."""
+    """For ``Workload(optimizer=...)``: wraps a function of the model, for models that make their own optimizers."""
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
         self.make = make
 
     def __call__(self, model: Any) -> Any:
-        """The optimizers of this model."""
+        """Return the optimizers of `model`."""
         return self.make(model)
 
 
@@ -276,10 +279,10 @@ WorkloadSource = Workload | Callable[[], Workload]
 
 
 def import_target(target: str) -> WorkloadSource:
-    """The function or Workload that "package.module:function" or "path/file.py:function" names; it is not called.
+    """Import the function or Workload that "package.module:function" or "path/file.py:function" names; do not call it.
 
-    A file is imported as a module of its own name, so that its ``if __name__ == "__main__"`` part does not run.
-    Raises `WorkloadError` where there is no such file, module or function; the user's own exceptions pass through.
+    A file is imported as a module of its own name, so that its ``if __name__ == "__main__"`` part does not run. Raises
+    `WorkloadError` if the file, module or function does not exist; exceptions of the user's code pass through.
     """
     place, colon, attribute = target.rpartition(":")
     if not (colon and place and attribute):
@@ -298,7 +301,7 @@ _WRITE_ONE = (
 
 
 def check_source(found: Any, origin: str) -> WorkloadSource:
-    """Check that `found` is a Workload or a function that can be called for one."""
+    """Return `found` if it is a Workload or callable; otherwise raise `WorkloadError`, with `origin` as its name."""
     if isinstance(found, Workload) or callable(found):
         source: WorkloadSource = found
         return source
@@ -306,7 +309,7 @@ def check_source(found: Any, origin: str) -> WorkloadSource:
 
 
 def make_workload(source: WorkloadSource, origin: str) -> Workload:
-    """Call `source` if it is a function; raises `WorkloadError` where that returns no workload."""
+    """Return `source`, or the workload that it returns. Raises `WorkloadError` if it returns something else."""
     made = source if isinstance(source, Workload) else source()
     if not isinstance(made, Workload):
         raise WorkloadError(f"{origin} returned a {type_name(made)}; it must return a Workload.", _WRITE_ONE)
@@ -345,6 +348,6 @@ def _import_file(path: Path) -> Any:
 
 
 def type_name(value: object) -> str:
-    """The name of its type, with its module unless that is builtins."""
+    """Return the name of the type of `value`, with its module except for builtins."""
     kind = type(value)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"

@@ -1,7 +1,7 @@
-"""What a device can do, and how it is recognised. Importing this imports no torch.
+"""Identity, capabilities and load of devices. Importing this package does not import torch.
 
-`probe` is for everybody: it asks a fresh child process. `measure` is what that child calls; it uses the device.
-`identify` reads the static identity in milliseconds, in any process, and touches nothing.
+`probe` is the function to call: it measures a device in a fresh child process. `measure` runs in that child and uses
+the device. `identify` reads the static identity in milliseconds, in any process, without touching the device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The CPU: what its instruction sets say of each precision, and its memory."""
+"""The CPU: its memory, and the support for each precision according to its instruction sets."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.hardware import host
 from autotune_amp.hardware.device import emulated, identify, native, only, unsupported
 
-# Instruction sets that multiply in the format, as cpuinfo (x86, ARM) and torch.cpu.get_capabilities() name them.
+# Instruction sets with arithmetic in the format, as cpuinfo (x86, ARM) and torch.cpu.get_capabilities() name them.
 _BF16_ARITHMETIC = ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16")
 _FP16_ARITHMETIC = ("amx_fp16", "avx512_fp16", "fp16_arith", "asimdhp")
 
 
 def decide(flags: AbstractSet[str], *, has_onednn_fp16: bool) -> dict[Precision, Capability]:
-    """Every precision from the CPU's instruction sets and oneDNN's word on fp16; pure."""
+    """Return the capability of every precision from the CPU's instruction sets and oneDNN's support of fp16; pure."""
     bf16 = [flag for flag in _BF16_ARITHMETIC if flag in flags]
     fp16 = [flag for flag in _FP16_ARITHMETIC if flag in flags] + ["oneDNN's fp16 kernels"] * has_onednn_fp16
     return {
@@ -42,27 +42,27 @@ def decide(flags: AbstractSet[str], *, has_onednn_fp16: bool) -> dict[Precision,
 
 
 def is_built() -> bool:
-    """Always."""
+    """Return True: every PyTorch supports the CPU."""
     return True
 
 
 def resolve(index: int | None) -> str:
-    """``cpu``; raises `DeviceError` for an index above 0."""
+    """Return ``cpu``. Raises `DeviceError` for an index above 0."""
     return only("cpu", index)
 
 
 def identity(device: str) -> DeviceIdentity:
-    """The same as `identify` says."""
+    """Return the CPU's identity, the same as `identify` does."""
     return identify(device)
 
 
 def compute_capability(_: str) -> str | None:
-    """The architecture, e.g. ``x86_64``."""
+    """Return the machine's architecture, e.g. ``x86_64``."""
     return platform.machine() or None
 
 
 def memory(_: str) -> DeviceMemory:
-    """Bytes of the machine, and what the container leaves of them."""
+    """Return the machine's memory in bytes, within the container's limit."""
     container = host.container_memory()
     total, free = host.total_memory_bytes(), host.available_memory_bytes()
     return DeviceMemory(
@@ -74,7 +74,7 @@ def memory(_: str) -> DeviceMemory:
 
 
 def capabilities(_: str) -> dict[Precision, Capability]:
-    """From torch's list of instruction sets (2.11 on), else from the operating system's."""
+    """Return the capability of every precision, from torch's list of instruction sets (2.11 on) or the system's."""
     if hasattr(torch.cpu, "get_capabilities"):
         flags = frozenset(name for name, value in torch.cpu.get_capabilities().items() if value is True)
     else:
@@ -84,14 +84,14 @@ def capabilities(_: str) -> dict[Precision, Capability]:
 
 
 def notes(_: str) -> tuple[str, ...]:
-    """That torch runs more threads than this process may use CPUs."""
+    """Return a warning if torch runs more threads than this process may use CPUs."""
     return thread_notes(torch.get_num_threads(), host.num_cpus(), host.container_cpus())
 
 
 def thread_notes(num_threads: int, num_cpus: int, allowed_cpus: float | None) -> tuple[str, ...]:
-    """What it means that torch runs `num_threads` on `num_cpus`.
+    """Return a warning if torch runs more threads than there are CPUs, otherwise an empty tuple.
 
-    `allowed_cpus` is how many CPUs' time the container allows, None without a limit: torch does not look at it.
+    `allowed_cpus` is the CPU time that the container allows, in CPUs, None without a limit: torch ignores it.
     """
     most = math.ceil(min(num_cpus, allowed_cpus or num_cpus))
     if num_threads <= most:

@@ -1,7 +1,7 @@
-"""NVIDIA's GPUs, and AMD's through ROCm, which PyTorch calls ``cuda`` too.
+"""NVIDIA GPUs, and AMD GPUs through ROCm, which PyTorch calls ``cuda`` too.
 
-The thresholds are those of CUDA's table of compute capabilities: fp16 arithmetic 5.3, fp16 tensor cores 7.0,
-bf16 and TF32 tensor cores 8.0, fp8 tensor cores 8.9.
+The thresholds are those of CUDA's table of compute capabilities: fp16 arithmetic 5.3, fp16 tensor cores 7.0, bf16 and
+TF32 tensor cores 8.0, fp8 tensor cores 8.9.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _GET_STARTED = "https://pytorch.org/get-started/locally/"
 def decide(
     compute_capability: tuple[int, int], name: str, hip: str | None, *, is_bf16_native: bool, is_tf32_supported: bool
 ) -> dict[Precision, Capability]:
-    """Every precision from what is known of the card and of this PyTorch; pure.
+    """Return the capability of every precision from the properties of the GPU and of this PyTorch; pure.
 
-    Whether this PyTorch has kernels for the card is what the first product tells.
+    Whether this PyTorch has kernels for the GPU shows only in the first matrix product, which is run elsewhere.
     """
     if hip is not None:
         return _decide_rocm(f"ROCm {hip}", is_tf32_supported=is_tf32_supported)
@@ -69,12 +69,12 @@ def _decide_rocm(rocm: str, *, is_tf32_supported: bool) -> dict[Precision, Capab
 
 
 def is_built() -> bool:
-    """For CUDA or for ROCm."""
+    """Return whether this PyTorch was built for CUDA or ROCm."""
     return torch.version.cuda is not None or torch.version.hip is not None
 
 
 def resolve(index: int | None) -> str:
-    """``cuda:N``; raises `DeviceError` with the driver's own reason, or with how many devices there are."""
+    """Return ``cuda:N``. Raises `DeviceError` with the driver's own reason, or with the number of devices."""
     if not is_built():
         raise DeviceError(
             f"No CUDA device: this PyTorch ({torch.__version__}) was built without CUDA.",
@@ -82,8 +82,8 @@ def resolve(index: int | None) -> str:
         )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of what `decide` says with a next step
-            # Not is_available(): NVML, which may answer it, does not know which driver this build needs.
+            warnings.simplefilter("ignore")  # `decide` reports the same as torch's warning, with a next step
+            # Not is_available(): it may ask NVML, which does not know the driver version that this build needs.
             torch.cuda.init()  # type: ignore[no-untyped-call] # torch does not type it
     except RuntimeError as error:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -96,12 +96,12 @@ def resolve(index: int | None) -> str:
 
 
 def uuid(device: str | torch.device) -> str | None:
-    """What NVML knows the card by; None under ROCm, whose cards it does not know."""
+    """Return the UUID by which NVML knows the GPU; None under ROCm, whose GPUs NVML does not know."""
     return None if torch.version.hip else str(torch.cuda.get_device_properties(device).uuid)
 
 
 def identity(device: str) -> DeviceIdentity:
-    """As NVML names the card with the UUID that torch sees, else as torch names it."""
+    """Return the GPU's identity, from NVML if it knows the UUID that torch reports, otherwise from torch."""
     index, card = torch.device(device).index, uuid(device)
     found = None if card is None else nvml.identity(index, card)
     if found is not None:
@@ -119,13 +119,13 @@ def identity(device: str) -> DeviceIdentity:
 
 
 def compute_capability(device: str) -> str | None:
-    """E.g. ``8.9``; the architecture's name under ROCm."""
+    """Return the compute capability, e.g. ``8.9``, or the architecture's name under ROCm."""
     properties = torch.cuda.get_device_properties(device)
     return properties.gcnArchName if torch.version.hip else f"{properties.major}.{properties.minor}"
 
 
 def memory(device: str) -> DeviceMemory:
-    """Bytes, as the driver counts them: what other processes hold is not free."""
+    """Return the GPU's memory in bytes as the driver counts it: memory of other processes is not free."""
     free, total = torch.cuda.mem_get_info(device)
     card = uuid(device)
     held = 0 if card is None else nvml.held_by_caller(card)
@@ -133,13 +133,13 @@ def memory(device: str) -> DeviceMemory:
 
 
 def is_bf16_native(device: str | torch.device) -> bool:
-    """Whether the card multiplies in bf16 itself."""
+    """Return whether the GPU multiplies in bf16 without emulation."""
     with torch.cuda.device(device):  # torch's own test looks at the current device
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def capabilities(device: str) -> dict[Precision, Capability]:
-    """What `decide` makes of this card."""
+    """Return the capability of every precision for this GPU; see `decide`."""
     properties = torch.cuda.get_device_properties(device)
     with torch.cuda.device(device):  # torch's own test looks at the current device
         is_tf32_supported = torch.cuda.is_tf32_supported()
@@ -153,6 +153,6 @@ def capabilities(device: str) -> dict[Precision, Capability]:
 
 
 def notes(device: str) -> tuple[str, ...]:
-    """Who else computes on the card; read before this process has a context of its own there."""
+    """Return a warning for each other process on the GPU, read before this process has a context of its own there."""
     card = uuid(device)
     return () if card is None else nvml.process_notes(card)

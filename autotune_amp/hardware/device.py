@@ -1,6 +1,6 @@
-"""Kinds of devices: what a user may write, what each answers, and how it is recognised and probed without torch.
+"""Device kinds: parsing of device names, the interface of each kind, and identifying and probing devices without torch.
 
-Another kind is a module with the functions of `Device` and an entry in `DEVICES`.
+To add a kind, write a module with the functions of `Device` and an entry in `DEVICES`.
 """
 
 from __future__ import annotations
@@ -24,61 +24,61 @@ from autotune_amp.core.errors import DeviceError, RunnerError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware
 from autotune_amp.hardware import host, nvml
 
-# The module of each kind, in the order in which `auto` tries them.
+# Module of each kind, in the order in which `auto` tries them.
 DEVICES = {kind: f"autotune_amp.hardware.{kind}" for kind in ("cuda", "xpu", "mps", "cpu")}
 
 
 class Device(Protocol):
-    """One kind of device: its module has these functions. A `device` is a name that `resolve` returned."""
+    """Interface of a module for one kind of device. A `device` is a name that `resolve` returned."""
 
     def is_built(self) -> bool:
-        """Whether this PyTorch was built for it."""
+        """Return whether this PyTorch was built for this kind of device."""
 
     def resolve(self, index: int | None) -> str:
-        """The device string of an index, None being the current one; raises `DeviceError` with the reason."""
+        """Return the device string for an index (None: the current device). Raises `DeviceError` with the reason."""
 
     def identity(self, device: str, /) -> DeviceIdentity:
-        """What the device is."""
+        """Return the static identity of the device."""
 
     def compute_capability(self, device: str, /) -> str | None:
-        """The maker's version of the instruction set, where there is one."""
+        """Return the maker's version of the instruction set, None if there is none."""
 
     def memory(self, device: str, /) -> DeviceMemory:
-        """The device's memory now, in bytes."""
+        """Return the device's present memory in bytes."""
 
     def capabilities(self, device: str, /) -> dict[Precision, Capability]:
-        """Every precision with its level and reason, the rates not yet measured."""
+        """Return every precision with its level and reason, without measured rates."""
 
     def notes(self, device: str, /) -> tuple[str, ...]:
-        """What a user should know, read before the micro-benchmark makes the device busy."""
+        """Return notes for the user, read before the micro-benchmark makes the device busy."""
 
 
 def native(reason: str) -> Capability:
-    """The device computes in the precision itself."""
+    """Return the capability of a device that computes in the precision itself."""
     return Capability(level="native", reason=reason)
 
 
 def emulated(reason: str) -> Capability:
-    """PyTorch computes in another precision and converts."""
+    """Return the capability of a device on which PyTorch computes in another precision and converts."""
     return Capability(level="emulated", reason=reason)
 
 
 def unsupported(reason: str) -> Capability:
-    """The precision cannot be trained in."""
+    """Return the capability of a device that cannot train in the precision."""
     return Capability(level="unsupported", reason=reason)
 
 
 def device_of(kind: str) -> Device:
-    """What answers for the devices of a kind; imports torch."""
+    """Import and return the module for a kind of device; imports torch."""
     module: Any = import_module(DEVICES[kind])
     found: Device = module
     return found
 
 
 def parse(device: str) -> tuple[str, int | None]:
-    """The kind, ``auto`` or one of `DEVICES`, and the index, None where none is given.
+    """Split a device name into its kind, ``auto`` or one of `DEVICES`, and its index, None if not given.
 
-    Raises `DeviceError` for what is no device name.
+    Raises `DeviceError` for an invalid name.
     """
     match = re.fullmatch(rf"(?P<kind>auto|{'|'.join(DEVICES)})(:(?P<index>\d+))?", device)
     if match is None or (match["kind"] == "auto" and match["index"] is not None):
@@ -90,14 +90,14 @@ def parse(device: str) -> tuple[str, int | None]:
 
 
 def only(kind: str, index: int | None) -> str:
-    """The name of a kind of which a machine has one; raises `DeviceError` for any index but 0."""
+    """Return the name of a kind that exists once in a machine. Raises `DeviceError` for an index above 0."""
     if index:
         numbered(kind, index, 1)
     return kind
 
 
 def numbered(kind: str, index: int, num_devices: int) -> str:
-    """The name of device `index` out of `num_devices`; raises `DeviceError`, saying how many there are."""
+    """Return the name of device `index`. Raises `DeviceError`, with the number of devices, if it is too large."""
     if index >= num_devices:
         last = f"{kind}:0" if num_devices == 1 else f"{kind}:0 to {kind}:{num_devices - 1}"
         raise DeviceError(
@@ -109,12 +109,12 @@ def numbered(kind: str, index: int, num_devices: int) -> str:
 
 
 def identify(device: str = "auto") -> DeviceIdentity:
-    """The static identity of a device, without importing torch and without touching an accelerator.
+    """Return the static identity of a device, without importing torch and without touching an accelerator.
 
-    A device that cannot be seen this way (no NVML, ROCm, XPU) is named "unknown" with 0 bytes: what can be used is
-    `measure`'s business. `auto` is the NVIDIA card that this PyTorch is built for and that is visible, else Apple's,
-    else the CPU; ROCm and XPU must be named. A fingerprint is to be made of this on both sides, not of
-    `Hardware.identity`. Raises `DeviceError` only for what is no device name.
+    A device that cannot be seen this way (no NVML, ROCm, XPU) is named "unknown" with 0 bytes: only `measure` finds out
+    whether it can be used. `auto` is the visible NVIDIA GPU if this PyTorch is built for CUDA, else Apple's GPU, else
+    the CPU; ROCm and XPU must be named. A fingerprint must use this identity on both sides, not `Hardware.identity`.
+    Raises `DeviceError` only for an invalid device name.
     """
     kind, index = parse(device)
     if kind == "auto":
@@ -125,14 +125,14 @@ def identify(device: str = "auto") -> DeviceIdentity:
     uuids = nvml.visible_uuids() if is_nvidia else ()
     index = index or 0
     found = nvml.identity(index, uuids[index]) if index < len(uuids) else None
-    # What nothing but its own runtime can see.
+    # Otherwise the device is visible only to its own runtime.
     return found or DeviceIdentity(
         type=kind, name="unknown", index=index, num_cpus=host.num_cpus(), total_memory_bytes=0
     )
 
 
 def _host_identity(kind: str) -> DeviceIdentity:
-    """The CPU with the memory that this process may use; or Apple's GPU, which has the CPU's name and memory."""
+    """Return the identity of the CPU with the memory limit of this process, or of Apple's GPU with the CPU's name."""
     is_cpu = kind == "cpu"
     container = host.container_memory() if is_cpu else None
     total = host.total_memory_bytes()
@@ -155,7 +155,7 @@ def _auto() -> str:
 
 
 def _torch_is_built_for(toolkit: str) -> bool:
-    """By torch's own version file: a CPU build beside an NVIDIA card measures the CPU."""
+    """Return whether torch's version file lists the toolkit: a CPU build cannot use an NVIDIA GPU."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return False
@@ -166,22 +166,22 @@ DEADLINE_SECONDS = 120.0
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a probing child writes: what the device can do, or the message and next step of a `DeviceError`."""
+    """Reply of the probing child process: the hardware, or message and next step of a `DeviceError`."""
 
     hardware: Hardware | None = None
     no_device: tuple[str, str] | None = None
 
 
 def probe(device: str = "auto", *, deadline_seconds: float = DEADLINE_SECONDS) -> Hardware:
-    """What a device can do, measured in a child process: seconds on a CPU, up to a minute where drivers are slow.
+    """Measure a device in a child process. Takes seconds on a CPU, up to a minute with slow drivers.
 
-    Raises `DeviceError` where the device cannot be used, with its reason, and `RunnerError` where the child dies or
-    gives no answer within `deadline_seconds`, with the end of what it wrote to its standard error.
+    Raises `DeviceError` with the reason if the device cannot be used, and `RunnerError`, with the end of the child's
+    standard error, if the child dies or does not answer within `deadline_seconds`.
     """
     parse(device)
-    busy = host.load_notes()  # before the child adds to it
+    busy = host.load_notes()  # before the child process adds its own load
     with TemporaryDirectory(prefix="autotune_amp-") as folder:
-        # A file of its own: neither prints nor anything that holds an inherited pipe open can spoil it.
+        # A file: printed text and processes that keep an inherited pipe open cannot corrupt it.
         answer, log = Path(folder, "answer.json"), Path(folder, "log")
         how = _run(
             [sys.executable, "-m", "autotune_amp.hardware.measuring", device, str(answer)], log, deadline_seconds
@@ -201,7 +201,7 @@ def probe(device: str = "auto", *, deadline_seconds: float = DEADLINE_SECONDS) -
 
 
 def _run(command: list[str], log: Path, deadline_seconds: float) -> str:
-    """Run it where and as this process could have; returns how it ended."""
+    """Run `command` with this process's import path, its output in `log`; return a text that says how it ended."""
     with log.open("wb") as output:
         try:
             status = subprocess.run(  # noqa: S603  # our own interpreter and module

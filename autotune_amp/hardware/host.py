@@ -1,4 +1,4 @@
-"""The machine and the container or job that this process lives in: CPUs, memory, and their limits. No torch.
+"""CPUs and memory of this machine, and the limits set by a container or job. No torch.
 
 Source of the limits: Linux's admin-guide/cgroup-v2 (memory.max, memory.current, cpu.max).
 """
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 def cpu_name(root: Path = Path("/")) -> str:
-    """The processor's name as its maker gives it, else its architecture."""
+    """Return the processor's name as given by its maker, or its architecture."""
     if sys.platform == "darwin":
         import subprocess
 
@@ -26,14 +26,14 @@ def cpu_name(root: Path = Path("/")) -> str:
 
 
 def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
-    """The instruction sets in /proc/cpuinfo ("flags" on x86, "Features" on ARM), empty where there is none."""
+    """Return the instruction sets in /proc/cpuinfo ("flags" on x86, "Features" on ARM), empty if it does not exist."""
     return frozenset((_cpuinfo(root, "flags", "Features") or "").split())
 
 
 def _cpuinfo(root: Path, *keys: str) -> str | None:
-    """The first value of one of these keys."""
+    """Return the first value in /proc/cpuinfo for one of these keys, None if there is none."""
     with contextlib.suppress(OSError), (root / "proc/cpuinfo").open() as lines:
-        # Line by line: the kernel makes this file up as it is read, slowly where there are hundreds of CPUs.
+        # Line by line: the kernel generates this file on reading, slowly on hosts with hundreds of CPUs.
         for line in lines:
             key, _, value = line.partition(":")
             if key.strip() in keys:
@@ -42,14 +42,14 @@ def _cpuinfo(root: Path, *keys: str) -> str | None:
 
 
 def num_cpus() -> int:
-    """How many CPUs this process may run on."""
+    """Return the number of CPUs that this process may run on."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def total_memory_bytes() -> int:
-    """The machine's memory, whatever a container allows of it."""
+    """Return the machine's memory in bytes, ignoring container limits."""
     if hasattr(os, "sysconf"):
         return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     import psutil
@@ -58,14 +58,14 @@ def total_memory_bytes() -> int:
 
 
 def available_memory_bytes() -> int:
-    """What the machine can still give without swapping, whatever a container allows of it."""
+    """Return the machine's memory in bytes that is available without swapping, ignoring container limits."""
     import psutil
 
     return int(psutil.virtual_memory().available)
 
 
 def load_notes() -> tuple[str, ...]:
-    """That other work keeps this machine busy, by its load average over the last minute."""
+    """Return a warning if the load average over the last minute shows that other work keeps the machine busy."""
     if not hasattr(os, "getloadavg"):
         return ()
     load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
@@ -75,31 +75,31 @@ def load_notes() -> tuple[str, ...]:
 
 
 class ContainerMemory(NamedTuple):
-    """Bytes: the lowest limit above this process, and the least that any limit above it leaves free."""
+    """Memory in bytes: the lowest limit of this process's cgroups, and the least memory that any leaves free."""
 
     limit: int
     available: int
 
 
 def container_memory(root: Path = Path("/")) -> ContainerMemory | None:
-    """What the cgroups of this process allow, None where nothing limits it; `root` is where proc and sys are found.
+    """Return the memory limit of this process's cgroups, None without one. `root` contains proc and sys.
 
-    A limit on any ancestor binds too. Inside a container the path in /proc/self/cgroup may be the host's, and only
-    the top folder is there: folders that do not exist are passed over.
+    Limits of ancestors apply too. Inside a container the path in /proc/self/cgroup may be the host's, while only the
+    top folder exists: folders that do not exist are skipped.
     """
     levels = []
     for folder in _folders(root):
         limit, usage = _read(folder / "memory.max").strip(), _read(folder / "memory.current").strip()
-        if limit.isdigit() and usage.isdigit():  # else "max", or no such folder
+        if limit.isdigit() and usage.isdigit():  # otherwise "max", or the folder does not exist
             stat = dict(line.split(None, 1) for line in _read(folder / "memory.stat").splitlines())
-            # Usage counts the page cache: without this a machine that has read a large data set looks full.
+            # Usage includes the page cache: without this a machine that has read a large data set looks full.
             used = int(usage) - int(stat.get("inactive_file", 0))
             levels.append(ContainerMemory(int(limit), min(int(limit), max(0, int(limit) - used))))
     return ContainerMemory(*map(min, zip(*levels, strict=True))) if levels else None
 
 
 def container_cpus(root: Path = Path("/")) -> float | None:
-    """How many CPUs' time the cgroups of this process allow (2.0 of ``docker run --cpus 2``), None without a limit."""
+    """Return the CPU time, in CPUs, that this process's cgroups allow (2.0 with ``--cpus 2``), None without a limit."""
     quotas = []
     for folder in _folders(root):
         quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
@@ -109,7 +109,7 @@ def container_cpus(root: Path = Path("/")) -> float | None:
 
 
 def _folders(root: Path) -> Iterator[Path]:
-    """Every folder that may limit this process, its own and those above it."""
+    """Yield the cgroup folders whose limits apply to this process: its own and its ancestors'."""
     base = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
         if line.startswith("0::"):

@@ -1,5 +1,4 @@
-"""What others do on this machine while we measure, what of it is worth a word, and how far it widens what is promised.
-No torch."""
+"""Load by other processes during a measurement: counters, thresholds for warnings, widened intervals. No torch."""
 
 from __future__ import annotations
 
@@ -17,15 +16,15 @@ import psutil
 from autotune_amp.core.hardware import BusyProcess, CardProcess, LoadEvidence, MachineLoad
 from autotune_amp.hardware import nvml
 
-# CPU times come in hundredths of a second for each process: shorter than this they say nothing.
+# CPU times are counted in hundredths of a second per process: shorter periods are meaningless.
 MIN_SECONDS = 0.25
 _LOOK_SECONDS = 1.0
 _NUM_BUSIEST, _BUSIEST_NUM_CORES = 3, 0.05
-_MIN_WANTED_SHARE = 0.05  # of the CPUs' time: on a machine that hardly works a stolen tick would be a large share
+_MIN_WANTED_SHARE = 0.05  # share of the CPUs' time: on an idle machine a single stolen tick would be a large share
 
 
 class ProcessTimes(NamedTuple):
-    """A process and its CPU seconds: its own, and those of its children that have ended and were waited for."""
+    """CPU seconds of a process: its own, and those of its children that have ended and were waited for."""
 
     parent: int
     name: str
@@ -34,7 +33,7 @@ class ProcessTimes(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """The machine's counters at one moment, None where the system hides them; in CPU seconds since it was started."""
+    """Counters of the machine at one moment, None if the system hides them; in CPU seconds since its start."""
 
     at_seconds: float
     num_cpus: int
@@ -44,10 +43,10 @@ class Reading(NamedTuple):
 
 
 def load_between(before: Reading, after: Reading, own_pid: int) -> MachineLoad:
-    """What happened between two readings; the process `own_pid` and all that came of it are not others.
+    """Return the load between two readings. The process `own_pid` and its descendants do not count as others.
 
-    A process that ends leaves its CPU time to the parent that waits for it (times(2), tms_cutime), so that the sum
-    over the processes of a tree holds what its ended ones used. What is left of the machine's busy time is others'.
+    A process that ends leaves its CPU time to the parent that waits for it (times(2), tms_cutime), so the sum over the
+    processes of a tree includes the time of ended ones. The rest of the machine's busy time is that of others.
     """
     seconds = after.at_seconds - before.at_seconds
     if seconds < MIN_SECONDS or before.busy_seconds is None or after.busy_seconds is None:
@@ -60,7 +59,7 @@ def load_between(before: Reading, after: Reading, own_pid: int) -> MachineLoad:
         found["stolen_share"] = stolen / wanted
     if before.processes is not None and after.processes is not None:
         own = max(0.0, _tree_seconds(after.processes, own_pid) - _tree_seconds(before.processes, own_pid))
-        if busy >= 0.5 * own:  # some sandboxes count for each process, but not for the machine
+        if busy >= 0.5 * own:  # some sandboxes count CPU time per process, but not for the machine
             found["others_num_cores"] = min(float(after.num_cpus), max(0.0, busy - own) / seconds)
             found["own_num_cores"] = own / seconds
             found["busiest"] = _busiest(before.processes, after.processes, own_pid, seconds)
@@ -68,7 +67,7 @@ def load_between(before: Reading, after: Reading, own_pid: int) -> MachineLoad:
 
 
 def tree(processes: dict[int, ProcessTimes], own_pid: int) -> set[int]:
-    """The process `own_pid` and its descendants."""
+    """Return the process ids of `own_pid` and its descendants."""
     children: dict[int, list[int]] = {}
     for pid, process in processes.items():
         children.setdefault(process.parent, []).append(pid)
@@ -96,19 +95,19 @@ def _busiest(
 
 
 def read(root: Path = Path("/proc")) -> Reading:
-    """The counters now, in milliseconds; those of the CPUs that this process may run on."""
+    """Read the counters of the CPUs that this process may run on. Takes milliseconds."""
     try:
         times = psutil.cpu_times(percpu=True)
     except (OSError, RuntimeError, ValueError):  # a sandbox may hide them
         times = []
     ours = times
-    # Where CPUs are switched off, their numbers are no places in this list.
+    # If CPUs are switched off, their numbers are not indices into this list.
     if hasattr(os, "sched_getaffinity") and len(times) == os.sysconf("SC_NPROCESSORS_CONF"):
         ours = [times[cpu] for cpu in os.sched_getaffinity(0)]
     return Reading(
         at_seconds=time.monotonic(),
         num_cpus=len(ours) or os.cpu_count() or 1,
-        # Neither interrupts, which our own transfers raise, nor guests, which "user" holds already.
+        # Without interrupts, which our own transfers cause, and guests, which "user" includes.
         busy_seconds=sum(cpu.user + cpu.system + getattr(cpu, "nice", 0.0) for cpu in ours) if ours else None,
         stolen_seconds=sum(cpu.steal for cpu in ours) if ours and hasattr(ours[0], "steal") else None,
         processes=_processes(root),
@@ -116,9 +115,9 @@ def read(root: Path = Path("/proc")) -> Reading:
 
 
 def _processes(root: Path) -> dict[int, ProcessTimes] | None:
-    """All processes, from Linux's /proc; None elsewhere, where no system counts ended children.
+    """Return all processes from Linux's /proc; None on other systems, which do not count ended children.
 
-    Read at one go: psutil opens five files for each process, which takes 10 ms for a hundred of them.
+    One file per process is read: psutil opens five, which takes 10 ms for a hundred processes.
     """
     if not (root / "self" / "stat").exists():
         return None
@@ -126,7 +125,7 @@ def _processes(root: Path) -> dict[int, ProcessTimes] | None:
     found: dict[int, ProcessTimes] = {}
     for folder in root.iterdir():
         if folder.name.isdigit():
-            with contextlib.suppress(OSError):  # it ended; its parent, which has its time now, was read before: rare
+            with contextlib.suppress(OSError):  # it has just ended, after its parent was read: rare
                 text = (folder / "stat").read_text(errors="replace")
                 name, _, rest = text.partition("(")[2].rpartition(")")
                 fields = rest.split()  # from "state", which proc_pid_stat(5) numbers 3
@@ -136,14 +135,14 @@ def _processes(root: Path) -> dict[int, ProcessTimes] | None:
 
 
 class LoadMeter:
-    """Tells what others did while a trial ran: from its last warm-up step on, or in all of it where it took none."""
+    """Meter of the load by other processes during a trial, from its last warm-up step on, or from its start."""
 
-    def __init__(self, uuid: str | None = None) -> None:  # the card's
+    def __init__(self, uuid: str | None = None) -> None:  # the GPU's UUID
         self._uuid = uuid
         self.start()
 
     def start(self) -> None:
-        """Begin anew."""
+        """Restart the measurement."""
         self._before = read()
         self._after: Reading | None = None
         self._is_stepping = False
@@ -151,15 +150,15 @@ class LoadMeter:
         self._slowdowns: dict[str, None] | None = None
 
     def warm_up(self) -> None:
-        """The trial took a step to warm up: what was before does not count.
+        """Note a warm-up step: the measurement restarts here, except after a measured step.
 
-        The measured steps are told of when they end. Begun only then, a single long one would have been missed.
+        Measured steps are reported at their end. Starting at the first of them would miss a single long step.
         """
         if not self._is_stepping and time.monotonic() - self._before.at_seconds >= MIN_SECONDS:
             self._before = read()
 
     def step(self) -> None:
-        """The trial took a measured step: the card's clocks are worth a look."""
+        """Note a measured step, and look at the GPU's clocks once a second."""
         now, self._is_stepping = time.monotonic(), True
         if self._uuid is not None and now - self._last_look >= _LOOK_SECONDS:
             self._last_look = now
@@ -168,11 +167,11 @@ class LoadMeter:
                 self._slowdowns = {**(self._slowdowns or {}), **dict.fromkeys(names)}
 
     def hold(self) -> None:
-        """Our processes are about to be killed: nobody may be there to take over their CPU time."""
+        """Read the counters now: our processes are about to be killed, and their CPU time may be lost with them."""
         self._after = self._after or read()
 
     def stop(self) -> MachineLoad:
-        """What others did since `start`, or since the last step to warm up."""
+        """Return the load by others since `start`, or since the last warm-up step."""
         after = self._after or read()
         return msgspec.structs.replace(
             load_between(self._before, after, os.getpid()),
@@ -186,7 +185,7 @@ class LoadMeter:
             return None
         seen = reading.processes or {}
         ours = tree(seen, os.getpid()) | nvml.ancestors()
-        # From a container NVML's numbers may be of processes that cannot be seen, and those may be our own.
+        # Inside a container NVML's process ids may be of invisible processes, which may be our own.
         return tuple(
             CardProcess(pid=pid, name=seen[pid].name, memory_bytes=memory_bytes)
             for pid, memory_bytes in listed
@@ -194,19 +193,19 @@ class LoadMeter:
         )
 
 
-# Less is what daemons use, and what counting CPU time in ticks gets wrong. One process that keeps a core busy is worth
-# a word however many cores there are: the step waits for the thread that shares it.
+# Smaller loads come from daemons and from counting CPU time in ticks. One process that keeps a core busy matters
+# however many cores there are: the step waits for the thread that shares its core.
 WORTH_CORES, WORTH_SHARE_OF_CPUS, SURELY_WORTH_CORES = 0.25, 0.05, 0.75
 WORTH_STOLEN_SHARE = 0.03
 
 
 def worth_cores(num_cpus: int) -> float:
-    """The cores from which on others' use is worth a word."""
+    """Return the number of cores used by others from which on a warning is given."""
     return max(WORTH_CORES, min(WORTH_SHARE_OF_CPUS * num_cpus, SURELY_WORTH_CORES))
 
 
 def is_busy(loads: Sequence[MachineLoad]) -> bool:
-    """Whether others used enough of the CPUs for a word: on the mean, or twice that at some time."""
+    """Return whether others used enough CPU time to matter: on average, or twice as much in one process."""
     used = [load.others_num_cores for load in loads if load.others_num_cores is not None]
     if not used:
         return False
@@ -215,19 +214,19 @@ def is_busy(loads: Sequence[MachineLoad]) -> bool:
 
 
 def is_stolen(loads: Sequence[MachineLoad]) -> bool:
-    """Whether the hypervisor gave enough away for a word, on the mean."""
+    """Return whether the hypervisor gave away enough CPU time on average to matter."""
     stolen = [load.stolen_share for load in loads if load.stolen_share is not None]
     return bool(stolen) and fmean(stolen) >= WORTH_STOLEN_SHARE
 
 
 def others_slowdown(load: MachineLoad) -> float:
-    """How many times slower others on the CPUs made the steps, by what they took of them.
+    """Return the estimated factor by which other processes on the CPUs slowed the steps.
 
-    Others that are not worth a word count for nothing, and while a core was idle nobody waited for one. Else the step
-    is as slow as the slowest thread: the one on the core of which others had most. They had no more of it than they
-    used in all, and, as a scheduler gives equal shares, no more than half of it, unless there are several of them to
-    each core. One busy process beside two threads on two cores: 2 by this rule, 68 ms in place of 32 as measured
-    (studies/README.md). On a card one thread feeds it: what others may have taken is the rest of that thread's core.
+    Loads below `worth_cores` count as none, and so does any load while a core was idle. Otherwise the step is as slow
+    as its slowest thread, the one whose core others used most. They used no more of that core than they used in total,
+    and, since a scheduler gives equal shares, no more than half of it, unless there are several of them per core. One
+    busy process beside two threads on two cores: 2 by this rule, 68 ms instead of 32 as measured (studies/README.md). A
+    GPU is fed by one thread: others may have taken at most the rest of that thread's core.
     """
     others, num_cpus, own = load.others_num_cores or 0.0, load.num_cpus, load.own_num_cores or 0.0
     if others < worth_cores(num_cpus) or num_cpus - others - own >= 1:
@@ -239,11 +238,11 @@ def others_slowdown(load: MachineLoad) -> float:
 
 
 def interval_factors(loads: Sequence[MachineLoad]) -> tuple[float, float]:
-    """What to multiply the ends of a throughput's interval by, so that it holds whatever others do of what was seen.
+    """Return factors for the ends of a throughput's interval, to include the range of observed loads.
 
-    The interval was measured under the median load. With s the slowdown of each process the factors are
-    median(s) / max(s), the worst load that was seen, and median(s), none: a steady load leaves the lower end, one that
-    came and went widens both. (1, 1) where nothing was worth a word. A process whose load is not known is left out.
+    The interval was measured under the median load. With s the slowdown of each process the factors are median(s) /
+    max(s), for the worst load observed, and median(s), for no load: a steady load keeps the lower end, an intermittent
+    one widens both. (1, 1) if no load mattered. Processes with unknown load are ignored.
     """
     known = [load for load in loads if load.others_num_cores is not None or load.stolen_share is not None]
     slowdowns = [1.0] * max(1, len(known))
@@ -255,7 +254,7 @@ def interval_factors(loads: Sequence[MachineLoad]) -> tuple[float, float]:
 
 
 def evidence(loads: Sequence[MachineLoad]) -> LoadEvidence | None:
-    """What others did while the processes behind a throughput's interval ran; None where nobody looked."""
+    """Summarize the loads during the processes behind a throughput's interval; None for an empty sequence."""
     if not loads:
         return None
     used = [load.others_num_cores for load in loads if load.others_num_cores is not None]
@@ -275,7 +274,7 @@ def evidence(loads: Sequence[MachineLoad]) -> LoadEvidence | None:
 
 
 def doubts(found: LoadEvidence | None, remedy: str = "search again with --fresh") -> list[str]:
-    """What is said of `evidence`, and what would give a surer answer."""
+    """Return warnings about the load, each with a way to a more reliable result; `remedy` completes the advice."""
     if found is None:
         return []
     said = []

@@ -1,4 +1,4 @@
-"""measure(): everything about one device, by using it. Belongs into a child process: `probe` runs this module."""
+"""measure(): the capabilities of a device, found by using it. To be run in a child process, as `probe` does."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from autotune_amp.hardware.device import DEVICES, Answer, Device, device_of, ide
 
 
 def measure(device: str, *, seconds: float = 1.0) -> Hardware:
-    """The device, its memory, and each precision's level, reason and matrix-product rate.
+    """Measure a device: its memory, and for each precision the level, the reason and the rate of matrix products.
 
-    `auto` is the NVIDIA card that `identify` sees, else the first of cuda, xpu, mps and cpu that can be used; a note
-    says why it is not one that this PyTorch was built for. `seconds` is shared by the micro-benchmarks of all
-    precisions, not counting the start of the device. Raises `DeviceError` with the reason where the device asked for
-    cannot be used.
+    `auto` is the NVIDIA GPU that `identify` sees, otherwise the first usable of cuda, xpu, mps and cpu; notes give the
+    reason for each device that this PyTorch was built for and that was passed over. `seconds` is shared by the
+    micro-benchmarks of all precisions, not counting the start of the device. Raises `DeviceError` with the reason if
+    the requested device cannot be used.
     """
     kind, name, passed_over = _resolve(device)
     notes = (*passed_over, *kind.notes(name))  # before the rest makes the device busy
@@ -46,10 +46,10 @@ def measure(device: str, *, seconds: float = 1.0) -> Hardware:
 
 
 def make_current(device: str) -> None:
-    """Have "cuda" and .cuda() in this thread mean a device named by a number above 0; others are what they mean anyway.
+    """Make `device` the one that "cuda" and .cuda() mean in this thread, if its index is above 0.
 
-    No driver is started for those: code that is yet to run may say which devices it shows. Raises `DeviceError` where
-    there is no such device.
+    No driver is started for other devices: code that runs later may select the visible devices. Raises `DeviceError` if
+    the device does not exist.
     """
     kind, index = parse(device)
     if index:
@@ -57,10 +57,10 @@ def make_current(device: str) -> None:
 
 
 def _resolve(device: str) -> tuple[Device, str, tuple[str, ...]]:
-    """What answers for it, the device string, and why `auto` passed over an accelerator."""
+    """Return the device's module, the device string, and the reasons why `auto` passed over accelerators."""
     kind, index = parse(device)
     if kind == "auto" and identify(device).type == "cuda":
-        kind = "cuda"  # a card that cannot be used is an error: another device's answer would be filed under its name
+        kind = "cuda"  # a GPU that cannot be used is an error: results of another device would be filed under its name
     if kind != "auto":
         return device_of(kind), device_of(kind).resolve(index), ()
     passed_over: list[str] = []
@@ -98,18 +98,18 @@ _NUM_REPEATS = 3
 
 
 def flops_per_second(device: str, precision: Precision, *, seconds: float, max_bytes: int) -> float:
-    """The rate of the largest product of which four fit into `seconds`, by the median of at least three.
+    """Return the rate of the largest matrix product of which four fit into `seconds`: the median of at least three.
 
-    Takes `seconds` and little more, however slow the precision, not counting the start of the device itself; uses at
-    most about `max_bytes` and all of torch's threads. Raises `RuntimeError` where torch cannot multiply in this
-    precision, `torch.OutOfMemoryError` where memory is short.
+    Takes little more than `seconds`, however slow the precision, not counting the start of the device itself; uses at
+    most about `max_bytes` and all of torch's threads. Raises `RuntimeError` if torch cannot multiply in this precision,
+    `torch.OutOfMemoryError` if memory is short.
     """
     start = perf_counter()
     with torch.inference_mode(), _fp32_mode("tf32" if precision == "tf32" else "ieee"):
         size = _SMALLEST
         while True:
             product = _product(device, precision, size)
-            _time(product, device)  # the first one chooses kernels and starts libraries
+            _time(product, device)  # the first product chooses kernels and starts libraries
             times = [_time(product, device) for _ in range(_NUM_REPEATS - 1)]
             # Twice the size is eight times the arithmetic and four times the memory.
             if 8 * min(times) > seconds / 4 or size == _LARGEST or 4 * 3 * 4 * size**2 > max_bytes:
@@ -121,7 +121,7 @@ def flops_per_second(device: str, precision: Precision, *, seconds: float, max_b
 
 
 def _product(device: str, precision: Precision, size: int) -> Callable[[], torch.Tensor]:
-    """A product of two random matrices: zeros would take less power and run faster than real data."""
+    """Return a function that multiplies two random matrices: zeros would draw less power and run faster."""
     left, right = torch.randn(2, size, size, device=device)
     if precision == "fp8":
         a, b = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn).t()  # the second must be column-major
@@ -132,7 +132,7 @@ def _product(device: str, precision: Precision, size: int) -> Callable[[], torch
 
 
 def _time(product: Callable[[], torch.Tensor], device: str) -> float:
-    """Seconds of one product, from an idle device to an idle device."""
+    """Return the seconds of one product, with a synchronisation before and after it."""
     synchronize(torch.device(device))
     start = perf_counter()
     product()
@@ -141,14 +141,14 @@ def _time(product: Callable[[], torch.Tensor], device: str) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device; a CPU has nothing to wait for."""
+    """Wait for the device to finish its work; does nothing for a CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 @contextmanager
 def _fp32_mode(mode: str) -> Iterator[None]:
-    """CUDA's and oneDNN's way to multiply fp32 matrices, put back afterwards."""
+    """Set how CUDA and oneDNN multiply fp32 matrices, and restore the former mode on exit."""
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined] # set at import
     modes = [backend.fp32_precision for backend in backends]
     torch.backends.cuda.matmul.fp32_precision = mode

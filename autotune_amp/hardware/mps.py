@@ -1,4 +1,4 @@
-"""Apple's GPU through Metal."""
+"""Apple GPUs through Metal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autotune_amp.hardware.device import identify, native, only, unsupported
 
 
 def decide(*, is_macos_14: bool) -> dict[Precision, Capability]:
-    """Every precision from the system's version; pure."""
+    """Return the capability of every precision from the version of macOS; pure."""
     return {
         "fp32": native("Metal computes in fp32."),
         "tf32": unsupported("TF32 is a mode of NVIDIA's tensor cores."),
@@ -25,12 +25,12 @@ def decide(*, is_macos_14: bool) -> dict[Precision, Capability]:
 
 
 def is_built() -> bool:
-    """As torch's backend says."""
+    """Return whether this PyTorch was built for MPS."""
     return torch.backends.mps.is_built()
 
 
 def resolve(index: int | None) -> str:
-    """``mps``; raises `DeviceError` where this build or this machine has none."""
+    """Return ``mps``. Raises `DeviceError` if this build or this machine has no MPS device."""
     if not torch.backends.mps.is_available():
         raise DeviceError(
             "No MPS device: this PyTorch was built without MPS, or this Mac has no GPU that Metal can use.",
@@ -40,27 +40,27 @@ def resolve(index: int | None) -> str:
 
 
 def identity(device: str) -> DeviceIdentity:
-    """The same as `identify` says."""
+    """Return the GPU's identity, the same as `identify` does."""
     return identify(device)
 
 
 def compute_capability(_: str) -> str | None:
-    """None: Metal has no such number."""
+    """Return None: Metal has no version of the instruction set."""
     return None
 
 
 def memory(_: str) -> DeviceMemory:
-    """Bytes: Metal's recommended maximum, less what is taken of it, and no more than the machine has free."""
+    """Return Metal's recommended maximum in bytes, less the allocated part, and at most the machine's free memory."""
     total = torch.mps.recommended_max_memory()
     free = max(0, total - torch.mps.driver_allocated_memory())
     return DeviceMemory(total=total, free=free, available=min(free, host.available_memory_bytes()))
 
 
 def capabilities(_: str) -> dict[Precision, Capability]:
-    """From the version of macOS: that `autocast("mps")` can be made proves nothing."""
+    """Return the capability of every precision from the version of macOS; `autocast("mps")` can be made on any."""
     return decide(is_macos_14=torch.backends.mps.is_macos_or_newer(14, 0))
 
 
 def notes(_: str) -> tuple[str, ...]:
-    """Nothing that Metal would tell."""
+    """Return no notes: Metal reports nothing about other processes."""
     return ()

@@ -1,6 +1,6 @@
-"""What NVIDIA's management library says of the cards: it creates no context on any of them.
+"""Queries to NVIDIA's management library (NVML), which create no CUDA context.
 
-Cards are told apart by UUID: NVML counts them by PCI bus, CUDA by CUDA_VISIBLE_DEVICES.
+GPUs are identified by UUID: NVML counts them by PCI bus, CUDA by CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.hardware import host
 
-# Bits of the clock event reasons that make a card slower than it is (nvml.h, nvmlClocksEventReason*).
+# Bits of the clock event reasons that lower a GPU's clocks (nvml.h, nvmlClocksEventReason*).
 _SLOWDOWNS = {
     0x08: "hardware slowdown (heat or power)",
     0x20: "heat, limited by the driver",
@@ -26,10 +26,9 @@ _SLOWDOWNS = {
 
 
 def visible_uuids() -> tuple[str, ...]:
-    """UUIDs of the cards that CUDA may use, at their CUDA index; empty where there is no NVIDIA driver.
+    """Return the UUIDs of the GPUs that CUDA may use, by CUDA index; empty without an NVIDIA driver.
 
-    Cards of different models may stand in another order in CUDA, fastest first, unless CUDA_DEVICE_ORDER is
-    PCI_BUS_ID.
+    GPUs of different models may have another order in CUDA, fastest first, unless CUDA_DEVICE_ORDER is PCI_BUS_ID.
     """
     handles = [_ask("nvmlDeviceGetHandleByIndex", index) for index in range(_ask("nvmlDeviceGetCount") or 0)]
     uuids = [_ask("nvmlDeviceGetUUID", handle) for handle in handles if handle is not None]
@@ -37,10 +36,10 @@ def visible_uuids() -> tuple[str, ...]:
 
 
 def select_visible(uuids: Sequence[str], visible: str | None) -> tuple[str, ...]:
-    """The cards that a value of CUDA_VISIBLE_DEVICES leaves, in its order; None is the variable not set.
+    """Return the GPUs that a value of CUDA_VISIBLE_DEVICES selects, in its order; None: the variable is not set.
 
-    CUDA's rules: the first entry that names no card ends the list, a card named twice empties it, an index ends at
-    its first letter, a UUID may be shortened while it stays unique. MIG instances are passed through as named.
+    CUDA's rules: the first entry that names no GPU ends the list, a GPU named twice empties it, an index ends at its
+    first letter, a UUID may be shortened while it stays unique. MIG instances are passed through as named.
     """
     if visible is None:
         return tuple(uuids)
@@ -66,9 +65,9 @@ def _named(entry: str, uuids: Sequence[str]) -> str | None:
 
 
 def identity(index: int, uuid: str) -> DeviceIdentity | None:
-    """The card of a UUID, with or without its GPU- or MIG- in front; None where NVML does not know it.
+    """Return the identity of the GPU with this UUID, with or without the prefix GPU- or MIG-; None if NVML has none.
 
-    Its memory is 0 where it shares the machine's.
+    Memory is 0 for a GPU that shares the machine's.
     """
     handle = _handle(uuid)
     if handle is None:
@@ -87,8 +86,10 @@ def identity(index: int, uuid: str) -> DeviceIdentity | None:
 
 
 def process_notes(uuid: str) -> tuple[str, ...]:
-    """Who else computes on the card, with the memory they hold where the driver says: neither this process nor those
-    that it descends from, which wait for it."""
+    """Return a warning for each other process that computes on the GPU, with its memory if the driver reports it.
+
+    This process and its ancestors, which wait for it, are left out.
+    """
     ours = {os.getpid(), *ancestors()}
     return tuple(
         f"Process {pid} holds {'memory' if used is None else f'{used / 2**30:.1f} GiB'} on this card: its work slows "
@@ -99,22 +100,22 @@ def process_notes(uuid: str) -> tuple[str, ...]:
 
 
 def held_by_caller(uuid: str) -> int:
-    """The bytes that the processes which this one descends from hold on the card, as far as the driver says."""
+    """Return the bytes that the ancestors of this process hold on the GPU, as far as the driver reports them."""
     callers = ancestors()
     return sum(used or 0 for pid, used in processes(uuid) or () if pid in callers)
 
 
 def ancestors() -> set[int]:
-    """The numbers of the processes that this one descends from."""
-    import psutil  # takes longer than `identify` may
+    """Return the process ids of the ancestors of this process."""
+    import psutil  # its import takes longer than `identify` may take
 
     return {process.pid for process in psutil.Process().parents()}
 
 
 def processes(uuid: str) -> tuple[tuple[int, int | None], ...] | None:
-    """The processes that compute on the card, ours too, with the bytes they hold; None where the driver does not say.
+    """Return (pid, bytes held) of all processes that compute on the GPU, ours too; None if the driver has no list.
 
-    Their numbers may be the host's where this process is in a container.
+    Inside a container the process ids may be the host's.
     """
     handle = _handle(uuid)
     found = None if handle is None else _ask("nvmlDeviceGetComputeRunningProcesses", handle)
@@ -122,15 +123,15 @@ def processes(uuid: str) -> tuple[tuple[int, int | None], ...] | None:
 
 
 def slowdown_names(uuid: str) -> tuple[str, ...] | None:
-    """Why the card runs below its clocks at this moment; None where the driver does not say."""
+    """Return the reasons why the GPU runs below its clocks at present; None if the driver does not report them."""
     handle = _handle(uuid)
-    # The old name of ...ClocksEventReasons: every driver has it.
+    # The old name of ...ClocksEventReasons, which every driver has.
     reasons = None if handle is None else _ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
     return None if reasons is None else tuple(name for bit, name in _SLOWDOWNS.items() if reasons & bit)
 
 
 def temperature_and_clock(uuid: str) -> tuple[int | None, int | None]:
-    """The card's degrees Celsius and the MHz that its multiprocessors run at; None where the driver does not say."""
+    """Return the GPU's temperature in degrees Celsius and its SM clock in MHz; None for unreported values."""
     handle = _handle(uuid)
     if handle is None:
         return None, None
@@ -139,7 +140,7 @@ def temperature_and_clock(uuid: str) -> tuple[int | None, int | None]:
 
 
 def energy_joules(uuid: str) -> float | None:
-    """What the card has drawn since its driver was loaded; None for a card without that counter, a MIG instance too."""
+    """Return the energy in joules drawn since the driver was loaded; None without a counter, as on MIG instances."""
     handle = _handle(uuid)
     millijoules = None if handle is None else _ask("nvmlDeviceGetTotalEnergyConsumption", handle)
     return None if millijoules is None else millijoules / 1e3
@@ -152,7 +153,7 @@ def _handle(uuid: str) -> Any | None:
 
 
 def _ask(function: str, *arguments: object) -> Any | None:
-    """NVML's answer, None where there is no NVML or it cannot say: old drivers, containers, integrated cards."""
+    """Call an NVML function; None without NVML or if it fails, as with old drivers, containers and integrated GPUs."""
     nvml = _library()
     if nvml is None:
         return None
@@ -164,9 +165,9 @@ def _ask(function: str, *arguments: object) -> Any | None:
 
 @lru_cache(maxsize=1)
 def _library() -> Any | None:
-    """pynvml, initialised for the life of this process, or None."""
+    """Return the pynvml module, initialised once per process, or None without NVML."""
     try:
-        # Importing pynvml takes 30 ms, most machines without a card need not pay them.
+        # Importing pynvml takes 30 ms, which machines without a GPU need not spend.
         ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
     except OSError:
         return None

@@ -1,4 +1,4 @@
-"""Intel's GPUs through SYCL."""
+"""Intel GPUs through SYCL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autotune_amp.hardware.device import emulated, native, numbered, unsupported
 
 
 def decide(*, has_fp16: bool, has_bf16: bool, can_hold_bf16: bool) -> dict[Precision, Capability]:
-    """Every precision from the device's properties; pure."""
+    """Return the capability of every precision from the device's properties; pure."""
     no_bf16 = "The device has no bf16 conversions"
     return {
         "fp32": native("Every XPU computes in fp32."),
@@ -28,12 +28,12 @@ def decide(*, has_fp16: bool, has_bf16: bool, can_hold_bf16: bool) -> dict[Preci
 
 
 def is_built() -> bool:
-    """As torch's version says."""
+    """Return whether this PyTorch was built for XPU."""
     return torch.version.xpu is not None
 
 
 def resolve(index: int | None) -> str:
-    """``xpu:N``; raises `DeviceError` where this build or this machine has none, or not that many."""
+    """Return ``xpu:N``. Raises `DeviceError` if this build or machine has no XPU device, or no device N."""
     if not (is_built() and torch.xpu.is_available()):
         raise DeviceError(
             f"No XPU device: PyTorch {torch.__version__} has no XPU support, or Intel's GPU driver shows none.",
@@ -43,7 +43,7 @@ def resolve(index: int | None) -> str:
 
 
 def identity(device: str) -> DeviceIdentity:
-    """As the device's properties say."""
+    """Return the device's identity from its properties."""
     properties = torch.xpu.get_device_properties(device)
     return DeviceIdentity(
         type="xpu",
@@ -57,12 +57,12 @@ def identity(device: str) -> DeviceIdentity:
 
 
 def compute_capability(device: str) -> str | None:
-    """The runtime's version of the device."""
+    """Return the runtime's version string for the device."""
     return str(torch.xpu.get_device_properties(device).version)
 
 
 def memory(device: str) -> DeviceMemory:
-    """Bytes; where the driver does not tell what is free, all of it counts as free."""
+    """Return the device's memory in bytes; if the driver does not report free memory, all of it counts as free."""
     try:
         free, total = torch.xpu.mem_get_info(device)
     except RuntimeError:
@@ -71,7 +71,7 @@ def memory(device: str) -> DeviceMemory:
 
 
 def capabilities(device: str) -> dict[Precision, Capability]:
-    """From the device's properties and, from torch 2.10 on, the types that it can hold."""
+    """Return the capability of every precision from the device's properties and, from torch 2.10 on, its dtypes."""
     properties = torch.xpu.get_device_properties(device)
     can_hold_bf16 = True
     if hasattr(torch.accelerator, "get_device_capability"):
@@ -82,5 +82,5 @@ def capabilities(device: str) -> dict[Precision, Capability]:
 
 
 def notes(_: str) -> tuple[str, ...]:
-    """Nothing that the driver would tell."""
+    """Return no notes: the driver reports nothing about other processes."""
     return ()
