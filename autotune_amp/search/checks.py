@@ -1,4 +1,4 @@
-"""The parent side of check_fidelity() and check_workload(): each runs one job in a child process, without a search."""
+"""Parent side of check_fidelity() and check_workload(): each runs one job in a child process, without a search."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_check(
     seed: int,
     budget_seconds: float,
 ) -> Fidelity:
-    """Check one precision in a child; see `autotune_amp.check_fidelity`, whose arguments these are."""
+    """Check the fidelity of one precision in a child process; see `autotune_amp.check_fidelity` for the arguments."""
     for name, given, is_right, wanted in (
         ("precision", precision, isinstance(precision, str), 'one name, such as "bf16"'),
         ("batch_size", batch_size, is_count(batch_size), "a whole number from 1 up, or left out"),
@@ -66,13 +66,15 @@ def run_check(
 def check_job(
     opened: Opened, options: SearchOptions, batch_size: int | None, pinned_modules: tuple[str, ...], seconds: float
 ) -> Check:
-    """The check to make within `seconds`; raises `InvalidRequestError` for a precision that cannot be checked here."""
+    """Return the check to run within `seconds`. Raises `InvalidRequestError` for a precision that cannot be checked
+    here.
+    """
     hardware, description = opened.hardware, opened.description
     assert options.precisions is not None
     (precision,) = options.precisions
     if precision == "fp32" and description.weights not in ("bf16", "fp16"):
         raise InvalidRequestError("precision is 'fp32', which the others are held against.", "Give tf32, bf16 or fp16.")
-    if precision == "fp8":  # emulated where the device has none: what it learns is the same
+    if precision == "fp8":  # emulated if the device has none: its numerics are the same
         known = description.variants.get(FP8_RECIPE.name, {FP8_RECIPE.default: "the model's layers are not known"})
         if (reason := known[FP8_RECIPE.default]) is not None:
             raise InvalidRequestError(f"fp8 cannot be checked here: {reason}.", "Give tf32, bf16 or fp16.")
@@ -95,7 +97,7 @@ def check_job(
 
 
 def run_look(source: Source, progress: Progress, device: str, batch_size: int | None, seed: int) -> CheckReport:
-    """Check the workload in a child; see `autotune_amp.check_workload`, whose arguments these are."""
+    """Check the workload in a child process; see `autotune_amp.check_workload` for the arguments."""
     autocast_device = next((known for known in AUTOCAST_DEVICES if known == device), None)
     if autocast_device is None:
         known = ", ".join(AUTOCAST_DEVICES)

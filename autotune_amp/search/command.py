@@ -1,4 +1,4 @@
-"""A training command as the source of a search."""
+"""Source of a search that is a training command."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ if TYPE_CHECKING:
     from autotune_amp.launch.command import Command
 
 
-MAX_READ_BYTES = 1 << 24  # of what is larger (data, checkpoints) the size and the time of change tell
+MAX_READ_BYTES = 1 << 24  # files larger than this (data, checkpoints) are hashed by size and modification time
 MAX_SOURCES, MAX_FOLDERS = 500, 500
 _NO_SOURCES = {"site-packages", "dist-packages", "node_modules", "studies", "__pycache__"}
 
 
 def sources(arguments: Sequence[str]) -> tuple[list[Path], bool]:
-    """The files that a command names, and every Python file and shell script beside and below its scripts (of
-    ``python -m``, the working directory), since what it may run is not known before; and whether that is all of them.
+    """Return the files that a command may run or read, and whether the list is complete.
+
+    They are the files that it names, and every Python file and shell script beside and below its scripts (for ``python
+    -m``, the working directory), since it is unknown in advance which of them it runs.
     """
     values = [value for argument in arguments for value in (argument, argument.partition("=")[2]) if value]
     found = dict.fromkeys(Path(value) for value in values if _is_file(value))
@@ -64,7 +66,9 @@ def _digest(file: Path) -> str:
 
 
 def fingerprint_parts(line: LaunchLine) -> tuple[dict[str, str], bool]:
-    """What an answer for the command depends on beside the machine, and whether that is all of its `sources`."""
+    """Return the parts of a command's fingerprint other than the machine, and whether all of its `sources` are in
+    it.
+    """
     files, are_all = sources(line.arguments)
     parts = {"command": f"={shlex.join(line.arguments)}"}
     parts |= {f"--value {name}": f"={word}" for name, word in line.values.items()}
@@ -72,21 +76,21 @@ def fingerprint_parts(line: LaunchLine) -> tuple[dict[str, str], bool]:
 
 
 class CommandSource(Source):
-    """Runs a `LaunchLine` for every trial."""
+    """Source whose trials run a command, described by a `LaunchLine`."""
 
     def __init__(self, line: LaunchLine) -> None:
-        super().__init__("autotune_amp.workloads:workload")  # what probes the device has no part of the user's
+        super().__init__("autotune_amp.workloads:workload")  # the probe of the device runs no code of the user
         self._line = line
         self.name = folder_name(line.name)
 
     @property
     def launch_line(self) -> LaunchLine:
-        """The command, with the placeholders that it got once it was observed."""
+        """Return the command, with the placeholders found once it was observed."""
         return self.command.line
 
     @cached_property
     def command(self) -> Command:
-        """It, with what its runs have shown of it so far."""
+        """Return the command together with what its runs have shown so far."""
         from autotune_amp.launch.command import Command
 
         return Command(self._line)
@@ -99,7 +103,8 @@ class CommandSource(Source):
         slot: Slot | None = None,
         standby: Standby | None = None,  # noqa: ARG002 - it is the command that is started again
     ) -> WorkloadBackend:
-        """One that starts the command for each trial, one after the other: they may write the same files.
+        """Return a backend that starts the command for each trial, one after the other, since runs may write the same
+        files.
 
         Raises `InvalidRequestError` for a slot beside others.
         """
@@ -113,17 +118,17 @@ class CommandSource(Source):
         return CommandBackend(self.command, super().backend(watcher, isolation, environment), watcher, environment)
 
     def keep_in(self, folder: Path) -> None:
-        """Move what trials leave to a folder in the study's."""
+        """Move files that trials leave to a subfolder of the study's folder."""
         self.command.keep_in(folder)
 
     def warnings(self) -> tuple[str, ...]:
-        """Name the files that trials left, and where they are now."""
+        """Return notes that name the files that trials left and where they are now."""
         return leftover_notes(self.command.aside, self.command.kept)
 
     def fingerprint_by_child(
         self, options: dict[str, Any], identity: DeviceIdentity, backend: Backend, state: dict[str, Any]
     ) -> Fingerprint:
-        """Of the command too, and of the files that it names."""
+        """Return the fingerprint, including the command and the files that it names."""
         found = super().fingerprint_by_child(options, identity, backend, state)
         parts, are_all = fingerprint_parts(self._line)
         digest = hashlib.sha256(repr((found.digest, sorted(parts.items()))).encode()).hexdigest()

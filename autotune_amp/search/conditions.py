@@ -1,4 +1,4 @@
-"""What every trial and check of a search has in common."""
+"""Fields that all trials and checks of a search have in common."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from autotune_amp.trial.jobs import Check, CheckKind, Trial
 
 
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):
-    """What all jobs of one search have in common.
+    """Fields that all jobs of one search have in common.
 
-    `environment` are the recommended variables. A fresh process takes `ready_seconds` until it has imported the
-    workload. `max_trials` are those of the whole search, None for any number. `like` is what was best for the same code
-    asked for otherwise, None where nobody knows. `are_trials_fresh`: each has a process of its own from its start on,
-    as a command has, and counts as one of the confirmation. `loads_together`: the processes of a confirmation's rounds
+    `environment` are the recommended environment variables. A fresh process takes `ready_seconds` until it has imported
+    the workload. `max_trials` is the limit for the whole search, None for no limit. `like` is the best setting known
+    for the same code but another request, or None. `are_trials_fresh`: each trial runs in a process of its own from its
+    start, as a command does, and counts as a confirmation. `loads_together`: the processes of the confirmation rounds
     are loaded at the same time.
     """
 
@@ -40,37 +40,37 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def setup_seconds(self) -> float:
-        """What a trial that builds its own model takes before its first step."""
+        """Return the seconds before the first step of a trial that builds its own model."""
         return self.description.build_seconds + self.description.context_seconds
 
     @property
     def start_seconds(self) -> float:
-        """What a fresh process is foreseen to take before its first step."""
+        """Return the predicted seconds from starting a fresh process to its first step."""
         return self.ready_seconds + self.setup_seconds
 
     @property
     def shares_processes(self) -> bool:
-        """Whether the runs of a confirmation's round share a process.
+        """Whether the runs of a confirmation round share a process.
 
-        Those of a command do not, nor do they on a CPU, where the state of the heap is part of what is measured. On an
-        accelerator the allocator's cache
-        is emptied between them, and no variables are recommended that would set their environments apart.
+        Those of a command do not, nor those on a CPU, where the state of the heap is part of the measurement. On an
+        accelerator the allocator's cache is emptied between runs, and no recommended variables require separate
+        environments.
         """
         return self.hardware.device != "cpu" and not self.are_trials_fresh
 
     @property
     def num_cpus(self) -> int:
-        """The CPUs of one rank."""
+        """Return the number of CPUs for each rank."""
         return max(1, self.hardware.identity.num_cpus // self.description.num_ranks)
 
     @property
     def may_add_workers(self) -> bool:
-        """Whether more processes of the user's data loader can be tried."""
+        """Whether the user's data loader can be tried with more worker processes."""
         num_workers = self.description.num_workers
         return num_workers is not None and num_workers < self.num_cpus
 
     def trial(self, ledger: Ledger, setting: Setting, **fields: Any) -> Trial:
-        """A trial of `setting`."""
+        """Return a trial of `setting`; `fields` override the defaults."""
         sizes = self.description.sample_sizes
         values: dict[str, Any] = {
             "hold_heap": bool(self.environment),
@@ -90,7 +90,10 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def check(self, what: CheckKind, setting: Setting, seconds: float) -> Check:
-        """A check of `setting`, with its pins or for some that would heal it, within so many seconds."""
+        """Return a check of `setting`, with a deadline of `seconds`.
+
+        It runs with the setting's pinned modules, or looks for modules to pin if it has none.
+        """
         return Check(
             what=what,
             candidate=setting,
@@ -105,7 +108,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_hopeless(hardware: Hardware, precision: Precision) -> bool:
-    """Whether the probe found an emulated precision's matrix products far below fp32's."""
+    """Whether the probe found an emulated precision's matrix products more than `HOPELESS` times slower than fp32's."""
     capability, reference = hardware.precisions[precision], hardware.precisions.get("fp32")
     if capability.level != "emulated" or reference is None or reference.matmul_flops_per_second is None:
         return False

@@ -1,4 +1,4 @@
-"""By how much one setting is faster than another, with the interval that its processes leave. Pure."""
+"""Speed-up of one setting over another, with a confidence interval from the spread of their processes. Pure."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MOST_ROUNDS_FORESEEN = 100
 
 
 def gain_interval(ledger: Ledger, ours: Runs, today: Runs) -> tuple[float, float]:
-    """Return the 95 % interval of how many times as fast as today a setting is; (0, infinity) where nobody can say."""
+    """Return the 95 % interval of a setting's speed-up over the baseline `today`; (0, infinity) if it is unknown."""
     interval = speedup(ours, today, ledger.records)[1] if ours.measurements else None
     if interval is not None:
         return interval
-    # On several slots: trials beside others are compared with each other.
+    # On several slots, trials that ran beside others are compared with each other.
     ones, others = (ledger.measurements.get(runs.candidate, []) for runs in (ours, today))
     if not ones or not others:
         return 0.0, math.inf
@@ -30,11 +30,11 @@ def gain_interval(ledger: Ledger, ours: Runs, today: Runs) -> tuple[float, float
 
 
 def unsettled(ledger: Ledger, chosen: Shortlist, environment: Mapping[str, str]) -> tuple[float, int] | None:
-    """Return the gain on what runs today that more rounds may show to be sure, and the rounds that are foreseen for it;
-    None once that is settled.
+    """Return the gain over the baseline that more confirmation rounds may establish, and the predicted number of those
+    rounds; None once the comparison is settled.
 
-    It is where enough processes measured the contenders and what runs today, and where the fastest contender that seems
-    to be worth a change surely is faster. The interval of a mean narrows with the root of the number of rounds.
+    It is settled once enough processes measured the contenders and the baseline, and the fastest contender is either
+    surely faster or not worth a change. The interval of a mean narrows with the root of the number of rounds.
     """
     today = confirm_runs(ledger.records, chosen.baseline, {})
     ours = {c: confirm_runs(ledger.records, c, environment) for c in chosen[:2] if c is not None}
@@ -60,14 +60,17 @@ def unsettled(ledger: Ledger, chosen: Shortlist, environment: Mapping[str, str])
 
 
 def speedup(chosen: Runs, baseline: Runs, records: Sequence[Record]) -> tuple[float | None, tuple[float, float] | None]:
-    """Return the ratio of the medians and the interval of the mean ratio, over the rounds that both were run in, or
-    without such a round over the processes of both."""
+    """Return the ratio of the median speeds and the interval of the mean ratio.
+
+    They are taken over the rounds in which both ran, or without such a round over the processes of both. Both are None
+    if the two cannot be compared.
+    """
     if not baseline.measurements:
         return None, None
     if chosen == baseline:
         return 1.0, (1.0, 1.0)
     if chosen.is_on_slot != baseline.is_on_slot and not (chosen.num_confirming and baseline.num_confirming):
-        return None, None  # a share of the CPU is slower than all of it, and so may be a card beside others
+        return None, None  # a share of the CPU is slower than all of it, and so may be a GPU beside others
     ratio = chosen.speed / baseline.speed
     low, high = _ratio_in_rounds(chosen, baseline, records) or apart_interval(
         chosen.speeds, baseline.speeds, other_processes(records, chosen, baseline)
@@ -76,8 +79,10 @@ def speedup(chosen: Runs, baseline: Runs, records: Sequence[Record]) -> tuple[fl
 
 
 def _ratio_in_rounds(chosen: Runs, baseline: Runs, records: Sequence[Record]) -> tuple[float, float] | None:
-    """The interval of the ratio in rounds that both were run in; how it differs the others say too that were run in
-    them. None without such a round."""
+    """Return the interval of the ratio in rounds that both were run in, or None without such a round.
+
+    Other settings that ran in these rounds contribute to the estimate of the ratio's spread.
+    """
     ours, theirs = (dict(zip(runs.rounds, runs.speeds, strict=False)) for runs in (chosen, baseline))
     shared = sorted(ours.keys() & theirs.keys())
     if not shared:
@@ -92,11 +97,11 @@ def _ratio_in_rounds(chosen: Runs, baseline: Runs, records: Sequence[Record]) ->
 
 
 def other_processes(records: Sequence[Record], *known: Runs) -> list[list[float]]:
-    """Return the samples per second of each setting's processes, which say how processes differ, without the `known`.
+    """Return the samples per second of each other setting's processes, which show how much processes differ.
 
-    These are all that was confirmed, and the search's trials of what it measured again: they ran on the same machine,
-    and the latter further apart in time, so that they see it change its speed between minutes. What was confirmed in
-    the same processes is left out: of how far processes differ it says nothing new.
+    `known` are left out. Confirmed settings count, and trials that the search repeated: they ran on the same machine,
+    and further apart in time, so that they include changes of its speed between minutes. Settings confirmed in shared
+    processes are left out, since their spread is not that between processes.
     """
     are_shared = ranking.were_processes_shared(records)
     groups: dict[tuple[Setting, Purpose, tuple[tuple[str, str], ...]], list[float]] = {}

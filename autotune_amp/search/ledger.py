@@ -1,4 +1,4 @@
-"""Ledger: every record of a search, and the questions that are asked of them."""
+"""Ledger: all records of a search, with the questions that stages ask about them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from autotune_amp.search.ranking import Merit, contenders, is_worth_a_change, le
 from autotune_amp.search.space import HOPELESS, Space, excluded_by_outcomes, with_accumulation_checked
 
 RIVAL = 0.10  # a rival within 10 % may overtake the winner in the confirmation: processes differ by a few percent
-# Less of either is as good as nothing, and would say nothing of other settings.
+# A smaller share is nearly useless, and dividing by it would distort comparisons with other settings.
 LEAST_APPLIED_SHARE, LEAST_COMPUTING_SHARE = 0.1, 0.05
-LOSS_SCALE = LossScale()  # what fp16 is tried with before its own is known
+LOSS_SCALE = LossScale()  # fp16 is tried with it before its own is calibrated
 
 
 class Shortlist(NamedTuple):
-    """What to confirm; the winner may be the baseline."""
+    """Settings to confirm. The winner may be the baseline."""
 
     winner: Setting
     runner_up: Setting | None
@@ -36,10 +36,10 @@ class Shortlist(NamedTuple):
 
 
 class Ledger:
-    """All records of one search over `space`, append-only; `write` keeps each before anything is decided on it.
+    """All records of one search over `space`, append-only. `write` saves each record before any decision depends on it.
 
-    Answers are kept until the next record. A loss scale is judged over `num_steps` optimizer steps. What may be
-    recommended are the settings that were measured and that no check speaks against.
+    Derived values are cached until the next record. Loss scales are judged over `num_steps` optimizer steps. A setting
+    may be recommended if it was measured and no check speaks against it.
     """
 
     def __init__(
@@ -64,13 +64,14 @@ class Ledger:
 
     @property
     def actual(self) -> Ledger:
-        """The ledger without what is only expected."""
+        """Return the ledger without expected records; itself if it has none."""
         return self._actual or self
 
     def expecting(self, records: Sequence[Record], scales: Mapping[Setting, Answer], *, num_awaited: int = 0) -> Ledger:
-        """A copy that has also what jobs that still run are expected to bring; see `pending`. It is not appended to.
+        """Return a copy that also holds the `records` and loss `scales` that running jobs are expected to bring; see
+        `pending`.
 
-        Of `num_awaited` trials nothing is expected.
+        The copy is never appended to. `num_awaited` is the number of running trials that nothing is expected of.
         """
         expected = copy.copy(self)
         expected.num_awaited = num_awaited
@@ -80,7 +81,7 @@ class Ledger:
         return expected
 
     def append(self, record: Record) -> None:
-        """Write the record down."""
+        """Write a record to the log and add it to the ledger."""
         self._write(record)
         self.records = (*self.records, record)
         self._forget()
@@ -90,7 +91,7 @@ class Ledger:
             )
 
     def with_only(self, records: Sequence[Record]) -> Ledger:
-        """The ledger with these of its records alone, and with the loss scales that were asked for."""
+        """Return a ledger with only these records, and the loss scales calibrated in them."""
         before = Ledger(self._whole_space, objective=self.objective, num_steps=self.num_steps)
         before.records = tuple(records)
         calibrated = {r.candidate.scaling for r in records if r.purpose == "calibration"}
@@ -104,73 +105,84 @@ class Ledger:
 
     @cached_property
     def space(self) -> Space:
-        """What can be tried: without what accumulates, where that was not shown to learn what the whole batch learns.
+        """Return the search space, without accumulating settings if a check did not show that accumulated gradients
+        equal those of the whole batch.
 
-        Raises `InvalidRequestError` where nothing is left without it.
+        Raises `InvalidRequestError` if nothing is left without them.
         """
         return with_accumulation_checked(self._whole_space, self.accumulation)
 
     @cached_property
     def accumulation(self) -> Accumulation | None:
-        """What the check of accumulation found, None where there was none."""
+        """Return the result of the accumulation check, or None if there was none."""
         return ranking.found_accumulation(self.records)
 
     @property
     def is_loss_sum(self) -> bool:
-        """Whether the loss was found to be a sum, which is not divided by the accumulation steps."""
+        """Whether the accumulation check found that the loss is a sum, which is not divided by the accumulation
+        steps.
+        """
         return self.accumulation is not None and self.accumulation.verdict == "sum"
 
     @property
     def may_add_accumulation(self) -> bool:
-        """Whether what does not accumulate today may: it is not withheld, and the check found it exact."""
+        """Whether a setting may accumulate more than the baseline does: accumulation is not withheld and the check
+        found it exact.
+        """
         found = self.accumulation
         return self.space.accumulation_withheld is None and found is not None and found.is_exact
 
     @cached_property
     def fidelity(self) -> dict[Setting, Fidelity]:
-        """What the checks against fp32 found."""
+        """Return the results of the fidelity checks against fp32, by `ranking.check_key`."""
         return ranking.found_fidelity(self.records)
 
     def verdict(self, setting: Setting) -> Fidelity | None:
-        """The verdict on a setting, *unchecked* where no check was made; None for fp32 itself."""
+        """Return the verdict on a setting, *unchecked* if no check was made; None for fp32 itself."""
         return ranking.verdict_on(setting, self.space, self.fidelity)
 
     @cached_property
     def trials(self) -> list[Record]:
-        """The records without the checks."""
+        """Return the records of trials, without those of checks."""
         return [r for r in self.records if ranking.is_trial(r)]
 
     @cached_property
     def told(self) -> list[Record]:
-        """The trials that say something of their setting: all but a first crash."""
+        """Return the trials that count for their setting: all but a first crash."""
         return ranking.without_first_crashes(self.trials)
 
     @property
     def num_failures(self) -> int:
-        """Trials that failed; an outlook looks for the end of what fits, and one that was still loading ran nothing."""
+        """Return the number of failed trials, without processes that failed while loading and without outlooks, which
+        go on until a batch no longer fits.
+        """
         failed = [r.purpose for r in self.trials if isinstance(r.outcome, Failure) and not r.outcome.is_loading]
         return sum(purpose not in ("one_rank", "outlook") for purpose in failed)
 
     @cached_property
     def failures(self) -> dict[Setting, Failure]:
-        """The settings with a failure that speaks against them, and the first such of each."""
+        """Return the first failure that speaks against each setting."""
         return ranking.failures(self.records)
 
     @cached_property
     def outcomes(self) -> dict[Setting, Outcome]:
-        """The last measurement of each setting before the confirmation, or else the failure that speaks against it."""
+        """Return, for each setting tried before the confirmation, the failure that speaks against it, else its last
+        measurement.
+        """
         known = [r for r in self.records if r.purpose in ranking.BEFORE_CONFIRMATION]
         measured: dict[Setting, Outcome] = {r.candidate: r.outcome for r in known if isinstance(r.outcome, Measurement)}
         return measured | dict(ranking.failures(known))
 
     @property
     def ordinary_outcomes(self) -> dict[Setting, Outcome]:
-        """The same of the baseline and of ordinary settings: one with pins or workers says nothing of those without."""
+        """Return the `outcomes` of the baseline and of ordinary settings. A setting with pins or workers says nothing
+        about those without.
+        """
         return {c: o for c, o in self.outcomes.items() if c.is_ordinary or c == self.space.baseline}
 
     @cached_property
     def exclusions(self) -> tuple[Exclusion, ...]:
-        """What the outcomes and the checks rule out, with the reason."""
+        """Return the exclusions that follow from outcomes, checks and calibrations, with their reasons."""
         return (
             *ranking.exclusions(self.fidelity),
             *loss_scales.exclusions(self.scales),
@@ -179,15 +191,17 @@ class Ledger:
 
     @cached_property
     def best(self) -> Record | None:
-        """The fastest trial so far of what may be recommended."""
-        if self._actual is not None:  # a limit that is only expected may cut off what is sound
+        """Return the record of the fastest trial so far of a setting that may be recommended, or None."""
+        if self._actual is not None:  # an expected check may rule out a sound setting
             return self._actual.best
         allowed = [(outcome.samples_per_second, r) for r, outcome in self._choices if r.candidate in self.merits]
         return max(allowed, key=lambda pair: pair[0])[1] if allowed else None
 
     @cached_property
     def measurements(self) -> dict[Setting, list[Measurement]]:
-        """What was measured before the confirmation, whatever for, without what failed in any process since."""
+        """Return the measurements made before the confirmation, for any purpose, of settings without a failure in any
+        process.
+        """
         found: dict[Setting, list[Measurement]] = {}
         for record, outcome in self._choices:
             if record.candidate not in self.failures:
@@ -195,10 +209,10 @@ class Ledger:
         return found
 
     def throughputs(self, *, without_waiting: bool = False) -> dict[Setting, list[float]]:
-        """What each process of what may lead measured of the objective, more being better: samples per second, or per
-        joule, that reach the optimizer.
+        """Return the throughput of each process of every setting that may lead, by setting; more is better.
 
-        `without_waiting`: as if no step had waited for its data.
+        The unit is samples that reach the optimizer per second or, for the objective energy, per joule. With
+        `without_waiting` the share of a step that waited for data is taken out.
         """
         leading = {c: ours for c, ours in self.measurements.items() if self.may_lead(c)}
         has_joules = all(m.joules_per_sample for ours in leading.values() for m in ours)
@@ -214,38 +228,46 @@ class Ledger:
 
     @cached_property
     def measured(self) -> dict[Setting, Merit]:
-        """The merits of what was measured, in samples computed."""
+        """Return the merits of the measured settings, counting every sample computed, applied by the optimizer or
+        not.
+        """
         return {c: merit(ours) for c, ours in self.measurements.items()}
 
     @cached_property
     def ruled_out(self) -> dict[Setting, str]:
-        """What was measured and must not be recommended, with the reason that a check or a calibration gave.
+        """Return the measured settings that must not be recommended, with the reason from a check or a calibration.
 
-        Of what runs today that is a warning: it may be kept all the same.
+        For the baseline the reason is a warning: it may be kept all the same.
         """
         return {c: harm for c in self.measurements if (harm := self._harm(c)) is not None}
 
     @cached_property
     def merits(self) -> dict[Setting, Merit]:
-        """What may be recommended, what runs today among it whatever a check says, in samples that reach the optimizer:
-        all of them, at most, of uncalibrated fp16."""
+        """Return the merits of the settings that may be recommended, counting samples that reach the optimizer.
+
+        The baseline is always among them. For uncalibrated fp16 all samples are assumed to reach the optimizer.
+        """
         today = self.space.baseline
         allowed = {c: ours for c, ours in self.measurements.items() if c == today or c not in self.ruled_out}
         return {c: merit(ours, self.applied_share(c)) for c, ours in allowed.items()}
 
     @cached_property
     def speeds(self) -> dict[Setting, float]:
-        """Applied samples per second of what may be recommended."""
+        """Return the samples per second that reach the optimizer, for each setting that may be recommended."""
         return {c: found.samples_per_second for c, found in self.merits.items()}
 
     @cached_property
     def pending_tiers(self) -> dict[Setting, int]:
-        """The tiers of what may be recommended, while what awaits its check counts as faithful."""
+        """Return the tiers of the settings that may be recommended, counting a setting that awaits its check as
+        faithful.
+        """
         return {c: self._tier(c, self.fidelity.get(ranking.check_key(c))) for c in self.merits}
 
     @cached_property
     def tiers(self) -> dict[Setting, int]:
-        """The tiers of what may be recommended once the checks are over: what has none by now is *unchecked*."""
+        """Return the tiers of the settings that may be recommended once checks are over: a setting without one is
+        *unchecked*.
+        """
         return {c: self._tier(c, self.verdict(c)) for c in self.merits}
 
     def _tier(self, setting: Setting, found: Fidelity | None) -> int:
@@ -253,19 +275,20 @@ class Ledger:
 
     @cached_property
     def shortlist(self) -> Shortlist | None:
-        """What would be confirmed, while checks are still to come; None where nothing may be recommended."""
+        """Return the settings to confirm while checks are still to come, or None if nothing may be recommended."""
         return self.shortlist_for(self.objective, self.pending_tiers)
 
     @cached_property
     def finalists(self) -> Shortlist | None:
-        """What to confirm once the checks are over; None where nothing may be recommended."""
+        """Return the settings to confirm once the checks are over, or None if nothing may be recommended."""
         return self.shortlist_for(self.objective, self.tiers)
 
     def shortlist_for(self, objective: Objective, tiers: dict[Setting, int]) -> Shortlist | None:
-        """The winner, what runs today where nothing is worth a change from it; and a runner-up: for speed the fastest
-        of the others within 10 % of the fastest, else the next.
+        """Return the winner and a runner-up for `objective`, given the settings' `tiers`; None if nothing may be
+        recommended.
 
-        The runner-up is of a tier behind the others only where nothing else is left.
+        The baseline is the winner if no setting is worth changing for. The runner-up is, for speed, the fastest other
+        setting within 10 % of the fastest, else the next in rank; it is from a later tier only if no others are left.
         """
         if not self.merits:
             return None
@@ -285,26 +308,30 @@ class Ledger:
         return Shortlist(winner, runner_up, baseline)
 
     def may_win(self, chosen: Shortlist) -> list[Setting]:
-        """The winner, and the runner-up where it is near enough to overtake it in the confirmation."""
+        """Return the winner, and the runner-up if it is near enough to overtake the winner in the confirmation."""
         speeds = {c: self.measured[c].samples_per_second for c in chosen[:2] if c in self.measured}
         share = 1 - RIVAL if self.objective == "speed" else 1 / HOPELESS
         least = share * speeds.get(chosen.winner, 0.0)
         return [c for c in chosen[:2] if c is not None and (c == chosen.winner or speeds.get(c, math.inf) >= least)]
 
     def applied_share(self, setting: Setting) -> float:
-        """The share of the gradient that reaches the optimizer with the best loss scale; 1 where that is unknown."""
+        """Return the share of gradients that reach the optimizer with the best loss scale; 1 if that is unknown."""
         found = loss_scales.scales_of(self.scales, setting)
         return 1.0 if found is None else found.replay(found.best).applied_share
 
     def loss_scale(self, setting: Setting) -> LossScale | None:
-        """What a setting is to be trained with: the calibrated loss scale where there is one, None without a scaler."""
+        """Return the loss scale to train a setting with, calibrated where possible; None if its precision takes no
+        scaler.
+        """
         if not MODES[setting.precision].takes_scaler:
             return None
         found = loss_scales.scales_of(self.scales, setting)
         return LOSS_SCALE if found is None else loss_scales.rule(found.best)
 
     def awaits_calibration(self, setting: Setting) -> bool:
-        """Whether what takes a scaler was measured within 10 % of the best so far, and not calibrated."""
+        """Whether a setting whose precision takes a scaler ran within 10 % of the best speed so far and is still
+        uncalibrated.
+        """
         if not MODES[setting.precision].takes_scaler or setting.scaling in self.scales:
             return False
         if "calibration" not in self.space.checks:
@@ -315,7 +342,11 @@ class Ledger:
         return found.samples_per_second >= (1 - RIVAL) * best.samples_per_second
 
     def judged(self, setting: Setting, outcome: Outcome, pair: Pair | None) -> tuple[Outcome, Replay | None]:
-        """The outcome of a setting with a pair of loss scale and growth interval, and the replay of the pair."""
+        """Return the outcome of a setting trained with a pair of loss scale and growth interval, and the replay of the
+        pair.
+
+        The outcome is a failure if no loss scale is safe. The replay is None for a failure or without a pair.
+        """
         if isinstance(outcome, Failure) or pair is None:
             return outcome, None
         if (refusal := loss_scales.refusal(self.scales, setting)) is not None:
@@ -323,9 +354,9 @@ class Ledger:
         return outcome, self.replay(setting, pair)
 
     def replay(self, setting: Setting, pair: Pair) -> Replay | None:
-        """What the pair does over the training, None where the setting was not calibrated.
+        """Return the replay of a pair over the training run, or None if the setting was not calibrated.
 
-        A pair that was asked for may be recommended.
+        A pair that was replayed may be recommended.
         """
         scales = loss_scales.scales_of(self.scales, setting)
         if scales is not None and pair not in scales.scored:
@@ -334,7 +365,7 @@ class Ledger:
 
     @cached_property
     def _choices(self) -> list[tuple[Record, Measurement]]:
-        """The measurements of what was asked for: a fallback may be of a batch size outside it."""
+        """Return the records and measurements of settings in the space: a fallback may have a batch size outside it."""
         return [
             (r, r.outcome)
             for r in self.records
@@ -350,22 +381,25 @@ class Ledger:
         return ranking.harm(self.fidelity, setting) or loss_scales.refusal(self.scales, setting)
 
     def may_lead(self, setting: Setting) -> bool:
-        """Whether what was measured may be recommended, if not now then once it was measured again: what is compiled
-        may have gained nothing in one slow process."""
+        """Whether a measured setting may be recommended, now or after another trial: a compiled one may have seemed to
+        gain nothing in one slow process.
+        """
         return setting in self.merits or (self._ill(setting) is None and self.break_even_steps(setting) == math.inf)
 
     def may_choose(self, settings: Iterable[Setting]) -> set[Setting]:
-        """Those of the settings, measured or not, that a config can express and that no others come before by what the
-        checks say."""
+        """Return those of `settings` that a config can express and that are in the best tier, counting unchecked ones
+        as faithful.
+        """
         tiers = {c: ranking.tier(self.fidelity.get(ranking.check_key(c))) for c in settings if not c.as_found}
         least = max(ranking.UNDECIDED_TIER, min(tiers.values(), default=0))
         return {c for c, tier in tiers.items() if tier <= least}
 
     def break_even_steps(self, setting: Setting) -> float | None:
-        """Optimizer steps after which compiling a setting has paid: what its first compilation took, over what a step
-        gains on the fastest that is not compiled and may be recommended.
+        """Return the number of optimizer steps after which compiling `setting` has paid off.
 
-        Infinite where it gains nothing, None where nothing is compiled or there is nothing to compare with.
+        It is the seconds of the first compilation divided by the seconds that a step saves compared with the fastest
+        uncompiled setting that may be recommended. Infinite if it saves nothing, None if the setting is not compiled or
+        there is nothing to compare with.
         """
         ours, plain = self._compiling.get(setting), self._uncompiled_seconds
         if ours is None or plain is None:
@@ -384,7 +418,7 @@ class Ledger:
 
     @cached_property
     def _compiling(self) -> dict[Setting, tuple[float, float]]:
-        """Of what was compiled the longest first step, and the seconds of a sample."""
+        """Return, for each compiled setting, the seconds of its longest first step and its seconds per sample."""
         return {
             c: (max(m.first_step_seconds for m in ours), min(1 / m.samples_per_second for m in ours))
             for c, ours in self.measurements.items()
@@ -393,6 +427,6 @@ class Ledger:
 
     @cached_property
     def _uncompiled_seconds(self) -> float | None:
-        """Seconds of a sample in the fastest that is not compiled."""
+        """Return the seconds per sample of the fastest uncompiled setting, or None."""
         allowed = [ours for c, ours in self.measurements.items() if not c.is_compiled and not self._ill(c)]
         return min((1 / merit(ours).samples_per_second for ours in allowed), default=None)

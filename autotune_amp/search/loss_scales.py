@@ -1,4 +1,4 @@
-"""Which init_scale and growth_interval fp16 gets: `best_pair` of those replayed on one calibration. Pure."""
+"""Choice of init_scale and growth_interval for fp16: `best_pair` among pairs replayed on one calibration. Pure."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from autotune_amp.trial.jobs import num_warmup_steps
 Pair: TypeAlias = tuple[float, int]  # init_scale, growth_interval
 
 DEFAULT_PAIR: Pair = (65536.0, 2000)  # of torch.amp.GradScaler
-LOG2_INIT_SCALES = (-24, 24)  # searched: what fp16 can hold at the low end, LossScale's default maximum at the other
-_INTERVALS = (2000, 200)  # GradScaler's own, and one that recovers ten times as fast from a scale that fell
+LOG2_INIT_SCALES = (-24, 24)  # range searched: fp16's smallest values to LossScale's default maximum
+_INTERVALS = (2000, 200)  # GradScaler's default, and one that recovers ten times as fast after a scale fell
 
-_MIN_GAIN = 5e-4  # of the applied share
+_MIN_GAIN = 5e-4  # least gain in the applied share for another pair than the preferred one
 
 
 class Uncalibrated(NamedTuple):
-    """Why a calibration gave no loss scale.
+    """Calibration that gave no loss scale, with the reason.
 
-    `refusal` is why fp16 is left out: it does not run in a calibration, or no loss scale is safe. Without one the
-    calibration did not come to an end, which speaks neither for fp16 nor against it.
+    `refusal` is why fp16 is excluded: it cannot be calibrated, or no loss scale is safe. It is None if the calibration
+    did not finish, which speaks neither for nor against fp16.
     """
 
     reason: str
@@ -49,7 +49,9 @@ class Uncalibrated(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Steps at one loss scale: the first of them, and the skipped one that ended it, None where the scale grew."""
+    """Consecutive steps at one loss scale: their first step, and the skipped step that ended them, None if the scale
+    grew.
+    """
 
     scale: float
     first_step: int
@@ -57,13 +59,13 @@ class Stretch(NamedTuple):
 
 
 class Scales:
-    """A calibration's answer for any pair over `num_steps` optimizer steps.
+    """Replays of any pair of loss scale and growth interval over `num_steps` optimizer steps, from one calibration.
 
     `scored` holds the pairs replayed so far: `seeds`, then those that Optuna suggests (`stages.checks.LossScales`).
 
-    A pair is run within `LossScale`'s own bounds, as the `PrecisionController` runs it. The loss of an accumulation
-    window's pass is divided by `accumulation_steps`, unless it `is_loss_sum`, and so, in effect, is its scale; the
-    window overflows where any of its passes does. Raises `ValueError` where no step has a safe scale.
+    A pair is run within `LossScale`'s own bounds, as the `PrecisionController` runs it. The loss of each pass of an
+    accumulation window is divided by `accumulation_steps`, unless it `is_loss_sum`, which in effect divides its scale
+    too; a window overflows if any of its passes does. Raises `ValueError` if no step has a safe scale.
     """
 
     def __init__(
@@ -83,18 +85,20 @@ class Scales:
 
     @property
     def seeds(self) -> tuple[Pair, ...]:
-        """The pairs to begin with, the preferred one first."""
+        """Return the first pairs to replay, the preferred one first."""
         ours = [(self.preferred[0], interval) for interval in _INTERVALS]
         return tuple(dict.fromkeys([ours[0], DEFAULT_PAIR, *ours[1:]]))
 
     def replay(self, pair: Pair) -> Replay:
-        """What the pair does over the horizon."""
+        """Return the replay of a pair over `num_steps` optimizer steps."""
         if pair not in self.scored:
             self.scored[pair] = replay(self._trace, rule(pair), self._flushed, is_bounded=True)
         return self.scored[pair]
 
     def course(self, pair: Pair, *, is_bounded: bool = True) -> list[Stretch]:
-        """What the pair does, stretch by stretch; not `is_bounded` it does it in ``torch.amp.GradScaler``."""
+        """Return the stretches of constant loss scale that a pair goes through. Without `is_bounded`, follow
+        ``torch.amp.GradScaler``.
+        """
         found, step = [], 0
         for scale, num_clean, skip in stretches(self._trace, rule(pair), is_bounded=is_bounded):
             found.append(Stretch(scale, step, skip))
@@ -103,17 +107,17 @@ class Scales:
 
     @property
     def of_gradscaler(self) -> Replay:
-        """What ``torch.amp.GradScaler`` with its defaults does over the horizon: it knows no bounds."""
+        """Return the replay of ``torch.amp.GradScaler`` with its defaults, which has no bounds."""
         return replay(self._trace, rule(DEFAULT_PAIR), self._flushed)
 
     @property
     def best(self) -> Pair:
-        """The pair to recommend, of those asked for."""
+        """Return the pair to recommend among those replayed."""
         return best_pair(self.scored, self.preferred)
 
     @property
     def refusal(self) -> str | None:
-        """Why fp16 is not to be used at all, None where it may (studies/README.md, Loss scaling, "Choice")."""
+        """Return why fp16 must not be used at all, or None if it may be (studies/README.md, Loss scaling, "Choice")."""
         forward_max = self.calibration.forward_max
         if forward_max > MAX_FORWARD_SHARE * FP16_MAX:
             return (
@@ -130,19 +134,19 @@ class Scales:
         )
 
     def flushed_share(self, pair: Pair) -> float:
-        """The share of the gradient's entries that fp16 flushes to zero at the pair's init_scale."""
+        """Return the share of the gradient's entries that fp16 flushes to zero at the pair's init_scale."""
         return self._flushed.at(math.log2(pair[0]))
 
     @property
     def finite_log2_scales(self) -> list[float]:
-        """log2 of the largest safe loss scale, for each calibrated pass that has one."""
+        """Return log2 of the largest safe loss scale, for each calibrated pass that has one."""
         return [s for s in self.log2_scales if s > -math.inf]
 
     def num_skips_among(self, pair: Pair, num_measured: int, num_warmup: int) -> int:
-        """Return how many of a process's measured steps should be skipped: those after its warm-up, which goes on until
-        the loss scale has come down.
+        """Return how many of a process's `num_measured` steps are predicted to be skipped.
 
-        A trial trains with ``torch.amp.GradScaler``, which knows no bounds.
+        The measured steps follow the warm-up, which goes on until the loss scale has come down. A trial trains with
+        ``torch.amp.GradScaler``, which has no bounds.
         """
         num_foreseen = num_warmup + 64 + num_measured
         trace = extend(self.log2_scales, num_foreseen, num_burst_steps=0, num_passes_per_step=self._accumulation_steps)
@@ -153,11 +157,11 @@ class Scales:
 
 
 def best_pair(scored: Mapping[Pair, Replay], preferred: Pair) -> Pair:
-    """The (init_scale, growth_interval) to recommend: `preferred` unless another applies `_MIN_GAIN` more.
+    """Return the pair (init_scale, growth_interval) to recommend: `preferred` unless another applies `_MIN_GAIN` more.
 
-    Then the one with the highest applied share; of equals the smaller init_scale, then the larger growth_interval.
-    `preferred` is the calibrated starting scale with GradScaler's own interval.
-    Raises `KeyError` where it has no score.
+    The other is the one with the highest applied share; of equals the smaller init_scale, then the larger
+    growth_interval. `preferred` is the calibrated starting scale with GradScaler's own interval. Raises `KeyError` if
+    it has no score.
     """
     best = max(scored, key=lambda pair: (scored[pair].applied_share, -pair[0], pair[1]))
     gain = scored[best].applied_share - scored[preferred].applied_share
@@ -165,17 +169,17 @@ def best_pair(scored: Mapping[Pair, Replay], preferred: Pair) -> Pair:
 
 
 Answer: TypeAlias = Scales | Uncalibrated
-# By `Setting.scaling`: a calibration holds for every fp16 setting that computes on the same modules in fp16.
+# By `Setting.scaling`: a calibration holds for every fp16 setting with the same modules in fp16.
 AllScales: TypeAlias = "Mapping[Setting, Answer]"
 
 
 def snapped(init_scale: float) -> float:
-    """The power of two nearest to what Optuna suggests, by its logarithm: multiplying by one is exact."""
+    """Return the power of two nearest to `init_scale` on a log scale, since multiplying by a power of two is exact."""
     return float(2.0 ** round(math.log2(init_scale)))
 
 
 def calibrated(records: Sequence[Record], num_steps: int = DEFAULT_NUM_STEPS) -> dict[Setting, Answer]:
-    """What the calibrations among the records say, over a horizon of `num_steps` optimizer steps."""
+    """Return the results of the calibrations among the records, over a horizon of `num_steps` optimizer steps."""
     found = found_accumulation(records)
     is_sum = found is not None and found.verdict == "sum"
     return {
@@ -184,7 +188,7 @@ def calibrated(records: Sequence[Record], num_steps: int = DEFAULT_NUM_STEPS) ->
 
 
 def answer(record: Record, num_steps: int, *, is_loss_sum: bool = False) -> Answer:
-    """What one calibration says; `is_loss_sum`: its loss is a sum."""
+    """Return the result of one calibration. `is_loss_sum`: the loss is a sum over samples."""
     outcome = record.outcome
     if isinstance(outcome, Failure):
         if outcome.kind in OF_THE_PRECISION:
@@ -201,13 +205,13 @@ def _refused(reason: str) -> Uncalibrated:
 
 
 def refusal(scales: AllScales, candidate: Setting) -> str | None:
-    """Why an fp16 candidate is left out, None where it is not."""
+    """Return why an fp16 candidate is excluded, or None if it is not."""
     found = _answer_for(scales, candidate)
     return None if found is None else found.refusal
 
 
 def exclusions(scales: AllScales) -> tuple[Exclusion, ...]:
-    """The batch sizes at which fp16 is refused; with pins they are candidates apart."""
+    """Return the batch sizes at which fp16 is refused. With pinned modules they remain candidates."""
     return tuple(
         Exclusion(precision="fp16", batch_size=key.batch_size, reason=found.refusal)
         for key, found in scales.items()
@@ -216,13 +220,13 @@ def exclusions(scales: AllScales) -> tuple[Exclusion, ...]:
 
 
 def why_uncalibrated(scales: AllScales, candidate: Setting) -> str | None:
-    """Why the calibration of an fp16 candidate gave no loss scale, None where it did or was never tried."""
+    """Return why calibrating an fp16 candidate gave no loss scale, or None if it did or was never tried."""
     found = _answer_for(scales, candidate)
     return found.reason if isinstance(found, Uncalibrated) else None
 
 
 def scales_of(scales: AllScales, candidate: Setting) -> Scales | None:
-    """What is known of an fp16 candidate's loss scales; None for any other, and where it was not calibrated."""
+    """Return the calibrated loss scales of an fp16 candidate; None for other precisions or without a calibration."""
     found = _answer_for(scales, candidate)
     return found if isinstance(found, Scales) else None
 
@@ -232,7 +236,9 @@ def _answer_for(scales: AllScales, candidate: Setting) -> Answer | None:
 
 
 def evidence(scales: AllScales, candidate: Setting, confirming: Sequence[Measurement]) -> LossScaleEvidence | None:
-    """What the recommended pair is based on; `confirming` are the processes that ran with it."""
+    """Return the evidence for the recommended pair, or None without a calibration. `confirming` are the processes that
+    ran with it.
+    """
     found = scales_of(scales, candidate)
     if found is None:
         return None
@@ -256,5 +262,5 @@ def evidence(scales: AllScales, candidate: Setting, confirming: Sequence[Measure
 
 
 def rule(pair: Pair) -> LossScale:
-    """The pair as what a run is trained with."""
+    """Return the pair as the loss scale of a training run."""
     return LossScale(init_scale=pair[0], growth_interval=pair[1])

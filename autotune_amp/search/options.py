@@ -1,4 +1,4 @@
-"""SearchOptions: what the user asked for, checked before anything is started."""
+"""Options of a search, validated before anything is started."""
 
 from __future__ import annotations
 
@@ -17,25 +17,24 @@ from autotune_amp.core.variants import VARIANTS
 
 SEED_LIMIT = 2**32 - 10_000  # numpy's, with room for resumed trials, which add their number to the seed
 DEFAULT_NUM_STEPS = 10_000
-DEFAULT_BUDGET_SECONDS = 600.0  # at most: a search ends once it is decided and confirmed
-MAX_STEPS = 1_000_000  # a replay holds a number for each, and takes up to 0.1 s then
+DEFAULT_BUDGET_SECONDS = 600.0  # maximum: a search ends once it is decided and confirmed
+MAX_STEPS = 1_000_000  # a replay stores a number for each step, and takes up to 0.1 s for this many
 
-# What changes nothing of what is measured, only what is chosen and said: a finished search is ranked again for these.
+# Options that change only the choice and the report, not the measurements: a finished search is ranked again for these.
 RANKING = ("objective", "num_steps", "num_samples", "price_per_hour")
 
 
 class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Checked options; `from_user` makes one from what a user typed or passed.
+    """Validated options; `from_user` makes them from command-line or Python arguments.
 
     `batch_size` is an inclusive range in samples, `baseline` a precision and a batch size. `memory_fraction` is the
-    share of the available memory that a trial may take, `memory_limit` the bytes that each of its processes may take in
-    any case, None for any. `effective_batch_size` is that of all `num_ranks` together; None is what the data comes
-    with, "free" none at all.
-    `variants` are the further dimensions to try, None for what is safe. `devices` are the numbers of the NVIDIA cards
-    to use at the same time, `slots` is a number of shares of the CPU, `ray` the address of a cluster, whose nodes are
-    used; all None: one device, as `device` says. `ranks`
-    processes train a trial together. The training to come has `num_steps` optimizer steps or `num_samples` samples: a
-    loss scale is judged over them, `DEFAULT_NUM_STEPS` where neither is given.
+    share of the available memory that a trial may use, `memory_limit` the bytes that each of its processes may use at
+    most, None for no limit. `effective_batch_size` is the total over all `num_ranks`; None keeps that of the data,
+    "free" lets it change. `variants` are the further dimensions to try, None for the safe ones. `devices` are the
+    indices of the NVIDIA GPUs to use at the same time, `slots` a number of equal shares of the CPU, `ray` the address
+    of a cluster whose nodes are used; with all None a single device is used, given by `device`. `ranks` processes train
+    a trial together. The planned training run has `num_steps` optimizer steps or `num_samples` samples; loss scales are
+    judged over it, or over `DEFAULT_NUM_STEPS` if neither is given.
     """
 
     budget_seconds: float = DEFAULT_BUDGET_SECONDS
@@ -64,24 +63,26 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def first_device(self) -> str:
-        """The device, or the first of several."""
+        """Return the device, or the first of several."""
         if self.devices is not None:
             return "cuda" if self.devices == "all" else f"cuda:{self.devices[0]}"
         return self.device if self.slots is None else "cpu"
 
     @property
     def can_use_ray(self) -> bool:
-        """Whether the nodes of a cluster would do in the place of what was asked for."""
+        """Whether the nodes of a Ray cluster could be used for these options."""
         is_general = self.device in ("auto", "cpu", "cuda") and self.objective != "energy"
         return is_general and self.slots is None and self.devices is None
 
     def limit_bytes(self, available_bytes: int) -> int:
-        """What a process of a trial may take of the memory that is available to it."""
+        """Return the bytes of memory that a process of a trial may use, given those available to it."""
         share = int(self.memory_fraction * available_bytes)
         return share if self.memory_limit is None else min(share, self.memory_limit)
 
     def horizon_steps(self, effective_batch_size: int) -> int:
-        """Optimizer steps that a loss scale is judged over, given the samples of one step over all ranks."""
+        """Return the number of optimizer steps that a loss scale is judged over, given the samples of a step over all
+        ranks.
+        """
         steps = self.num_steps
         if self.num_samples is not None:
             steps = -(-self.num_samples // effective_batch_size)
@@ -89,9 +90,9 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_user(cls, *, num_ranks: int = 1, **given: Any) -> SearchOptions:
-        """Check what `recommend_config` was given, by the names that it has there; what is left out has its default.
+        """Return options from the arguments of `recommend_config`, by their names there; a missing one has its default.
 
-        Raises `InvalidRequestError` naming the option, what was given and what would do.
+        Raises `InvalidRequestError` with the option, the value given, and the valid values.
         """
         fields: dict[str, Any] = {"num_ranks": num_ranks}
         for name, value in given.items():
@@ -127,7 +128,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
     def arguments(self) -> list[str]:
-        """The options of the command line that ask for the same, but for where the study lies."""
+        """Return the command-line options that request the same search, without those for where the study is kept."""
         found = []
         for name in _OPTIONS:
             field = _FIELDS.get(name, name)
@@ -152,7 +153,7 @@ def _wrong(name: str, given: Any, wanted: str) -> InvalidRequestError:
 
 
 def is_count(given: Any) -> bool:
-    """Whether it is a whole number from 1 up, or left out."""
+    """Whether `given` is an integer of at least 1, or None."""
     return given is None or (_is_whole(given) and given >= 1)
 
 
@@ -165,7 +166,7 @@ def _is_number(given: Any) -> bool:
 
 
 def _that(is_right: Callable[[Any], bool], kind: Callable[[Any], Any] = lambda given: given) -> Callable[[Any], Any]:
-    """Reads what `is_right`, as a `kind`; raises `ValueError` for anything else."""
+    """Return a reader that converts a valid value with `kind` and raises `ValueError` for any other."""
 
     def read(given: Any) -> Any:
         if not is_right(given):
@@ -189,7 +190,7 @@ def _effective(given: Any) -> int | Literal["free"] | None:
 
 
 def _pair(given: Any) -> tuple[str, int]:
-    """The parts of "A:B", or of a pair of the two."""
+    """Return the two parts of "A:B", or of a sequence of two."""
     parts = given.split(":") if isinstance(given, str) else [str(part) for part in given]
     first, second = parts
     return first, int(second)
@@ -246,7 +247,7 @@ def _variants(given: Any) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(names))
 
 
-# The fields that are called otherwise than their options.
+# Fields that have another name than their option.
 _FIELDS = {
     "budget": "budget_seconds",
     "trials": "max_trials",
@@ -255,7 +256,8 @@ _FIELDS = {
     "steps": "num_steps",
     "samples": "num_samples",
 }
-# Of each option what reads it, raising `ValueError` or `TypeError` where it cannot be meant, and what would do.
+# For each option: a reader that raises `ValueError` or `TypeError` for an invalid value, and a text of the valid
+# values.
 _OPTIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "budget": (_that(lambda given: _is_number(given) and given > 0, float), "a number of seconds above 0"),
     "trials": (_that(is_count), "a whole number from 1 up"),

@@ -1,4 +1,4 @@
-"""profile_amp() behind its arguments: the precisions in turns, in children, then taken apart; and what came of it."""
+"""Implementation of profile_amp(): times the precisions in turns in child processes, then profiles a step of each."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from autotune_amp.search.source import Opened, Source, loaded, message_of, open_
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.trial.jobs import Trial
 
-# A precision whose steps take so many times those of fp32 is left, if they are so long that it is worth it: the first
-# ones of a small model in another format are many times slower than those that follow.
+# A precision is cut if its steps take this many times fp32's and longer than `LONG_STEP_SECONDS`: the first steps of a
+# small model in another format are many times slower than those that follow.
 CUT_RATIO, LONG_STEP_SECONDS = 5.0, 1.0
-DEADLINE_RATIO = 10.0  # one step may take so many times fp32's
+DEADLINE_RATIO = 10.0  # deadline of one step, times fp32's
 SHORTEST_DEADLINE_SECONDS = 5.0
-FIRST_STEP_RATIO = 3.0  # as a search allows it
-SHORTEST_FIRST_STEP_DEADLINE_SECONDS = 30.0  # it may compile and set up what fp32's did not need
+FIRST_STEP_RATIO = 3.0  # the same as in a search
+SHORTEST_FIRST_STEP_DEADLINE_SECONDS = 30.0  # the first step may compile and set up what fp32's did not need
 DEADLINE_SECONDS = 600.0  # of one process
 NUM_ROUNDS = 3
 
@@ -58,7 +58,7 @@ def run_profile(
     batch_size: int | None,
     trace: str | os.PathLike[str] | None,
 ) -> AmpProfile:
-    """Profile in children; see `autotune_amp.profile_amp`."""
+    """Profile in child processes; see `autotune_amp.profile_amp` for the arguments."""
     for name, given in (("--batches", num_batches), ("--batch-size", 1 if batch_size is None else batch_size)):
         if not isinstance(given, int) or isinstance(given, bool) or given < 1:
             raise InvalidRequestError(
@@ -72,7 +72,7 @@ def run_profile(
         )
     precisions = SearchOptions.from_user(device=device, precision=precision).precisions
     clock = Budget(math.inf)
-    meter = LoadMeter(identify(device).uuid)  # before a context of ours is on the card
+    meter = LoadMeter(identify(device).uuid)  # before this process has a context on the GPU
     watcher = ProgressWatcher(progress, clock, meter)
     progress.work_started(None)
     hidden = "steps cannot be profiled from outside"
@@ -87,7 +87,7 @@ def run_profile(
         meter.start()
         outcomes = time_in_turns(backend, trials, num_batches, progress)
         load = machine_load.evidence([meter.stop()])
-        if load is not None:  # the rows' intervals are the processes' own
+        if load is not None:  # the rows' intervals come from the processes themselves
             load = msgspec.structs.replace(load, interval_factors=(1.0, 1.0))
         others = machine_load.doubts(load, "profile again")
         notes = [*_assumptions(batch_size, opened.description), *others]
@@ -120,19 +120,20 @@ def run_profile(
 
 
 class SubmitsTrials(Protocol):
-    """What timing needs of a backend."""
+    """Interface that timing needs of a backend."""
 
     def submit(self, job: Trial, /) -> Handle[Outcome]:
-        """Start a trial."""
+        """Start a trial and return its handle."""
 
 
 def time_in_turns(
     backend: SubmitsTrials, trials: Mapping[Precision, Trial], num_batches: int, progress: Progress
 ) -> dict[Precision, list[Outcome]]:
-    """What each precision did in each round, in a process of its own, on batches that the round has for all of them.
+    """Return the outcomes of each precision, one per round, each in its own process; all precisions of a round see the
+    same batches.
 
-    The batches asked for are divided among the rounds. A precision that fails or is cut is in no later round. Raises
-    `WorkloadError` where the workload does not run in fp32.
+    The `num_batches` are divided among the rounds. A precision that fails or is cut takes part in no later round.
+    Raises `WorkloadError` if the workload does not run in fp32.
     """
     progress.phase(f"timing {', '.join(trials)} in turns on the same batches")
     outcomes: dict[Precision, list[Outcome]] = {precision: [] for precision in trials}
@@ -141,7 +142,7 @@ def time_in_turns(
         num_steps = num_batches // num_rounds + (place < num_batches % num_rounds)
         names = _running(outcomes)
         first = place % max(1, len(names))
-        for precision in (*names[first:], *names[:first]):  # another one is first each time
+        for precision in (*names[first:], *names[:first]):  # the order rotates
             trial, fp32 = trials[precision], outcomes.get("fp32")
             trial = msgspec.structs.replace(trial, seed=trial.seed + place, num_steps=(num_steps, num_steps))
             if precision != "fp32" and fp32 and isinstance(fp32[0], Measurement):
@@ -170,7 +171,7 @@ def _run(backend: SubmitsTrials, trial: Trial, number: int, progress: Progress) 
 
 
 def _running(outcomes: Mapping[Precision, Sequence[Outcome]]) -> list[Precision]:
-    """Those that neither failed nor are cut."""
+    """Return the precisions that have neither failed nor been cut."""
     fp32 = outcomes.get("fp32")
     return [
         precision
@@ -180,7 +181,7 @@ def _running(outcomes: Mapping[Precision, Sequence[Outcome]]) -> list[Precision]
 
 
 def limits(fp32: Measurement) -> dict[str, float]:
-    """What steps of another precision may take, as fields of a `Trial`."""
+    """Return the time limits for steps of another precision, as fields of a `Trial`."""
     step = max(DEADLINE_RATIO * fp32.step_seconds, SHORTEST_DEADLINE_SECONDS)
     first_step = FIRST_STEP_RATIO * fp32.first_step_seconds + step
     return {
@@ -191,20 +192,22 @@ def limits(fp32: Measurement) -> dict[str, float]:
 
 
 def is_cut(outcome: Outcome, fp32: Outcome) -> bool:
-    """Whether a process ran so slowly beside that of fp32 that no other is worth it."""
+    """Whether a process was so much slower than fp32's that no further one is run."""
     if not isinstance(outcome, Measurement) or not isinstance(fp32, Measurement):
         return False
     return outcome.was_cut or outcome.step_seconds > limits(fp32)["cut_step_seconds"]
 
 
 def _asked(precisions: tuple[Precision, ...] | None, hardware: Hardware) -> tuple[Precision, ...]:
-    """fp32 first. TF32 is no mixed precision, so that it is shown where the device has it or somebody asks."""
+    """Return the precisions to profile, fp32 first. TF32 is not mixed precision, so it is included only if the device
+    has it or the user asks.
+    """
     usual: tuple[Precision, ...] = ("tf32", *LOW) if hardware.has_tf32 else LOW
     return tuple(dict.fromkeys(("fp32", *(precisions or usual))))
 
 
 def space_at(size: int | None, opened: Opened, asked: tuple[Precision, ...]) -> Space:
-    """What is legal, at the user's own batch size and accumulation unless another batch size was given."""
+    """Return the search space at the given batch size, or at the user's own batch size and accumulation steps."""
     if size is None and opened.description.batch_size is None:
         size = ASSUMED_BATCH_SIZE
     own: dict[str, Any] = {} if size is None else {"baseline": ("fp32", size), "effective_batch_size": "free"}
@@ -214,8 +217,7 @@ def space_at(size: int | None, opened: Opened, asked: tuple[Precision, ...]) -> 
 
 
 def refused_in(space: Space) -> dict[Precision, str]:
-    """The precisions that cannot be run at the batch size of the profile, with the reason; larger ones are not asked
-    for."""
+    """Return the precisions that cannot run at the profile's batch size, with the reason."""
     return {e.precision: e.reason for e in space.excluded if (e.batch_size or 0) <= space.baseline.batch_size}
 
 
@@ -236,7 +238,7 @@ def _trial(precision: Precision, space: Space, opened: Opened) -> Trial:
 
 
 def _assumptions(batch_size: int | None, description: Description) -> list[str]:
-    """What was assumed of the workload."""
+    """Return notes on what was assumed about the workload."""
     notes = []
     if description.batch_size is None and batch_size is None:
         notes.append(
@@ -262,7 +264,9 @@ def _nothing_works(
 
 
 def write_trace(parts: Sequence[Path], trace: Path) -> str | None:
-    """Put `parts` into one trace, whose processes tell them apart; returns why there is none, None where there is."""
+    """Merge the trace files `parts` into `trace`, with one process for each. Return None, or why no trace was
+    written.
+    """
     if not parts:
         return "No trace was written: no precision was taken apart."
     try:
@@ -280,8 +284,10 @@ _LEAST_SPEEDUPS: tuple[tuple[float, Verdict], ...] = ((1.2, "significant"), (1.0
 
 
 class Found(NamedTuple):
-    """All that was found: `refused` are the precisions that cannot be run with the reason, `outcomes` what each of the
-    others did in each round, up to one that failed or was cut, and `profiled` how its step was taken apart.
+    """Results of a profile.
+
+    `refused` are the precisions that cannot be run, with the reason; `outcomes` those of the others, one per round
+    until one failed or was cut; `profiled` the profiles of their steps.
     """
 
     hardware: Hardware
@@ -291,14 +297,16 @@ class Found(NamedTuple):
 
 
 def verdict(speedup: float) -> Verdict:
-    """``excellent`` above 1.5, ``significant`` from 1.2, ``modest`` from 1.05, ``negligible`` from 0.95, ``slower``."""
+    """Return the verdict on a speed-up: ``excellent`` above 1.5, ``significant`` from 1.2, ``modest`` from 1.05,
+    ``negligible`` from 0.95, else ``slower``.
+    """
     if speedup > 1.5:
         return "excellent"
     return next((name for least, name in _LEAST_SPEEDUPS if speedup >= least), "slower")
 
 
 def rows(asked: Sequence[Precision], found: Found) -> tuple[PrecisionRow, ...]:
-    """A row for each precision in the order asked, compared with fp32 where that ran."""
+    """Return a row for each precision in the order asked, compared with fp32 if that ran."""
     reference = _row("fp32", found)
     return tuple(
         reference if precision == "fp32" else _compared(_row(precision, found), reference, found) for precision in asked
@@ -319,7 +327,7 @@ def _row(precision: Precision, found: Found) -> PrecisionRow:
     rate = None if capability is None else capability.matmul_flops_per_second
     return PrecisionRow(
         precision=precision,
-        step_seconds=geometric_mean(steps),  # as the speed-up: one slow process moves it little
+        step_seconds=geometric_mean(steps),  # the same mean as for the speed-up: one slow process changes it little
         step_seconds_interval=ratio_interval(steps, [1.0] * len(steps)),
         process_step_seconds=steps,
         num_steps=sum(outcome.num_steps for outcome in measured),
@@ -330,7 +338,7 @@ def _row(precision: Precision, found: Found) -> PrecisionRow:
 
 
 def _compared(row: PrecisionRow, reference: PrecisionRow, found: Found) -> PrecisionRow:
-    """The row with its speed-up, from processes of one round; without one where either of them failed."""
+    """Return the row with its speed-up from processes of the same rounds; unchanged if either precision failed."""
     pairs = list(zip(reference.process_step_seconds, row.process_step_seconds, strict=False))
     if not pairs or row.failure is not None or reference.failure is not None:
         return row
@@ -364,9 +372,9 @@ def answer(
     trace: str | None = None,
     notes: Sequence[str] = (),
 ) -> AmpProfile:
-    """The profile that these rows make, fp32's first; `notes` are told before those that come of the rows.
+    """Return the profile made of these rows, fp32's first. `notes` come before those that follow from the rows.
 
-    `setting` has the batch size and the accumulation steps.
+    `setting` gives the batch size and the accumulation steps.
     """
     compared = [r for r in rows if r.precision in LOW and r.speedup is not None]
     best = max(compared, key=lambda row: row.speedup or 0.0, default=PrecisionRow(precision="fp32"))

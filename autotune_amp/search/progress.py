@@ -1,4 +1,6 @@
-"""What a search tells whoever watches it. The base class ignores everything: the tests' and --quiet's progress."""
+"""Interface for displaying a search. The base class ignores every call: it is the progress of `--quiet` and of
+tests.
+"""
 
 from __future__ import annotations
 
@@ -8,43 +10,48 @@ from autotune_amp.core.setting import Setting
 
 
 class Progress:
-    """Called from the search's own thread, in order; `tick` at least four times a second."""
+    """Interface for displaying a search. Methods are called from the search's thread, in order.
+
+    `tick` is called at least four times a second.
+    """
 
     def started(self, study: str, folder: str, budget_seconds: float | None) -> None:
-        """The search has its folder and its budget."""
+        """Handle the start of a search in `folder`. `budget_seconds` is None unless the user set a budget."""
 
     def work_started(self, budget_seconds: float | None) -> None:
-        """Work that is no search begins: a check on its own, or a profile, which has no budget."""
+        """Handle the start of work other than a search: a single check, or a profile, which has no budget."""
 
     def phase(self, text: str) -> None:
-        """A new phase: ``loading the workload``, ``searching``, ``checking bf16 against fp32``, ``confirming`` ..."""
+        """Handle a new phase: ``loading the workload``, ``searching``, ``checking bf16 against fp32``, ``confirming``
+        ...
+        """
 
     def found_hardware(self, hardware: Hardware) -> None:
-        """The probe is back."""
+        """Handle the result of probing the hardware."""
 
     def trial_started(self, number: int, candidate: Setting, purpose: Purpose, slot: str | None = None) -> None:
-        """A trial or a check begins, on one of several slots."""
+        """Handle the start of a trial or check. `slot` is the name of its slot if there are several."""
 
     def step(self, num_steps: int, step_seconds: float, slot: str | None = None) -> None:
-        """The running trial, that on the slot, finished a step."""
+        """Handle a finished training step of the trial on `slot`."""
 
     def activity(self, text: str, slot: str | None = None) -> None:
         """What runs, that on the slot, says what it does now, as ``1,240 calls recorded, now in layers.3``."""
 
     def trial_ended(self, record: Record, best: Record | None) -> None:
-        """A trial or a check ended; `best` is the fastest measured so far."""
+        """Handle the end of a trial or check. `best` is the fastest trial so far."""
 
     def trial_lost(self, number: int, slot: str | None) -> None:
-        """The slot on which it ran is there no more; it runs again elsewhere."""
+        """Handle the loss of the slot that a trial ran on. The trial runs again elsewhere."""
 
     def tick(self, elapsed_seconds: float) -> None:
-        """Time passes."""
+        """Update the elapsed time."""
 
     def output(self, text: str) -> None:
-        """What the user's own code printed, on either stream."""
+        """Handle text that the user's own code printed, on either stream."""
 
     def note(self, text: str) -> None:
-        """Something worth a line: resumed, cached, what changed, why a candidate is left out."""
+        """Show a line: a search resumed, an answer from the cache, what changed, why a candidate is left out."""
 
     def ended(self) -> None:
-        """The search is over, however it ended."""
+        """Handle the end of the search, whether it succeeded or not."""

@@ -1,10 +1,10 @@
-"""What the records of a search say of each setting: how it ran, what speaks against it, and how settings rank. Pure.
+"""Judgement of each setting from the records of a search: how it ran, what speaks against it, and its rank. Pure.
 
-What does not learn what fp32 learns is out, what nobody checked comes after fp32 and what a check found no harm in, and
-what is doubtful comes last. Among the others `rank_for` decides. Speed: on the plateau, within 3 % of the fastest, wins
-what is decided over what is undecided, then the precision with the least to go wrong at run time, then the smallest
-batch (`Setting.risks`). Memory: the least peak of what is no slower than the baseline; peaks within 2 % are alike, and
-speed decides. Energy: the least joules per sample, and within 3 % what has the least to go wrong.
+An unfaithful setting is out. One that nobody checked ranks after fp32 and the faithful ones, and a doubtful one last.
+Among the others `rank_for` decides. Speed: on the plateau, within 3 % of the fastest, a decided verdict wins over an
+undecided one, then the precision with the least to go wrong at run time, then the smallest batch (`Setting.risks`).
+Memory: the least peak among settings no slower than the baseline; peaks within 2 % are alike, and speed decides.
+Energy: the least joules per sample, and within 3 % the setting with the least to go wrong.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from autotune_amp.core.text import sentence
 from autotune_amp.search.space import SAME_MEMORY, Space
 from autotune_amp.trial.failures import mended
 
-PLATEAU = 0.03  # closer than this, other things decide: processes differ by as much (studies/README.md, Timing)
-MAX_CHANCE = 0.10  # processes that differ by more would hide what others do to a run
-MAX_DATA_SHARE = 0.10  # a wait of 5 to 10 % of a step: the loader sets the speed (studies/README.md)
+PLATEAU = 0.03  # within it other criteria decide: processes differ by as much (studies/README.md, Timing)
+MAX_CHANCE = 0.10  # a larger spread of processes would hide the effect of running beside others
+MAX_DATA_SHARE = 0.10  # a wait of 5 to 10 % of a step: loading data limits the speed (studies/README.md)
 
-BEFORE_CONFIRMATION = ("search", "fallback")  # purposes of the trials whose measurements say what to confirm
+BEFORE_CONFIRMATION = ("search", "fallback")  # purposes of the trials that decide what to confirm
 
 
 def is_trial(record: Record) -> bool:
-    """Whether a record is of a trial, and not of a check."""
+    """Whether a record is of a trial rather than a check or profile."""
     return record.purpose not in ("fidelity", "calibration", "accumulation", "profile")
 
 
 def failures(records: Sequence[Record]) -> dict[Setting, Failure]:
-    """The candidates with a failure that speaks against them, and the first such of each.
+    """Return the first failure that speaks against each candidate, for those that have one.
 
-    A confirmation cut off by the budget does not, nor does the one run without the recommended environment, nor what
-    is no more than an outlook, nor a search trial that overran its time where another of its candidate did not: the
-    machine stalled. Nor does a crash before there is a second one, since anybody may kill a process, nor a process that
-    was still loading. What a check's failure says is for `found_fidelity`, `found_accumulation` and `loss_scales`.
+    These do not count: a confirmation cut off by the budget; a run without the recommended environment, on one rank, or
+    for an outlook; a search trial that ran out of time although another trial of its candidate did not (the machine
+    stalled); a first crash, since anybody may kill a process; and a process that was still loading. Failures of checks
+    are handled by `found_fidelity`, `found_accumulation` and `loss_scales`.
     """
     ran = {r.candidate for r in records if r.purpose == "search" and isinstance(r.outcome, Measurement)}
     found: dict[Setting, Failure] = {}
@@ -71,7 +71,9 @@ def failures(records: Sequence[Record]) -> dict[Setting, Failure]:
 
 
 def without_first_crashes(records: Iterable[Record]) -> list[Record]:
-    """Return the records without the first crash of each candidate: anybody may kill a process, and it is run again."""
+    """Return the records without each candidate's first crash: anybody may kill a process, and the trial is run
+    again.
+    """
     crashed, left = set[Setting](), []
     for record in records:
         is_crash = isinstance(record.outcome, Failure) and record.outcome.kind == "crash"
@@ -83,12 +85,12 @@ def without_first_crashes(records: Iterable[Record]) -> list[Record]:
 
 
 class Runs(msgspec.Struct, frozen=True, kw_only=True):
-    """The processes that measured one candidate under one environment.
+    """Processes that measured one candidate in one environment.
 
-    `rounds` are the confirmation rounds, one for each measurement; empty where the search's own trial has to do.
-    `loads` are what others did on the machine during them, as far as that was looked at.
-    `failure` is why there is no measurement, None where there are some or the candidate was never run. `has_share`:
-    they had a share of the CPU each; `is_on_slot`: that, or others of the search ran beside any of them.
+    `rounds` are the confirmation rounds, one for each measurement; empty for a trial of the search. `loads` are the
+    known loads of the machine by others meanwhile. `failure` is why there is no measurement, None if there is one or
+    the candidate was never run. `has_share`: each process had a share of the CPU; `is_on_slot`: that, or other jobs of
+    the search ran beside any of them.
     """
 
     candidate: Setting
@@ -101,7 +103,7 @@ class Runs(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, candidate: Setting, records: Sequence[Record], *, are_confirming: bool = False) -> Runs:
-        """The runs in these records of the candidate."""
+        """Return the runs of the candidate, from records that are all its own."""
         ran = [(r, r.outcome) for r in records if isinstance(r.outcome, Measurement)]
         return cls(
             candidate=candidate,
@@ -115,37 +117,41 @@ class Runs(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def speeds(self) -> list[float]:
-        """Samples per second of each process."""
+        """Return the samples per second of each process."""
         return [m.samples_per_second for m in self.measurements]
 
     @property
     def speed(self) -> float:
-        """Samples per second, the median over processes."""
+        """Return the median of the processes' samples per second."""
         return median(self.speeds)
 
     @property
     def num_confirming(self) -> int:
-        """How many confirmation processes there are."""
+        """Return the number of confirmation processes."""
         return len(self.rounds)
 
 
 class Beside(NamedTuple):
-    """By what share a confirmation's runs were slower beside others on all slots than alone, and what of it may be
-    chance."""
+    """Slowdown of confirmation runs side by side on all slots, compared with running alone, and the part that may be
+    chance.
+
+    Both are shares of the step time.
+    """
 
     slowdown: float
     chance: float
 
     @property
     def is_different(self) -> bool:
-        """Whether what runs beside others says nothing of what runs alone."""
+        """Whether measurements made side by side do not hold for a run alone."""
         return math.isinf(self.chance) or self.slowdown > min(max(PLATEAU, self.chance), MAX_CHANCE)
 
 
 def beside(records: Sequence[Record]) -> Beside | None:
-    """What running beside others did, by the settings that were run both ways; None where none was.
+    """Return the slowdown by running side by side, over the settings that were run both ways; None if none was.
 
-    `chance` is three standard errors of the mean over these settings, by the spread of their few runs beside others.
+    `chance` is three standard errors of the mean over these settings, estimated from the spread of their few runs
+    beside others.
     """
     logs: dict[bool, dict[Any, list[float]]] = {False: {}, True: {}}
     for r in records:
@@ -162,35 +168,40 @@ def beside(records: Sequence[Record]) -> Beside | None:
 
 
 def counted(records: Sequence[Record]) -> list[Record]:
-    """The records without the runs of the confirmation that do not count: those beside others where that made a
-    difference, and of a round that was begun anew on another slot those on the slot where it came less far."""
+    """Return the records without the confirmation runs that do not count.
+
+    Runs beside others do not count if that made a difference. Of a round repeated on another slot only the slot with
+    the most runs counts, the last of equals.
+    """
     found = beside(records)
     are_alike = found is not None and not found.is_different
     found_alike = [r for r in records if r.round is None or not r.num_beside or are_alike]
     num_runs = Counter((r.round, r.slot) for r in found_alike)
     slots: dict[int | None, str | None] = {}
-    for r in found_alike:  # of as many the last
+    for r in found_alike:  # of slots with equally many runs the last
         if r.round not in slots or num_runs[r.round, r.slot] >= num_runs[r.round, slots[r.round]]:
             slots[r.round] = r.slot
     return [r for r in found_alike if r.round is None or r.slot == slots[r.round]]
 
 
 def confirm_runs(records: Sequence[Record], candidate: Setting, environment: Mapping[str, str]) -> Runs:
-    """The confirmation processes of a candidate in exactly this environment."""
+    """Return the confirmation processes of a candidate in exactly this environment."""
     ours = [r for r in counted(records) if r.candidate == candidate and is_confirming(r)]
     ours = [r for r in ours if r.environment == environment]
     return Runs.of(candidate, ours, are_confirming=True)
 
 
 def is_confirming(record: Record) -> bool:
-    """Say whether a record is of a process of the confirmation, or of one that counts as such: a trial of a command."""
+    """Return whether a record is of a confirmation process, or of a process that counts as one: a trial of a
+    command.
+    """
     found = record.outcome
     was_cut = isinstance(found, Measurement) and found.was_cut
     return record.purpose == "confirm" or (record.purpose == "search" and record.round is not None and not was_cut)
 
 
 def best_runs(records: Sequence[Record], candidate: Setting, environment: Mapping[str, str]) -> Runs:
-    """The confirmation processes in this environment, or else the search's own last trial of the candidate."""
+    """Return the confirmation processes in this environment, else the candidate's last trial of the search."""
     confirmed = confirm_runs(records, candidate, environment)
     if confirmed.measurements or confirmed.failure:
         return confirmed
@@ -199,40 +210,42 @@ def best_runs(records: Sequence[Record], candidate: Setting, environment: Mappin
 
 
 def were_processes_shared(records: Sequence[Record]) -> bool:
-    """Whether the confirmation measured what it holds against each other one after the other in the same processes."""
+    """Whether the confirmation measured several settings one after the other in the same process."""
     return any(r.round is not None and r.start_seconds == 0.0 and isinstance(r.outcome, Measurement) for r in records)
 
 
 def data_share(measured: Measurement) -> float:
-    """The share of a step that waits for data."""
+    """Return the share of a step spent waiting for data."""
     return measured.data_seconds / measured.step_seconds
 
 
 def is_waiting(records: Sequence[Record]) -> bool:
-    """Whether the loader sets the speed of any candidate that was measured with the user's own number of workers."""
+    """Whether loading data limits the speed of any candidate measured with the user's own number of workers."""
     own = [r.outcome for r in records if r.purpose == "search" and r.candidate.num_workers is None]
     return any(isinstance(o, Measurement) and not o.was_cut and data_share(o) > MAX_DATA_SHARE for o in own)
 
 
 def check_key(candidate: Setting) -> Setting:
-    """The check whose verdict holds for a candidate at every batch size: its numerics at batch 1.
+    """Return the setting by which fidelity checks are kept: the candidate's numerics at batch size 1.
 
-    fp32 as found is fp32 with TF32 in parts of it.
+    A check holds at every batch size. fp32 with the user's own flags counts as TF32, since parts of it may use TF32.
     """
     precision = "tf32" if candidate.as_found and candidate.precision == "fp32" else candidate.precision
     return replace(candidate.numerics, precision=precision, batch_size=1, accumulation_steps=1)
 
 
 def needs_check(candidate: Setting, space: Space) -> bool:
-    """Whether fp32 is to be held against it: not strict fp32 itself as the training is, unless its weights are in low
-    precision.
+    """Whether a candidate has to be compared with fp32: all but strict fp32 without other changes, unless the weights
+    are in low precision.
     """
     key = check_key(candidate)
     return key.precision != "fp32" or not key.is_ordinary or space.weights in ("bf16", "fp16")
 
 
 def can_check(candidate: Setting, space: Space) -> bool:
-    """Whether a check tells something of the candidate: fp32 as found can mean more than TF32 off CUDA."""
+    """Whether a fidelity check is possible: fp32 with the user's own flags can mean more than TF32 on devices without
+    it.
+    """
     return (
         "fidelity" in space.checks
         and needs_check(candidate, space)
@@ -241,12 +254,12 @@ def can_check(candidate: Setting, space: Space) -> bool:
 
 
 def found_fidelity(records: Sequence[Record]) -> dict[Setting, Fidelity]:
-    """The verdict of each check that was made, one that failed too: the latest of the first weights, or that of trained
-    ones where they are worse off.
+    """Return the verdict of each check by `check_key`, a failed check included: the latest on initial weights, or that
+    on trained weights if it is *unfaithful*.
 
-    Only an unfaithful one is worse: a training that has nearly learned its few samples leaves little noise between
-    batches to hold rounding against, and what is healthy may look doubtful then (studies/fidelity). A crash counts from
-    the second on, as of a trial.
+    A *doubtful* verdict on trained weights does not replace the first: training that has nearly learned its few samples
+    leaves little noise between batches to compare rounding with, and a healthy setting may look doubtful
+    (studies/fidelity). As for trials, a crash counts from the second on.
     """
     verdicts = [
         (check_key(r.candidate), r.outcome if isinstance(r.outcome, Fidelity) else _of_failure(r))
@@ -262,7 +275,7 @@ def found_fidelity(records: Sequence[Record]) -> dict[Setting, Fidelity]:
 
 
 def found_accumulation(records: Sequence[Record]) -> Accumulation | None:
-    """What the check of accumulation found, *unchecked* where it did not come to an end; None where there was none."""
+    """Return the result of the accumulation check, *unchecked* if it did not finish, or None if there was none."""
     record = next((r for r in reversed(records) if r.purpose == "accumulation"), None)
     if record is None:
         return None
@@ -281,7 +294,7 @@ def found_accumulation(records: Sequence[Record]) -> Accumulation | None:
 
 
 def verdict_on(candidate: Setting, space: Space, known: Mapping[Setting, Fidelity]) -> Fidelity | None:
-    """The verdict on a candidate, *unchecked* where no check was made; None for fp32, which the others are held to."""
+    """Return the verdict on a candidate, *unchecked* if no check was made; None for fp32, the reference."""
     if not needs_check(candidate, space):
         return None
     unmade = "the search ended before it was checked", "Give a larger --budget."
@@ -291,7 +304,7 @@ def verdict_on(candidate: Setting, space: Space, known: Mapping[Setting, Fidelit
 
 
 def harm(known: Mapping[Setting, Fidelity], candidate: Setting) -> str | None:
-    """Why a verdict rules the candidate out, if one does."""
+    """Return the reason if a verdict rules the candidate out, else None."""
     found = known.get(check_key(candidate))
     return found.reason.rstrip(".") if found is not None and found.verdict == "unfaithful" else None
 
@@ -302,10 +315,10 @@ LAST_TIER = max(_TIERS.values())
 
 
 def tier(found: Fidelity | None) -> int:
-    """Return the tier of a setting by its verdict, None for fp32; a lower one ranks before.
+    """Return the tier of a setting by its verdict, None for fp32. A lower tier ranks first.
 
-    fp32 and the faithful are in tier 0, then come the undecided, which give way to them at equal speed alone, the
-    unchecked, the doubtful, the unfaithful.
+    Tier 0 are fp32 and the faithful, tier 1 the undecided, which rank behind tier 0 only at equal speed, then the
+    unchecked, the doubtful and the unfaithful.
     """
     return 0 if found is None else _TIERS.get(found.verdict, 0)
 
@@ -313,14 +326,17 @@ def tier(found: Fidelity | None) -> int:
 def contenders(
     merits: Mapping[Setting, Merit], tiers: Mapping[Setting, int], baseline: Setting
 ) -> dict[Setting, Merit]:
-    """Return the settings that may take the place of the baseline: those that a config can express and that no check
-    puts in a tier behind it, the undecided among them."""
+    """Return the settings that may replace the baseline: a config can express them and no check puts them in a tier
+    behind the baseline. The undecided are among them.
+    """
     last = max(min(tiers.values()), tiers.get(baseline, 0), UNDECIDED_TIER)
     return {c: found for c, found in merits.items() if tiers[c] <= last and not c.as_found}
 
 
 def exclusions(known: Mapping[Setting, Fidelity]) -> tuple[Exclusion, ...]:
-    """The precisions that the verdicts rule out, at every batch size; with pins, say, they are candidates apart."""
+    """Return the precisions that the verdicts rule out at every batch size. With pinned modules they remain
+    candidates.
+    """
     return tuple(
         Exclusion(precision=check.precision, batch_size=None, reason=reason)
         for check in known
@@ -354,7 +370,7 @@ def _judged(candidate: Setting, verdict: Verdict, reason: str, next_step: str) -
 
 
 class Merit(NamedTuple):
-    """What a candidate is ranked by; `joules_per_sample` is None where nothing says what the device draws."""
+    """Values that a candidate is ranked by. `joules_per_sample` is None if the device's energy was not measured."""
 
     samples_per_second: float
     peak_memory_bytes: int
@@ -362,7 +378,7 @@ class Merit(NamedTuple):
 
 
 def merit(measurements: Sequence[Measurement], applied_share: float = 1.0) -> Merit:
-    """The merit of one candidate's processes; only what reaches the optimizer counts as a sample."""
+    """Return the merit of one candidate from its processes. Only samples that reach the optimizer count."""
     joules = joules_per_sample(measurements)
     return Merit(
         samples_per_second=median(m.samples_per_second for m in measurements) * applied_share,
@@ -372,16 +388,17 @@ def merit(measurements: Sequence[Measurement], applied_share: float = 1.0) -> Me
 
 
 def joules_per_sample(measurements: Iterable[Measurement]) -> float | None:
-    """The median over the processes that read a counter, None where none did."""
+    """Return the median over the processes that read an energy counter, or None if none did."""
     known = [m.joules_per_sample for m in measurements if m.joules_per_sample is not None]
     return median(known) if known else None
 
 
 def rank(measured: Mapping[Setting, float], tiers: Mapping[Setting, int] | None = None) -> list[Setting]:
-    """Candidates by speed, from their samples per second: the winner, then the winner without it, and so on.
+    """Return the candidates by speed, given their samples per second: the winner, then the winner among the rest, and
+    so on.
 
-    Lower tiers come first, 0 where `tiers` does not say, and the undecided with it; in each, candidates as found come
-    last, since a config cannot express them.
+    Lower tiers come first; a candidate missing from `tiers` has tier 0, and the undecided tier counts as 0. Within a
+    tier, candidates with the user's own flags come last, since a config cannot express them.
     """
     return rank_for("speed", {c: Merit(speed, 0, None) for c, speed in measured.items()}, tiers=tiers)
 
@@ -393,10 +410,11 @@ def rank_for(
     least_speed: float = 0.0,
     tiers: Mapping[Setting, int] | None = None,
 ) -> list[Setting]:
-    """Candidates by any objective, as `rank` has them by speed: within `PLATEAU` the one with the least to go wrong.
+    """Return the candidates ranked by any objective, as `rank` does by speed: within `PLATEAU` the least to go wrong
+    wins.
 
-    For memory what reaches less than `least_speed` samples per second comes after the others of its tier, and for
-    energy what has no joules; both by speed.
+    For memory, candidates below `least_speed` samples per second come after the others of their tier; for energy, those
+    without joules do. Both are then ranked by speed.
     """
 
     def winner(left: Sequence[Setting]) -> Setting:
@@ -424,14 +442,14 @@ def rank_for(
 
 
 def least_speed(objective: Objective, baseline: Merit | None) -> float:
-    """Samples per second that a choice must reach: for memory those of the baseline within 3 %, else none."""
+    """Return the least samples per second of a choice: for memory the baseline's less 3 %, otherwise 0."""
     return (1 - PLATEAU) * baseline.samples_per_second if objective == "memory" and baseline is not None else 0.0
 
 
 def is_worth_a_change(objective: Objective, found: Merit, today: Merit) -> bool:
-    """Say whether a choice gains 3 % on what the user runs today.
+    """Return whether a choice gains 3 % over the baseline `today`.
 
-    For memory a choice with today's peak is worth it where it is 3 % faster, and one that is slower than today never.
+    For memory, a choice with the baseline's peak counts if it is 3 % faster, and a slower choice never does.
     """
     if objective == "memory":
         if found.samples_per_second < least_speed(objective, today):

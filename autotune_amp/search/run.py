@@ -1,4 +1,4 @@
-"""How the stages of a search are run: ask for a job for every free slot, run it, write the record down."""
+"""Runner of a search's stages: asks for a job for every free slot, runs it, and appends its record to the ledger."""
 
 from __future__ import annotations
 
@@ -22,35 +22,37 @@ from autotune_amp.trial.jobs import Check, Trial
 
 
 class Stage(Protocol):
-    """One phase of a search: pure, but for what it counts of its own. What it may take it asks the planner for.
+    """Interface of one phase of a search. Pure, apart from its own counters; time limits come from the planner.
 
-    One that `is_exclusive` builds on the last answer, and is asked only while nothing runs.
+    An `is_exclusive` stage depends on the last result and is asked only while nothing runs.
     """
 
     is_exclusive: ClassVar[bool]
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | Profile | None:
-        """What the records and the time left ask for next, None where the stage is over, or waits for what runs."""
+        """Return the next job given the records and the time left, or None if the stage is over or has to wait for a
+        running job.
+        """
 
 
 class RunsJobs(Protocol):
-    """What a search needs of a backend."""
+    """Interface that a search needs of a backend."""
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """Where jobs can run at the same time."""
+        """Return the slots that can run jobs at the same time."""
 
     def submit(self, job: Any, slot: Slot, /) -> Handle[Any]:
-        """Start a job on a free slot."""
+        """Start a job on a free slot and return its handle."""
 
     def wait(self, handles: Sequence[Handle[Any]], /) -> Handle[Any]:
-        """Wait until one of the jobs is over."""
+        """Wait until one of the jobs ends and return its handle."""
 
 
 class ProgressWatcher(Watcher):
-    """Passes what a backend says while it waits on to the progress, and to the meter what bears on it.
+    """Watcher that passes events of a backend on to the progress display and the load meter.
 
-    Where there are several slots each has a watcher of its own, and `slot` is its slot's name.
+    With several slots, each has a watcher of its own, whose `slot` is the slot's name.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class ProgressWatcher(Watcher):
         self._phase = ""
 
     def phase(self, text: str) -> None:
-        """Say what is done now, where that is something else than before."""
+        """Show a new phase, unless it is shown already."""
         if text != self._phase:
             self._phase = text
             self.progress.phase(text)
@@ -93,13 +95,13 @@ class ProgressWatcher(Watcher):
 
 
 class Watchers:
-    """The watcher of a search as a whole, and one for each of several slots, by its name."""
+    """Watcher of a search as a whole, and one for each of several slots by name."""
 
     def __init__(self, whole: ProgressWatcher) -> None:
         self._watchers: dict[str | None, ProgressWatcher] = {None: whole}
 
     def of(self, slot: Slot) -> ProgressWatcher:
-        """That of a slot, made when it is first asked for; what others do is seen on this host alone."""
+        """Return the watcher of a slot, creating it at first. Load by other processes is measured only on this host."""
         if slot.name not in self._watchers:
             whole = self._watchers[None]
             meter = LoadMeter(slot.uuid) if slot.is_here else None
@@ -108,14 +110,14 @@ class Watchers:
 
     @property
     def last_step_seconds(self) -> float | None:
-        """A step that was seen on any of them, None where none was."""
+        """Return the seconds of a step seen on any slot, or None."""
         seen = (watcher.last_step_seconds for watcher in self._watchers.values())
         return next((seconds for seconds in seen if seconds is not None), None)
 
 
 @dataclass(eq=False)
 class _Running:
-    """A job and what its record will say beside its outcome."""
+    """Running job and the fields of its record other than the outcome."""
 
     job: Trial | Check | Profile
     slot: Slot
@@ -127,9 +129,9 @@ class _Running:
 
 
 class Runner:
-    """Runs jobs on the slots of a backend, each with its watcher, and writes their records down as they end.
+    """Runs jobs on a backend's slots, each with its watcher, and appends their records to the ledger as they end.
 
-    `lost` are the jobs of slots that were lost, to be run once more: one that is lost a second time has failed.
+    `lost` are jobs whose slot was lost, to be run once more. A job lost a second time has failed.
     """
 
     def __init__(self, backend: RunsJobs, ledger: Ledger, planner: Planner, watchers: Watchers) -> None:
@@ -144,22 +146,22 @@ class Runner:
 
     @property
     def pending(self) -> list[Trial | Check | Profile]:
-        """The jobs that run."""
+        """Return the running jobs."""
         return [running.job for running in self._running]
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """Where jobs can run now."""
+        """Return the slots that can run jobs now."""
         return self._backend.slots
 
     @property
     def free(self) -> list[Slot]:
-        """The slots on which none does."""
+        """Return the slots without a running job."""
         taken = [running.slot.name for running in self._running]
         return [slot for slot in self.slots if slot.name not in taken]
 
     def start(self, job: Trial | Check | Profile, slot: Slot) -> None:
-        """Begin a job on a free slot."""
+        """Start a job on a free slot."""
         watcher = self._watchers.of(slot)
         meter = watcher.meter if isinstance(job, Trial) else None
         if watcher.slot is None:  # on several slots phases overlap
@@ -170,7 +172,7 @@ class Runner:
         started = self.planner.budget.elapsed()
         left_seconds = max(0.0, self.planner.budget.left())
         handle = self._backend.submit(replace(job, loading_seconds=left_seconds), slot)
-        if meter is not None:  # after that has ended what ran there before
+        if meter is not None:  # the slot's previous process has ended by now
             meter.start()
         self._running.append(_Running(job, slot, number, handle, started, meter))
         for running in self._running:
@@ -178,11 +180,13 @@ class Runner:
 
     @property
     def again(self) -> Trial | Check | Profile | None:
-        """A job that ran out of memory beside others that shared it: it is run once more, alone."""
+        """Return a job that ran out of memory beside others on the same memory and is to be run once more alone, or
+        None.
+        """
         return self._again[0] if self._again else None
 
     def finish(self) -> Record | None:
-        """Wait for the first job to end, and write its record down; None where it has to be run again."""
+        """Wait for a job to end, append its record and return it; None if the job has to be run again."""
         handle = self._backend.wait([running.handle for running in self._running])
         ended = next(running for running in self._running if running.handle is handle)
         job, watcher = ended.job, self._watchers.of(ended.slot)
@@ -201,7 +205,7 @@ class Runner:
         if ended.num_beside and ended.slot.shares_memory and isinstance(outcome, Failure) and outcome.kind == "oom":
             self._again.append(job)
             return None
-        if ended.slot.cpus and isinstance(outcome, Measurement):  # the counter is that of the whole CPU
+        if ended.slot.cpus and isinstance(outcome, Measurement):  # the energy counter measures the whole CPU
             outcome = replace(outcome, joules_per_sample=None)
         record = Record(
             search_id=self.ledger.search_id,
@@ -229,10 +233,10 @@ class Runner:
 
 
 def run(stages: Sequence[Stage], runner: Runner) -> Iterator[Record]:
-    """Run what the stages ask for, one stage after the other; every record is in the ledger.
+    """Run the jobs of the stages, one stage after the other, and yield every record once it is in the ledger.
 
-    On several slots the stages are asked as if what runs had ended as expected, and the next one too where one has
-    nothing more to ask for: it is over once it asks for nothing while nothing runs.
+    On several slots, stages decide as if the running jobs had ended as expected. A stage without a job passes the turn
+    to the next one; it is over once it has no job while nothing runs.
     """
     left = list(stages)
     while left or runner.pending:
@@ -261,15 +265,17 @@ def _next(stages: Sequence[Stage], runner: Runner) -> Trial | Check | Profile | 
 
 
 class MovableStage(Stage, Protocol):
-    """One that has a slot of its own."""
+    """Interface of a stage that is bound to one slot."""
 
     def move(self, slot: Slot) -> None:
-        """Go on there: the slot that it had is lost."""
+        """Continue on `slot`, since the previous slot was lost."""
 
 
 def run_beside(stages: Mapping[Slot, MovableStage], runner: Runner) -> Iterator[Record]:
-    """Run what each of the stages asks for on its own slot, all at the same time; that of a slot which is lost goes on
-    on another one, once none has it."""
+    """Run each stage on its own slot, all at the same time, and yield their records.
+
+    A stage whose slot is lost continues on another slot once one is free.
+    """
     left = dict(stages)
     while left or runner.pending:
         for lost in [slot for slot in left if slot not in runner.slots]:
@@ -285,7 +291,7 @@ def run_beside(stages: Mapping[Slot, MovableStage], runner: Runner) -> Iterator[
                 runner.start(job, slot)
         if runner.pending:
             record = runner.finish()
-            runner.lost.clear()  # its stage begins the round anew
+            runner.lost.clear()  # the stage repeats its round
             if record is not None:
                 yield record
 

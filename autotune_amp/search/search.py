@@ -1,4 +1,4 @@
-"""A search, from loading the workload to the recommendation: open it, say what can be tried, run the stages, decide."""
+"""The search from loading the workload to the recommendation: open it, build the space, run the stages, decide."""
 
 from __future__ import annotations
 
@@ -70,9 +70,10 @@ def search_anew(
     *,
     is_fresh: bool,
 ) -> Recommendation:
-    """Search in `folder`; `fingerprint` is None where a child has to import the workload before it can be known.
+    """Run a search in `folder` and return its recommendation, or the cached one if the fingerprint found later matches.
 
-    `cached` is what is in the folder, and `answer_for` what of it holds for a fingerprint.
+    `fingerprint` is None if it is only known once a child has imported the workload. `cached` is the folder's
+    recommendation. `answer_for` returns a known recommendation for a fingerprint, or None.
     """
     search = _Search(source, options, progress, folder)
     try:
@@ -113,7 +114,7 @@ def search_anew(
 
 
 class _Search:
-    """One search; `run` is its story."""
+    """State of one search. Read `run` for its order of events."""
 
     def __init__(self, source: Source, options: SearchOptions, progress: Progress, folder: StudyFolder) -> None:
         self.budget = Budget(options.budget_seconds)
@@ -131,13 +132,15 @@ class _Search:
         self._is_spent = False
 
     def backend(self) -> WorkloadBackend:
-        """Where its jobs run before the confirmation."""
+        """Return the backend that runs the jobs before the confirmation."""
         found = self.places.backend()
         self.budget.num_slots = self.places.num_slots
         return found
 
     def _like(self, fingerprint: Fingerprint) -> Setting | None:
-        """What the storage has as the answer for the same code on a device of the same model, asked for otherwise."""
+        """Return the recommended setting that the storage has for the same code and device model but another request,
+        or None.
+        """
         if self._options.storage is None:
             return None
         try:
@@ -154,9 +157,9 @@ class _Search:
     def run(
         self, backend: WorkloadBackend, fingerprint: Fingerprint, search_id: str, *, asks_others: bool
     ) -> Recommendation:
-        """Open, say what can be tried, explore, check, confirm, decide and save.
+        """Open the workload, build the space, explore, check, confirm, decide and save; return the recommendation.
 
-        A search that begins and `asks_others` tries early what they found for the same code.
+        With `asks_others` a search without records first tries the setting found by others for the same code.
         """
         opened = self._open(backend)
         for line in self.places.notes:
@@ -166,7 +169,7 @@ class _Search:
         if self.places.num_slots > 1:
             self.watcher.phase(f"loading the workload on {self.places.num_slots} slots")
         backend.open_others(self.budget.left())
-        load_before = self._meter.stop()  # what others did while the workload was loaded and probed
+        load_before = self._meter.stop()  # the load by others while the workload was loaded and probed
         for line in self._doubts(load_before):
             self._progress.note(line)  # the answer has it by its `search.load`
         ledger = self._ledger(build_space(opened.hardware, opened.description, self._options), search_id)
@@ -189,7 +192,7 @@ class _Search:
         try:
             planner = Planner(conditions, self.budget)
             self._search(backend, ledger, planner)
-            backend.close()  # its memory and threads are not there in the user's own run either
+            backend.close()  # the user's own run will not have its memory and threads either
             self._confirm(ledger, planner)
         except (KeyboardInterrupt, ClusterLostError) as error:
             was_interrupted = True
@@ -245,7 +248,7 @@ class _Search:
         return recommendation
 
     def _doubts(self, load: MachineLoad) -> Sequence[str]:
-        """What others do here, where the search runs here."""
+        """Return warnings about the load by other processes, if the search runs on this host."""
         if not self.places.is_here:
             return ()
         said = machine_load.doubts(machine_load.evidence([load]), "search on an idle machine")
@@ -256,10 +259,10 @@ class _Search:
         self._notes.append(line)
 
     def _search(self, backend: Backend, ledger: Ledger, planner: Planner) -> None:
-        """The stages before the confirmation."""
+        """Run the stages before the confirmation."""
         runner = Runner(backend, ledger, planner, self._watchers)
         storage, owner = self._options.storage or self.folder.path / "study.db", str(self.folder.path.resolve())
-        if self._options.storage is not None:  # which others may use from a folder of the same name
+        if self._options.storage is not None:  # others may use the storage from a folder of the same name
             owner = f"{platform.node()}:{owner}"
         study_of = partial(Study.open, storage, self.folder.path.name, ledger, owner=owner, seed=self._options.seed)
         with study_of(note=self._progress.note) as study:
@@ -278,7 +281,7 @@ class _Search:
                 self._notes.append("The study's storage is away, and lacks what was measured since.")
 
     def _confirm(self, ledger: Ledger, planner: Planner) -> None:
-        """The stages in fresh processes."""
+        """Run the stages that measure in fresh processes."""
         chosen, conditions = ledger.finalists, planner.conditions
         if chosen is None:
             return
@@ -296,7 +299,7 @@ class _Search:
                 for _ in run_beside(stages, runner):
                     pass
             left: list[Stage] = [OneRank(0)] if are_ranked else []
-            if self._options.batch_size is None and self._options.max_trials is None:  # its range is free
+            if self._options.batch_size is None and self._options.max_trials is None:  # no limit was set
                 left.append(LargerBatches())
             for _ in run(left, runner):
                 pass
@@ -366,17 +369,19 @@ class _Search:
 
 
 def before_confirmation(study: Study) -> tuple[Stage, ...]:
-    """The stages of a search up to its confirmation, in their order."""
+    """Return the stages of a search up to its confirmation, in order."""
     checks, scales, fallbacks = Checks(), LossScales(study), Fallbacks()
     workers, later = LoaderWorkers(checks), LaterChecks(checks)
-    # What computes faster may wait for its data again.
+    # A faster variant may wait for data again.
     on_the_winner = workers, Variants(checks), workers, later
-    # A fallback may turn out faster than what it is one of: then it is a contender, and checked like any other.
+    # A fallback may turn out faster than its contender: then it is a contender itself, and checked like any other.
     return *exploring(study), checks, scales, *on_the_winner, fallbacks, later, scales, fallbacks
 
 
 def _places(source: Source, options: SearchOptions, watchers: Watchers, warn: Callable[[str], None]) -> Places:
-    """Where the jobs of a search with these options run; `warn` hears what becomes of the nodes of a cluster."""
+    """Return the devices that a search with these options runs on. `warn` is called when a node of a cluster is lost or
+    joins.
+    """
     if options.ray is not None:
         source.is_elsewhere = True
         payload = _for_nodes(source)
@@ -393,7 +398,10 @@ def _places(source: Source, options: SearchOptions, watchers: Watchers, warn: Ca
 
 
 def _for_nodes(source: Source) -> Payload:
-    """The workload for other hosts, which have the working directory: a file in it is named from there."""
+    """Return the workload for other hosts, which receive the working directory: paths of files in it are made relative.
+
+    Raises `InvalidRequestError` for a command and for a file outside the working directory.
+    """
     if source.launch_line is not None:
         raise InvalidRequestError(
             "--ray runs the trials of a Workload; those of a command run one after the other on this host.",
@@ -411,7 +419,9 @@ def _for_nodes(source: Source) -> Payload:
 
 
 def nothing_works(ledger: Ledger, excluded: tuple[Exclusion, ...], has_stepped: bool) -> NothingWorksError | None:
-    """Why there is nothing to recommend; None where trials were only too slow, and some of them `has_stepped`."""
+    """Return the error that says why nothing can be recommended, or None if trials were only too slow and one
+    `has_stepped`.
+    """
     if ledger.ruled_out:
         reasons = dict.fromkeys(f"{setting.precision}: {reason}" for setting, reason in ledger.ruled_out.items())
         return NothingWorksError(

@@ -1,4 +1,4 @@
-"""Where a workload comes from, live objects of the calling process or a name that a child imports, and what it is."""
+"""Source of a workload: live objects of the calling process, or a name that a child process imports."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ _FINGERPRINT_SECONDS = 60.0
 
 
 class Source:
-    """A workload that has not been loaded yet, by its target: "path/file.py:function" or "package.module:function".
+    """Workload that has not been loaded yet, by its target: "path/file.py:function" or "package.module:function".
 
-    It is imported by the child, never by this process: user code may crash on import. `name` is what its study is
-    called unless told otherwise.
+    The child process imports it, never this process: user code may crash on import. `name` is the default name of its
+    study.
     """
 
-    is_elsewhere = False  # its jobs run on other hosts
+    is_elsewhere = False  # whether its jobs run on other hosts
 
     def __init__(self, target: str) -> None:
         self.name = "embedded" if target.startswith("autotune_amp.workloads:") else study_name(target)
-        self.target: str | None = target  # None where the command line has no name for it
+        self.target: str | None = target  # None if the command line has no name for it
 
     @cached_property
     def payload(self) -> Payload:
-        """What a trial process needs to get the workload."""
+        """Return the data that a trial process needs to load the workload."""
         from autotune_amp.isolation.local import Payload
 
-        # As `python -m` has it: modules are found from the working directory too.
+        # Modules are found from the working directory too, as with `python -m`.
         return Payload(target=self.target, path=tuple(dict.fromkeys((str(Path.cwd()), *_import_path()))))
 
     def backend(
@@ -63,39 +63,45 @@ class Source:
         slot: Slot | None = None,
         standby: Standby | None = None,
     ) -> WorkloadBackend:
-        """Where its jobs run, in `environment` beyond the caller's; see `LocalBackend`."""
+        """Return a backend that runs the workload's jobs with `environment` added to the caller's; see
+        `LocalBackend`.
+        """
         from autotune_amp.isolation.local import LocalBackend
 
         return LocalBackend(self.payload, isolation, watcher, environment, slot, standby)
 
     @property
     def launch_line(self) -> LaunchLine | None:
-        """The command, where it is one."""
+        """Return the launch line if the source is a command, else None."""
         return None
 
     def keep_in(self, folder: Path) -> None:
-        """Search in this folder, which there is."""
+        """Use `folder`, which exists, for files that trials leave."""
 
     def warnings(self) -> tuple[str, ...]:
-        """What its trials have left to be said."""
+        """Return warnings that only the trials revealed, such as about files that they left."""
         return ()
 
     def num_threads(self) -> int | None:
-        """The threads that trials use; None leaves it to what the workload's code asks for."""
+        """Return the number of threads that trials use; None leaves it to the workload's code."""
         return None
 
     def torch_state(self, found_by_child: dict[str, Any]) -> dict[str, Any]:
-        """The torch state that trials take over, given what a child found after loading."""
+        """Return the torch state that trials start with, given the state that a child found after loading."""
         return found_by_child
 
     def fingerprint(self, options: dict[str, Any], identity: DeviceIdentity) -> Fingerprint | None:  # noqa: ARG002
-        """What a recommendation would hold for, known without a child; None where that is not possible."""
+        """Return the fingerprint that a recommendation would hold for, or None if it takes a child process to compute
+        it.
+        """
         return None
 
     def fingerprint_by_child(
         self, options: dict[str, Any], identity: DeviceIdentity, backend: Backend, state: dict[str, Any]
     ) -> Fingerprint:
-        """The same from the process that imported the workload; nothing of it is called there either."""
+        """Return the fingerprint, computed in the process that imported the workload. None of the workload's functions
+        are called.
+        """
         from autotune_amp.trial.jobs import FingerprintJob
 
         job = FingerprintJob(
@@ -113,7 +119,7 @@ class Source:
 
 
 class _Live(Source):
-    """Live objects of this process, packed here and unpacked in the child; the fingerprint needs no child."""
+    """Workload given as live objects: packed here, unpacked in the child process. Its fingerprint needs no child."""
 
     def __init__(self, workload: Any) -> None:
         self.name = folder_name(str(getattr(workload, "name", None) or getattr(workload, "__name__", "workload")))
@@ -132,7 +138,7 @@ class _Live(Source):
         return None if self.is_elsewhere else threads
 
     def torch_state(self, found_by_child: dict[str, Any]) -> dict[str, Any]:
-        """The caller's is what counts, but for the threads on another host."""
+        """Return the caller's torch state, with the child's number of threads if jobs run on another host."""
         from autotune_amp.precision import torch_state
 
         threads = {"num_threads": found_by_child["num_threads"]} if self.is_elsewhere and found_by_child else {}
@@ -145,14 +151,14 @@ class _Live(Source):
 
 
 def target(name: str) -> Source:
-    """A workload named as "path/file.py:function" or "package.module:function"."""
+    """Return the source for a target "path/file.py:function" or "package.module:function". Raises `WorkloadError`."""
     if ":" not in name:
         raise WorkloadError(f"{name!r} names no workload.", "Give path/file.py:function or package.module:function.")
     return Source(name)
 
 
 def live(workload: Any) -> Source:
-    """A Workload of the calling process, or a function that returns one."""
+    """Return the source for a Workload of the calling process, or for a function that returns one."""
     from autotune_amp.core.workload import check_source
 
     check_source(workload, "workload")
@@ -164,19 +170,19 @@ def _import_path() -> tuple[str, ...]:
 
 
 def study_name(target: str) -> str:
-    """A folder name for a target: ``train`` for "path/train.py:workload", ``train-tiny`` for "train.py:tiny"."""
+    """Return a folder name for a target: ``train`` for "path/train.py:workload", ``train-tiny`` for "train.py:tiny"."""
     place, _, function = target.rpartition(":")
     stem = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
     return folder_name(stem if function == "workload" else f"{stem}-{function}")
 
 
 def folder_name(name: str) -> str:
-    """`name` with everything replaced that does not belong into a folder's name."""
+    """Return `name` with all characters replaced that do not belong in a folder's name."""
     return re.sub(r"[^\w.-]", "_", name).strip(".") or "workload"
 
 
 def held_bytes(device: str) -> int:
-    """What this process holds on the device."""
+    """Return the bytes of memory that this process holds on the device."""
     torch = sys.modules.get("torch")
     if device == "cpu":
         import psutil
@@ -188,9 +194,10 @@ def held_bytes(device: str) -> int:
 
 
 class Opened(NamedTuple):
-    """What was found of the workload and the device, and the torch state that what is run there takes over.
+    """Description of the loaded workload and its device, and the torch state that its jobs start with.
 
-    `ready_seconds` is when the workload had been loaded and called, `why_not_forked` why trials share one process.
+    `ready_seconds` is the time until the workload was loaded and called, `why_not_forked` the reason that trials share
+    one process, or None.
     """
 
     hardware: Hardware
@@ -204,9 +211,9 @@ class Opened(NamedTuple):
 def loaded(
     source: Source, watcher: ProgressWatcher, seconds: float, *, hidden: str, next_step: str
 ) -> Iterator[WorkloadBackend]:
-    """The backend of a job that takes a training's steps apart, with the workload loaded within `seconds`.
+    """Load the workload within `seconds` and yield the backend, for a job that profiles or records a training step.
 
-    Raises `InvalidRequestError` for a command: `hidden` says what of it cannot be seen.
+    Raises `InvalidRequestError` for a command: `hidden` names what cannot be seen of a command.
     """
     with source.backend(watcher) as backend:
         if "profile" not in backend.abilities:
@@ -226,10 +233,10 @@ def open_workload(
     is_batch_free: bool = True,
     cannot_be_built: Callable[[Failure], AutotuneAmpError] = lambda failure: WorkloadError(*message_of(failure)),
 ) -> Opened:
-    """Call the workload that was loaded, probe the device and build it once.
+    """Call the loaded workload, probe the device and build the workload once.
 
-    Raises `WorkloadError` (it cannot be called), `NothingWorksError` (the probe failed), what `cannot_be_built`
-    makes of a failure to build it, and `BudgetTooSmallError`.
+    Raises `WorkloadError` (it cannot be called), `NothingWorksError` (the probe failed), the error that
+    `cannot_be_built` returns for a failure to build it, and `BudgetTooSmallError`.
     """
     from autotune_amp.trial.jobs import Describe, Probe
 
@@ -274,7 +281,9 @@ def open_workload(
 
 
 def message_of(failure: Failure) -> tuple[str, str]:
-    """Message and next step; the details are one line of advice where the error is ours, else a traceback."""
+    """Return the message and next step of a failure. `details` is a line of advice if the error is ours, else a
+    traceback.
+    """
     details = (failure.details or "").rstrip()
     if details and "\n" not in details:
         return failure.message, details

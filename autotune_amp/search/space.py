@@ -1,6 +1,6 @@
-"""The legal settings, and why the others are not: what the hardware, the workload, the options and outcomes rule out.
+"""Space of legal settings, with the reasons why others are excluded by hardware, workload, options and outcomes.
 
-Which batch sizes are tried follows from the effective batch size: its divisors where it is kept, else a free range.
+The batch sizes to try follow from the effective batch size: its divisors if it is kept, else a free range.
 """
 
 from __future__ import annotations
@@ -24,27 +24,26 @@ from autotune_amp.search.options import SearchOptions
 
 ASSUMED_BATCH_SIZE = 32
 MAX_BATCH_SIZES = 10
-# Without --batch-size: from an eighth of the baseline's batch up to the effective batch or, where that is free, to
-# sixteen times the baseline's.
+# Range without --batch-size: from an eighth of the baseline's batch size up to the effective batch size, or to sixteen
+# times the baseline's if the effective batch size is free.
 SEARCH_DOWN, SEARCH_UP = 8, 16
 HOPELESS = 5.0  # times slower at the same batch: no batch size makes up for it
 SAME_MEMORY = 0.98  # peaks of one candidate differ by a percent or two between processes
 
 
 class Space(msgspec.Struct, frozen=True, kw_only=True):
-    """What can be tried.
+    """Settings that a search may try.
 
-    `candidates` are legal, unique by precision and batch size, ordered by precision and then batch size. `baseline`
-    is measured even where it is not among them: as found, or outside the ranges asked for. `excluded` says what was
-    left out before any trial, `notes` what was assumed, `warnings` what may harm the training as it runs today.
-    `effective_batch_size` is that of every candidate, in samples
-    on one device; None where it is free. `num_ranks` devices make an optimizer step together. `accumulation_withheld`
-    is why nothing may accumulate, None where nothing speaks against it. `weights` is what the parameters are kept in,
-    `has_tf32` whether the device has it. `weighs_passes`: the training itself weighs what accumulates;
-    `keeps_effective_batch_size`: it accumulates by itself. `variants` are other values of further dimensions, by name,
-    which are tried on the setting that would win, `variants_left_out` those that cannot be, with the reason;
-    `are_variants_named`: the user asked for these. `checks` are those that can be answered, at `check_batch_size` at
-    most.
+    `candidates` are legal, unique by precision and batch size, and ordered by both. `baseline` is measured even if it
+    is not among them: with the user's own flags, or outside the ranges asked for. `excluded` lists exclusions made
+    before any trial, `notes` the assumptions, `warnings` what may harm the training as it runs today.
+    `effective_batch_size` is that of every candidate, in samples on one device; None if it is free. `num_ranks` devices
+    make an optimizer step together. `accumulation_withheld` is the reason that nothing may accumulate, or None.
+    `weights` is the type of the parameters, `has_tf32` says whether the device has TF32. `weighs_passes`: the training
+    code itself weights the passes that it accumulates; `keeps_effective_batch_size`: it accumulates by itself.
+    `variants` are other values of further dimensions by name, tried on the setting that would win;
+    `variants_left_out` those that cannot be tried, with the reason; `are_variants_named`: the user asked for them.
+    `checks` are the checks that are possible, with at most `check_batch_size` samples.
     """
 
     candidates: tuple[Setting, ...]
@@ -67,12 +66,12 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def accumulates(self) -> bool:
-        """Whether anything in it takes more than one pass for an optimizer step."""
+        """Whether a candidate or the baseline takes more than one pass for an optimizer step."""
         return any(c.accumulation_steps > 1 for c in (*self.candidates, self.baseline))
 
 
 def build_space(hardware: Hardware, description: Description, options: SearchOptions) -> Space:
-    """The space of a search; raises `InvalidRequestError` where the options leave nothing, naming what would do."""
+    """Return the space of a search. Raises `InvalidRequestError` with the valid values if the options leave nothing."""
     num_ranks = options.num_ranks * description.num_ranks
     baseline, effective, notes = _today(hardware, description, options, num_ranks)
     fixed = description.accumulation_steps if "accumulation_steps" in description.unsettable else None
@@ -130,13 +129,13 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
 
 
 def without(candidates: Iterable[Setting], exclusions: Collection[Exclusion]) -> tuple[Setting, ...]:
-    """The candidates that no exclusion names; one without a batch size names all of its precision."""
+    """Return the candidates that no exclusion names. An exclusion without a batch size names all of its precision."""
     named = {(exclusion.precision, exclusion.batch_size) for exclusion in exclusions}
     return tuple(c for c in candidates if (c.precision, c.batch_size) not in named and (c.precision, None) not in named)
 
 
 def excluded_by_outcomes(space: Space, outcomes: Mapping[Setting, Outcome]) -> tuple[Exclusion, ...]:
-    """What the outcomes so far rule out, with the reason: for want of memory, too slow, unsupported."""
+    """Return the exclusions that follow from the outcomes so far: out of memory, too slow, unsupported."""
     measured = {c: m for c, m in outcomes.items() if isinstance(m, Measurement)}
     found = _hopeless(measured)
     for failed, failure in outcomes.items():
@@ -161,8 +160,9 @@ def _hopeless(measured: Mapping[Setting, Measurement]) -> list[Exclusion]:
 def _ruled_out_by(
     failed: Setting, failure: Failure, space: Space, measured: Mapping[Setting, Measurement]
 ) -> list[Exclusion]:
-    """What need not be tried after this failure: of what was not measured, that which would fail likewise."""
-    # Where another batch ran in it, the size is what is not supported; and as found it says nothing of strict flags.
+    """Return the unmeasured settings that would fail in the same way as `failed`, as exclusions."""
+    # If another batch size ran in this precision, only the size is unsupported. A failure with the user's own flags
+    # says nothing about strict ones.
     has_run = any(c.precision == failed.precision for c in measured)
     if failure.kind == "unsupported" and not failed.as_found and not has_run:
         return [Exclusion(precision=failed.precision, batch_size=None, reason=failure.message)]
@@ -185,7 +185,7 @@ def _ruled_out_by(
 
 
 def _needs_as_much(measured: Mapping[Setting, Measurement], precision: Precision, than: Precision) -> bool:
-    """Whether `precision` took as much memory as `than` at every batch size measured in both, one at least."""
+    """Whether `precision` took as much memory as `than` at every batch size measured in both, at least one."""
     ours, theirs = (
         {c.batch_size: m.reserved_memory_bytes for c, m in measured.items() if c.precision == p}
         for p in (precision, than)
@@ -197,7 +197,7 @@ def _needs_as_much(measured: Mapping[Setting, Measurement], precision: Precision
 def _today(
     hardware: Hardware, description: Description, options: SearchOptions, num_ranks: int
 ) -> tuple[Setting, int | None, list[str]]:
-    """What the user runs, the effective batch size to keep to (None: free), and what was assumed for it."""
+    """Return the baseline, the effective batch size to keep (None if free), and notes on what was assumed."""
     precision, as_found = description.as_found_precision, not description.is_as_found_strict
     size, notes = description.batch_size, list[str]()
     if options.baseline is not None:
@@ -256,9 +256,10 @@ def _usable(hardware: Hardware, description: Description) -> str:
 
 
 def with_accumulation_checked(space: Space, found: Accumulation | None) -> Space:
-    """The space with what accumulates only where that learns what the whole batch learns; `found` is what a check says.
+    """Return the space without accumulating settings, unless the check `found` accumulated gradients equal to those of
+    the whole batch.
 
-    Raises `InvalidRequestError` where accumulation is withheld and nothing is left without it.
+    Raises `InvalidRequestError` if nothing is left without accumulation.
     """
     if found is None or found.is_exact or not space.accumulates:
         return space
@@ -270,10 +271,12 @@ def with_accumulation_checked(space: Space, found: Accumulation | None) -> Space
 
 
 def _with_accumulation(space: Space, num: int, reason: str, next_step: str) -> Space:
-    """The space without what accumulates more or fewer than `num` passes, but the baseline; an exclusion for each
-    precision and a note say so."""
+    """Return the space with only the settings of `num` accumulation steps, besides the baseline.
+
+    An exclusion for each precision and a note say so. Raises `InvalidRequestError` if no setting is left.
+    """
     whole = space.effective_batch_size
-    assert whole is not None  # all accumulate alike where it is free
+    assert whole is not None  # where it is free, all settings have the same accumulation steps
     left = tuple(c for c in space.candidates if c.accumulation_steps == num)
     if not left:
         raise InvalidRequestError(
@@ -303,7 +306,10 @@ def _with_accumulation(space: Space, num: int, reason: str, next_step: str) -> S
 def _batch_sizes(
     baseline: int, effective: int | None, num_samples: int | None, options: SearchOptions, num_ranks: int
 ) -> tuple[list[int], int | None]:
-    """The sizes to try, ascending, and the least that the dataset has too few samples for, None without one."""
+    """Return the batch sizes to try, ascending, and the least one that exceeds the dataset, or None.
+
+    Raises `InvalidRequestError` if no batch size fits the range.
+    """
     asked = options.batch_size
     low, high = asked or (max(1, baseline // SEARCH_DOWN), effective or SEARCH_UP * baseline)
     largest = high if num_samples is None else max(1, min(high, num_samples))
@@ -320,7 +326,7 @@ def _batch_sizes(
             f"--batch-size is {low}:{high}, but the dataset has only {num_samples} samples.",
             f"Give a range that begins at {num_samples} or less.",
         )
-    if not sizes:  # an effective batch size is kept: without one, low itself is in the grid
+    if not sizes:  # only if an effective batch size is kept: without one, `low` itself is in the grid
         fitting = [d for d in divisors(effective or 1) if d <= (num_samples or d)]
         raise InvalidRequestError(
             f"No batch size from {low} to {high} divides the effective batch size "
@@ -332,18 +338,20 @@ def _batch_sizes(
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, ascending."""
+    """Return all divisors of `number`, ascending."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
 
 def of_all_ranks(effective: int, num_ranks: int) -> str:
-    """An effective batch size in the terms of --effective-batch-size."""
+    """Return the text for an effective batch size over all ranks, as --effective-batch-size counts it."""
     return f"{effective}" if num_ranks == 1 else f"{effective * num_ranks} ({effective} on each of {num_ranks} ranks)"
 
 
 def _thin(sizes: list[int], keep: int) -> list[int]:
-    """At most `MAX_BATCH_SIZES` of the sorted `sizes`, evenly spread over the logarithm; both ends and `keep` stay."""
+    """Return at most `MAX_BATCH_SIZES` of the sorted `sizes`, evenly spread on a log scale. Both ends and `keep`
+    stay.
+    """
     if len(sizes) <= MAX_BATCH_SIZES:
         return sizes
     num = MAX_BATCH_SIZES - 1  # one place is for `keep`

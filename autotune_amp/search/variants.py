@@ -1,4 +1,4 @@
-"""Which values of further dimensions are worth a trial on the setting that would win, and what came of each. Pure."""
+"""Values of further dimensions worth a trial on the setting that would win, and the report on each. Pure."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from autotune_amp.search.planner import COMPILE_SECONDS, Planner
 from autotune_amp.search.ranking import PLATEAU, check_key, needs_check
 from autotune_amp.search.stages.curve import OF_A_PRECISION, OF_A_VALUE
 
-# Where no profile says more: what costs a trial alone comes before what compiles. Nothing is tried on top of weights in
-# low precision, which few checks find faithful.
+# Order without a profile: values that cost only a trial come before those that compile. Nothing is tried on top of
+# low-precision weights, which few checks find faithful.
 _ORDER = (
     MEMORY_FORMAT,
     CUDNN_BENCHMARK,
@@ -43,20 +43,20 @@ _ORDER = (
     WEIGHTS,
 )
 CUDA_GRAPHS = "reduce-overhead"
-NOT_THE_COMPILER = ("oom", "timeout", "nonfinite")  # failures of what was compiled that say nothing of compiling
-MOST_GAIN = 2.5  # of further dimensions: 2.1 times of ten trainings on an H200 (studies/real_card)
-LAUNCH_BOUND_SHARE = 0.8  # of a pass, that one of half the batch takes where launches bound it
-# The mean of what a normal deviation gains, as a share of its standard deviation, where a loss is not chosen.
+NOT_THE_COMPILER = ("oom", "timeout", "nonfinite")  # failures of a compiled trial that do not speak against compiling
+MOST_GAIN = 2.5  # highest speed-up by further dimensions: 2.1 times in ten training runs on an H200 (studies/real_card)
+LAUNCH_BOUND_SHARE = 0.8  # share of a pass's time that half the batch takes at least if launches bound it
+# Expected gain from a normally distributed effect, in standard deviations, if a loss is not chosen.
 _GAINED = 1 / math.sqrt(2 * math.pi)
 
 
 def ordered(ledger: Ledger) -> list[Dimension[Any]]:
-    """The dimensions in the order in which they are tried: by what a profile leaves them to gain for a second spent."""
+    """Return the dimensions in the order to try: by the gain that a profile leaves possible, per second of a trial."""
     others = [dimension for dimension in ON_THE_WINNER if dimension not in _ORDER]
     gains = _max_speedups(ledger)
 
     def worth(dimension: Dimension[Any]) -> float:
-        # fp8 is compiled: what compiling gains alone is known before.
+        # fp8 is compiled too, so the gain of compiling counts as part of its own.
         names = {dimension.name, COMPILE.name} if dimension is FP8_RECIPE else {dimension.name}
         gain = min(gains.get(name, 1.0) for name in names)
         return math.log(gain) / _least_seconds(ledger, dimension)
@@ -65,8 +65,8 @@ def ordered(ledger: Ledger) -> list[Dimension[Any]]:
 
 
 def _least_seconds(ledger: Ledger, dimension: Dimension[Any]) -> float:
-    """What a trial of it takes at the least."""
-    # What describing a command has measured already took no time for its record.
+    """Return the least seconds that a trial of a dimension takes."""
+    # A run that was measured already while describing a command has a record without time.
     ran = [
         r for r in ledger.actual.trials if isinstance(o := r.outcome, Measurement) and r.seconds > o.first_step_seconds
     ]
@@ -75,7 +75,7 @@ def _least_seconds(ledger: Ledger, dimension: Dimension[Any]) -> float:
 
 
 def to_profile(ledger: Ledger) -> Setting | None:
-    """The would-be winner, where something can be tried on it that a profile of its step says more of."""
+    """Return the setting that would win if a profile of its step would help to order the variants, else None."""
     if "profile" not in ledger.space.checks or any(record.purpose == "profile" for record in ledger.records):
         return None
     leader, names = _leader(ledger), ledger.space.variants.keys() & DIMENSIONS_OF_A_PROFILE
@@ -92,7 +92,7 @@ def to_profile(ledger: Ledger) -> Setting | None:
 
 
 def _max_speedups(ledger: Ledger) -> dict[str, float]:
-    """By dimension, what a profile leaves it to gain at most; nothing without one."""
+    """Return the upper bound of the speed-up by dimension, from the profile; empty without one."""
     record = next((record for record in ledger.records if isinstance(record.outcome, Profiled)), None)
     if record is None or record.candidate not in ledger.measurements:
         return {}
@@ -102,10 +102,11 @@ def _max_speedups(ledger: Ledger) -> dict[str, float]:
 
 
 def next_setting(ledger: Ledger, is_worth: Callable[[Setting], bool] = lambda _: True) -> Setting | None:
-    """The would-be winner with a value that nobody tried yet, then what won so at the batch sizes next to its own.
+    """Return the next setting to try: the leader with a value that was not tried yet, then several good values
+    together.
 
-    None once there is nothing more that `is_worth` its seconds. A config cannot express what is as found: then it is
-    the best beside that.
+    Return None once nothing `is_worth` its seconds. The leader is the setting that would win among those that a config
+    can express.
     """
     leader = _leader(ledger)
     if leader is None:
@@ -123,8 +124,11 @@ def next_setting(ledger: Ledger, is_worth: Callable[[Setting], bool] = lambda _:
 
 
 def is_worth_trying(ledger: Ledger, planner: Planner, setting: Setting) -> bool:
-    """Say whether a value of a further dimension may gain enough for the seconds of its trial and of what
-    follows from it: compiling, the check against fp32. What the user named is always tried."""
+    """Return whether a value of a further dimension may gain enough for the seconds of its trial, compilation and
+    check.
+
+    A value that the user named is always tried.
+    """
     leader = _leader(ledger)
     if ledger.space.are_variants_named or leader is None or ledger.objective != "speed":
         return True
@@ -140,7 +144,7 @@ def is_worth_trying(ledger: Ledger, planner: Planner, setting: Setting) -> bool:
 
 
 def why_not_worth(ledger: Ledger, dimension: Dimension[Any], value: Any) -> str | None:
-    """Why a value that can be had is not worth a trial on the setting that would win, None where it is."""
+    """Return the reason that an available value is not worth a trial on the leader, or None if it is."""
     winner = _leader(ledger)
     if winner is None:
         return "nothing leads that a config can express and that could still overtake what runs today"
@@ -174,8 +178,10 @@ def why_not_worth(ledger: Ledger, dimension: Dimension[Any], value: Any) -> str 
 
 
 def _compiler_failure(ledger: Ledger, mode: str) -> Record | None:
-    """Return a trial that failed because it was compiled, and not for want of memory or time, if there is one: that of
-    CUDA graphs says nothing of other modes."""
+    """Return the record of a trial that failed because it was compiled, not for lack of memory or time; else None.
+
+    A failure with CUDA graphs does not count for other modes.
+    """
     compiled = [r for r in ledger.told if r.candidate.is_compiled and r.candidate.compile in (mode, "default")]
     return next(
         (r for r in compiled if isinstance(r.outcome, Failure) and r.outcome.kind not in NOT_THE_COMPILER), None
@@ -183,8 +189,10 @@ def _compiler_failure(ledger: Ledger, mode: str) -> Record | None:
 
 
 def _why_not_mode(ledger: Ledger, winner: Setting, mode: str) -> str | None:
-    """Return why a mode of the compiler is not worth a trial: where launches bound the step CUDA graphs are tried at
-    once, and the default mode, which they build on, only where they failed."""
+    """Return the reason that a compiler mode is not worth a trial, or None if it is.
+
+    If kernel launches bound the step CUDA graphs are tried first, and the default mode only if they failed.
+    """
     modes, is_launch_bound = ledger.space.variants.get(COMPILE.name, ()), _is_launch_bound(ledger, winner)
     if CUDA_GRAPHS in modes and is_launch_bound:
         tried = _trials_of(ledger, COMPILE, CUDA_GRAPHS)
@@ -201,7 +209,9 @@ def _why_not_mode(ledger: Ledger, winner: Setting, mode: str) -> str | None:
 
 
 def _is_launch_bound(ledger: Ledger, setting: Setting) -> bool | None:
-    """Whether a pass of half the batch or less took about as long, in the same precision; None where none ran."""
+    """Return whether half the batch or less took about as long for a pass in the same precision; None if none was
+    measured.
+    """
     passes = {
         c.batch_size: min(m.step_seconds for m in ours) / c.accumulation_steps
         for c, ours in ledger.measurements.items()
@@ -215,7 +225,7 @@ def _is_launch_bound(ledger: Ledger, setting: Setting) -> bool | None:
 
 
 def _leader(ledger: Ledger) -> Setting | None:
-    """What would win of what a config can express."""
+    """Return the setting that would win among those that a config can express, or None if it is hopelessly slow."""
     chosen = ledger.shortlist
     if chosen is None:
         return None
@@ -228,7 +238,9 @@ def _leader(ledger: Ledger) -> Setting | None:
 
 
 def _at_its_batch(ledger: Ledger, setting: Setting) -> Setting:
-    """Where what frees memory is tried for speed: at the next larger batch, which ran out of it."""
+    """Return `setting` at the next larger batch size, which ran out of memory, if it frees memory and the objective is
+    speed.
+    """
     if not _frees_memory(setting) or ledger.objective == "memory":
         return setting
     larger = _beyond_memory(ledger, setting)
@@ -248,8 +260,9 @@ def _beyond_memory(ledger: Ledger, setting: Setting) -> Setting | None:
 
 
 def _together(ledger: Ledger, leader: Setting) -> Iterator[Setting]:
-    """The leader with each value that was faster than its own beside another setting: on several slots values are tried
-    at the same time, each alone."""
+    """Yield the leader with each value that was faster on another setting: on several slots values are tried at the
+    same time, each on its own.
+    """
     for dimension in ordered(ledger):
         own = getattr(leader, dimension.name)
         for value in ledger.space.variants.get(dimension.name, ()):
@@ -270,13 +283,13 @@ def _is_faster(ledger: Ledger, dimension: Dimension[Any], value: Any, other: Any
 
 
 def beside(ledger: Ledger) -> Iterator[Setting]:
-    """Yield what was set up with success at the next smaller and the next larger batch size, where nobody tried it."""
+    """Yield the leader with its further dimensions at the next larger and smaller batch size, unless tried already."""
     winner = _leader(ledger)
     if winner is None or not winner.set_up:
         return
     tried = {record.candidate for record in ledger.told}
     sizes = _of_its_precision(ledger, winner)
-    if winner.is_compiled:  # which takes tens of seconds, and a larger batch is what launches no longer stand against
+    if winner.is_compiled:  # compiling takes tens of seconds, and a compiled winner gains most at a larger batch
         sizes = [c for c in sizes if c.batch_size >= winner.batch_size]
     smaller = [c for c in sizes if c.batch_size < winner.batch_size][-1:]
     larger = [c for c in sizes if c.batch_size > winner.batch_size][:1]
@@ -292,13 +305,13 @@ def _at_the_batch_of(other: Setting, setting: Setting) -> Setting:
 
 
 def _of_its_precision(ledger: Ledger, setting: Setting) -> list[Setting]:
-    """Ascending by batch size."""
+    """Return the candidates of the setting's precision, ascending by batch size."""
     return [c for c in ledger.space.candidates if c.precision == setting.autocast_precision]
 
 
 def _trials_of(ledger: Ledger, dimension: Dimension[Any], value: Any) -> list[Record]:
     ours = [r for r in ledger.told if r.purpose == "search" and r.candidate != ledger.space.baseline]
-    if dimension is COMPILE:  # what fp8 brings along says nothing of compiling alone
+    if dimension is COMPILE:  # compiled fp8 says nothing about compiling alone
         ours = [r for r in ours if r.candidate.precision != "fp8"]
     return [r for r in ours if dimension.value_in(r.candidate) == value]
 
@@ -307,7 +320,7 @@ def _trials_of(ledger: Ledger, dimension: Dimension[Any], value: Any) -> list[Re
 
 
 def rows(ledger: Ledger, chosen: Setting, *, is_budget_spent: bool) -> tuple[VariantRow, ...]:
-    """A row for each value that could be thought of: what it gained over the setting without it, or why it was not
+    """Return a row for each value of each further dimension: its gain over the setting without it, or why it was not
     tried.
     """
     found = []
@@ -366,19 +379,21 @@ def _row(
 
 
 def _per_sample(setting: Setting, measured: Measurement) -> tuple[float, float]:
-    """The interval of the seconds that a sample takes, within the process."""
+    """Return the interval of the seconds per sample within a process."""
     low, high = measured.step_seconds_interval
-    least = max(low, min(measured.raw_step_seconds))  # that of steps far apart reaches below 0
+    least = max(low, min(measured.raw_step_seconds))  # the interval may reach below 0 if steps differ a lot
     return least / setting.effective_batch_size, high / setting.effective_batch_size
 
 
 def _without(ledger: Ledger, setting: Setting, dimension: Dimension[Any]) -> Setting | None:
-    """What a setting was tried against: itself without the dimension, or the fastest such where that lacked memory."""
+    """Return the setting that a variant is compared with: the same without the dimension, or the fastest such at
+    another batch size.
+    """
 
     def alike(other: Setting) -> Setting:
         return replace(other, batch_size=1, accumulation_steps=1)
 
-    if dimension is FP8_RECIPE:  # which any other precision may have led before
+    if dimension is FP8_RECIPE:  # any other precision may have led before
         others = [other for other in ledger.speeds if other.precision != setting.precision]
         return max(others, key=lambda other: ledger.speeds[other], default=None)
     plain = replace(setting, **{dimension.name: dimension.default})

@@ -1,1 +1,1 @@
-"""What runs in a trial's process, and the jobs that it is asked for: trials, checks, a description."""
+"""Code that runs in a trial's process, and the jobs it is given: trials, checks, a description of the workload."""

@@ -1,4 +1,6 @@
-"""Child side of a check: the workload built for numerics/, a batch cut into micro-batches, errors told apart."""
+"""Child side of a check: prepares the workload for numerics/, cuts a batch into micro-batches, and attributes
+errors.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,9 @@ from autotune_amp.trial.worst_batch import MAX_SCANNED_SAMPLES, scan_samples
 from autotune_amp.variants.prepare import set_up
 from autotune_amp.variants.subject import Trained
 
-LOOK_SECONDS, LOOK_SHARE = 1.0, 0.2  # for unequal samples, at most; the latter of a check's seconds
-MAX_SAMPLES_SEEN = 2048  # what is rarer than one of so many is in few windows, and weighs little there
-# Dimensions that change numbers, and that the passes of numerics/ do not know.
+LOOK_SECONDS, LOOK_SHARE = 1.0, 0.2  # limits for finding unequal samples: seconds, and share of the check's
+MAX_SAMPLES_SEEN = 2048  # samples rarer than one in this many matter little
+# Dimensions that change numerics but are not applied by the passes of numerics/.
 _UNSEEN = [d.name for d in NUMERIC if d not in (PRECISION, PINNED_MODULES, *VARIANTS)]
 _PHASES = {
     "fidelity": "checking {} against fp32",
@@ -53,7 +55,7 @@ _PHASES = {
 
 
 def check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
-    """Make one check; whatever goes wrong comes back as a `Failure`."""
+    """Run one check; an error is returned as a `Failure`."""
     return guarded(context, spec, lambda: _check(context, spec, tell))
 
 
@@ -82,7 +84,9 @@ def _check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
 
 
 def _attributed(failure: Failure, subject: Subject, spec: Check) -> Failure:
-    """`failure` as what a single pass shows it to be: the workload's own, the precision's, or neither's."""
+    """Return `failure` with the kind that a single pass in each precision shows: the workload's, the precision's, or
+    neither's.
+    """
     passes = Passes(subject)
     try:
         passes.run(0, "fp32")
@@ -116,18 +120,21 @@ def _found(subject: Subject, spec: Check, tell: Tell) -> Fidelity | Calibration 
         find_pins=spec.find_pins and subject.loop is None and subject.reference is None,
         label=asked.labelled(NUMERIC),
         num_steps_before=spec.num_steps_before,
-        # What compiling takes says nothing of how long a pass does.
+        # the seconds of compiling do not show how long a pass takes
         seconds=math.inf if spec.aim_seconds is None or subject.is_compiled else spec.aim_seconds,
         on_bad_verdict=lambda found: tell({"event": "so far", "value": msgspec.to_builtins(found)}),
     )
 
 
 class NotTrainedError(Exception):
-    """Why there are no trained weights to look at."""
+    """Error: there are no trained weights to check."""
 
 
 def _subject(context: Context, spec: Check, tell: Tell) -> tuple[Subject, int]:
-    """The training as the setting has it, beside the one without; and the fp32 steps that its weights have taken."""
+    """Return the training to check, with an fp32 reference, and the number of fp32 steps its weights have taken.
+
+    The reference is the same training without the setting's further dimensions.
+    """
     device, wanted = torch.device(spec.device), spec.candidate.set_up
     batches = _batches(context.workload.data, spec)
     if device.type != "cpu":
@@ -142,7 +149,7 @@ def _subject(context: Context, spec: Check, tell: Tell) -> tuple[Subject, int]:
         return plain, num_steps
     model = copied_model(plain.model, context.workload)
     parts = model.trained_parts(device) if isinstance(model, LoopState) else Trained([model], [], device)
-    if WEIGHTS.name in wanted:  # what rounded weights learn is held against what the same learn in fp32
+    if WEIGHTS.name in wanted:  # compare training from rounded weights with fp32 training from the same weights
         for weight in (each for each in plain.model.parameters() if each.dtype == torch.float32):
             weight.data = weight.data.to(torch.bfloat16).to(weight.dtype)
     for name, value in wanted.items():
@@ -167,14 +174,17 @@ def _subject(context: Context, spec: Check, tell: Tell) -> tuple[Subject, int]:
 
 
 def _train(subject: Subject, workload: Workload, spec: Check) -> int:
-    """Train it for the steps that the check comes after; returns those that were taken, one at least."""
+    """Train the subject in fp32 for `spec.num_steps_before` steps. Return the number taken, at least one.
+
+    Raises `NotTrainedError`.
+    """
     try:
         with closing(data.stream(workload.data, spec.candidate.batch_size)) as stream:
             batches = (data.move(batch, subject.device) for batch in islice(stream, spec.num_steps_before))
             num_steps = train_before(subject, batches)
     except Exception as error:
         failure = failures.failure_from_exception(error)
-        if failure.kind == "oom":  # a smaller batch may do
+        if failure.kind == "oom":  # a smaller batch may fit
             raise
         raise NotTrainedError(failure.message) from error
     if num_steps == 0:
@@ -183,7 +193,7 @@ def _train(subject: Subject, workload: Workload, spec: Check) -> int:
 
 
 def _subject_of(workload: Workload, spec: Check, model: nn.Module, batches: list[Any]) -> Subject:
-    # Each pass gets a copy: what the user's code takes out of its batch, or changes in it, is there for the next one.
+    # Each pass gets a copy, since the user's code may take parts out of its batch or change them.
     subject = Subject(
         model=model,
         loss=no_loss,
@@ -220,22 +230,22 @@ def _batches(user_data: Any, spec: Check) -> list[Any]:
 
 
 class CannotCutError(Exception):
-    """Why there are no micro-batches; no error of the user's."""
+    """Error: a batch cannot be cut into micro-batches. It is no error of the user's code."""
 
 
 def whole_and_parts(user_data: Any, num_samples: int, seed: int, seconds: float = LOOK_SECONDS) -> list[Any]:
-    """A batch of `num_samples`, and then its micro-batches, equal in size and in its order.
+    """Return a batch of `num_samples`, followed by its micro-batches, equal in size and in the same order.
 
-    The samples of a map-style dataset are picked after a look of at most `seconds`, so that the parts are unequal:
-    where nearly all are cut to one length, a mean over tokens would look like one over samples. They are collated
-    twice, so that padding is what it really is. Elsewhere, and where collating draws at random, the first batch is cut
-    along the first dimension of its tensors. Raises `CannotCutError` where that cannot be done.
+    Samples of a map-style dataset are chosen after looking for at most `seconds`, so that the micro-batches are
+    unequal: if nearly all were cut to one length, a mean over tokens would look like one over samples. They are
+    collated twice, so that padding is as in training. For other data, and if collating draws at random, the first batch
+    is cut along the first dimension of its tensors. Raises `CannotCutError` if that is impossible.
     """
     if num_samples < MIN_CUT_SAMPLES:
         raise CannotCutError(f"fewer than {MIN_CUT_SAMPLES} samples cannot be cut into micro-batches of two at least")
     stream, loader = data.opened(user_data, num_samples)
     with closing(stream):
-        # Where there is nothing to pick from, the dataset gives ready batches, or a stream.
+        # Without samples to choose from, the dataset gives ready batches or a stream.
         is_stream = loader is None or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset)
         if loader is None or is_stream or data.gives_batches(loader):
             return _cut_batch(next(stream), num_samples)
@@ -243,20 +253,22 @@ def whole_and_parts(user_data: Any, num_samples: int, seed: int, seconds: float 
 
 
 def _samples(loader: DataLoader[Any], num_samples: int, seed: int, seconds: float) -> list[Any]:
-    """Half of them the smallest and half the largest of those seen; loaded by a worker process if the loader has them.
+    """Return samples, half the smallest and half the largest of those seen, loaded by a worker if the loader has
+    workers.
 
-    Samples without any label come last: a micro-batch of nothing else has no mean, which in a training hardly happens.
+    Samples without any label come last: a micro-batch of only such samples has no mean, which hardly happens in
+    training.
     """
     sampler = loader.sampler if loader.batch_size is not None else chain.from_iterable(loader.batch_sampler or ())
     drawn = list(islice(sampler, MAX_SCANNED_SAMPLES))
-    # Not the first, as a loader may go from the longest to the shortest.
+    # Not the first ones, as a loader may sort by length.
     order = random.Random(seed).sample(drawn, min(len(drawn), MAX_SAMPLES_SEEN))  # noqa: S311 - no secret
-    # A collate function may want more than one sample, and raise: then they are taken as drawn.
+    # A collate function may fail on a single sample: then samples are taken as drawn.
     seen, _ = scan_samples(loader, order, num_counted, seconds)
     by_size = sorted((position for position, num in enumerate(seen) if num), key=seen.__getitem__)
     half = num_samples // 2
     positions = dict.fromkeys([*by_size[:half], *by_size[-half:], *by_size, *range(len(order))])
-    torch_state.seed(seed)  # however many were looked at
+    torch_state.seed(seed)  # the same state however many were looked at
     alone = data.rebuilt(
         loader,
         min(loader.num_workers, 1),
@@ -273,8 +285,11 @@ def _samples(loader: DataLoader[Any], num_samples: int, seed: int, seconds: floa
 
 
 def num_counted(batch: Any) -> int:
-    """How many entries a loss may average over: neither padding nor ignored, of whole numbers where there are any (what
-    is 0 of an image is so by chance). None where all labels are ignored."""
+    """Return the number of entries that a loss may average over: neither padding nor ignored labels. 0 if all labels
+    are ignored.
+
+    If there are integer tensors only they count, since a 0 in an image is there by chance.
+    """
     given = [tensor for _, tensor in tensors(batch)]
     if any(bool((tensor == IGNORED_LABEL).all()) for tensor in given):
         return 0
@@ -289,7 +304,7 @@ def _collated(collate: Callable[[Any], Any], samples: list[Any], seed: int) -> l
 
     whole = of(samples)
     num_samples = len(samples)
-    if not _are_equal(whole, of(samples, seed + 1)):  # it masks or augments at random: micro-batches differ from it
+    if not _are_equal(whole, of(samples, seed + 1)):  # it masks or augments at random
         return _cut_batch(whole, num_samples)
     size = num_samples // num_micro_batches(num_samples)
     return [whole, *(of(samples[start : start + size]) for start in range(0, num_samples, size))]

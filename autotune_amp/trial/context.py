@@ -1,4 +1,4 @@
-"""Context: the workload as a process holds it for its jobs, the model that several of them share, its optimizers."""
+"""Context of a process for its jobs: the workload, the model that several jobs share, and its optimizers."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _NOT_LOOKED_INTO = (
     *(str, bytes, int, float, complex, type(None)),
     *(type, types.ModuleType, types.FunctionType, types.MethodType, Dataset, DataLoader),
 )
-# Who waits for whom is no state of the training's: put back, a thread that waits would never be woken.
+# Locks and queues are no state of the training: if they were restored, a waiting thread would never be woken.
 _MACHINERY = ("asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading")
 
 _ALL = "Return everything that train_step needs, for example a dict of the models and their optimizers."
 
 
 class LoopState(nn.Module):
-    """A loop's state as one module, which shares everything with it.
+    """Module that holds the state of a user's own loop and shares all its tensors.
 
-    Modules have the names of their paths ("generator", "nets.0"), of several paths the first; tensors outside of
-    modules are parameters where they are trained, else buffers. `held` is what `build` returned. Raises `WorkloadError`
-    for a state without modules and optimizers.
+    Modules are named by their paths ("generator", "nets.0"), by the first of several; tensors outside of modules are
+    parameters if they are trained, else buffers. `held` is the object that `build` returned. Raises `WorkloadError` for
+    a state without modules and optimizers.
     """
 
     held: Any
     optimizers: dict[str, torch.optim.Optimizer]
-    _undo: list[Callable[[], object]]  # put back what changes from step to step
+    _undo: list[Callable[[], object]]  # each restores something that changes from step to step
     _first_states: dict[str, dict[str, Any]]  # of the optimizers
 
     def __init__(self, held: Any) -> None:
@@ -55,7 +55,7 @@ class LoopState(nn.Module):
         for path, value in _walk(held):
             name = path or "model"
             if isinstance(value, nn.Module):
-                # Past nn.Module's own setter: it refuses the dots of a path, and names that its methods have.
+                # Bypass nn.Module's setter, which refuses the dots of a path and names of its methods.
                 self._modules[name] = value
             elif isinstance(value, torch.optim.Optimizer):
                 self.optimizers[name] = value
@@ -76,35 +76,35 @@ class LoopState(nn.Module):
                 registered[name] = tensor
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LoopState:
-        """Tensors stay the objects that the state and the optimizers hold."""
+        """Apply `fn` in place, so that tensors stay the objects that the state and the optimizers hold."""
         for tensor in self._buffers.values():
             assert tensor is not None
             tensor.data = fn(tensor.data)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch does not type it
         for optimizer in self.optimizers.values():
-            if optimizer.state:  # Adagrad's is there from the beginning
+            if optimizer.state:  # Adagrad has a state from the beginning
                 optimizer.load_state_dict(optimizer.state_dict())
         return self
 
     def trained(self) -> list[Tensor]:
-        """The tensors that an optimizer trains; all that could be where none is known."""
+        """Return the tensors that an optimizer trains; all trainable parameters if there is no optimizer."""
         if not self.optimizers:
             return [parameter for parameter in self.parameters() if parameter.requires_grad]
         return list(dict.fromkeys(tensor for part in self.optimizers.values() for tensor in parameters_of(part)))
 
     def trained_parts(self, device: torch.device) -> Trained:
-        """Its models and optimizers, as further dimensions are set up on them."""
+        """Return the models, optimizers and device that further dimensions are set up on."""
         models = [module for module in self._modules.values() if module is not None]
         return Trained(models, list(self.optimizers.values()), device)
 
     def start_again(self, first_state: dict[str, Tensor]) -> None:
-        """Put everything back to where it began: `first_state` is the `state_dict` of then."""
-        self.load_state_dict(first_state, strict=False)  # the strict one takes a name to end at its first dot
+        """Restore the state as it began. `first_state` is the `state_dict` from then."""
+        self.load_state_dict(first_state, strict=False)  # strict loading takes a name to end at its first dot
         self._put_optimizers_back()
         self.forget_steps()
 
     def first_optimizer(self) -> torch.optim.Optimizer:
-        """All optimizers as one, put back to where they began. Raises `WorkloadError` where none is known."""
+        """Return all optimizers as one, restored to their first state. Raises `WorkloadError` if there is none."""
         if not self.optimizers:
             raise WorkloadError(
                 f"build() returned a {type_name(self.held)} without any optimizer in it, so that no step can be taken "
@@ -119,13 +119,13 @@ class LoopState(nn.Module):
             optimizer.load_state_dict(copy.deepcopy(self._first_states[name]))
 
     def forget_steps(self) -> None:
-        """Put back what is no number in a tensor or an optimizer: counters, lists, generators, keys and attributes."""
+        """Restore everything outside tensors and optimizers: counters, lists, generators, keys and attributes."""
         for undo in self._undo:
             undo()
 
 
 def _walk(held: Any) -> Iterator[tuple[str, Any]]:
-    """Modules, optimizers, leaf tensors, generators and containers in it, each once, with their paths."""
+    """Yield the modules, optimizers, leaf tensors, generators and containers in `held`, each once, with their paths."""
     known: dict[int, Any] = {}
     pending = [("", held)]
     while pending:
@@ -155,7 +155,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Its own, in a `__dict__` or in slots; of a module without nn.Module's."""
+    """Return the attributes of an object, from its `__dict__` and slots, without those that nn.Module adds."""
     slots = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
     names = [name for of_kind in slots for name in ([of_kind] if isinstance(of_kind, str) else of_kind)]
     found = {name: getattr(value, name) for name in names if not name.startswith("__") and hasattr(value, name)}
@@ -166,7 +166,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _undo(value: Any) -> Callable[[], object]:
-    """What puts back what is in it now."""
+    """Return a function that restores the present contents of `value`."""
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
     if isinstance(value, list | deque | set):
@@ -181,10 +181,10 @@ def _undo(value: Any) -> Callable[[], object]:
     if isinstance(value, MutableMapping):
         items = dict(value)
 
-        def put_back() -> None:  # never empty in between: it may be a file, and the process may be killed
+        def put_back() -> None:  # never empty in between: it may be backed by a file, and the process may be killed
             for key in value.keys() - items.keys():
                 del value[key]
-            for key, part in items.items():  # a Counter's update would add them
+            for key, part in items.items():  # a Counter's `update` would add the values
                 value[key] = part
 
         return put_back
@@ -195,7 +195,7 @@ def _undo(value: Any) -> Callable[[], object]:
         for name, part in first.items():
             if name not in present or present[name] is not part:
                 object.__setattr__(value, name, part)
-        # What a module makes at its first pass, compiled code may rely on.
+        # Compiled code may rely on attributes that a module makes in its first pass.
         for name in () if isinstance(value, nn.Module) else present.keys() - first.keys():
             object.__delattr__(value, name)
 
@@ -203,9 +203,10 @@ def _undo(value: Any) -> Callable[[], object]:
 
 
 def make_model(workload: Workload) -> nn.Module:
-    """The model on the CPU or wherever its factory puts it, in training mode unless made otherwise in parts.
+    """Return the workload's model, on the device where its factory puts it, in training mode unless parts are set
+    otherwise.
 
-    Of a loop everything that it builds, as a `LoopState`.
+    For a loop, return everything that it builds as a `LoopState`.
     """
     if workload.build is not None:
         return LoopState(workload.build())
@@ -220,7 +221,9 @@ def make_model(workload: Workload) -> nn.Module:
 
 
 def copied_model(model: nn.Module, workload: Workload) -> nn.Module:
-    """Another with the same numbers; a loop's is built anew, since its state holds what only its own code knows."""
+    """Return another model with the same weights. A loop's is built anew, since only its own code knows its whole
+    state.
+    """
     if not isinstance(model, LoopState):
         return copy.deepcopy(model)
     device = next(iter((*model.parameters(), *model.buffers())), torch.empty(0)).device
@@ -230,7 +233,7 @@ def copied_model(model: nn.Module, workload: Workload) -> nn.Module:
 
 
 class Optimizers(torch.optim.Optimizer):
-    """Several optimizers that step together; their parameter groups are its own, so that what sets one sets both."""
+    """Several optimizers that step together. It shares their parameter groups, so that a change to one changes both."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         groups = [group for part in parts for group in part.param_groups]
@@ -239,37 +242,38 @@ class Optimizers(torch.optim.Optimizer):
         self.param_groups = groups
         self.parts = tuple(parts)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure is ever passed
-        """Step each of them."""
+    def step(self, closure: Any = None) -> None:  # no closure is ever passed
+        """Step each optimizer."""
         for part in self.parts:
             part.step(closure)
 
     def state_dict(self) -> dict[str, Any]:
-        """Theirs, in order."""
+        """Return the optimizers' state dicts, in order."""
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Undo to each what `state_dict` saved; learning rates are theirs again too."""
+        """Restore each optimizer from `state_dict`, its learning rates included."""
         for part, saved in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(saved)
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
 def each(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    """The user's own optimizers in it."""
+    """Return the user's own optimizers in `optimizer`."""
     return optimizer.parts if isinstance(optimizer, Optimizers) else (optimizer,)
 
 
-# Of a schedule's peak: as in the first part of a warm-up. At the peak, a training without its warm-up may diverge.
+# Share of a schedule's peak, as early in a warm-up. At the full peak, training without its warm-up may diverge.
 LEAST_SHARE_OF_PEAK = 0.1
 
 
 def make_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimizer:
-    """A fresh optimizer over the model's parameters; of an instance the class and hyperparameters are taken.
+    """Return a new optimizer over the model's parameters. For an instance its class and hyperparameters are used.
 
-    A learning rate that a scheduler has set is raised to a tenth of the schedule's peak at least: a warm-up begins at 0
-    and a schedule that has ended leaves 0, with which no weight of a trial would move. The peak is what torch's
-    schedulers keep in the parameter group: ``initial_lr``, and OneCycleLR ``max_lr``.
+    A learning rate set by a scheduler is raised to at least a tenth of the schedule's peak: a warm-up begins at 0 and a
+    finished schedule leaves 0, with which a trial's weights would not move. The peak is what torch's schedulers keep in
+    the parameter group: ``initial_lr``, and OneCycleLR ``max_lr``. Raises `WorkloadError` for anything but optimizers
+    of this model's parameters.
     """
     given: Any = torch.optim.AdamW if workload.optimizer is None else workload.optimizer
     is_function = not isinstance(given, torch.optim.Optimizer) and callable(given)
@@ -305,7 +309,7 @@ def make_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimize
         if "initial_lr" in group:
             rate, least = group["lr"], LEAST_SHARE_OF_PEAK * float(group.get("max_lr", group["initial_lr"]))
             if rate < least:
-                # A tensor may be the user's own, which another optimizer reads.
+                # a tensor may be the user's own, which another optimizer reads
                 group["lr"] = torch.full_like(rate, least) if isinstance(rate, Tensor) else least
     return several[0] if len(several) == 1 else Optimizers(several)
 
@@ -318,7 +322,7 @@ def _like(
         name: optimizer.defaults[name] for name in inspect.signature(kind).parameters.keys() & optimizer.defaults
     }
     own = {id(parameter): parameter for parameter in model.parameters()}
-    if isinstance(given_model, nn.Module):  # which the one at hand may be a copy of
+    if isinstance(given_model, nn.Module):  # `model` may be a copy of it
         own |= {id(given): ours for given, ours in zip(given_model.parameters(), model.parameters(), strict=True)}
     groups: Iterable[Any] = model.parameters()
     if all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
@@ -332,9 +336,12 @@ def _like(
 
 
 class Context:
-    """What a trial process holds: a template a model for the children it forks, built once on the CPU, a kept worker
-    that of its first trial, from whose first state every other starts. `is_kept`: other jobs are to follow the one that
-    runs. `build_memory` is what the model took."""
+    """State of a trial process: the workload, and a model that its jobs share.
+
+    A template process builds the model once on the CPU for the children that it forks. A kept worker keeps the model of
+    its first trial and restores its first state for every other. `is_kept`: more jobs follow in this process.
+    `build_memory` is the memory that the model took.
+    """
 
     def __init__(self, source: WorkloadSource, *, is_kept: bool = False, is_template: bool = False) -> None:
         self.source = source
@@ -343,33 +350,37 @@ class Context:
         self.build_memory: BuildMemory | None = None
         self._is_template = is_template
         self._workload = source if isinstance(source, Workload) else None
-        self._model: nn.Module | None = None  # built once, with how building left the torch state
+        self._model: nn.Module | None = None  # built once, with the torch state after building
         self._torch_state: dict[str, Any] = {}
-        self._first_state: dict[str, Tensor] | None = None  # of the model, what a kept worker goes back to
+        self._first_state: dict[str, Tensor] | None = None  # state that a kept worker restores
 
     def open(self, origin: str) -> None:
-        """Make the workload; `origin` is what errors call its source."""
+        """Create the workload. `origin` is the name of its source in error messages."""
         self._workload = make_workload(self.source, origin)
         self.template_file_bytes = file_bytes() if self._is_template else 0
 
     def become_worker(self) -> None:
-        """Run jobs in this process, from which none is forked any more."""
+        """Run jobs in this process from now on, without forking."""
         self._is_template, self.template_file_bytes = False, 0
 
     @property
     def workload(self) -> Workload:
-        """The workload, once this is open."""
+        """Return the workload. `open` has to be called before."""
         assert self._workload is not None, "open() comes first"
         return self._workload
 
     def share(self, capture: Callable[[], dict[str, Any]]) -> None:
-        """Build the model for all children that are forked after this; `capture` reads the torch state they take."""
+        """Build the model for all children forked afterwards. `capture` returns the torch state that they start
+        with.
+        """
         self._model, self.build_memory = watched_build(lambda: make_model(self.workload))
         self._torch_state = capture()
 
     def build_before(self, device: str, capture: Callable[[], dict[str, Any]]) -> None:
-        """Build the model for the first job to come, unless its own code puts it on the accelerator that the job is to
-        have: `build` of a loop mostly does."""
+        """Build the model before the first job, unless the user's code would put it on the accelerator.
+
+        Loops are not built beforehand for an accelerator, since their `build` mostly does so.
+        """
         if device != "cpu" and self.workload.is_loop:
             return
         self.share(capture)
@@ -378,16 +389,16 @@ class Context:
             self._model = self.build_memory = None
 
     def model_for(self, setting: Setting, device: torch.device) -> nn.Module:
-        """The model on the device for a trial of `setting`; one of its own in a kept worker, where the setting changes
-        it.
+        """Return the model on the device for a trial of `setting`; in a kept worker a copy, if the setting changes the
+        model.
         """
         if not (self.is_kept and setting.set_up):
             return self.model(device)
-        # The device's memory is that of the trial's own.
+        # On the device only the trial's own copy takes memory.
         return copied_model(self.model(torch.device("cpu")), self.workload).to(device)
 
     def model(self, device: torch.device) -> nn.Module:
-        """The model on the device, as first built."""
+        """Return the model on the device, in its first state."""
         if self._model is None:
             model, memory = watched_build(lambda: make_model(self.workload).to(device))
             if self.is_kept:
@@ -406,13 +417,15 @@ class Context:
         else:
             # Not strict: quantized layers, as bitsandbytes', write entries that they do not read back.
             missing, _ = model.load_state_dict(self._first_state, strict=False)
-            if missing:  # the job before gave the model another make-up
+            if missing:  # the previous job changed the model's parameters
                 self._model = self._first_state = None
                 return self.model(device)
         return model.to(device)
 
     def _keep_first_state(self) -> None:
-        """Note what later jobs start from; a model whose first step makes parameters is built anew for each."""
+        """Save the state that later jobs start from. A model with lazy parameters is built anew for each job
+        instead.
+        """
         assert self._model is not None
         state = self._model.state_dict()
         if any(map(is_lazy, state.values())):
@@ -422,5 +435,5 @@ class Context:
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of an entry of a state dict on the CPU; a module's extra state may be no tensor."""
+    """Return a copy of a state dict's entry on the CPU. A module's extra state may not be a tensor."""
     return value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)

@@ -1,4 +1,4 @@
-"""The user's data: an endless stream of batches of one size, from places all over an epoch."""
+"""User's data as an endless stream of batches of one size, drawn from all over an epoch."""
 
 from __future__ import annotations
 
@@ -25,30 +25,33 @@ from autotune_amp.numerics.accumulation import tensors
 
 Stream: TypeAlias = Generator[Any, None, None]
 
-# In these orders the first batches are as good as any.
+# With these samplers the first batches are already a random sample.
 _SHUFFLED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-# Any few batches in a row come from all over an epoch: one from each of so many parts of it.
+# Each few consecutive batches come from all over an epoch: one from each of this many parts.
 _NUM_PARTS = 8
-_MAX_LISTED = 1_000_000  # of an epoch
+_MAX_LISTED = 1_000_000  # samples of an epoch
 _MAX_POSITIONS = 100_000
 
 
 class Opened(NamedTuple):
-    """The data opened for batches of one size: their endless stream, and the DataLoader behind it, None without one."""
+    """Data opened for batches of one size: an endless stream, and the DataLoader behind it, None without one."""
 
     stream: Stream
     loader: DataLoader[Any] | None
 
 
 def describe(data: Any) -> tuple[str, int | None, int | None]:
-    """What the data is, the batch size it comes with, and its number of samples in an epoch, None where unknown."""
+    """Return the kind of the data, its own batch size, and its number of samples in an epoch; None for an unknown one.
+
+    Raises `WorkloadError` for a DataLoader without batch size.
+    """
     if isinstance(data, DataLoader):
         if data.batch_size is None:
             raise WorkloadError(
                 "The DataLoader has no batch_size (it uses a batch sampler, or yields ready batches).",
                 "Pass data=make_loader, a function of the batch size that returns such a loader.",
             )
-        # A sampler may draw some of the dataset, as a rank's share, or some twice.
+        # A sampler may draw a part of the dataset, such as a rank's share, or draw samples twice.
         num_drawn = None if isinstance(data.dataset, IterableDataset) else length(data.sampler)
         num_samples = length(data.dataset) if num_drawn is None else num_drawn
         return f"DataLoader, {data.num_workers} workers", data.batch_size, num_samples
@@ -58,18 +61,18 @@ def describe(data: Any) -> tuple[str, int | None, int | None]:
 
 
 def stream(data: Any, batch_size: int) -> Stream:
-    """Batches of exactly `batch_size` samples, without end; the loader starts again when it is exhausted.
+    """Yield batches of exactly `batch_size` samples without end. An exhausted loader starts again.
 
-    From all over an epoch where its order can be listed, at places that are the same for every batch size. Raises
-    `WorkloadError` where the data yields no batch, or none with as many samples as asked.
+    Batches come from all over an epoch if its order can be listed, from positions that are the same for every batch
+    size. Raises `WorkloadError` if the data yields no batch, or none with `batch_size` samples.
     """
     return opened(data, batch_size).stream
 
 
 def opened(data: Any, batch_size: int, num_workers: int | None = None) -> Opened:
-    """The stream with the loader behind it, whose worker processes are `num_workers`, None for the user's number."""
+    """Return the stream and its loader with `num_workers` worker processes, None for the user's number."""
     if isinstance(data, DataLoader):
-        # Incomplete batches are dropped, everything else is kept.
+        # Incomplete batches are dropped, all else is kept.
         order: dict[str, Any] = {} if isinstance(data.dataset, IterableDataset) else {"sampler": data.sampler}
         resized = rebuilt(data, batch_size=batch_size, drop_last=True, **order)
         loader = _rearranged(resized, num_workers, _shares())
@@ -82,26 +85,28 @@ def opened(data: Any, batch_size: int, num_workers: int | None = None) -> Opened
 
 
 def draws_full_batches(batches: Any, batch_size: int) -> bool:
-    """Whether this batch sampler of a DataLoader draws `batch_size` samples for each batch, and never fewer.
+    """Whether this batch sampler of a DataLoader always draws exactly `batch_size` samples.
 
-    Then nothing has to be counted in a batch, whose tensors may be images of 3 channels or one camera matrix.
+    Then the samples in a batch need not be counted, which could misread images of 3 channels or a camera matrix.
     """
     own = batches.sampler if isinstance(batches, Spread) else batches
     return type(own) is BatchSampler and own.drop_last and own.batch_size == batch_size
 
 
 def gives_batches(loader: DataLoader[Any]) -> bool:
-    """Whether its dataset makes a whole batch of indices at once, so that there are no samples to collate."""
+    """Whether the loader's dataset returns whole batches for several indices, so that there are no samples to
+    collate.
+    """
     make = getattr(loader.dataset, "__getitems__", None)
     return make is not None and not isinstance(make([0]), list)
 
 
 def num_samples(batch: Any, asked: int) -> int | None:
-    """Estimate how many samples a batch holds that does not come from a DataLoader of known batch size.
+    """Estimate the number of samples in a batch that does not come from a DataLoader of known batch size.
 
-    It is `asked` where the first dimension of any tensor or the length of any list says so, or the second dimension of
-    all tensors that have one (time first); else the largest of the first dimensions and of the lengths of lists in it,
-    None without a tensor.
+    It is `asked` if the first dimension of any tensor or the length of any list equals it, or the second dimension of
+    all tensors that have one (time first). Otherwise it is the largest first dimension or list length, or None without
+    a tensor.
     """
     shapes = [tuple(tensor.shape) for _, tensor in tensors(batch) if tensor.dim() > 0]
     if not shapes:
@@ -129,7 +134,7 @@ def _children(value: Any) -> Iterable[Any]:
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """The batch on the device: tensors, whatever has a `to`, and containers of them."""
+    """Return the batch moved to the device: tensors, objects with a `to` method, and containers of them."""
     if hasattr(batch, "to"):
         return batch.to(device, non_blocking=True) if isinstance(batch, torch.Tensor) else batch.to(device)
     if isinstance(batch, dict):
@@ -142,25 +147,25 @@ def move(batch: Any, device: torch.device) -> Any:
 
 
 def copied(sample: Any) -> Any:
-    """A deep copy, for a collate function that takes apart what it is given.
+    """Return a deep copy of a sample, for a collate function that modifies its arguments.
 
-    Tensors are cloned: deepcopy, and a worker's queue, would take the whole storage of one that is a row of it.
+    Tensors are cloned: deepcopy, and a worker's queue, would take the whole storage of a tensor that is one row of it.
     """
     return copy.deepcopy(sample, {id(tensor): tensor.clone() for _, tensor in tensors(sample)})
 
 
 def rebuilt(loader: DataLoader[Any], num_workers: int | None = None, **settings: Any) -> DataLoader[Any]:
-    """The user's loader with these `settings` and, unless None, another number of worker processes."""
+    """Return the user's loader with these `settings` changed and, unless None, another number of worker processes."""
     num_workers = loader.num_workers if num_workers is None else num_workers
     names = ["collate_fn", "pin_memory", "worker_init_fn", "generator"]
-    if num_workers > 0:  # without workers, anything but the default is refused
+    if num_workers > 0:  # without workers a DataLoader refuses any but the defaults
         names += ["timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers", "in_order"]
     kept = {name: getattr(loader, name) for name in names}
     return DataLoader(loader.dataset, **{**kept, "num_workers": num_workers, **settings})
 
 
 def _is_plain(loader: Any) -> bool:
-    """Whether it is a DataLoader whose batches are those of its sampler."""
+    """Whether `loader` is a DataLoader whose batches are those of its sampler."""
     return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
 
 
@@ -169,7 +174,7 @@ def _is_dataset(data: Any) -> bool:
 
 
 def length(dataset: Any) -> int | None:
-    """Its length, None where it has none."""
+    """Return the dataset's length, or None if it has none."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):
@@ -183,7 +188,7 @@ def _from_function(make: Callable[[int], Any], batch_size: int, num_workers: int
         made = make(batch_size)
         if not isinstance(made, DataLoader):
             return made
-        # One of 1 may hold ready batches; what those hold is seen in the stream.
+        # A loader of batch size 1 may hold ready batches, whose size the stream checks.
         if made.batch_size not in (None, 1, batch_size):
             raise WorkloadError(
                 f"The data function was asked for batches of {batch_size} samples and returned a DataLoader with "
@@ -200,9 +205,9 @@ def _from_function(make: Callable[[int], Any], batch_size: int, num_workers: int
 
 
 def _rearranged(loader: DataLoader[Any], num_workers: int | None, shares: Iterator[float]) -> DataLoader[Any]:
-    """A loader of the right batch size: its batches from all over the epoch, where their order can be listed."""
+    """Return a loader of the right batch size with batches from all over the epoch, if its order can be listed."""
     is_spread = _is_plain(loader) and _is_ordered(loader)
-    # The rest at the end of an epoch is left out by its number, not by the shapes of what was collated.
+    # An incomplete last batch is dropped by its number of indices, not by the shapes of collated tensors.
     has_rest = _is_plain(loader) and type(loader.batch_sampler) is BatchSampler and not loader.batch_sampler.drop_last
     if num_workers is None and not is_spread and not has_rest:
         return loader
@@ -223,7 +228,7 @@ def _cycle(make_loader: Callable[[], Any], batch_size: int) -> Stream:
         is_counted = _is_plain(loader) and draws_full_batches(loader.batch_sampler, batch_size)
         for batch in loader:
             found = batch_size if is_counted else num_samples(batch, batch_size)
-            if found is not None and found < batch_size:  # the rest at the end of an epoch
+            if found is not None and found < batch_size:  # the incomplete last batch of an epoch
                 largest = max(largest, found)
                 continue
             num_batches += 1
@@ -243,7 +248,7 @@ def _cycle(make_loader: Callable[[], Any], batch_size: int) -> Stream:
 
 
 def _is_ordered(loader: DataLoader[Any]) -> bool:
-    """Whether its batches come in an order that can be listed and that does not shuffle them."""
+    """Whether the loader's batches come in an order that can be listed and is not shuffled."""
     if isinstance(loader.dataset, IterableDataset):
         return False
     own: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
@@ -251,7 +256,7 @@ def _is_ordered(loader: DataLoader[Any]) -> bool:
 
 
 def _shares() -> Iterator[float]:
-    """Random places as shares of an epoch, always the same ones."""
+    """Yield random positions as shares of an epoch, always the same."""
     chance = random.Random(0)  # noqa: S311 - no secret
     while True:
         for part in chance.sample(range(_NUM_PARTS), _NUM_PARTS):
@@ -259,9 +264,9 @@ def _shares() -> Iterator[float]:
 
 
 class Spread(Sampler[Any]):
-    """What `sampler` draws in an epoch, each once, from the places that `shares` says.
+    """Sampler that draws the elements of `sampler` once each, at the positions given by `shares` of the epoch.
 
-    The same shares give settings alike batches, whatever their batch sizes. Of a very long epoch only some are drawn.
+    The same shares give settings with different batch sizes similar batches. Only a part of a very long epoch is drawn.
     """
 
     def __init__(self, sampler: Iterable[Any], shares: Iterator[float]) -> None:
@@ -270,7 +275,7 @@ class Spread(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         own: Any = self.sampler
-        is_cut = type(own) is BatchSampler  # whose indices are listed, which takes less than its batches
+        is_cut = type(own) is BatchSampler  # list its indices, which is cheaper than its batches
         sampler = own.sampler if is_cut else own
         drawn = range(len(sampler)) if type(sampler) is SequentialSampler else list(islice(sampler, _MAX_LISTED))
         num = len(drawn)

@@ -1,6 +1,7 @@
-"""What a device draws over the measured steps, from its own counter: NVML's of a card, RAPL's of a CPU's packages.
+"""Energy of a device over the measured steps, from its own counter: NVML for an NVIDIA GPU, RAPL for a CPU's packages.
 
-A counter is of the whole device: whatever else runs on it counts too. Imports no torch: the parent asks beforehand.
+A counter covers the whole device, including other processes on it. Imports no torch, since the parent process asks for
+the counter beforehand.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ from typing import TypeAlias
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.hardware import nvml
 
-Counter: TypeAlias = Callable[[], float | None]  # joules since some moment; None where it cannot be read any more
+Counter: TypeAlias = Callable[[], float | None]  # joules since some moment; None if it cannot be read any more
 
-MIN_SECONDS = 0.1  # less is within what a counter's own updates are apart (NVML: up to 100 ms, RAPL: 1 ms)
+MIN_SECONDS = 0.1  # less is comparable to a counter's update interval (NVML: up to 100 ms, RAPL: 1 ms)
 POWERCAP = Path("/sys/class/powercap")
 
 _PACKAGE_ZONE = re.compile(r"intel-rapl:\d+")  # AMD's too; zones within a package have a second number
 
 
 class EnergyMeter:
-    """Adds up what `counter` says over measured steps, read every `MIN_SECONDS` at most: reading NVML's takes its time.
-    Without a counter it knows nothing."""
+    """Meter of the energy per sample over measured steps.
+
+    The counter is read at most every `MIN_SECONDS`, since reading NVML's takes time. Without a counter the energy is
+    None.
+    """
 
     def __init__(self, counter: Counter | None) -> None:
         self._counter = counter
@@ -36,7 +40,7 @@ class EnergyMeter:
         self._num_steps = 0
 
     def step(self, number: int, num_compilations: int = 0) -> None:
-        """Hear that `number` measured steps are done, 0 while warming up. Steps that compiled are left out."""
+        """Note that `number` measured steps are done, 0 while warming up. Steps that compiled are left out."""
         if self._counter is None:
             return
         moment = time.perf_counter()
@@ -52,16 +56,20 @@ class EnergyMeter:
         self._number_before, self._num_compilations_before = number, num_compilations
 
     def joules_per_sample(self, num_samples_per_step: int) -> float | None:
-        """None where there is no counter, or none that moved over `MIN_SECONDS` of measured steps."""
+        """Return the joules per sample, or None without a counter or if it did not move over `MIN_SECONDS` of measured
+        steps.
+        """
         return self._joules / (self._num_steps * num_samples_per_step) if self._joules > 0 else None
 
 
 def counter_of(device_type: str, uuid: str | None, powercap: Path = POWERCAP) -> Counter | None:
-    """The counter of a device, None where it has none that this user may read. `uuid` is that of an NVIDIA card."""
+    """Return the energy counter of a device, or None if it has none that this user may read. `uuid` is an NVIDIA
+    GPU's.
+    """
     if device_type == "cuda" and uuid is not None:
         return None if nvml.energy_joules(uuid) is None else lambda: nvml.energy_joules(uuid)
     if device_type == "cpu":
-        # The zones that are CPU packages: one called psys is the whole board, with the packages in it.
+        # Only zones of CPU packages: the zone called psys is the whole board and includes them.
         zones = [path for path in sorted(powercap.glob("intel-rapl:*")) if _PACKAGE_ZONE.fullmatch(path.name)]
         try:
             packages = [_package(zone) for zone in zones if (zone / "name").read_text().startswith("package")]
@@ -72,7 +80,7 @@ def counter_of(device_type: str, uuid: str | None, powercap: Path = POWERCAP) ->
 
 
 def require_counter(device_type: str, uuid: str | None, powercap: Path = POWERCAP) -> None:
-    """Raise `InvalidRequestError`, saying what to do, where `counter_of` finds none."""
+    """Raise `InvalidRequestError` with the next step if `counter_of` finds no counter."""
     if counter_of(device_type, uuid, powercap) is None:
         raise InvalidRequestError(
             f"--objective is 'energy', which cannot be measured here: this {device_type} device has no energy counter "
@@ -83,8 +91,11 @@ def require_counter(device_type: str, uuid: str | None, powercap: Path = POWERCA
 
 
 def _package(zone: Path) -> Callable[[], float]:
-    """The joules of one package since now; to be read more often than its counter begins anew at its largest value
-    (minutes). Raises `OSError` where it cannot be read."""
+    """Return a function that reads the joules used by one CPU package since this call.
+
+    It has to be called more often than the counter wraps around (minutes). Raises `OSError` if the counter cannot be
+    read.
+    """
     largest = int((zone / "max_energy_range_uj").read_text())
     before, microjoules = int((zone / "energy_uj").read_text()), 0
 

@@ -1,4 +1,4 @@
-"""Collects the evidence of a trial in its own process, for `judge` to decide from, and says how a failure is mended."""
+"""Evidence of a failed trial, collected in its own process for `judge` to decide on, and the fix for a failure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OWN_FILES = Path(__file__).parents[1]
 
 
 class JudgedError(Exception):
-    """Ends a trial that was judged already; holds its `failure`."""
+    """Error that ends a trial which was judged already; holds its `failure`."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -24,16 +24,16 @@ class JudgedError(Exception):
 
 
 def raise_if_failed(evidence: Evidence) -> None:
-    """Raise `JudgedError` where the evidence amounts to a failure."""
+    """Raise `JudgedError` if `judge` finds a failure in the evidence."""
     failure = judge(evidence)
     if failure is not None:
         raise JudgedError(failure)
 
 
 def failure_from_exception(error: BaseException, *, is_oom_killed: bool = False) -> Failure:
-    """Return the failure that an exception amounts to.
+    """Return the failure for an exception raised in a trial.
 
-    `is_oom_killed`: the kernel has ended a process for want of memory since the job began.
+    `is_oom_killed`: the kernel has killed a process for lack of memory since the job began.
     """
     if isinstance(error, AutotuneAmpError):
         return Failure(kind="workload_error", message=error.message, details=error.next_step)
@@ -54,27 +54,31 @@ def failure_from_exception(error: BaseException, *, is_oom_killed: bool = False)
 
 
 def _as_text(said: str) -> str:
-    """Return it without surrogates, which JSON does not take."""
+    """Return the text without surrogates, which JSON does not allow."""
     return said.encode(errors="backslashreplace").decode()
 
 
 def free_memory_share() -> float | None:
-    """Return the least share of what this process may take of the current CUDA device that was left to it, None for a
-    device that was not used or has failed."""
+    """Return the smallest free share of the memory that this process may use on the current CUDA device.
+
+    None if the device was not used or has failed.
+    """
     import torch  # late: the parent has none
 
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch does not type it
         return None
     try:
         free, total = torch.cuda.mem_get_info()
-    except RuntimeError:  # an error of the card itself, which all its calls repeat
+    except RuntimeError:  # an error of the GPU itself, which all its calls repeat
         return None
     allowed = total * torch.cuda.memory.get_per_process_memory_fraction()
     return min(free, allowed - torch.cuda.max_memory_reserved()) / allowed
 
 
 def mended(failure: Failure) -> str | None:
-    """How the user mends it and where, as the rule that its message breaks says; None where no rule is known."""
+    """Return how and where the user can fix a failure, by the rule that its message matches, or None without such a
+    rule.
+    """
     rule = rule_of(failure.message)
     if rule is None:
         return None
@@ -85,7 +89,7 @@ def mended(failure: Failure) -> str | None:
 
 
 def num_oom_kills() -> int:
-    """The kernel's count of processes it ended for want of memory, 0 where it keeps none."""
+    """Return the kernel's count of processes killed for lack of memory, 0 if there is no such count."""
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/vmstat").read_text().splitlines()
         return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])

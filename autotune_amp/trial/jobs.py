@@ -1,4 +1,6 @@
-"""The jobs of a search, which its parent makes: trials, three kinds of check, and what comes before them. No torch."""
+"""Jobs that the parent process of a search creates: trials, three kinds of check, probe, description. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -33,31 +35,30 @@ from autotune_amp.trial.failures import mended
 
 CheckKind: TypeAlias = Literal["fidelity", "calibration", "accumulation"]
 
-# Micro-batches timed for a longer accumulation window; the window's time is composed from them, since windows of
-# hundreds of passes would cost more than the search has.
+# Number of micro-batches timed for a longer accumulation window. The window's time is composed from them, since windows
+# of hundreds of passes would take longer than the search.
 MAX_TIMED_MICRO_BATCHES = 4
 # An accelerator runs ahead of the host, so steps between two synchronisations are timed together.
 STEPS_PER_SYNC = 4
 NUM_WARMUP_STEPS, MAX_WARMUP_STEPS = 3, 40
-COMPILING_SHARE = 0.85  # of a trial's seconds, where that tries compiling
-MEASURE_SECONDS, NUM_TRIALS_FORESEEN = 2.0, 16  # a trial measures for so long at most, or a part of a small budget
+COMPILING_SHARE = 0.85  # share of a compiling trial's seconds for compilation
+MEASURE_SECONDS, NUM_TRIALS_FORESEEN = 2.0, 16  # a trial measures this long at most, or a part of a small budget
 
 
 class Trial(Job[Measurement], frozen=True, kw_only=True):
-    """One isolated run of one candidate.
+    """One isolated run of one candidate setting.
 
-    `num_warmup_steps` [low, high] bounds the steps before the measured ones: they end between once not `is_warming`.
-    `num_steps` [low, high] bounds the measured optimizer steps: measuring stops between them once the trimmed
-    95 % interval of the step time is within `interval_share` of it, or after `measure_seconds`. After five steps a
-    median above `cut_step_seconds` ends the trial early. `first_step_deadline_seconds`, with compilation, and
-    `step_deadline_seconds` are enforced by the parent, which kills the process. `worst_samples` are the largest of the
-    dataset that were found, in order; empty where they are alike or the workload names its worst batch itself.
-    `is_loss_sum`: the loss is a sum over its samples, so that it is not divided by the accumulation steps.
-    `num_ranks` processes train it together, of which this is the `rank`; they meet at `meeting`, "address:port", and
-    some parameters of the model get no gradient where it `has_unused_parameters`.
-    `ending_seconds` is what the workload's evaluation and checkpoint may take after the measuring, with the parent's
-    deadline; None: they are not run. `environment` is what its process starts with beyond the caller's, `round` the
-    confirmation's.
+    `num_warmup_steps` [low, high] bounds the number of steps before the measured ones; between the bounds the warm-up
+    ends once not `is_warming`. `num_steps` [low, high] bounds the measured optimizer steps: between the bounds
+    measuring stops once the trimmed 95 % interval of the step time is within `interval_share` of it, or after
+    `measure_seconds`. After five steps a median above `cut_step_seconds` ends the trial early. The parent enforces
+    `first_step_deadline_seconds`, which includes compilation, and `step_deadline_seconds`, by killing the process.
+    `worst_samples` are the indices of the largest samples found in the dataset, in order; empty if samples are alike or
+    the workload names its worst batch. `is_loss_sum`: the loss is a sum over its samples, so it is not divided by the
+    accumulation steps. `num_ranks` processes train together, of which this is `rank`; they meet at `meeting`,
+    "address:port"; `has_unused_parameters`: some parameters of the model get no gradient. `ending_seconds` is the time
+    for the workload's evaluation and checkpoint after measuring, enforced by the parent; with None they are not run.
+    `environment` are variables added to the caller's for its process, `round` is the number of its confirmation round.
     """
 
     answer: ClassVar[Any] = Measurement
@@ -89,7 +90,7 @@ class Trial(Job[Measurement], frozen=True, kw_only=True):
 
     @property
     def deadlines(self) -> Deadlines:
-        """Those of its steps too."""
+        """Return the deadlines of the job and of its steps."""
         whole_seconds, is_compiled = self.deadline_seconds, self.candidate.is_compiled
         return Deadlines(
             compiling_seconds=COMPILING_SHARE * whole_seconds if is_compiled and whole_seconds is not None else None,
@@ -101,30 +102,31 @@ class Trial(Job[Measurement], frozen=True, kw_only=True):
     def after(
         self, problem: Failure | AutotuneAmpError, so_far: Measurement | None
     ) -> Measurement | Failure | Job[Measurement]:
-        """One whose evaluation was too long was measured; one that died of its evaluation did not survive its job."""
+        """Return the measurement so far if the evaluation ran out of time; the failure if the process died."""
         failure = as_failure(problem)
         return so_far if so_far is not None and failure.kind == "timeout" else failure
 
     @property
     def is_confirmation(self) -> bool:
-        """Whether it stands for the whole job: whole accumulation windows, the worst batch first and last."""
+        """Whether the trial represents a whole run: whole accumulation windows, the worst batch first and last."""
         return self.purpose in ("confirm", "plain", "one_rank")
 
     @property
     def num_timed_micro_batches(self) -> int:
-        """Forward and backward passes run for one timed step: a whole window only where it is confirmed."""
+        """Return the number of forward and backward passes in a timed step: the whole window only in a confirmation."""
         window = self.candidate.accumulation_steps
         return window if self.is_confirmation else min(window, MAX_TIMED_MICRO_BATCHES)
 
     @property
     def num_steps_per_report(self) -> int:
-        """Steps timed, and reported, together."""
+        """Return the number of steps that are timed and reported together."""
         return 1 if self.device == "cpu" else STEPS_PER_SYNC
 
 
 class Followed(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory of a rank that took its steps beside rank 0, as in `Measurement`; `has_flushed`: its allocator had to
-    make room."""
+    """Memory of a rank that took its steps beside rank 0, as in `Measurement`. `has_flushed`: its allocator had to
+    flush its cache to make room.
+    """
 
     peak_memory_bytes: int
     reserved_memory_bytes: int
@@ -132,19 +134,20 @@ class Followed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Follow(Trial, frozen=True, kw_only=True):
-    """One more rank of a trial: it takes steps until rank 0 has measured enough."""
+    """Further rank of a trial, which takes steps until rank 0 has measured enough."""
 
     answer: ClassVar[Any] = Followed
     work: ClassVar[str] = "autotune_amp.trial.worker:follow"
 
 
 class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=True):
-    """One check of `candidate`: of its numbers against fp32, of the loss scales that are safe, or of whether
-    accumulated gradients equal those of the whole batch (in fp32).
+    """One check of `candidate`: of its fidelity to fp32, of the safe loss scales, or of whether accumulated gradients
+    equal those of the whole batch (in fp32).
 
-    `num_batches` different batches of its size are used, fewer samples where they do not fit into memory. `find_pins`:
-    look for modules that make the precision faithful when they run in fp32. Fidelity is looked at once the weights were
-    trained in fp32 for `num_steps_before`. In `aim_seconds` it looks at what can be looked at in them.
+    It uses `num_batches` different batches of the candidate's size, or fewer samples if they do not fit into memory.
+    `find_pins`: look for modules that make the precision faithful if they run in fp32. Fidelity is checked after
+    training the weights in fp32 for `num_steps_before` optimizer steps. The check aims to end within `aim_seconds`,
+    with fewer batches if need be.
     """
 
     answer: ClassVar[Any] = Fidelity | Calibration | Accumulation
@@ -164,8 +167,11 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
     def after(
         self, problem: Failure | AutotuneAmpError, so_far: Fidelity | Calibration | Accumulation | None
     ) -> CheckOutcome | Job[Fidelity | Calibration | Accumulation]:
-        """Half the batch where memory was short; what does not fit at the smallest either is unchecked, a `Failure`
-        where fidelity is not asked for. On trained weights every failure has a verdict, beside that of the first."""
+        """Return a check with half the batch size after OOM, else the outcome for the problem.
+
+        If even the smallest batch does not fit, fidelity is unchecked and the other kinds fail. On trained weights
+        every failure becomes a verdict, which is kept beside that on the initial weights.
+        """
         if so_far is not None:
             return so_far
         failure = as_failure(problem)
@@ -184,7 +190,7 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
     def unchecked(
         self, why: Failure | str, next_step: str = "Mend what the reason names, give more time or memory, or use fp32."
     ) -> Fidelity:
-        """What it says of its precision where it could not be made: nothing, with the reason."""
+        """Return the *unchecked* verdict for a check that could not be made, with the reason."""
         if isinstance(why, Failure):
             return self._judged("unchecked", f"{why.kind}: {why.message}", mended(why) or next_step)
         return self._judged("unchecked", why, next_step)
@@ -203,18 +209,18 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
 
 
 class Probe(Job[Hardware], frozen=True, kw_only=True):
-    """What the device can do, measured on it."""
+    """Job that measures the capabilities of the device."""
 
     answer: ClassVar[Any] = Hardware
     work: ClassVar[str] = "autotune_amp.trial.worker:probe"
 
 
 class Describe(Job[Description], frozen=True, kw_only=True):
-    """What the workload is, from building it once.
+    """Job that builds the workload once and describes it.
 
-    Its data is looked at where a `baseline_batch_size` is given; a batch size of the data's own comes before it.
-    `has_tf32`: the device does. `is_ranked`: several ranks are to train it. `is_batch_free`: batches of other sizes are
-    to be tried even where nothing accumulates.
+    Its data is read if a `baseline_batch_size` is given; a batch size of the data itself takes precedence. `has_tf32`:
+    the device has TF32. `is_ranked`: several ranks will train together. `is_batch_free`: other batch sizes will be
+    tried even if nothing accumulates.
     """
 
     answer: ClassVar[Any] = Description
@@ -227,7 +233,7 @@ class Describe(Job[Description], frozen=True, kw_only=True):
 
 
 class FingerprintJob(Job[Fingerprint], frozen=True, kw_only=True):
-    """What a recommendation for the workload that was loaded would hold for; nothing of it is called."""
+    """Job that fingerprints the workload that was loaded. None of the workload's functions are called."""
 
     answer: ClassVar[Any] = Fingerprint
 
@@ -235,41 +241,42 @@ class FingerprintJob(Job[Fingerprint], frozen=True, kw_only=True):
     identity: DeviceIdentity
 
     def run(self, context: Any, tell: Tell) -> Fingerprint:  # noqa: ARG002 - it takes no steps to tell of
-        """See `fingerprint.compute`."""
+        """Return the fingerprint; see `fingerprint.compute`."""
         from autotune_amp.fingerprint import compute
 
         return compute(context.source, self.options, self.identity, self.torch_state)
 
 
 def as_failure(problem: Failure | AutotuneAmpError) -> Failure:
-    """What ended a job whose search goes on, a process that could not load the workload among it."""
+    """Return the failure for the problem that ended a job, including a process that could not load the workload."""
     if isinstance(problem, Failure):
         return problem
     return Failure(kind="workload_error", message=problem.message, details=problem.next_step)
 
 
-# Of the warm-up after its first step. Set on ten trainings on an H200, held against CPUs (studies/real_card).
+# Limits of the warm-up after its first step, set on ten training runs on an H200 and compared with CPUs
+# (studies/real_card).
 NUM_STEADY_GROUPS, LEAST_FALL, MAX_FALLING_SECONDS = 2, 0.02, 0.5
 NUM_STEPS_BEFORE_CUT = 5
 DEADLINE_SHARE = 0.6
-# Warm-up steps that are all so many times over the cut end the trial at once: bf16 or fp16 that is merely emulated.
+# If all warm-up steps are this many times over the cut, the trial ends at once: bf16 or fp16 that is merely emulated.
 HOPELESS_RATIO = 1.6
-# A fast card takes the least number of steps in tens of ms: in less time than its clocks take to settle.
+# A fast GPU takes the least number of steps in tens of ms, less than its clocks need to settle.
 LEAST_ACCELERATOR_SECONDS = 0.25
 
 
 def measure_seconds(budget_seconds: float) -> float:
-    """Return the seconds that a trial measures at most in a search with this budget."""
+    """Return the most seconds that a trial measures in a search with this budget."""
     return min(MEASURE_SECONDS, budget_seconds / NUM_TRIALS_FORESEEN)
 
 
 def num_warmup_steps(measured: Measurement) -> int:
-    """Return the steps that a trial took before it measured, the usual ones where its record does not say."""
+    """Return the number of steps that a trial took before it measured, the default if its record does not say."""
     return measured.num_unmeasured_steps or NUM_WARMUP_STEPS
 
 
 def is_hopeless(spec: Trial, warmup_step_seconds: Sequence[float]) -> bool:
-    """Whether the warm-up after the first step, one step at least, says enough."""
+    """Whether the warm-up steps after the first, at least one, are so slow that the trial can be cut."""
     return spec.cut_step_seconds is not None and min(warmup_step_seconds) > HOPELESS_RATIO * spec.cut_step_seconds
 
 
@@ -280,14 +287,14 @@ def is_warming(
     warming_seconds: float,
     limits: tuple[int, int] = (NUM_WARMUP_STEPS, MAX_WARMUP_STEPS),
 ) -> bool:
-    """Return whether measuring has to wait: for the least number of steps, and while the step times still fall.
+    """Return whether to go on warming up: up to the least number of steps, and while step times still fall.
 
-    `group_seconds` are the step seconds of its steps after the first, then the mean ones of each group of steps;
-    `num_steps` counts them all, and `limits` are those of their number. They fall as long as one of the last
-    `NUM_STEADY_GROUPS` is faster than all before by more than `LEAST_FALL`. `warming_seconds` are what the steps after
-    the first took together: from `MAX_FALLING_SECONDS` on no fall is waited for, since long steps are steady from the
-    third on at the latest. Noise alone costs few groups: the chance that one of the last two of n is the fastest is
-    2 / n.
+    `group_seconds` are the step seconds of each step after the first, then the mean step seconds of each group of
+    steps; `num_steps` counts all steps and `limits` bounds it. Step times fall as long as one of the last
+    `NUM_STEADY_GROUPS` groups is faster than all before by more than `LEAST_FALL`. `warming_seconds` is the time of all
+    steps after the first: from `MAX_FALLING_SECONDS` on the warm-up ends even if times fall, since long steps are
+    steady from the third on at the latest. Noise alone costs few groups: the chance that one of the last two of n is
+    the fastest is 2 / n.
     """
     before, last = group_seconds[:-NUM_STEADY_GROUPS], group_seconds[-NUM_STEADY_GROUPS:]
     if num_steps < limits[0]:
@@ -307,10 +314,10 @@ def stop(
     measuring_seconds: float,
     training_seconds: float,
 ) -> Literal["cut", "enough"] | None:
-    """Why measuring ends here, None where it goes on.
+    """Return why measuring ends here, or None to go on.
 
-    `group_seconds` are the mean step seconds of each `spec.num_steps_per_report` steps timed so far; `is_whole` says
-    that they are as many as are asked for at the least, `is_most` at the most. They may take `measure_seconds` and took
+    `group_seconds` are the mean step seconds of each `spec.num_steps_per_report` steps timed so far; `is_whole`: they
+    have reached the least number required, `is_most` the most. They may take `measure_seconds` and took
     `measuring_seconds`, of `training_seconds` since the first step began.
     """
     # A few steps reported are worth more than many cut off by the parent's deadline.

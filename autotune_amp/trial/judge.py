@@ -1,7 +1,7 @@
-"""Judges a run: the evidence that it left goes in, and a `Failure` comes out where it is no good measurement.
+"""Judge of a run: takes the evidence that a run left, and returns a `Failure` unless it is a good measurement.
 
-The same rules hold for the process of a `Workload`, on this host or on a node of Ray, for a training command, and for
-each rank of either. Pure: it reads nothing but its argument.
+The same rules hold for the process of a `Workload`, on this host or on a Ray node, for a training command, and for each
+rank of either. Pure: it reads nothing but its argument.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import msgspec
 
 from autotune_amp.core.outcome import Failure, FailureKind
 
-# One batch of bad data makes one loss that is not finite, which a scaler or a guard of the script's own skips. With
-# weights that are no numbers, or in a format that ends too early, each further one is so too.
+# One batch of bad data gives one loss that is not finite, which a scaler or the script's own guard skips. With weights
+# that are NaN, or in a format with too small a range, every further loss is not finite either.
 NUM_NONFINITE_STEPS: Final = 3
-# GradScaler halves its scale at each skip: from 65536 down to 1, and a few more. After that it is not what is wrong.
+# GradScaler halves its scale at each skip: from 65536 down to 1 takes 16. After more skips the scale is not the cause.
 MAX_SKIPS: Final = 20
 
 _OOM_TYPES = {"OutOfMemoryError", "MemoryError"}
@@ -32,7 +32,8 @@ _OOM_TEXTS = (
     "bad_alloc",
     "alloc_failed",  # cuBLAS, cuDNN and AMD's
 )
-# What libraries say where memory is short, and where it is not: after an error of the card, in a broken installation.
+# Messages of libraries when memory is short, but also for other reasons: after an error of the GPU, in a broken
+# installation.
 _OOM_TEXTS_WHERE_SHORT = (
     "status_not_initialized",  # cuBLAS and cuDNN take memory for a handle
     "cudnn_status_internal_error",  # cuDNN loads kernels late (pytorch#81620); ..._ALLOCATION_FAILED is one of these
@@ -46,30 +47,30 @@ _UNSUPPORTED_TEXTS = (
     "not implemented for 'float8",
     "not supported for dtype",
     "could not create a primitive",  # oneDNN
-    "no kernel image is available",  # code for other cards than this one
+    "no kernel image is available",  # code for other GPUs than this one
     "flashattention only support",  # "... supports Ampere GPUs or newer", "... support fp16 and bf16 data type"
-    "no available kernel",  # attention limited to kernels that this card, or the precision, does not have
+    "no available kernel",  # attention limited to kernels that this GPU or the precision does not have
     "cublas_status_not_supported",
     "cublas_status_arch_mismatch",
-    "out of resource: shared memory",  # a Triton kernel that wants more of it than the card has
+    "out of resource: shared memory",  # a Triton kernel that wants more than the GPU has
 )
-# Python's own exceptions, which neither torch nor a driver raises for want of memory or of a kernel.
+# Python's own exceptions, which neither torch nor a driver raises for lack of memory or of a kernel.
 _OF_PYTHON = {"ValueError", "TypeError", "LookupError", "AssertionError", "AttributeError", "ImportError", "NameError"}
-# How a rank speaks of another that it lost: by torch's own errors, in gloo's and NCCL's words.
+# Messages of a rank that lost another: torch's own errors, in gloo's and NCCL's words.
 _OF_A_PEER = re.compile(
     r"\bDist\w*Error\b|gloo/|NCCL|\[c10d\]|connection (closed|reset)|closed by peer|broken pipe"
     r"|Rank \d+ .*(failed|timed out)|process group|timed out waiting",
     re.IGNORECASE,
 )
-# The last line of a traceback but a launcher's, which says only that a rank failed; what argparse says.
+# The last line of a traceback, except a launcher's, which only says that a rank failed; or an argparse error.
 _PRINTED_ERROR = re.compile(r"^(?:(?!.*ChildFailed)[\w.]*(?:Error|Exception|Interrupt)\b|\S+: error:).*$", re.MULTILINE)
 
 
 class RaisedError(msgspec.Struct, frozen=True, kw_only=True):
-    """An exception as plain data.
+    """Exception as plain data.
 
-    `types` are the names of its class and of that class's bases, the class first. `free_memory_share` is the least
-    share of the accelerator's memory that the process had left, None where no accelerator says so.
+    `types` are the names of its class and that class's bases, the class first. `free_memory_share` is the smallest free
+    share of the accelerator's memory that the process may use, None if no accelerator reports it.
     """
 
     types: tuple[str, ...]
@@ -79,26 +80,26 @@ class RaisedError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepLosses(msgspec.Struct, frozen=True, kw_only=True):
-    """The losses of one optimizer step, as many as it had backward passes, and whether the loss scaler skipped it."""
+    """Losses of one optimizer step, one for each backward pass, and whether the loss scaler skipped the step."""
 
     losses: tuple[float, ...] = ()
     is_skipped: bool = False
 
     @property
     def is_finite(self) -> bool:
-        """Whether all of its losses are finite."""
+        """Whether all losses of the step are finite."""
         return all(map(math.isfinite, self.losses))
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What was seen of a run, or of one of its ranks; a field that nobody looked at keeps its default.
+    """Observations of a run or of one of its ranks. A field that was not observed keeps its default.
 
-    `has_ended`: the process ended before it answered, with `exit_status` (negative for the signal that killed it, None
-    where nobody knows), while it did its `activity`; `process` is its name in messages, `output` the end of what it
-    printed. `is_oom_killed`: the kernel has ended some process for want of memory meanwhile. `overdue` is a sentence on
-    the deadline that has passed, which `is_loading` passed before the process was ready. `num_ooms` were caught by the
-    run itself; with `has_flushed` the allocator had to empty its cache. `steps` are those that count, in their order;
-    `goes_on`: more of them are to come.
+    `has_ended`: the process ended before it sent a result, with `exit_status` (negative for the signal that killed it,
+    None if unknown), during its `activity`; `process` is its name in messages, `output` the end of its printed output.
+    `is_oom_killed`: the kernel killed some process for lack of memory meanwhile. `overdue` is a sentence about the
+    deadline that has passed; `is_loading`: it passed before the process was ready. `num_ooms` is the number of OOM
+    errors that the run itself caught. `has_flushed`: the allocator had to empty its cache. `steps` are the steps to
+    judge, in order; `goes_on`: more will follow.
     """
 
     error: RaisedError | None = None
@@ -119,7 +120,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge(evidence: Evidence) -> Failure | None:
-    """Return the failure that the evidence amounts to, None where nothing in it speaks against the run."""
+    """Return the failure that the evidence shows, or None if nothing speaks against the run."""
     if evidence.error is not None:
         return _failure_from_error(evidence.error, is_oom_killed=evidence.is_oom_killed)
     if evidence.has_ended:
@@ -140,15 +141,15 @@ def judge(evidence: Evidence) -> Failure | None:
 
 
 def culprit(failures: Iterable[Failure]) -> Failure:
-    """Return the failure that the others come from, the first of several that are equally likely.
+    """Return the failure that caused the others; of several that are equally likely the first.
 
-    A rank that runs out of memory, raises or dies makes all others lose a connection, wait, or be ended.
+    A rank that runs out of memory, raises or dies makes all others lose a connection, wait, or be terminated.
     """
     return min(failures, key=_remoteness)
 
 
 def printed_error(output: str) -> str | None:
-    """Return the last line of the output that names an error, None where there is none."""
+    """Return the last line of the output that names an error, or None."""
     found = _PRINTED_ERROR.findall(output)
     return found[-1].strip() if found else None
 
@@ -160,7 +161,7 @@ def _remoteness(failure: Failure) -> int:
         return 3
     if failure.kind in ("workload_error", "crash") and _OF_A_PEER.search(failure.message):
         return 4
-    # As NCCL's watchdog and launchers end a rank whose peer has failed.
+    # NCCL's watchdog and launchers end a rank with these signals if another one failed.
     return 2 if failure.kind == "crash" and re.search("SIGABRT|SIGTERM", failure.message) else 1
 
 
@@ -192,7 +193,7 @@ def _kind_of_error(error: RaisedError, *, is_oom_killed: bool) -> FailureKind:
 
 
 def _failure_from_exit(evidence: Evidence) -> Failure:
-    """Return the failure of a process that ended without an answer: what it printed may say why."""
+    """Return the failure for a process that exited without sending a result, judged by its exit status and output."""
     status, output = evidence.exit_status, evidence.output or ""
     when = f" {evidence.activity}" if evidence.activity else ""
     is_killed = status in (None, -signal.SIGKILL, 128 + signal.SIGKILL)  # as a shell says it
@@ -224,9 +225,10 @@ def _ending(status: int | None) -> str:
 
 
 def _failure_from_steps(steps: tuple[StepLosses, ...], *, goes_on: bool) -> Failure | None:
-    """Return the failure of steps whose losses have stopped being finite, or that the loss scaler skips for ever.
+    """Return the failure for steps whose losses stay non-finite, or that the loss scaler keeps skipping; else None.
 
-    The step after a bad batch tells whether the weights have borne it; of a run that is over, the last steps have none.
+    The step after a bad batch shows whether the weights survived it; the last steps of a finished run have no such
+    step.
     """
     seen = [step for step in steps if step.losses]
     bad = list(takewhile(lambda step: not step.is_finite, reversed(seen)))

@@ -1,4 +1,4 @@
-"""Memory of a trial: its peak, its limit, and the heap that it holds; `judge` says what is out of memory."""
+"""Memory of a trial: its peak, its limit, and the heap that it keeps. `judge` decides what counts as out of memory."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ Built = TypeVar("Built")
 
 
 class BuildMemory(NamedTuple):
-    """What building took of a CPU's memory: what it left resident, and its peak."""
+    """CPU memory taken by building the model: what stayed resident, and the peak."""
 
     resident_bytes: int
     peak_bytes: int
 
 
 def watched_build(build: Callable[[], Built]) -> tuple[Built, BuildMemory]:
-    """What `build` makes, and the memory that this took."""
+    """Call `build` and return its result and the memory that it took."""
     _forget_peak()
     held, own = psutil.Process().memory_info().rss, _own_resident_bytes()
     built = build()
     peak = _peak_resident_bytes() - held if _IS_LINUX else 0
-    _trim_heap()  # what building freed is not the model's
+    _trim_heap()  # memory that building freed is not the model's
     resident_bytes = max(0, _own_resident_bytes() - own)
     return built, BuildMemory(resident_bytes, max(resident_bytes, peak))
 
 
 class PeakMemory:
-    """Watches one device from its creation on.
+    """Watch of one device's peak memory, from its creation on.
 
-    `limit_bytes` is what the trial may take beyond what the process holds now. A model that is there already counts
-    as the trial's: `build_memory` is what building it took. `template_file_bytes` is what the process that this one was
-    forked from has of mapped files: a fork begins without them, though a process of its own would have them.
+    `limit_bytes` is the memory that the trial may take beyond what the process holds now. A model that exists already
+    counts as the trial's: `build_memory` is what building it took. `template_file_bytes` is the resident memory mapped
+    from files in the process that this one was forked from: a fork begins without it, a process of its own would have
+    it.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class PeakMemory:
         self._template_file_bytes = template_file_bytes
         self._polled = 0
         if device.type == "cpu":
-            _forget_peak()  # of an earlier trial of a kept worker
+            _forget_peak()  # drop the peak of a kept worker's earlier trial
             built, self._build_peak_bytes = build_memory or (0, 0)
             self._resident_bytes_before = psutil.Process().memory_info().rss - built
             if limit_bytes is not None and _IS_LINUX:
@@ -70,13 +71,16 @@ class PeakMemory:
                 backend.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
 
     def poll(self) -> None:
-        """Note the present use where the device keeps no peak of its own (MPS)."""
+        """Record the current use on devices that keep no peak of their own (MPS)."""
         if self._device.type == "mps":
             self._polled = max(self._polled, _module(self._device).driver_allocated_memory())
 
     def peak_bytes(self) -> tuple[int, int]:
-        """The peak to report and what counts against the limit: resident size on a CPU, of a fork that which a process
-        of its own would have, allocated and reserved memory on an accelerator."""
+        """Return the peak to report and the memory that counts against the limit.
+
+        On a CPU they are resident sizes; for a fork, those that a process of its own would have. On an accelerator they
+        are allocated and reserved memory.
+        """
         if self._device.type == "cpu":
             taken = max(_peak_resident_bytes() - self._resident_bytes_before, self._build_peak_bytes)
             missing = max(0, self._template_file_bytes - file_bytes())
@@ -87,7 +91,7 @@ class PeakMemory:
         return stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
 
     def num_allocator_retries(self) -> int:
-        """CUDA's count of flushes to make room: throughput collapses as it rises (composer#1998)."""
+        """Return CUDA's count of cache flushes to make room: throughput collapses as it rises (composer#1998)."""
         if self._device.type != "cuda":
             return 0
         return int(_module(self._device).memory_stats(self._device)["num_alloc_retries"])
@@ -111,12 +115,12 @@ def _forget_peak() -> None:
 
 
 def file_bytes() -> int:
-    """Resident memory that is mapped from files, 0 where the system does not say."""
+    """Return the resident memory that is mapped from files, 0 if the system does not say."""
     return _status_bytes("RssFile") if _IS_LINUX else 0
 
 
 def _own_resident_bytes() -> int:
-    """Resident memory without what is mapped from files, which a forked child has only in part."""
+    """Return the resident memory without files mapped into it, of which a forked child has only a part."""
     return _status_bytes("RssAnon") if _IS_LINUX else psutil.Process().memory_info().rss
 
 
@@ -136,9 +140,9 @@ def _peak_resident_bytes() -> int:
 
 
 def _limit_data(limit_bytes: int) -> None:
-    """Make an allocation beyond the limit fail cleanly instead of waking the kernel's OOM killer.
+    """Make an allocation beyond the limit fail cleanly, before it triggers the kernel's OOM killer.
 
-    RLIMIT_DATA counts private writable memory alone, where RLIMIT_AS counts what is merely reserved.
+    RLIMIT_DATA counts only private writable memory, while RLIMIT_AS counts merely reserved memory too.
     """
     import resource
 
@@ -149,16 +153,18 @@ def _limit_data(limit_bytes: int) -> None:
 
 # -- the heap ----------------------------------------------------------------------------------------------------------
 
-# Where freed blocks are reused rather than returned to the system and faulted in again at every step, a forked process
-# and a fresh one agree, steps on a CPU are up to 1.6 times faster and processes differ by a few percent
+# If freed blocks are reused instead of returned to the system and faulted in again at every step, a forked process and
+# a fresh one agree, steps on a CPU are up to 1.6 times faster, and processes differ by a few percent
 # (studies/README.md). mallopt(3): M_MMAP_THRESHOLD and M_TRIM_THRESHOLD.
 _MALLOPT = {-3: 2**30, -1: 2**31 - 1}
 HELD_HEAP_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
 
 
 def recommended_environment(device: str) -> dict[str, str]:
-    """The variables to start a training on this device with; none where they are set already, or mean nothing to an
-    allocator that is not glibc's own (musl's, or one preloaded)."""
+    """Return the environment variables to start a training run with on this device.
+
+    Empty if they are set already or the allocator is not glibc's (musl's, or a preloaded one), which ignores them.
+    """
     preloaded = os.environ.get("LD_PRELOAD", "")
     is_replaced = any(name in preloaded for name in ("jemalloc", "tcmalloc", "mimalloc"))
     is_glibc = _IS_LINUX and platform.libc_ver()[0] == "glibc" and not is_replaced
@@ -168,7 +174,7 @@ def recommended_environment(device: str) -> dict[str, str]:
 
 
 def hold_heap() -> None:
-    """Do to this process what HELD_HEAP_ENVIRONMENT does to one that starts with it."""
+    """Apply to this process the settings that HELD_HEAP_ENVIRONMENT has for a process started with it."""
     libc = ctypes.CDLL(None)
     for option, value in _MALLOPT.items():
         libc.mallopt(option, value)

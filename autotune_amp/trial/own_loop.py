@@ -1,8 +1,8 @@
-"""Times the steps of a framework's own training loop: whatever it does between them is in them.
+"""Timing of the steps of a framework's own training loop, including everything that it does between them.
 
-The loop takes its batches from its own loader. The last of each of its first two steps is swapped for the worst batch,
-where there is one: the second of them meets the optimizer's state. Both are part of the warm-up, which goes on for as
-long as the steps after them fall.
+The loop takes batches from its own loader. The last batch of each of its first two steps is replaced by the worst
+batch, if there is one: the second time the optimizer has its state. Both steps are part of the warm-up, which goes on
+for as long as later step times fall.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ NUM_WORST_STEPS = 2
 
 
 class _EnoughError(BaseException):
-    """Ends a loop from within; the loop's own ``except Exception`` is not meant."""
+    """Exception that ends a loop from within. As a BaseException it passes the loop's own ``except Exception``."""
 
 
 def time_own_loop(training: Training, report: Report, count_compilations: Callable[[], int] = lambda: 0) -> Timing:
-    """Run the workload's `fit` until `training.spec` has its steps; `report` hears of every step, as in `time_steps`.
+    """Run the workload's `fit` until enough steps are measured, and return their timing; `report` is called as in
+    `time_steps`.
 
-    Step seconds are those of a whole effective batch: a step that takes fewer samples, as the last of an epoch does,
-    counts as the share of one that it is. Raises `JudgedError` for losses that are not finite and where the loss
-    scaler skips every step, as `judge` has it, and `WorkloadError` where the loop ends before anything was measured.
+    Step seconds are for a whole effective batch: a step with fewer samples, as the last of an epoch, counts as that
+    share of a step. Raises `JudgedError` if losses are not finite or the loss scaler skips every step, as `judge`
+    decides, and `WorkloadError` if the loop ends before anything was measured.
     """
     fit = training.workload.fit
     assert fit is not None
@@ -67,22 +68,22 @@ def time_own_loop(training: Training, report: Report, count_compilations: Callab
         stepped=steps,
     )
     with (
-        Path(os.devnull).open("w") as nowhere,  # for its progress bar and its logs
+        Path(os.devnull).open("w") as nowhere,  # for the loop's progress bar and logs
         redirect_stdout(nowhere),
         redirect_stderr(nowhere),
         supply.watching_loaders(),
         contextlib.suppress(_EnoughError),
     ):
         fit(fitting)
-    training.model.to(training.device)  # which a loop may have taken it from
-    if training.workload.checkpoint is not None:  # it writes the optimizer's state, of which the loop's is gone
+    training.model.to(training.device)  # a loop may have moved it
+    if training.workload.checkpoint is not None:  # a checkpoint saves the optimizer's state, and the loop's is gone
         training.forward_backward(training.next_batch())
         training.update()
     return steps.timing()
 
 
 class _Supply:
-    """The batches that the loop is given, counted and timed."""
+    """Batches given to the loop, counted and timed."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -90,18 +91,18 @@ class _Supply:
         self._accumulation_steps = training.spec.candidate.accumulation_steps
         self._is_taking = False
         self._num_batches = 0
-        self._ahead: deque[int] = deque()  # samples of the batches that the loop has fetched and not yet trained on
+        self._ahead: deque[int] = deque()  # sample counts of batches fetched but not trained on yet
         self.largest = 0
         self.seconds = 0.0
 
     @contextlib.contextmanager
     def watching_loaders(self) -> Iterator[None]:
-        """Watch the DataLoaders of this process: the loop makes its own, and goes through it by itself."""
+        """Watch all DataLoaders of this process, since the loop makes and iterates over its own."""
         kind: Any = _BaseDataLoaderIter
         own = kind.__next__
 
         def watched(iterator: Any) -> Any:
-            # The worst batch has a loader of its own, as a dataset may have.
+            # The worst batch, and a dataset too, may use a loader of its own.
             is_counted = data.draws_full_batches(iterator._index_sampler, self._batch_size)
             return own(iterator) if self._is_taking else self._take(lambda: own(iterator), is_counted=is_counted)
 
@@ -112,7 +113,7 @@ class _Supply:
             kind.__next__ = own
 
     def of(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Batches that come from no DataLoader."""
+        """Yield batches that do not come from a DataLoader, counted and timed."""
         while True:
             yield self._take(lambda: next(batches))
 
@@ -130,18 +131,20 @@ class _Supply:
         finally:
             self._is_taking = False
         found = None if is_counted else data.num_samples(batch, self._batch_size)
-        # What is larger counts something else than samples, such as the nodes of graphs.
+        # A larger number counts something other than samples, such as the nodes of graphs.
         self._ahead.append(self._batch_size if found is None else min(found, self._batch_size))
         self.largest = max(self.largest, self._ahead[-1])
         return batch
 
     def train_on(self, num_batches: int) -> int:
-        """The samples of the next so many batches: a loop fetches some ahead, but none past the end of an epoch."""
+        """Return the number of samples in the next `num_batches` batches. A loop prefetches some, but none past an
+        epoch's end.
+        """
         return sum(self._ahead.popleft() if self._ahead else self._batch_size for _ in range(num_batches))
 
 
 class _Mark(NamedTuple):
-    """Where the loop stands: its clock, and what it took by then."""
+    """Point in time of the loop, with the totals up to then."""
 
     seconds: float
     data_seconds: float
@@ -150,7 +153,7 @@ class _Mark(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Steps timed together."""
+    """Steps that were timed together."""
 
     num_steps: int
     before: _Mark
@@ -172,20 +175,20 @@ class _Group(NamedTuple):
 
 
 class _Steps:
-    """Is called after each optimizer step of the loop, and ends it."""
+    """Callback after each optimizer step of the loop, which measures and finally ends the loop."""
 
     def __init__(
         self, training: Training, supply: _Supply, report: Report, count_compilations: Callable[[], int]
     ) -> None:
         self._training, self._supply, self._report = training, supply, report
         self._count_compilations = count_compilations
-        # What workers load ahead during the slow first steps nobody waits for.
+        # Steps on batches that workers loaded during the slow first steps do not wait for data.
         num_ahead = math.ceil(training.num_loaded_ahead / training.spec.candidate.accumulation_steps)
         self._num_warmup = max(training.spec.num_warmup_steps[0], NUM_WORST_STEPS + 1) + num_ahead
         self._num_steps = self._num_together = self._num_samples = 0
         self._began = self._before = self._mark()
         self._first_step_seconds = 0.0
-        self._warm_up: list[_Group] = []  # without the first steps, whose batch may be the worst
+        self._warm_up: list[_Group] = []  # without the first steps, which may be on the worst batch
         self._is_warm = False
         self._compiled: list[_Group] = []
         self._groups: list[_Group] = []
@@ -222,7 +225,7 @@ class _Steps:
         self._before = self._mark()
 
     def timing(self) -> Timing:
-        """What was measured."""
+        """Return the timing of the measured steps. Raises `JudgedError` and `WorkloadError` as in `time_own_loop`."""
         raise_if_failed(Evidence(steps=tuple(self._losses)))
         spec = self._training.spec
         burst = groups_per_burst(self._training)
@@ -289,7 +292,7 @@ class _Steps:
             raise _EnoughError
 
     def _judge(self, loss: Any, group: _Group) -> None:
-        """Raise `JudgedError` for what the losses say; of steps timed together the last one's is known."""
+        """Raise `JudgedError` if the losses show a failure. Of steps timed together only the last loss is known."""
         known: tuple[float, ...] = ()
         if isinstance(loss, torch.Tensor):
             self._loss = float(loss.detach())

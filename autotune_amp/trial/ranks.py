@@ -1,4 +1,4 @@
-"""A trial that several processes train together under DistributedDataParallel: rank 0 measures, the others follow."""
+"""Trial trained by several processes under DistributedDataParallel: rank 0 measures, the others follow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ _COMPILATIONS, _NUM_STEPS = "compilations", "steps"
 
 
 class _WithLoss(nn.Module):
-    """A model with its loss: whichever of the model's methods the loss calls, gradients are exchanged after it."""
+    """Module of a model and its loss, so that gradients are exchanged whichever of the model's methods the loss
+    calls.
+    """
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> None:
         super().__init__()
@@ -34,30 +36,34 @@ class _WithLoss(nn.Module):
 
 
 class Peers:
-    """The other ranks of a trial, and what is said to them beside gradients."""
+    """The other ranks of a trial, with the counters that are shared with them in addition to gradients."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
 
     def note_compiling(self) -> None:
-        """Say that a compiler ran here: rank 0 waits for it."""
+        """Count a compilation on this rank, since rank 0 waits for it."""
         self._store.add(_COMPILATIONS, 1)
 
     def num_compilations(self) -> int:
-        """Those of the ranks that follow."""
+        """Return the number of compilations on the other ranks."""
         return int(self._store.add(_COMPILATIONS, 0))
 
     @contextmanager
     def led(self, training: BaseTraining) -> Iterator[None]:
-        """Have the others take every step that is taken inside. After an error they are left waiting: the process is to
-        end, which they hear of."""
+        """Make the other ranks take every step that is taken inside, and end them afterwards.
+
+        After an error they are left waiting; the process exits then, which ends them.
+        """
         with _exchanging(training):
             yield
             self._store.add(_NUM_STEPS, training.num_steps_taken + 1)
-            _pass_on_gradients(training)  # the last one, which they may have begun
+            _pass_on_gradients(training)  # of a last step, which the others may have begun
 
     def follow(self, training: BaseTraining, poll: Callable[[], None]) -> None:
-        """Take steps beside rank 0 until they are as many as it says at its end; `poll` is called after each."""
+        """Take steps beside rank 0 until their number is the one that it sets at its end. `poll` is called after each
+        step.
+        """
         num_steps = 0
         with _exchanging(training):
             while not (whole := self._store.add(_NUM_STEPS, 0)) or num_steps < whole:
@@ -70,7 +76,7 @@ class Peers:
 
 @contextmanager
 def met(spec: Trial) -> Iterator[Peers | None]:
-    """The other ranks of a trial, in the default process group with them; None for one that trains alone."""
+    """Join the process group of a trial and yield its other ranks; None for a trial with one rank."""
     if spec.num_ranks == 1:
         yield None
         return
@@ -80,12 +86,12 @@ def met(spec: Trial) -> Iterator[Peers | None]:
     store = TCPStore(host, int(port), spec.num_ranks, spec.rank == 0, timeout=limit)
     dist.init_process_group(kind, store=store, rank=spec.rank, world_size=spec.num_ranks)
     yield Peers(store)
-    dist.destroy_process_group()  # not after an error: it may wait for peers that do not come
+    dist.destroy_process_group()  # not after an error: it may wait for ranks that never come
 
 
 @contextmanager
 def _exchanging(training: BaseTraining) -> Iterator[None]:
-    """Have the training exchange gradients in the last pass of each window."""
+    """Exchange the training's gradients in the last pass of each accumulation window."""
     assert isinstance(training, Training)  # a loop of its own was refused
     alone = training.loss
     together = DistributedDataParallel(
@@ -93,7 +99,7 @@ def _exchanging(training: BaseTraining) -> Iterator[None]:
     )
     training.loss, training.no_sync = lambda _, batch: together(batch), together.no_sync
     yield
-    # Before the group is destroyed: with gloo, whatever holds it after that may wait for ever for its threads.
+    # Before the group is destroyed: with gloo, any object that holds it afterwards may wait for its threads for ever.
     training.loss, training.no_sync = alone, nullcontext
 
 

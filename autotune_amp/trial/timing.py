@@ -1,4 +1,7 @@
-"""Times optimizer steps: warms up, puts the worst batch in, measures until the interval is narrow; compiling apart."""
+"""Timing of optimizer steps: warm up, take a step on the worst batch, and measure until the interval is narrow.
+
+Steps that compile are timed apart.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,10 @@ from autotune_amp.trial.training import BaseTraining
 
 
 class CompileWatch:
-    """Counts compilations while it is entered, deferred backward passes and CUDA graph recordings among them, and the
-    graph breaks in them; calls `started` as each begins, on whatever thread it does."""
+    """Context that counts compilations, including deferred backward passes and CUDA graph recordings, and graph breaks.
+
+    `started` is called at the beginning of each, on whichever thread it begins.
+    """
 
     def __init__(self, started: Callable[[], None]) -> None:
         self._started = started
@@ -36,15 +41,15 @@ class CompileWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(ValueError):  # the user's code called torch.compiler.reset(), which clears them all
+        with contextlib.suppress(ValueError):  # the user's code called torch.compiler.reset(), which clears them
             callback_handler.remove_start_callback(self._note)
 
     def count(self) -> int:
-        """How many there were so far."""
+        """Return the number of compilations so far."""
         return self._num_compilations
 
     def num_graph_breaks(self) -> int:
-        """How often a compiler had to leave code to Python so far."""
+        """Return the number of graph breaks so far."""
         return _num_graph_breaks() - self._num_breaks_before
 
     def _note(self, _: CallbackArgs) -> None:
@@ -57,15 +62,17 @@ def _num_graph_breaks() -> int:
 
 
 def forget_compiled() -> None:
-    """Drop what was compiled in this process: after other batch sizes a kept worker would compile for shapes that
-    vary, which is slower, and at last not at all. The compiler's cache on disk stays."""
-    if input_codes.seen:  # else it is nothing but an import of the compiler on CUDA, which takes seconds
+    """Drop compiled code in this process; the compiler's cache on disk stays.
+
+    After other batch sizes a kept worker would compile for dynamic shapes, which is slower, and finally not at all.
+    """
+    if input_codes.seen:  # else this would only import the compiler, which takes seconds on CUDA
         torch.compiler.reset()
 
 
-SHORT_WAIT = 0.1  # of a step
-MIN_BURSTS = 2  # measured, of the batches that loader workers deliver together, where a step waits for them
-# A step in which torch.compile compiled is taken again; dynamo gives a function up after eight shapes of it.
+SHORT_WAIT = 0.1  # share of a step
+MIN_BURSTS = 2  # least number measured of loader workers' joint deliveries, if a step waits for them
+# A step in which torch.compile compiled is repeated; dynamo gives up on a function after eight shapes.
 MAX_COMPILING_STEPS = 20
 
 Report = Callable[[int, float], None]
@@ -73,11 +80,10 @@ Enter = Callable[[str], None]
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of optimizer steps, in `raw_step_seconds` the mean of each `num_steps_together` steps.
+    """Seconds of optimizer steps. `raw_step_seconds` holds the mean of each `num_steps_together` steps.
 
-    `data_seconds` is what a mean step takes longer for the wait for `next()`. `update_seconds` is the optimizer's part,
-    None where timing it apart would have cost a synchronisation. `is_own_loop`: the steps are those of the workload's
-    `fit`.
+    `data_seconds` is the part of a mean step spent waiting for `next()`. `update_seconds` is the optimizer's part, None
+    if timing it would have cost a synchronization. `is_own_loop`: the steps are those of the workload's `fit`.
     """
 
     first_step_seconds: float
@@ -95,12 +101,13 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 def time_steps(
     training: BaseTraining, report: Report, enter: Enter, count_compilations: Callable[[], int] = lambda: 0
 ) -> Timing:
-    """Warm up and measure as `training.spec` says; `report` hears of every step (its number, its seconds).
+    """Warm up and measure as `training.spec` says, and return the timing. `report(number, seconds)` is called for every
+    step.
 
-    Where there is a worst batch the first step is taken on it, and one after the warm-up, since only then does the
-    optimizer hold its state; a confirmation's last step too. `enter` hears of those that no deadline is meant for.
-    A step in which `count_compilations` rose is taken again, `MAX_COMPILING_STEPS` times at most. Raises
-    `JudgedError` for losses that are not finite, and where the loss scaler skips every step, as `judge` has it.
+    If there is a worst batch, the first step is taken on it, and one after the warm-up, since only then does the
+    optimizer hold its state; in a confirmation the last step too. `enter` is called before steps without a deadline. A
+    step in which `count_compilations` rose is repeated, at most `MAX_COMPILING_STEPS` times. Raises `JudgedError` if
+    losses are not finite or the loss scaler skips every step, as `judge` decides.
     """
     spec = training.spec
     timer = _StepTimer(training, count_compilations)
@@ -153,8 +160,11 @@ def time_steps(
 
 
 def groups_per_burst(training: BaseTraining) -> int:
-    """Steps timed together after which they have taken whole multiples of what the loader's workers deliver at a time:
-    workers that begin together are ready together, and one step in so many waits for all of them."""
+    """Return the number of timed groups of steps that use up a whole multiple of what the loader's workers deliver
+    together.
+
+    Workers that start together are ready together, and one step in so many waits for all of them.
+    """
     num_batches = training.spec.num_timed_micro_batches * training.spec.num_steps_per_report
     num_workers = training.num_loader_workers or 1
     return num_workers // math.gcd(num_workers, num_batches)
@@ -165,8 +175,10 @@ def _waits(groups: list[_Timed]) -> bool:
 
 
 def _drop_loaded_ahead(training: BaseTraining, timer: _StepTimer, report: Report) -> None:
-    """Take what workers may have loaded during the slow first steps: steps on it would wait for nothing, whatever the
-    loader can keep up with. Then take a step, which waits for them to load again."""
+    """Drop batches that workers loaded ahead during the slow first steps, then take a step, which waits for new ones.
+
+    Steps on those batches would not wait, even if the loader cannot keep up.
+    """
     began = time.perf_counter()
     for _ in range(training.num_loaded_ahead):
         asked = time.perf_counter()
@@ -184,8 +196,11 @@ def _step_on_worst(training: BaseTraining, timer: _StepTimer, enter: Enter) -> f
 
 
 def _warm_up(training: BaseTraining, timer: _StepTimer, report: Report) -> list[_Timed]:
-    """Time the remaining warm-up steps, and as many more as a loop takes to its first update and fp16's scale to come
-    down; then groups of steps until they have stopped falling."""
+    """Time the warm-up steps after the first, and return them.
+
+    They go on until a loop has taken its first update and fp16's loss scale has come down, then in groups until their
+    times stop falling.
+    """
     spec, began = training.spec, time.perf_counter()
     num_least = spec.num_warmup_steps[0]
     steps: list[_Timed] = []
@@ -211,7 +226,7 @@ def _warm_up(training: BaseTraining, timer: _StepTimer, report: Report) -> list[
 
 
 def require_step(training: BaseTraining, num_calls: int) -> None:
-    """Raise `WorkloadError` where so many calls of the workload's loop ended no optimizer step."""
+    """Raise `WorkloadError` if `num_calls` calls of the workload's loop took no optimizer step."""
     if not training.has_stepped:
         raise WorkloadError(
             f"{num_calls} calls of train_step took no optimizer step.",
@@ -220,7 +235,7 @@ def require_step(training: BaseTraining, num_calls: int) -> None:
 
 
 def num_backoffs(training: BaseTraining, before: float | None) -> int:
-    """How many steps the loss scaler skipped since its scale was `before`."""
+    """Return the number of steps that the loss scaler skipped since its scale was `before`."""
     after = training.loss_scale()
     if before is None or after is None or training.scaler is None or not 0 < after < before:
         return 0
@@ -228,8 +243,9 @@ def num_backoffs(training: BaseTraining, before: float | None) -> int:
 
 
 class _Timed(NamedTuple):
-    """Steps timed together: seconds of a mean step, of the host's wait for its data, and of its update; those that the
-    loss scaler skipped."""
+    """Steps timed together: the seconds of a mean step, of waiting for its data and of its update, and the number of
+    steps that the loss scaler skipped.
+    """
 
     num_steps: int
     seconds: float
@@ -239,7 +255,7 @@ class _Timed(NamedTuple):
 
 
 class _StepTimer:
-    """Runs whole optimizer steps, or composes their time from fewer micro-batches and one update."""
+    """Timer of whole optimizer steps, or of fewer micro-batches and one update from which a step's time is composed."""
 
     def __init__(self, training: BaseTraining, count_compilations: Callable[[], int]) -> None:
         self._training = training
@@ -248,25 +264,26 @@ class _StepTimer:
         self._num_micro = training.spec.num_timed_micro_batches
         self._repeats = training.spec.candidate.accumulation_steps / self._num_micro
         self._is_split = self._repeats > 1 or training.device.type == "cpu"
-        # Of a window that several ranks train only the last pass exchanges gradients.
+        # If several ranks train together, only the last pass of a window exchanges gradients.
         self._is_last_apart = self._repeats > 1 and training.spec.num_ranks > 1
         self.last_loss = math.nan
         self._steps: list[StepLosses] = []
 
     def forget_steps(self) -> None:
-        """Judge by the steps from here on."""
+        """Forget the losses of earlier steps, so that only later steps are judged."""
         self._steps = []
 
     def result(
         self, first_step_seconds: float, groups: list[_Timed], *, held_seconds: float | None = None, **ended: Any
     ) -> Timing:
-        """What `groups` measured; a step without any wait for data takes `held_seconds`, None where nobody timed it.
+        """Return the timing of `groups`. `held_seconds` is the time of a step without waiting for data, None if not
+        measured.
 
-        Raises `JudgedError` for what the losses of the steps say.
+        Raises `JudgedError` if the losses of the steps show a failure.
         """
         raise_if_failed(Evidence(steps=tuple(self._steps)))
         data_seconds = _mean(groups, "data_seconds")
-        if held_seconds is not None:  # the host waits while the device computes
+        if held_seconds is not None:  # the device computes while the host waits
             data_seconds = min(data_seconds, max(0.0, _mean(groups, "seconds") - held_seconds))
         has_update_seconds = self._is_split and self._training.is_update_apart
         return Timing(
@@ -282,7 +299,7 @@ class _StepTimer:
         )
 
     def time_compiled(self, num_steps: int) -> _Timed:
-        """`time` of steps in which nothing was compiled, unless there is no end to it."""
+        """Time steps, repeating them while something was compiled, at most `MAX_COMPILING_STEPS` times."""
         while True:
             num_compilations, began = self._count_compilations(), time.perf_counter()
             timed = self.time(num_steps)
@@ -292,10 +309,10 @@ class _StepTimer:
             self.compiling_seconds += time.perf_counter() - began
 
     def time(self, num_steps: int, worst: Any = None, held: Any = None) -> _Timed:
-        """`num_steps` optimizer steps between two synchronisations.
+        """Time `num_steps` optimizer steps between two synchronizations.
 
-        The last micro-batch of each is `worst` unless that is None: then the other gradients are there as well. The
-        others are all `held` unless that is None.
+        The last micro-batch of each is `worst` unless it is None: then the other gradients exist as well. All other
+        micro-batches are `held` unless it is None.
         """
         training = self._training
         scale = training.loss_scale()
@@ -347,8 +364,10 @@ class _StepTimer:
 
 
 def step_losses(losses: Sequence[tuple[float, ...]], num_skips: int) -> list[StepLosses]:
-    """Return the evidence of steps with the losses of each, of which the loss scaler skipped `num_skips`: those
-    whose losses are not finite before others."""
+    """Return the evidence of steps from their losses, of which the loss scaler skipped `num_skips`.
+
+    Steps whose losses are not finite count as skipped before others.
+    """
     order = sorted(range(len(losses)), key=lambda number: all(map(math.isfinite, losses[number])))
     skipped = order[:num_skips]
     return [StepLosses(losses=each, is_skipped=number in skipped) for number, each in enumerate(losses)]

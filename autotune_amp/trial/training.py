@@ -1,4 +1,4 @@
-"""Training: a workload's model, optimizer and batches under a setting, one step at a time."""
+"""Training of a workload under a setting, one step at a time: model, optimizer and batches."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from autotune_amp.variants.subject import Trained
 
 
 class BaseTraining(ABC):
-    """A model and its batches, ready to take steps as `spec` says."""
+    """Base class of a model and its batches, ready to take steps as `spec` says."""
 
     scaler: torch.amp.GradScaler | None
-    parts: tuple[Any, ...]  # what the user's own functions know the training by: (model, optimizer) or (state,)
+    parts: tuple[Any, ...]  # arguments of the user's own functions: (model, optimizer) or (state,)
     is_update_apart = True  # whether `update` is all of the optimizer's work
-    num_steps_taken = 0  # counted by who takes them
-    has_stepped = True  # False until a loop that accumulates over its calls has taken its first optimizer step
+    num_steps_taken = 0  # counted by the caller
+    has_stepped = True  # False until a loop that accumulates over several calls has taken its first optimizer step
 
     def __init__(self, workload: Workload, model: nn.Module, spec: Trial) -> None:
         self.spec = spec
         self.workload = workload
         self.device = torch.device(spec.device)
         self.model = model
-        # How a pass is run whose gradients stay here, where ranks exchange them.
+        # Context of a pass whose gradients are not exchanged between ranks.
         self.no_sync: Callable[[], AbstractContextManager[object]] = nullcontext
         self.batches, self.loader = data.opened(workload.data, spec.candidate.batch_size, spec.candidate.num_workers)
         self._taken: list[Any] = []
@@ -56,14 +56,14 @@ class BaseTraining(ABC):
         self._undo: list[Callable[[], None]] = []
 
     def set_precision(self, wanted: Precision) -> None:
-        """Set its strict flags, unless the setting keeps the caller's own."""
+        """Set the strict torch flags of a precision, unless the setting keeps the caller's own."""
         if not self.spec.candidate.as_found:
             torch_state.set_flags(wanted)
 
     def pin(self, names: Sequence[str]) -> None:
-        """Keep the modules of these names in fp32 under autocast until `close`."""
+        """Keep the modules with these names in fp32 under autocast until `close`."""
         if MODES[self.spec.candidate.precision].uses_autocast:
-            # What the user's own model has pinned already stays so after `unpin`.
+            # Modules that the user's own model has pinned stay pinned after `unpin`.
             self._pinned = [module for module in named(self.model, names) if not forward_wrapper.is_pinned(module)]
             for module in self._pinned:
                 forward_wrapper.pin_fp32(module, self.device.type)
@@ -71,10 +71,10 @@ class BaseTraining(ABC):
     @property
     @abstractmethod
     def trained(self) -> Trained:
-        """What further dimensions are set up on."""
+        """Return the models, optimizers and device that further dimensions are set up on."""
 
     def set_up(self, name: str, value: str) -> None:
-        """Set up a further dimension as `variants.prepare` does."""
+        """Set up a further dimension as `variants.prepare` does, until `close`."""
         if (undo := prepare.set_up(name, value, self.trained)) is not None:
             self._undo.append(undo)
 
@@ -83,26 +83,26 @@ class BaseTraining(ABC):
         self._taken.append(next(self.batches))
 
     def next_batch(self) -> Any:
-        """The next batch as the loader gives it; the one before is let go only now, as in any loop."""
+        """Return the next batch of the loader. The previous one is freed only now, as in any training loop."""
         self._last_batch = self._taken.pop() if self._taken else next(self.batches)
         return self._last_batch
 
     @property
     def num_loader_workers(self) -> int | None:
-        """Worker processes of the loader, None without one."""
+        """Return the loader's number of worker processes, or None without a loader."""
         return None if self.loader is None else self.loader.num_workers
 
     @property
     def num_loaded_ahead(self) -> int:
-        """Batches that the loader's workers may hold ready."""
+        """Return the number of batches that the loader's workers may hold ready."""
         return 0 if self.loader is None else self.loader.num_workers * (self.loader.prefetch_factor or 0)
 
     def worst_batch(self) -> Any | None:
-        """The one that takes the most memory, made anew each time; None where all are alike or nobody knows."""
+        """Return the batch that takes the most memory, made anew each time; None if all are alike or it is unknown."""
         return next(self._worst, None)
 
     def evaluate(self) -> None:
-        """The workload's own evaluation, in the candidate's precision; modules are left training or not as before."""
+        """Run the workload's own evaluation in the candidate's precision, and restore the modules' training mode."""
         assert self.workload.evaluate is not None
         before = {module: module.training for module in self.model.modules()}
         try:
@@ -119,7 +119,7 @@ class BaseTraining(ABC):
 
     @abstractmethod
     def forward_backward(self, batch: Any, *, is_last: bool = True) -> Tensor:
-        """Move the batch to the device and add its gradients; returns a copy of the loss, of no dimension.
+        """Move the batch to the device, add its gradients, and return a copy of the loss, a scalar tensor.
 
         Ranks exchange their gradients in the pass that `is_last` of its optimizer step.
         """
@@ -129,23 +129,23 @@ class BaseTraining(ABC):
         """Clip, take the optimizer step and that of the schedule, and clear the gradients."""
 
     def autocast(self) -> AbstractContextManager[object]:
-        """The context of the candidate's forward passes, fresh each time."""
+        """Return a new autocast context for the candidate's forward passes."""
         candidate = self.spec.candidate
         if candidate.as_found:
             return as_found_autocast(self.spec.torch_state, self.device.type)
         return torch_state.autocast(candidate.precision, self.device.type)
 
     def loss_scale(self) -> float | None:
-        """The current scale; waits for the device."""
+        """Return the current loss scale, or None without a scaler. Synchronizes with the device."""
         return None if self.scaler is None else float(self.scaler.get_scale())
 
     def close(self) -> None:
-        """End the loader's workers, which remove what they made only then, and leave the model as it was before."""
+        """Stop the loader's workers, which only then remove their files, and restore the model as it was."""
         self.batches.close()
         self._worst.close()
         for module in self._pinned:
             forward_wrapper.unpin(module)
-        for undo in self._undo:  # a kept process goes on
+        for undo in self._undo:  # a kept process goes on with the same model
             undo()
 
     def _on_device(self, batch: Any) -> Any:
@@ -153,7 +153,7 @@ class BaseTraining(ABC):
 
 
 class Training(BaseTraining):
-    """Model, loss and optimizer."""
+    """Training given by a model, a loss and optimizers."""
 
     def __init__(self, workload: Workload, model: nn.Module, spec: Trial) -> None:
         super().__init__(workload, model, spec)
@@ -161,8 +161,8 @@ class Training(BaseTraining):
         self.optimizer = make_optimizer(workload, model)
         several = list(each(self.optimizer))
         self.parts = (model, several if isinstance(self.optimizer, Optimizers) else self.optimizer)
-        # A loop's own variable holds the last graph until the next is there. Blocks that large tensors leave free
-        # cannot be joined over it: a heap without it peaks up to 5 % lower than a training's (studies/peak_memory).
+        # A loop's own variable holds the last graph until the next one exists. Large freed blocks cannot be merged
+        # across it: without it, a heap peaks up to 5 % lower than in a training run (studies/peak_memory).
         self._last_loss: Tensor | None = None
         self._schedulers = [] if workload.schedule is None else list(workload.schedule(self.optimizer))
         self.scaler = torch_state.grad_scaler(spec.loss_scale, self.device.type)
@@ -173,7 +173,7 @@ class Training(BaseTraining):
 
     @property
     def is_in_own_loop(self) -> bool:
-        """Whether its steps are to be those of the workload's own `fit`."""
+        """Whether the steps are taken by the workload's own `fit`."""
         return self.spec.is_confirmation and self.workload.fit is not None
 
     def forward_backward(self, batch: Any, *, is_last: bool = True) -> Tensor:  # noqa: D102 - see BaseTraining
@@ -193,7 +193,7 @@ class Training(BaseTraining):
             self._clip()
             self.optimizer.step()
         else:
-            # It refuses to step an optimizer without gradients.
+            # GradScaler refuses to step an optimizer without gradients.
             trained = list(filter(has_gradients, each(self.optimizer)))
             if self.workload.clip is not None:
                 for optimizer in trained:
@@ -213,7 +213,7 @@ class Training(BaseTraining):
 
 
 class LoopTraining(BaseTraining):
-    """A loop of its own: `forward_backward` is its whole step."""
+    """Training by a loop of the user's own: `forward_backward` is its whole step."""
 
     is_update_apart = False
     has_stepped = False
@@ -234,7 +234,9 @@ class LoopTraining(BaseTraining):
         return self.state.trained_parts(self.device)
 
     def forward_backward(self, batch: Any, *, is_last: bool = True) -> Tensor:  # noqa: ARG002 - it is always a step
-        """Move the batch to the device and take the step; returns the sum of the losses that amp saw, detached."""
+        """Move the batch to the device, take the whole step, and return the sum of the losses that amp saw,
+        detached.
+        """
         batch = self._on_device(batch)
         self._amp.begin()
         self._train_step(self.parts[0], batch, self._amp)
@@ -245,11 +247,11 @@ class LoopTraining(BaseTraining):
         return loss
 
     def update(self) -> None:
-        """Taken already."""
+        """Do nothing: `forward_backward` has taken the optimizer step."""
 
 
 def make_training(workload: Workload, model: nn.Module, spec: Trial) -> BaseTraining:
-    """The training of a `model` made by `make_model`, as each dimension of the setting has it."""
+    """Return the training of a `model` made by `make_model`, with each dimension of the setting applied."""
     training: BaseTraining = (
         LoopTraining(workload, model, spec) if isinstance(model, LoopState) else Training(workload, model, spec)
     )
@@ -262,7 +264,9 @@ def make_training(workload: Workload, model: nn.Module, spec: Trial) -> BaseTrai
 
 
 def checked_loss(loss: Callable[[nn.Module, Any], Any] | None) -> Callable[[nn.Module, Any], Tensor]:
-    """The workload's loss; calling it raises `WorkloadError` where what it returns cannot be gone back from."""
+    """Return the workload's loss, which raises `WorkloadError` if its result is not a one-element tensor with a
+    gradient.
+    """
     assert loss is not None
 
     def checked(model: nn.Module, batch: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""A process's jobs: probe, describe, run a trial; what fails comes back as a `Failure`."""
+"""Jobs of a trial process: probe, description and trials. A job that fails returns a `Failure`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Result = TypeVar("Result")
 
 
 def probe(context: Context, job: Probe, tell: Tell) -> Hardware:  # noqa: ARG001 - it takes no steps to tell of
-    """What the device can do, measured in the caller's torch state."""
+    """Return the device's capabilities, measured with the caller's torch state."""
     torch_state.apply(job.torch_state)
     hardware = measure(job.device)
     clean(torch.device(hardware.device))
@@ -63,7 +63,7 @@ _OF_COMPLEX = "complex parameters are trained, whose gradients torch.amp.GradSca
 
 
 def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noqa: ARG001 - it takes no steps to tell of
-    """What the workload is, from building it once."""
+    """Build the workload once and return its description."""
     workload, device, state = context.workload, torch.device(job.device), job.torch_state
     torch_state.apply(state)
     context_seconds = _start_accelerator(device)
@@ -122,9 +122,10 @@ def as_run(
     *,
     has_tf32: bool,
 ) -> tuple[Precision, bool]:
-    """`torch_state.as_found` of the flags that concern a step of `batch_size`; a precision of the workload's own is so.
+    """Return the precision of the user's own run, and whether it is strict, by the flags that matter for a step.
 
-    One step is taken where cuDNN's flags alone make a difference; with None for `batch_size` none is, and all count.
+    This is `torch_state.as_found`, unless the workload has a precision of its own. If cuDNN's flags alone decide, one
+    step of `batch_size` is taken to see whether they matter; without a `batch_size` they always count.
     """
     if workload.precision is not None:
         return workload.precision, True
@@ -136,17 +137,20 @@ def as_run(
 
 
 def used_flags(workload: Workload, model: nn.Module, spec: Trial) -> frozenset[str]:
-    """Which of cuDNN's flags concern an operator of a step, taken as `spec` says; all of them where it cannot be known.
+    """Return those of cuDNN's flags that affect an operator of a step with `spec`; all of them if that is unknown.
 
-    It cannot where the step fails, and where an operator that is not PyTorch's own may call any other.
+    It is unknown if the step fails, and for operators from outside PyTorch, which may call any others.
     """
     watch = _OperatorWatch()
     return frozenset(watch.used if _takes_a_pass(workload, model, spec, watch) else _FLAG_OPERATORS)
 
 
 def has_unused_parameters(workload: Workload, model: nn.Module, spec: Trial) -> bool:
-    """Whether a pass as `spec` says leaves parameters without a gradient, for which DistributedDataParallel has to look
-    in every pass; false where it fails, as a trial will, which says why. The model's gradients are cleared."""
+    """Return whether a pass with `spec` leaves parameters without a gradient, for which DistributedDataParallel has to
+    search in every pass.
+
+    False if the pass fails, since the trial will fail too and report why. The model's gradients are cleared.
+    """
     is_taken = _takes_a_pass(workload, model, spec, nullcontext())
     found = is_taken and any(p.requires_grad and p.grad is None for p in model.parameters())
     model.zero_grad()
@@ -159,7 +163,7 @@ def _trial_as_found(precision: Precision, batch_size: int, device: torch.device,
 
 
 def _takes_a_pass(workload: Workload, model: nn.Module, spec: Trial, watch: AbstractContextManager[object]) -> bool:
-    """Take a forward and backward pass inside of `watch`; whether that went well."""
+    """Take a forward and backward pass inside `watch`, and return whether it succeeded."""
     try:
         with closing(make_training(workload, model, spec)) as training:
             training.start_loading()
@@ -179,7 +183,7 @@ class _OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self.used: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_own = func.namespace in ("aten", "profiler")  # an optimizer tells the profiler of its steps
+        is_own = func.namespace in ("aten", "profiler")  # an optimizer tells the profiler about its steps
         self.used |= {flag for flag, name in _FLAG_OPERATORS.items() if not is_own or name in func.name()}
         return func(*args, **(kwargs or {}))
 
@@ -195,12 +199,14 @@ def _weights(parameters: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]
 
 
 def run(context: Context, spec: Trial, tell: Tell) -> Outcome:
-    """Run one trial; whatever goes wrong comes back as a `Failure`."""
+    """Run one trial; an error is returned as a `Failure`."""
     return guarded(context, spec, lambda: _measure(context, spec, tell))
 
 
 def guarded(context: Context, spec: Trial | Check, action: Callable[[], Result]) -> Result | Failure:
-    """Do it in the caller's torch state; what it raises comes back as a `Failure`, a kept worker is left clean."""
+    """Run `action` in the caller's torch state. An error is returned as a `Failure`, and a kept worker is cleaned
+    up.
+    """
     num_kills_before = failures.num_oom_kills()
     try:
         torch_state.apply(spec.torch_state)
@@ -210,7 +216,7 @@ def guarded(context: Context, spec: Trial | Check, action: Callable[[], Result])
     except Exception as error:
         is_oom_killed = failures.num_oom_kills() > num_kills_before
         failure = failures.failure_from_exception(error, is_oom_killed=is_oom_killed)
-        # A traceback holds the frames that hold the tensors: a kept worker would carry them into its next trial.
+        # A traceback references frames that reference tensors: a kept worker would carry them into its next trial.
         traceback.clear_frames(error.__traceback__)
         return failure
     finally:
@@ -219,16 +225,18 @@ def guarded(context: Context, spec: Trial | Check, action: Callable[[], Result])
 
 
 def prepare(context: Context, spec: Trial | Check) -> tuple[PeakMemory, float]:
-    """Seed, start the accelerator and limit the memory; returns what watches it, and the start's seconds."""
+    """Seed, start the accelerator and limit the memory. Return the memory watch and the seconds that the start took."""
     device = torch.device(spec.device)
-    torch_state.seed(spec.seed + (spec.rank if isinstance(spec, Trial) else 0))  # other samples on each
+    torch_state.seed(spec.seed + (spec.rank if isinstance(spec, Trial) else 0))  # each rank draws other samples
     context_seconds = _start_accelerator(device)
     memory = PeakMemory(device, spec.memory_limit_bytes, context.build_memory, context.template_file_bytes)
     return memory, context_seconds
 
 
 def _start_accelerator(device: torch.device) -> float:
-    """Seconds to bring the device up, which no step should pay for; from then on "cuda" in the user's code means it."""
+    """Start the device and return the seconds it took, which no step should include. From then on "cuda" in the user's
+    code means this device.
+    """
     if device.type == "cpu":
         return 0.0
     started = time.perf_counter()
@@ -240,17 +248,19 @@ def _start_accelerator(device: torch.device) -> float:
 
 
 def clean(device: torch.device) -> None:
-    """Let go what a kept worker must not carry into its next trial: what was compiled, whose graphs hold memory, and
-    the allocator's cache, which would count as that one's."""
+    """Free what a kept worker must not carry into its next trial.
+
+    That is compiled code, whose graphs hold memory, and the allocator's cache, which would count as the next trial's.
+    """
     forget_compiled()
     gc.collect()
     if device.type != "cpu":
-        with contextlib.suppress(RuntimeError):  # an error of the card itself, which all its calls repeat
+        with contextlib.suppress(RuntimeError):  # an error of the GPU itself, which all its calls repeat
             torch.get_device_module(device).empty_cache()
 
 
 def follow(context: Context, spec: Follow, tell: Tell) -> Followed | Failure:
-    """Be one more rank of a trial; whatever goes wrong comes back as a `Failure`."""
+    """Run as a further rank of a trial; an error is returned as a `Failure`."""
     return guarded(context, spec, lambda: _follow(context, spec, tell))
 
 
@@ -260,7 +270,7 @@ def _follow(context: Context, spec: Follow, tell: Tell) -> Followed:
         assert peers is not None
         model = context.model_for(spec.candidate, torch.device(spec.device))
         with closing(make_training(context.workload, model, spec)) as training:
-            tell(READY)  # rank 0 tells of steps
+            tell(READY)  # rank 0 reports the steps
             retries = memory.num_allocator_retries()
             with CompileWatch(peers.note_compiling):
                 peers.follow(training, memory.poll)
@@ -338,7 +348,9 @@ def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
 def _in_own_loop(
     training: Training, report: Report, count_compilations: Callable[[], int]
 ) -> tuple[Timing | None, str | None]:
-    """What the workload's own loop measured, or None and why it does not run here, as where a callback raises."""
+    """Return the timing of the workload's own loop, or None and the reason that it does not run here, such as a
+    callback that raises.
+    """
     try:
         return time_own_loop(training, report, count_compilations), None
     except Exception as error:
@@ -351,9 +363,9 @@ def _in_own_loop(
 
 def _measurement(spec: Trial, timing: Timing, **measured: Any) -> Measurement:
     steps = timing.raw_step_seconds
-    # The mean, not the median: what a long run reaches includes its slow steps.
+    # The mean, not the median: the throughput of a long run includes its slow steps.
     step_seconds = sum(steps) / len(steps)
-    low, high = trimmed_interval(steps)  # of which a few slow steps may move the mean out
+    low, high = trimmed_interval(steps)  # a few slow steps may move the mean out of the interval
     return Measurement(
         step_seconds=step_seconds,
         step_seconds_interval=(min(low, step_seconds), max(high, step_seconds)),
@@ -364,9 +376,11 @@ def _measurement(spec: Trial, timing: Timing, **measured: Any) -> Measurement:
 
 
 def _ending(training: BaseTraining, limit_seconds: float, tell: Tell, measured: Measurement) -> dict[str, Any]:
-    """The end of a confirmation: the workload's own evaluation, then its checkpoint, `limit_seconds` for both.
+    """Run the workload's own evaluation and then its checkpoint, within `limit_seconds`, and return the measurement's
+    fields.
 
-    The parent holds them to it: before each it is sent the measurement that holds should it not come back.
+    The parent process enforces the limit. Before each it is sent the measurement that holds if the process does not
+    come back.
     """
     began = time.perf_counter()
     taken: dict[str, float] = {}
@@ -407,6 +421,6 @@ def _ending(training: BaseTraining, limit_seconds: float, tell: Tell, measured: 
 
 
 def raise_oom_score() -> None:
-    """Offer this process to the kernel's OOM killer before anybody else's."""
-    with contextlib.suppress(OSError):  # not Linux, or not allowed: then the kernel chooses as it would have
+    """Make the kernel's OOM killer choose this process first."""
+    with contextlib.suppress(OSError):  # not Linux, or not allowed: then the kernel's choice stays
         Path("/proc/self/oom_score_adj").write_text("1000")

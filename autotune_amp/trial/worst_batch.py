@@ -1,8 +1,9 @@
-"""The batch that a setting's memory is measured on, which is also the slowest: of the largest samples of the data.
+"""Worst batch of a setting: the one with the largest samples of the data. Memory is measured on it, and it is the
+slowest.
 
-It is what the workload names, else the largest samples that `scan` saw, as many as the setting's batch has (its
-`Trial.worst_samples`); `timing` takes the first step on it, and one after the warm-up. Where samples are alike, or
-cannot be looked at one by one, memory is measured on the batches of the other steps.
+It is the batch that the workload names, else the largest samples found by `scan`, as many as the setting's batch size
+(`Trial.worst_samples`). `timing` takes the first step on it, and one after the warm-up. If samples are alike or cannot
+be read one by one, memory is measured on the batches of the other steps.
 """
 
 from __future__ import annotations
@@ -28,20 +29,22 @@ from autotune_amp.precision.torch_state import keep_generators
 from autotune_amp.trial.data import Spread, Stream, copied, gives_batches, length, num_samples, opened, rebuilt
 
 SCAN_SECONDS, DRAW_SECONDS = 1.5, 1.0
-SAMPLES_AT_ONCE = 4  # a worker's answer costs as much as a small sample, and the clock is looked at between answers
+SAMPLES_AT_ONCE = 4  # a worker's message costs as much as a small sample, and the clock is read between messages
 MAX_SCANNED_SAMPLES, MAX_DRAWN_BATCHES = 200_000, 32
 # The batch sizes searched go up to sixteen times the baseline's.
 NUM_LARGEST_BATCHES, MIN_NUM_LARGEST = 16, 512
 NUM_SMALLEST = 64
-# Samples are alike whose sizes differ by no more: as the length of an image's file name does.
+# Samples count as alike if their sizes differ by no more, as the length of an image's file name does.
 ALIKE_SHARE = 0.01
 MAX_PROBLEM_LENGTH = 200
 
 
 class Scan(NamedTuple):
-    """What was seen: the sizes of samples that differ; the least and the largest of batches that differ, where their
-    samples cannot be looked at; the loader's number of workers, None where that cannot be changed. `scan_problem` is
-    what ended it before its time."""
+    """Sizes found in the data: of samples, or if those cannot be read one by one the least and the largest of batches.
+
+    Both are None if all are alike. `num_workers` is that of the loader, None if it cannot be changed. `scan_problem` is
+    the error that ended the scan early, or None.
+    """
 
     num_workers: int | None = None
     sample_sizes: SampleSizes | None = None
@@ -50,9 +53,10 @@ class Scan(NamedTuple):
 
 
 def scan(workload: Workload, batch_size: int) -> Scan:
-    """Look at the data as it is opened for `batch_size`; not at its sizes if the workload names its worst batch.
+    """Read samples or batches of the data, opened for `batch_size`, and return their sizes.
 
-    What the user's code raises ends the scan. The generators stand where they stood.
+    Sizes are skipped if the workload names its worst batch. An error in the user's code ends the scan. Random
+    generators keep their state.
     """
     put_back = keep_generators()
     found, is_stream = Scan(), False
@@ -60,7 +64,8 @@ def scan(workload: Workload, batch_size: int) -> Scan:
         batches, loader = opened(workload.data, batch_size)
         with closing(batches):
             if loader is not None:
-                # A stream with one worker or none need not be made for several: then each would give all of it.
+                # A stream with at most one worker may not be written for several, each of which would then yield all of
+                # it.
                 is_stream = isinstance(loader.dataset, IterableDataset)
                 found = Scan(None if is_stream and loader.num_workers <= 1 else loader.num_workers)
             if workload.worst_batch is not None:
@@ -101,9 +106,10 @@ def scan(workload: Workload, batch_size: int) -> Scan:
 def scan_samples(
     loader: DataLoader[Any], order: Sequence[Any], measure: Callable[[Any], int], seconds: float
 ) -> tuple[list[int], str | None]:
-    """What `measure` says of each of these samples until `seconds` are over, and what the next raised, in one line.
+    """Return `measure` of each sample in `order` until `seconds` are over, and a line on the error that ended it, or
+    None.
 
-    They pass through worker processes if the loader has them: a dataset opened here may not survive their start.
+    Samples pass through worker processes if the loader has them: a dataset opened here may not survive their start.
     """
     found: list[int] = []
     deadline = None
@@ -113,7 +119,7 @@ def scan_samples(
     try:
         for several in looking:
             found += several
-            # From the first sample on: starting the workers takes its own time.
+            # The clock starts at the first sample: starting the workers takes time of its own.
             deadline = deadline or time.monotonic() + seconds
             if time.monotonic() > deadline:
                 break
@@ -123,12 +129,14 @@ def scan_samples(
 
 
 def _measured(measure: Callable[[Any], int], collate: Callable[[list[Any]], Any], samples: list[Any]) -> list[int]:
-    """Of each as the loader collates it alone: that may make what takes the memory, as of a file's name."""
+    """Return `measure` of each sample collated alone: collating may make what takes the memory, as from a file's
+    name.
+    """
     return [measure(collate([copied(sample)])) for sample in samples]
 
 
 def _indices(loader: DataLoader[Any]) -> Sequence[int]:
-    """What the loader may draw where its sampler lists it, else the whole dataset."""
+    """Return the indices that the loader draws, if its sampler lists them, else all indices of the dataset."""
     own: Any = loader.batch_sampler if loader.batch_size is None else loader.sampler
     own = own.sampler if isinstance(own, Spread) else own
     own = getattr(own, "sampler", own)
@@ -141,7 +149,7 @@ def _are_alike(sizes: list[int]) -> bool:
 
 
 def size(value: Any) -> int:
-    """How many numbers it holds: the elements of tensors and arrays, the characters of text."""
+    """Return the number of elements of tensors and arrays and of characters of text in `value`."""
     if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, Mapping):
@@ -153,7 +161,7 @@ def size(value: Any) -> int:
 
 
 def _one_line(error: Exception) -> str:
-    """What it says in its last line, which is the user's own where a worker process caught it."""
+    """Return an error's type and last line, which is the user's own message if a worker process caught the error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1] if lines else 'it says nothing'}"[:MAX_PROBLEM_LENGTH]
 
@@ -165,16 +173,16 @@ def worst_batches(
     batch_size: int,
     num_batches: int,
 ) -> Stream:
-    """What `named` gives for the batch size, else the `samples` collated by the loader, again and again if too few.
+    """Yield the worst batch `num_batches` times, made anew each time; nothing if there is none.
 
-    The same batch anew, `num_batches` times; none where there is neither. Raises `WorkloadError` where it has too few
-    samples.
+    It is `named(batch_size)`, else the `samples` collated by the loader, repeated if they are too few. Raises
+    `WorkloadError` if `named` returns too few samples.
     """
     if named is not None:
         made: Iterator[Any] = map(named, repeat(batch_size, num_batches))
     elif samples and loader is not None:
-        # From a worker process if the loader has them, since a dataset opened here may not survive their start; with a
-        # generator of its own, so that what the loader draws next stays the same.
+        # From a worker process if the loader has them, since a dataset opened here may not survive their start. A
+        # generator of its own leaves the loader's next draws as they are.
         settings = {"batch_sampler": [list(islice(cycle(samples), batch_size))] * num_batches}
         made = iter(rebuilt(loader, min(loader.num_workers, 1), generator=torch.Generator(), **settings))
     else:

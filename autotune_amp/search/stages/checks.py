@@ -1,5 +1,5 @@
-"""What has to be known before the confirmation: whether gradients accumulate, whether contenders learn what fp32
-learns, and which loss scales are safe for fp16.
+"""Stages that answer, before the confirmation, whether accumulated gradients equal those of the whole batch, whether
+contenders learn the same as fp32, and which loss scales are safe for fp16.
 """
 
 from __future__ import annotations
@@ -24,24 +24,26 @@ from autotune_amp.trial.jobs import Check, Trial
 NUM_PAIRS = 24  # of (init_scale, growth_interval) for one contender, the seeds among them
 MIN_CHECK_SECONDS = 0.5
 
-LATER_MARGIN = 0.7  # of the seconds of checks of trained weights: a busy machine takes longer than the first check did
-MIN_STEPS_BEFORE, MAX_STEPS_BEFORE = 50, 300  # fewer move the weights too little
+LATER_MARGIN = 0.7  # share of the seconds for checks of trained weights: a busy machine may be slower than before
+MIN_STEPS_BEFORE, MAX_STEPS_BEFORE = 50, 300  # fewer optimizer steps move the weights too little to test anything new
 
 
 class Todo(NamedTuple):
-    """Check a setting against fp32, with its pins where it has some; calibrate its loss scale; or measure it."""
+    """Next action for a contender: check its fidelity against fp32 (with its pinned modules, if any), calibrate its
+    loss scale, or measure its throughput.
+    """
 
     purpose: Literal["fidelity", "calibration", "search"]
     setting: Setting
 
 
 class AccumulationCheck:
-    """One check on the user's own workload before anything accumulates."""
+    """Stage that checks once, on the user's workload, whether accumulated gradients equal those of the whole batch."""
 
     is_exclusive: ClassVar[bool] = True
 
     def next(self, ledger: Ledger, planner: Planner) -> Check | None:
-        """The check, where something accumulates and nobody has made it."""
+        """Return the check, or None if no setting accumulates or the check was made already."""
         if "accumulation" not in ledger.space.checks or not ledger.space.accumulates or ledger.accumulation is not None:
             return None
         return planner.accumulation_check(ledger)
@@ -49,14 +51,18 @@ class AccumulationCheck:
 
 @dataclass
 class Checks:
-    """Holds contenders against fp32 and calibrates fp16, until they are judged or the time is over: the winner, and the
-    runner-up too unless `only_winner`, where it may win by enough to be worth its checks."""
+    """Stage that checks the fidelity of the contenders against fp32 and calibrates fp16's loss scale, within its share
+    of the budget.
+
+    With `only_winner` the runner-up is left out; otherwise it is checked if it may win by enough to be worth its
+    checks.
+    """
 
     is_exclusive: ClassVar[bool] = False
     only_winner: bool = False
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
-        """The check, calibration or trial that the choice of contenders waits for."""
+        """Return the next check, calibration or trial that choosing the contenders depends on, or None."""
 
         def is_worth(gain: float, num_checks: int) -> bool:
             return gain > planner.least_gain(num_checks * planner.check_seconds(ledger))
@@ -73,16 +79,17 @@ class Checks:
 
 @dataclass
 class LaterChecks:
-    """Looks once more at what is about to be recommended, on weights that a while of training in fp32 has moved.
+    """Stage that repeats the fidelity check of the setting about to be recommended on weights trained in fp32 for a
+    while.
 
-    What that rules out gives way to others, which are `checks`' to judge.
+    If a setting is ruled out here, the stage `checks` judges the contenders that replace it.
     """
 
     is_exclusive: ClassVar[bool] = False
     checks: Checks
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
-        """The check that the last verdict calls for, else one of trained weights."""
+        """Return the check that the last verdict makes necessary, else a check on trained weights, or None."""
         if (job := self.checks.next(ledger, planner)) is not None:
             return job
         used_seconds = sum(
@@ -100,13 +107,15 @@ class LaterChecks:
 
 @dataclass
 class LossScales:
-    """Lets the sampler suggest loss scales for the contenders: they are answered by replay, without a job."""
+    """Stage that lets Optuna's sampler suggest loss scales for the contenders. They are scored by replay, without a
+    job.
+    """
 
     is_exclusive: ClassVar[bool] = True
     study: Study
 
     def next(self, ledger: Ledger, planner: Planner) -> None:
-        """No job at all."""
+        """Tell the study about the suggested loss scales. Always return None, since replay needs no job."""
         self.study.catch_up(ledger)
         for contender in filter(None, (ledger.finalists or ())[:2]):
             self.study.suggest_pairs(contender.with_own_workers, NUM_PAIRS, lambda: planner.before_confirmation(ledger))
@@ -115,13 +124,13 @@ class LossScales:
 def next_todo(
     ledger: Ledger, *, only_winner: bool = False, is_worth: Callable[[float, int], bool] = lambda *_: True
 ) -> Todo | None:
-    """What is still to be found out before the contenders, or the `only_winner`, can be confirmed; None where all are
-    judged. Pure.
+    """Return the next action before the contenders, or with `only_winner` the winner alone, can be confirmed; None once
+    all are judged. Pure.
 
-    Every answer adds a record that changes the next one: what is unfaithful leaves the shortlist to others. The
-    baseline is a contender, since it may be kept; a runner-up that is hopelessly slow is not confirmed. `is_worth` says
-    whether a gain in throughput, a share, is worth so many checks: of a runner-up, its lead over the winner once both
-    are known as well as the plateau is wide.
+    Call it again after each result: an unfaithful setting leaves the shortlist and another takes its place. The
+    baseline is a contender, since it may be kept; a runner-up that is `HOPELESS` times slower is skipped.
+    `is_worth(gain, num_checks)` says whether a relative gain in throughput justifies so many checks; the gain of a
+    runner-up is its lead over the winner plus `PLATEAU`, the uncertainty of both.
     """
     healing = _healing(ledger)
     if healing is not None:
@@ -156,9 +165,12 @@ def next_todo(
 
 
 def next_later(ledger: Ledger, seconds: float) -> tuple[Setting, int] | None:
-    """Of the winner and a rival what was looked at with its first weights alone, and the steps to train before it is
-    looked at again: as many as the seconds allow. None where too few fit, where there was nothing to see, and where
-    weights are in low precision, which cannot be trained in fp32. Pure."""
+    """Return the winner or its rival, if it was checked with its initial weights alone, and the number of optimizer
+    steps to train before the next check. Pure.
+
+    The number of steps is as many as fit in `seconds`. Return None if too few fit, if the setting computes exactly as
+    fp32 does, or if weights are kept in low precision and so cannot be trained in fp32.
+    """
     chosen, speeds = ledger.finalists, ledger.speeds
     if chosen is None or "later" not in ledger.space.checks or ledger.space.weights in ("bf16", "fp16"):
         return None
@@ -183,13 +195,15 @@ def _is_unchecked(ledger: Ledger, setting: Setting) -> bool:
 
 
 def _healing(ledger: Ledger) -> Todo | None:
-    """The next step for a precision that some pinned modules make faithful: check it with the pins, then measure it."""
+    """Return the next action for a precision that pinning some modules to fp32 makes faithful: check it with the pins,
+    then measure it.
+    """
     tried = {r.candidate for r in ledger.records if r.purpose in ranking.BEFORE_CONFIRMATION}
     for key, found in ledger.fidelity.items():
         ours = [c for c in tried if check_key(c) == key and not c.as_found]
         if found.verdict != "unfaithful" or not found.healing_pins or not ours:
             continue
-        # Where nothing of the precision ran, the smallest: it may have been the numbers that failed it.
+        # Where no trial of the precision succeeded, take the smallest batch: its failures may have been numerical.
         ran = {c: ledger.measured[c].samples_per_second for c in ours if c in ledger.measured}
         like = rank(ran)[0] if ran else min(ours, key=lambda c: c.batch_size)
         healed = replace(like.with_own_workers, pinned_modules=found.healing_pins)
@@ -202,7 +216,9 @@ def _healing(ledger: Ledger) -> Todo | None:
 
 
 def _healable(ledger: Ledger, fastest: float) -> Setting | None:
-    """fp16 that was refused though fast enough, or a precision whose every trial was not finite: pins may heal it."""
+    """Return a setting that pinned modules might make usable: fp16 that is fast enough but has no safe loss scale, or a
+    precision whose every trial had values that are not finite.
+    """
     found = [
         setting
         for setting, merit in ledger.measured.items()
@@ -217,6 +233,6 @@ def _healable(ledger: Ledger, fastest: float) -> Setting | None:
 
 
 def _compare(setting: Setting, space: Space) -> Todo:
-    # What is compiled is checked as it was compiled already: in other sizes it would be once more.
+    # A compiled setting is checked at the batch size it was compiled for: another size would compile once more.
     size = setting.batch_size if setting.is_compiled else min(space.check_batch_size, setting.batch_size)
     return Todo("fidelity", replace(check_key(setting), batch_size=size))

@@ -1,4 +1,6 @@
-"""In fresh processes: winner, runner-up and baseline again, interleaved; then what lies beyond, as an outlook."""
+"""Stages that measure winner, runner-up and baseline again, interleaved, in fresh processes, and then larger effective
+batch sizes as an outlook.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,15 @@ from autotune_amp.search.ranking import PLATEAU, UNDECIDED_TIER, beside, counted
 from autotune_amp.search.space import SEARCH_UP
 from autotune_amp.trial.jobs import Trial
 
-MAX_ROUNDS = 20  # beyond `MIN_ROUNDS` only while it is not sure whether a contender is faster than what runs today
-ALONE = -1  # the number of the round in which the baseline runs alone, before others beside one another
-NUM_ROUNDS_BESIDE = 4  # at the least, beside one another on several slots
-ENDING_SHARE = 0.1  # of the budget, for evaluations and checkpoints
-NUM_STEPS_FORESEEN = 14  # of an outlook's trial: a first step as long as three, the warm-up, the fewest measured
+MAX_ROUNDS = 20  # more than `MIN_ROUNDS` only while it is unsure whether a contender is faster than the baseline
+ALONE = -1  # round number of the baseline running alone, before rounds run side by side on several slots
+NUM_ROUNDS_BESIDE = 4  # minimum number of rounds that run side by side on several slots
+ENDING_SHARE = 0.1  # share of the budget for running the workload's evaluation and checkpoint
+NUM_STEPS_FORESEEN = 14  # steps of an outlook's trial: a first step as long as three, the warm-up, the fewest measured
 
 
 class Run(NamedTuple):
-    """One measurement of a round; an empty environment is the user's own."""
+    """Measurement of one setting within a confirmation round. An empty `environment` is the user's own."""
 
     setting: Setting
     purpose: Purpose
@@ -43,13 +45,14 @@ class Run(NamedTuple):
 
 
 class Confirm:
-    """Runs the `rounds` in the time that is left, those beyond the least as long as it is not settled who is faster.
+    """Stage that runs the confirmation `rounds` on one slot: at least `MIN_ROUNDS`, more while it is unsettled who is
+    faster.
 
-    The contenders run in the recommended `environment`, what runs today in the user's own. As many rounds run at the
-    same time as there are slots in `num_beside`. A resumed search runs only the rounds that are missing; what failed is
-    not run again, and costs no other run more than the start of another process. The workload's evaluation and
-    checkpoint are run once for each setting in its environment. All runs of a round are on one slot, of several on that
-    named `slot`: what it ran of one elsewhere does not count.
+    The contenders run in the recommended `environment`, the baseline in the user's own. `num_beside` rounds run at the
+    same time, one on each slot. A resumed search runs only the missing rounds. A failed setting is not run again; it
+    costs the others one more process start. The workload's evaluation and checkpoint are run once for each setting in
+    its environment. All runs of a round are on the same slot; with several slots, on the one named `slot`, and runs of
+    the round on another slot do not count.
     """
 
     is_exclusive: ClassVar[bool] = True
@@ -70,10 +73,12 @@ class Confirm:
         self._num_begun = 0
         self._round = 0
         self._to_run: list[Run] = []  # of this round
-        self._is_started = False  # the process that the next run of the round shares
+        self._is_started = False  # whether the process that the runs of this round share is running
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
-        """The next run of the round, or the first of another, None where the time or the rounds are over."""
+        """Return the next run of this round or the first run of the next round, or None when the time or the rounds are
+        used up.
+        """
         conditions = planner.conditions
         if not self._num_begun:
             if not self._is_environment_worth(ledger, planner):
@@ -119,20 +124,22 @@ class Confirm:
         )
 
     def move(self, slot: Slot) -> None:
-        """Go on on another slot, with the round that was not over."""
+        """Continue on another slot, repeating the round that was interrupted."""
         if self._num_begun:
             self._rounds.insert(0, self._round)
         self._to_run, self._slot = [], slot.name
 
     def _is_environment_worth(self, ledger: Ledger, planner: Planner) -> bool:
-        """Whether the recommended variables alone may gain enough for the seconds of runs of what runs today."""
+        """Whether the recommended environment variables alone may gain enough to justify the seconds of confirming
+        them.
+        """
         winner, _, baseline = self._contenders
         if winner != baseline or ledger.objective != "speed":
             return True
         return planner.least_gain(MIN_ROUNDS * planner.runs_seconds(ledger, [winner], 1)) < PLATEAU
 
     def _is_over(self, ledger: Ledger, planner: Planner) -> bool:
-        """Whether more rounds would settle nothing, or take longer than what they may settle is worth."""
+        """Whether more rounds would settle nothing, or would take longer than the possible gain justifies."""
         found = unsettled(ledger, self._contenders, self._environment)
         if found is None:
             return True
@@ -142,7 +149,9 @@ class Confirm:
         return num_rounds > len(self._rounds) or gain < planner.least_gain(seconds)
 
     def _is_loaded_together(self, ledger: Ledger, planner: Planner, number: int) -> bool:
-        """Whether the process of the round that is begun as this one, from 1, is loaded at the same time as others'."""
+        """Whether the process of the confirmation round `number`, counted from 1 in the order of starting, is loaded at
+        the same time as those of the other rounds.
+        """
         return planner.conditions.loads_together and number <= planner.num_rounds(ledger)
 
     def _seconds_of(self, runs: Sequence[Run], ledger: Ledger, planner: Planner) -> float:
@@ -169,7 +178,7 @@ class Confirm:
 
 
 def is_runner_up_worth(ledger: Ledger, planner: Planner, chosen: Shortlist) -> bool:
-    """Whether the runner-up may overtake the winner by enough for the seconds of its runs."""
+    """Whether the runner-up may overtake the winner by enough to justify the seconds of its confirmation runs."""
     winner, runner_up, _ = chosen
     if runner_up is None or runner_up not in ledger.may_win(chosen):
         return False
@@ -184,10 +193,10 @@ def is_runner_up_worth(ledger: Ledger, planner: Planner, chosen: Shortlist) -> b
 def confirmation(
     shortlist: Shortlist, environment: dict[str, str], slots: Sequence[Slot], ledger: Ledger
 ) -> Iterator[Mapping[Slot, Confirm]]:
-    """The rounds of a confirmation, as what is to run on the slots at the same time: on one slot all of them.
+    """Yield the `Confirm` stages to run at the same time, by slot. On a single slot one stage runs all rounds.
 
-    On several the baseline runs alone, then as many rounds at once as there are slots. Where that turns out to make a
-    difference, rounds are run alone, for as long as it does.
+    On several slots the baseline runs alone first, then as many rounds side by side as there are slots. If running side
+    by side changes the step time (`ranking.beside`), rounds are run alone for as long as it does.
     """
     alone, found = slots[0], beside(ledger.records)
     if len(slots) == 1 or (found is not None and found.is_different):  # known from before
@@ -215,12 +224,12 @@ def plan_round(
     number: int,
     num_needed: int,
 ) -> list[Run]:
-    """The runs of round `number` (from 0) that the time left allows, none where not even the winner fits.
+    """Return the runs of round `number` (from 0) that fit in `left_seconds`; an empty list if not even the winner fits.
 
-    `seconds_of` says what runs of one round cost together. The runner-up gives way where `num_needed` rounds could not
-    be run with it, one after the other, and a baseline that does not fit at all. The order alternates, so that a drift
-    of the machine falls on all alike. In the first round the winner runs once in the user's own environment too, unless
-    it is the baseline, which always does.
+    `seconds_of` returns the seconds that the runs of one round take together. The runner-up is left out if `num_needed`
+    rounds would not fit with it, and the baseline if it does not fit at all. The order alternates between rounds, so
+    that a drift of the machine affects all settings alike. In the first round the winner runs once in the user's own
+    environment too, unless it is the baseline, which always does.
     """
     winner, baseline = Run(shortlist.winner, "confirm", environment), Run(shortlist.baseline, "confirm", {})
     essential = [winner] if winner == baseline else [winner, baseline]
@@ -240,7 +249,7 @@ def plan_round(
 def _confirming_trial(
     conditions: Conditions, ledger: Ledger, setting: Setting, environment: dict[str, str], **fields: Any
 ) -> Trial:
-    """A trial in a process that starts with these variables, trained as it would be with the recommendation."""
+    """Return a trial in a process started with `environment`, using the loss scale that would be recommended."""
     return conditions.trial(
         ledger,
         setting,
@@ -254,16 +263,18 @@ def _confirming_trial(
 
 @dataclass
 class OneRank:
-    """Runs what won once more on one rank, so that it is known what exchanging gradients costs.
+    """Stage that measures the winner on a single rank, to show the cost of exchanging gradients.
 
-    There has to be time for `num_others` such processes besides.
+    It runs only if `num_others` such processes fit in the remaining time as well.
     """
 
     is_exclusive: ClassVar[bool] = True
     num_others: int
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
-        """The trial, as a process of the confirmation would run it, where there is time for it."""
+        """Return the trial with one rank, set up like a confirmation run, or None if it was run or does not fit in the
+        time.
+        """
         chosen, left = ledger.finalists, planner.budget.left()
         if chosen is None or any(record.purpose == "one_rank" for record in ledger.records):
             return None
@@ -282,15 +293,17 @@ class OneRank:
 
 
 class LargerBatches:
-    """Doubles the effective batch size, without accumulation, until memory, speed or the time for extras ends it.
+    """Stage that doubles the effective batch size, without accumulation, until memory, speed or the time for extras
+    runs out.
 
-    What it measures is neither recommended nor stepped down to: it would ask for another learning rate.
+    Its measurements are an outlook: never recommended nor used as a fallback, since another effective batch size needs
+    another learning rate.
     """
 
     is_exclusive: ClassVar[bool] = True
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
-        """A trial of the next larger batch, as a process of the confirmation would run it."""
+        """Return a trial of the next larger batch size, set up like a confirmation run, or None."""
         setting = next_larger(ledger, planner.conditions.description.num_samples)
         used_seconds = sum(record.seconds for record in ledger.records if record.purpose == "outlook")
         if setting is None:
@@ -310,7 +323,9 @@ class LargerBatches:
 
 
 def next_larger(ledger: Ledger, num_samples: int | None = None) -> Setting | None:
-    """Twice the largest effective batch size tried in the fastest sound precision, None where none would pay. Pure."""
+    """Return a setting with twice the largest effective batch size tried in the fastest sound precision, or None if it
+    would not pay. Pure.
+    """
     kept = ledger.space.effective_batch_size
     sound = {c: speed for c, speed in ledger.speeds.items() if ledger.tiers[c] <= UNDECIDED_TIER and not c.as_found}
     is_own = ledger.space.keeps_effective_batch_size

@@ -1,10 +1,10 @@
-"""A model of the throughput of every setting, from those that were measured: what one more trial is worth. Pure.
+"""Model of the throughput of all settings from the measured ones, and the value of one more trial. Pure.
 
-The logarithm of the throughput is a Gaussian process over the precision and log2 of the batch size: what all precisions
-have in common, and what each has of its own. What a trial is worth is its knowledge gradient: how much better the
-setting that the model would choose is expected to be once the trial is known (Frazier, Powell, Dayanik, 2009, The
-Knowledge-Gradient Policy for Correlated Normal Beliefs). It is large where a curve is unknown and may lead, and where
-what leads was measured too rarely, and nothing where a whole curve lies too low to lead anywhere.
+The logarithm of the throughput is a Gaussian process over the precision and log2 of the batch size, with a part that
+all precisions share and a part of each precision. The value of a trial is its knowledge gradient: the expected
+improvement of the setting that the model would choose once the trial's result is known (Frazier, Powell, Dayanik, 2009,
+The Knowledge-Gradient Policy for Correlated Normal Beliefs). It is large where a curve is unknown and may lead or where
+the leader was measured too rarely, and zero where a whole curve lies too low to lead anywhere.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from autotune_amp.search.ranking import PLATEAU
 
 Array = npt.NDArray[np.float64]
 
-# Standard deviations of the logarithm, before anything is known.
+# Prior standard deviations of the logarithm of the throughput.
 LEVEL, OF_A_PRECISION = 3.0, 0.7
-RISE_PER_OCTAVE = 0.2  # what launches cost is shared by more samples
+RISE_PER_OCTAVE = 0.2  # prior mean slope: the cost of kernel launches is shared by more samples
 PER_OCTAVE, PER_OCTAVE_OF_A_PRECISION = 0.2, 0.1
-OF_A_VALUE, OF_WORKERS = 0.45, 1.0  # of a further dimension (studies/real_card), and of a number of loader workers
-OF_ITS_OWN = 0.02  # what one batch size has apart from its neighbours
-SMOOTH, SMOOTH_OCTAVES = 0.5, 4.0  # how all curves bend alike, and over how many doublings
+OF_A_VALUE, OF_WORKERS = 0.45, 1.0  # of a further dimension's value (studies/real_card), and of a number of workers
+OF_ITS_OWN = 0.02  # deviation of one batch size from its neighbours
+SMOOTH, SMOOTH_OCTAVES = 0.5, 4.0  # the bend that all curves share, and its length scale in doublings of the batch size
 BENDING_OCTAVES = 2.0
-# Weighed by how likely they make what was measured: what a curve may bend, and how processes of a setting differ.
+# Grids over which the model averages, weighted by likelihood: the bend of a single curve, and the spread between
+# processes of the same setting.
 BENDS = (0.1, 0.2, 0.4)
 NOISES = (0.01, 0.03, 0.08, 0.15)
 
@@ -39,7 +40,10 @@ _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(21)
 
 
 class Curves:
-    """The model after `observed`: throughputs of processes, in any unit, a list for each setting."""
+    """Gaussian-process model of the throughput of `observed` and `others` settings.
+
+    `observed` maps a setting to the throughputs of its processes, in any unit.
+    """
 
     def __init__(self, observed: Mapping[Setting, Sequence[float]], others: Sequence[Setting]) -> None:
         self.settings = tuple(dict.fromkeys((*observed, *others)))
@@ -59,10 +63,12 @@ class Curves:
         self.means: Array = self._expected + np.average([fit.means for fit in fits], axis=0, weights=self._weights)
 
     def gains(self, choosable: Collection[Setting], least: float = 0.0) -> dict[Setting, float]:
-        """What one more process of each `choosable` setting is worth, as a share of the best throughput.
+        """Return the knowledge gradient of one more process of each `choosable` setting, as a share of the best
+        throughput.
 
-        Below the `least`, that of what runs today, there is nothing to gain: that stays. What was never measured cannot
-        be chosen before it is. As the choice has it, what has less to go wrong may be up to `PLATEAU` slower.
+        Throughputs below `least`, that of the baseline, gain nothing, since the baseline can be kept. A setting that
+        was never measured cannot be chosen before it is. As in the final choice, a setting with less to go wrong may be
+        up to `PLATEAU` slower.
         """
         order = sorted(range(len(self.settings)), key=lambda number: self.settings[number].risks)
         handicap = np.empty(len(order))
@@ -76,7 +82,7 @@ class Curves:
         return {self.settings[number]: float(gain) for number, gain in zip(chosen, found, strict=True)}
 
     def throughput(self, setting: Setting) -> float:
-        """What the model expects of it."""
+        """Return the throughput that the model expects of `setting`, in the unit of the observations."""
         return math.exp(self.means[self.settings.index(setting)])
 
 
@@ -87,15 +93,17 @@ class _Fit(NamedTuple):
     log_likelihood: float
 
     def gains(self, chosen: Sequence[int], added: Array, is_measured: npt.NDArray[np.bool_], floor: float) -> Array:
-        """The knowledge gradient of each chosen setting, where it or one that is measured is going to be chosen, unless
-        all are below the floor."""
+        """Return the knowledge gradient of each setting in `chosen`, in the logarithm of the throughput.
+
+        After the trial the best of the measured settings and the one tried is chosen, unless all lie below `floor`.
+        """
         values, covariance = (self.means + added)[chosen], self.covariance[np.ix_(chosen, chosen)]
         spread = np.sqrt(np.diag(covariance) + self.noise**2)
-        changes = covariance / spread[:, None]  # of every mean, after a process of each that is so much off
+        changes = covariance / spread[:, None]  # change of all means if a setting's process is one deviation off
         may_be_chosen = is_measured | np.eye(len(chosen), dtype=bool)
         values_after = values[None, :, None] + changes[:, :, None] * _NODES
         best = np.maximum(np.where(may_be_chosen[:, :, None], values_after, -np.inf).max(axis=1), floor)
-        # Where nothing can be chosen yet, whatever comes of a trial is worth it.
+        # While nothing was measured nothing can be chosen, so any result of a trial counts as gain.
         gains: Array = best @ _WEIGHTS / _WEIGHTS.sum() - values[is_measured].max(initial=max(values.min() - 1, floor))
         return gains
 
@@ -114,7 +122,9 @@ def _fit(prior: Array, rows: npt.NDArray[Any], logs: Array, noise: float) -> _Fi
 
 
 def _prior(settings: Sequence[Setting]) -> tuple[Array, Array]:
-    """The covariance before anything is known, and that of how a precision's curve bends, each time its variance."""
+    """Return the prior covariance of the settings and the covariance of the bend of a precision's curve at unit
+    variance.
+    """
     octaves = np.log2([setting.batch_size for setting in settings])
     centred, apart = octaves - octaves.mean(), np.abs(octaves[:, None] - octaves)
     sloped = np.outer(centred, centred)
@@ -126,7 +136,7 @@ def _prior(settings: Sequence[Setting]) -> tuple[Array, Array]:
 
 
 def _further(settings: Sequence[Setting]) -> Array:
-    """What values of further dimensions that two settings have in common add to their covariance."""
+    """Return the covariance of two settings from the non-default values of further dimensions that they share."""
     found = np.zeros((len(settings), len(settings)))
     for dimension in DIMENSIONS:
         if dimension not in (PRECISION, BATCH_SIZE, ACCUMULATION_STEPS):

@@ -1,6 +1,7 @@
-"""Exploring: what runs today, every precision at its batch, then what is worth most by a model of all curves.
+"""Exploring stages: the baseline, every precision at the baseline's batch size, then the settings that the throughput
+model values most.
 
-What comes next follows from the outcomes so far, so a resumed search goes on where it was.
+The next trial depends only on the outcomes so far, so a resumed search continues where it was.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from autotune_amp.search.stages.curve import Curves
 from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Trial
 
-MAX_PROCESSES = 4  # of one setting
-WORTH_SHARING = 0.2  # of a trial
+MAX_PROCESSES = 4  # maximum number of trials of one setting
+WORTH_SHARING = 0.2  # share of a trial that building must take
 MIN_SHARED_SECONDS = 0.5  # less is not worth a model that lies in memory and a process that may fail to share it
 BYTES_PER_PARAMETER = 4
 MEMORY_MARGIN = 1.1  # the memory model is within 2 to 19 % (studies/README.md), so it may skip but never exclude
@@ -43,13 +44,15 @@ MEMORY_MARGIN = 1.1  # the memory model is within 2 to 19 % (studies/README.md),
 
 @dataclass
 class _Explore(ABC):
-    """Tries settings until nothing promising is left, the time for it is used, or as many trials are done as may be."""
+    """Base class of stages that try settings until none is promising, or the time or the number of trials is used
+    up.
+    """
 
     is_exclusive: ClassVar[bool] = False
     study: Study
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
-        """The trial to run next."""
+        """Return the trial to run next, or None."""
         self.study.catch_up(ledger.actual)
         left = self._left(ledger, planner)
         setting = self._next(ledger, planner, left) if planner.may_try(ledger, left) else None
@@ -60,12 +63,15 @@ class _Explore(ABC):
 
     @abstractmethod
     def _next(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
-        """What to try next."""
+        """Return the setting to try next, or None if this stage has nothing to try in `left_seconds`."""
 
 
 class Seeds(_Explore):
-    """What runs today, what was best for the same code before, and every precision at today's batch, in all the time
-    that there is: what was not compared cannot be recommended. For memory the smaller batches of what takes the least.
+    """Stage that measures the baseline, the best setting known for the same code, and every precision at the baseline's
+    batch size.
+
+    It may use all the remaining time, since a precision that was not compared cannot be recommended. For the objective
+    memory it also tries smaller batches of the setting with the lowest peak.
     """
 
     def _left(self, ledger: Ledger, planner: Planner) -> float:  # noqa: ARG002 - while they are not all compared
@@ -77,18 +83,20 @@ class Seeds(_Explore):
 
 
 class Promising(_Explore):
-    """Stage that tries what is worth most a second by the model of the curves; the smallest while nothing has run."""
+    """Stage that tries the setting with the most expected gain per second by the throughput model, or the smallest
+    batch while nothing has run.
+    """
 
     def _next(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
         conditions = planner.conditions
-        # More loader workers may end the wait for data, which decides nothing before.
+        # More loader workers may end the wait for data; until that is tried, compare throughputs without the wait.
         is_held_up = conditions.may_add_workers and is_waiting(ledger.records)
         known = ledger.throughputs(without_waiting=is_held_up)
         throughputs = {c: found for c, found in known.items() if c == ledger.space.baseline or is_of_the_space(c)}
         if not throughputs:
             untried = untried_settings(ledger, conditions.memory_limit_bytes)
             return min(untried, key=lambda c: c.batch_size, default=None)
-        if ledger.objective == "memory":  # the fastest takes the most
+        if ledger.objective == "memory":  # the settings with the highest throughput take the most memory
             return None
         return next_promising(
             ledger,
@@ -101,25 +109,29 @@ class Promising(_Explore):
 
 
 def exploring(study: Study) -> tuple[Stage, ...]:
-    """The stages in their order: every precision first; then what leads is checked before its curve is explored.
+    """Return the exploring stages in order: every precision first, then a check of the leader before its batch sizes
+    are explored.
 
-    A check at the end may come too late, and what it rules out leaves its place to others. What is nearly as fast as
-    the best is measured again after the further dimensions, which may gain more (`stages.variants`).
+    A check at the end may come too late, and the place of a setting that it rules out goes to others. Settings nearly
+    as fast as the best are measured again after the further dimensions, which may gain more (`stages.variants`).
     """
     seeds, checks = Seeds(study), Checks(only_winner=True)
     return seeds, checks, AccumulationCheck(), seeds, Promising(study), checks, seeds
 
 
 def untried_seed(ledger: Ledger, conditions: Conditions) -> Setting | None:
-    """What is still to be measured before anything else: what runs today, and every precision at its batch."""
+    """Return the next setting that has to be measured before any other: the baseline, then every precision at its batch
+    size; None once all were tried.
+    """
     known, limit = ledger.ordinary_outcomes, conditions.memory_limit_bytes
     return next_seed(conditions.hardware, ledger.space, known, limit, ledger.exclusions, conditions.like)
 
 
 def smaller_seed(ledger: Ledger) -> Setting | None:
-    """For memory: the next smaller batch of what takes the least so far, None where it was tried. Pure.
+    """Return, for the objective memory, the next smaller batch of the setting with the lowest peak; None if it was
+    tried. Pure.
 
-    Batches shrink so until they are slower than the baseline, which speed alone would not look into.
+    Batches shrink until they are slower than the baseline; the objective speed would not try these.
     """
     chosen = ledger.shortlist
     if chosen is None:
@@ -139,10 +151,11 @@ def next_promising(
     *,
     max_processes: int = MAX_PROCESSES,
 ) -> Setting | None:
-    """The setting one more process of which is worth most a second, None where none is worth it. Pure.
+    """Return the setting for which one more process is expected to gain the most per second, or None if none is worth
+    it. Pure.
 
-    `throughputs` are of the processes of each setting; where they differ so much that the choice hangs on it, one of
-    these is measured again.
+    `throughputs` lists the throughputs of each setting's processes. A measured setting is returned, to be measured
+    again, where the spread of its processes leaves the choice open.
     """
     choosable = ledger.may_choose((*throughputs, *untried))
     if not throughputs or not choosable:
@@ -156,25 +169,28 @@ def next_promising(
         if setting.is_compiled:
             known = [m.first_step_seconds for m in ledger.measurements.get(setting, ())]
             compiling = max(known, default=planner.compile_seconds(ledger))
-        # Without the wait for data, or by the joule, throughput is no speed.
+        # For energy, or without the wait for data, `throughput` is not samples per second.
         speed = fastest if ledger.objective == "energy" else min(fastest, curves.throughput(setting))
         num_samples = setting.batch_size * num_timed_passes(setting) * planner.conditions.description.num_ranks
         return compiling + planner.trial_seconds(ledger, num_samples / speed)
 
     def may_run(setting: Setting) -> bool:
         if (setting in ledger.measurements) != (setting in ledger.actual.measurements):
-            return False  # its first process runs: what a second one is worth hangs on that
+            return False  # its first process is still running, and the value of a second one depends on it
         return num_tried[setting] < max_processes and seconds(setting) < left_seconds
 
     gains = curves.gains(choosable, least=median(throughputs.get(ledger.space.baseline, [0.0])))
     worth = {c: gain / seconds(c) for c, gain in gains.items() if gain > planner.least_gain(seconds(c)) and may_run(c)}
-    # Between equals their order decides, and not how a CPU rounds.
+    # Settings of nearly equal worth are taken in their order, so that the choice is independent of a CPU's rounding.
     return max(worth, key=lambda c: float(f"{worth[c]:.6g}"), default=None)
 
 
 def share_building(backend: Backend, planner: Planner, ledger: Ledger, progress: Progress) -> None:
-    """Share building among the trials to come if it is more than `WORTH_SHARING` of one, and say so, once the
-    precisions were compared. Where time or memory is too short for a model more, every trial goes on building its own.
+    """Build the workload once for all further trials if building takes more than `WORTH_SHARING` of a trial, and note
+    it in `progress`.
+
+    This is done once the precisions were compared. If time or memory is too short for another copy of the model, every
+    trial goes on building its own.
     """
     conditions = planner.conditions
     searched = [r.outcome for r in ledger.records if r.purpose == "search" and isinstance(r.outcome, Measurement)]
@@ -189,15 +205,15 @@ def share_building(backend: Backend, planner: Planner, ledger: Ledger, progress:
     if share <= WORTH_SHARING or max(building, context) < MIN_SHARED_SECONDS or left_seconds <= 2 * building:
         return
     text = f"Building the workload takes {building + context:.1f} s, {100 * share:.0f} % of a trial: "
-    if building < context:  # which forks do not inherit
+    if building < context:  # a device context, which forked processes do not inherit
         progress.note(text + "one process is kept for the trials until one fails.")
         backend.keep()
         return
     free = conditions.hardware.memory.available - conditions.memory_limit_bytes
     if conditions.hardware.device == "cpu" and BYTES_PER_PARAMETER * conditions.description.num_parameters > free:
-        return  # the model of the process that the trials are forked from lies in the memory that they have
+        return  # the template process's model would take memory that the trials need
     progress.note(text + "it is built once and shared by the trials.")
-    # One thread builds there, where a trial may have used several.
+    # The template builds with one thread, where a trial may have used several.
     trial = planner.trial(ledger, ledger.space.baseline, left_seconds)
     reason = backend.share_build(trial, min(left_seconds, 4 * building + 5))
     if reason is not None:
@@ -213,10 +229,10 @@ def next_seed(
     excluded: Sequence[Exclusion] = (),
     like: Setting | None = None,
 ) -> Setting | None:
-    """The baseline, then what is nearest to `like`, then the first try of each precision, None once all had theirs.
-    Never what has an outcome.
+    """Return the next setting without an outcome: the baseline, the one nearest to `like`, then one of each precision;
+    None once all were tried.
 
-    `excluded` is beyond what the outcomes rule out.
+    `excluded` lists exclusions beyond those that follow from `outcomes`.
     """
     if space.baseline not in outcomes:
         return space.baseline
@@ -228,7 +244,9 @@ def next_seed(
             return nearest
 
     def first_of(precision: Precision) -> Setting | None:
-        """The first try: at the baseline's batch, where all can be compared; smaller only after OOM."""
+        """Return the precision's setting nearest to the baseline's batch size, or a smaller one after OOM; None once it
+        has run.
+        """
         tried = [o for c, o in outcomes.items() if c.precision == precision and not c.as_found]
         if any(isinstance(outcome, Measurement) or outcome.kind != "oom" for outcome in tried):
             return None
@@ -236,7 +254,9 @@ def next_seed(
         return min(ours, key=lambda c: abs(math.log(c.batch_size / space.baseline.batch_size)), default=None)
 
     def promise(precision: Precision) -> tuple[bool, float]:
-        """The fastest matrix products first; the hopeless last: a step may cost more than the rest of the search."""
+        """Return a sort key: precisions with the fastest matrix products first, hopeless ones last, since one of their
+        steps may cost more than the rest of the search.
+        """
         return is_hopeless(hardware, precision), -(hardware.precisions[precision].matmul_flops_per_second or 0.0)
 
     firsts = map(first_of, sorted(dict.fromkeys(c.precision for c in space.candidates), key=promise))
@@ -244,22 +264,25 @@ def next_seed(
 
 
 def untried_settings(ledger: Ledger, memory_limit_bytes: int | None) -> list[Setting]:
-    """The candidates that nobody tried and nothing rules out, without what the memory model puts a tenth over the
-    limit."""
+    """Return the candidates that were not tried and are not excluded, without those that the memory model predicts more
+    than 10 % above the limit.
+    """
     return _untried(ledger.space, ledger.ordinary_outcomes, memory_limit_bytes, ledger.exclusions)
 
 
 def worth_trying(ledger: Ledger, conditions: Conditions, leading: Iterable[Setting]) -> list[Setting]:
-    """The untried settings without those of a precision that ran and that none of what is `leading` has: its other
-    batches would be refused too."""
+    """Return the untried settings of every precision that has not run yet or that a setting in `leading` has.
+
+    A precision that ran and is not in `leading` is left out: its other batch sizes would be refused too.
+    """
     out = {c.precision for c in ledger.measurements} - {c.precision for c in leading}
-    # Of an emulated one that did not come to an end nobody knows how slow it is.
+    # An emulated precision that timed out may be arbitrarily slow.
     out |= {c.precision for c in ledger.failures if is_hopeless(conditions.hardware, c.precision)}
     return [c for c in untried_settings(ledger, conditions.memory_limit_bytes) if c.precision not in out]
 
 
 def healed_settings(ledger: Ledger) -> list[Setting]:
-    """What nobody tried of a precision that some pinned modules made faithful, with these pins."""
+    """Return the untried settings of every precision that some pinned modules made faithful, with these pins."""
     tried = {
         r.candidate: r.outcome for r in ledger.trials if r.candidate.pinned_modules and is_of_the_space(r.candidate)
     }
@@ -271,7 +294,7 @@ def healed_settings(ledger: Ledger) -> list[Setting]:
 
 
 def is_of_the_space(setting: Setting) -> bool:
-    """Whether it is an ordinary setting, but for pins."""
+    """Whether `setting` is an ordinary setting, its pinned modules aside."""
     return replace(setting, pinned_modules=()).is_ordinary
 
 

@@ -1,4 +1,4 @@
-"""What a run may step down to when its precision fails, and the measured plan for each."""
+"""Stage that measures a fallback plan for each precision that a run may step down to, and the choice of the plans."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ MAX_FALLBACK_TRIES = 3
 
 
 class Fallbacks:
-    """Measures a plan for each precision with less to go wrong, at the effective batch size of each contender.
+    """Stage that measures a plan for each precision with less to go wrong, at the effective batch size of each
+    contender.
 
-    The confirmation may turn the contenders round. The batch is halved and the accumulation doubled where it runs out
-    of memory, if accumulation is offered; what was measured already is left. A precision that does harm is none to
-    step down to.
+    Both contenders are covered, since the confirmation may reverse their order. On OOM the batch size is halved and the
+    accumulation steps doubled, if accumulation is offered. Settings measured already are not repeated. A precision that
+    a check found harmful is never a fallback.
     """
 
     is_exclusive: ClassVar[bool] = False
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
-        """The trial of a plan that nobody measured, or the check that it waits for."""
+        """Return the trial of a plan that was not measured yet, or the accumulation check that it depends on, or
+        None.
+        """
         left = planner.before_confirmation(ledger)
         if not planner.may_try(ledger, left):
             return None
@@ -59,7 +62,7 @@ class Fallbacks:
 
 
 def missing_plans(ledger: Ledger, contender: Setting) -> list[Setting]:
-    """For each precision to step down to, what would be measured next for it. Pure."""
+    """Return, for each precision that `contender` may step down to, the next setting to measure. Pure."""
     harmful = {e.precision for e in ranking.exclusions(ledger.fidelity)}
     missing = []
     for precision in MODES[contender.precision].rungs_below:
@@ -78,7 +81,9 @@ def missing_plans(ledger: Ledger, contender: Setting) -> list[Setting]:
 
 
 def _stepped_down(setting: Setting, precision: Precision, factor: int) -> Setting:
-    """With batches split by `factor`. What else the setting decides, such as the loader's workers, stays."""
+    """Return `setting` in `precision`, with its batch size divided by `factor`, uncompiled and without pinned modules.
+    Its other dimensions, such as loader workers, stay.
+    """
     batch_size, num_steps = setting.batch_size // factor, setting.accumulation_steps * factor
     split = replace(setting, batch_size=batch_size, accumulation_steps=num_steps)
     bare = FP8_RECIPE.off(split)
@@ -86,7 +91,7 @@ def _stepped_down(setting: Setting, precision: Precision, factor: int) -> Settin
 
 
 def _fits(setting: Setting, precision: Precision) -> bool:
-    """Whether what is set up, which stays through a training, goes with the precision."""
+    """Whether the dimensions that stay set up for a whole training run are compatible with `precision`."""
     stepped_down = _stepped_down(setting, precision, 1)
     return all(v.fits(getattr(stepped_down, v.name), stepped_down) for v in VARIANTS)
 
@@ -94,18 +99,19 @@ def _fits(setting: Setting, precision: Precision) -> bool:
 def fallback_plans(
     records: Sequence[Record], chosen: Setting, harmful: Collection[Precision] = (), *, may_add_steps: bool
 ) -> tuple[FallbackPlan, ...]:
-    """For each precision to step down to, the fastest candidate of the same effective batch that never failed.
+    """Return, for each precision to step down to, the fastest measured setting of the same effective batch size that
+    never failed.
 
-    Its batches are whole parts of those that the run's loader goes on giving. Unless `may_add_steps`, it has no more
-    accumulation steps than `chosen`. `harmful` precisions are none to step down to, nor is one with pins, which a plan
-    cannot say. Plans are measured without compiling, which takes too long for what may never run; so is what their
-    slowdown is held against, where it was.
+    Its batch size divides that of `chosen`, whose batches the run's data loader keeps giving. Unless `may_add_steps`,
+    it has no more accumulation steps than `chosen`. `harmful` precisions are left out, and so are settings with pinned
+    modules, which a plan cannot express. Plans are measured without compiling, which takes too long for a setting that
+    may never run; their slowdown is relative to `chosen` without compiling too, where that was measured.
     """
     failed, counted = ranking.failures(records), ranking.counted(records)
     measured = _measured(r for r in counted if not r.has_share)
     shares = _measured(r for r in counted if r.has_share)
-    faster = 1.0  # all of the CPU than a share of it
-    if chosen in shares:  # a ratio is one of alike
+    faster = 1.0  # speed with all of the CPU relative to a share of it
+    if chosen in shares:  # compare only measurements made under the same conditions
         faster = _speed(measured[chosen]) / _speed(shares[chosen]) if chosen in measured else 1.0
         measured = shares
     speeds = {c: _speed(ours) for c, ours in measured.items()}

@@ -1,8 +1,8 @@
-"""What a search decides by while some of its jobs still run: as if each had come out as expected. Pure.
+"""Ledger to decide by while some jobs still run: each pending job counts as if it had ended as expected. Pure.
 
-What the model of the curves expects stands in for a measurement, so that the next trial is what is worth most beside
-those that run ("kriging believer": Ginsbourger, Le Riche, Carraro, 2010, Kriging Is Well-Suited to Parallelize
-Optimization).
+The throughput model's prediction stands in for a measurement, so that the next trial is the most valuable one in
+addition to those that run ("kriging believer": Ginsbourger, Le Riche, Carraro, 2010, Kriging Is Well-Suited to
+Parallelize Optimization).
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from autotune_amp.search.ranking import BEFORE_CONFIRMATION
 from autotune_amp.search.stages.curve import Curves
 from autotune_amp.trial.jobs import Check, Trial
 
-EXPECTED = 0  # the number of a record that nobody made
+EXPECTED = 0  # the number of a record that is only expected
 
 
 def expecting(ledger: Ledger, pending: Sequence[Trial | Check | Profile]) -> Ledger | None:
-    """The ledger with what the pending jobs are expected to find: that a precision is faithful, that a setting runs as
-    fast as those around it let expect. None where what follows has to wait.
+    """Return the ledger with the expected results of the `pending` jobs, or None if the next decision has to wait for
+    them.
 
-    While nothing was measured nothing can be expected of a trial. Then every slot gets the same one, the baseline: what
-    is compared with it later runs beside others too.
+    A precision is expected to be faithful, and a setting to be as fast as the throughput model predicts. While nothing
+    was measured nothing can be expected of a trial. Then every slot gets the same one, the baseline, so that trials
+    measured later beside others have a baseline measured beside others.
     """
     trials = [job for job in pending if isinstance(job, Trial) and job.purpose in BEFORE_CONFIRMATION]
     checks = [job for job in pending if isinstance(job, Check)]
@@ -38,7 +39,7 @@ def expecting(ledger: Ledger, pending: Sequence[Trial | Check | Profile]) -> Led
     if not ledger.measurements:
         return ledger.expecting([], {}, num_awaited=len(trials))
     if ledger.measurements.keys() == {trial.candidate for trial in trials}:
-        return None  # the same runs elsewhere still: once it has ended too, building may be shared
+        return None  # The same setting still runs on other slots; once it has ended there too, building may be shared.
     records = [_record(job, _faithful(job)) for job in checks if job.what == "fidelity"]
     if trials:
         throughputs = {c: [m.samples_per_second for m in ours] for c, ours in ledger.measurements.items()}
@@ -67,7 +68,9 @@ def _faithful(check: Check) -> Fidelity:
 
 
 def _measured(ledger: Ledger, setting: Setting, curves: Curves) -> Measurement:
-    """As the setting that is nearest to it, at the pace that the curves expect."""
+    """Return a copy of the nearest setting's measurement, with its times scaled to the throughput that `curves`
+    predicts.
+    """
 
     def distance(other: Setting) -> tuple[bool, int, float]:
         differing = sum(getattr(other, name) != getattr(setting, name) for name in Setting.__struct_fields__)

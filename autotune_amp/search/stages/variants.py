@@ -1,5 +1,7 @@
-"""What is tried on the setting that would win: values of further dimensions, and where the data loader sets the speed
-other numbers of its workers. One change at a time, the best kept.
+"""Stages that try, on the setting that would win, other values of further dimensions and, where loading data limits the
+speed, more loader workers.
+
+One dimension is changed at a time and the best value kept.
 """
 
 from __future__ import annotations
@@ -24,26 +26,27 @@ from autotune_amp.search.stages.explore import is_of_the_space, next_promising, 
 from autotune_amp.search.variants import beside, is_worth_trying, next_setting, to_profile
 from autotune_amp.trial.jobs import Check, Trial
 
-PROFILE_SHARE = 0.05  # of the time that is left, for a profile of the winner
-TRACE_SECONDS, NUM_STEPS_FORESEEN = 2.0, 8  # of a profile: for its trace; warming up and under the profiler
-PROFILE_PATIENCE = 5.0  # times what a profile is foreseen to take: 3.4 to 4 s of a GPT-2 on an H200, 8.5 of a Llama
-SHORT_WAIT = 0.05  # of a step: more workers have little left to gain
-SAME_WAIT = 0.9  # of the share of a step before: a lucky process before hides that more workers help, not what waits
-HANDOVER_SECONDS = 1e-3  # of a batch from a worker process: a shorter wait is not made shorter by one
+PROFILE_SHARE = 0.05  # share of the remaining time that a profile of the winner may take
+TRACE_SECONDS, NUM_STEPS_FORESEEN = 2.0, 8  # of a profile: its trace's seconds; its steps, warm-up included
+PROFILE_PATIENCE = 5.0  # times the predicted seconds: 3.4 to 4 s of a GPT-2 on an H200, 8.5 of a Llama
+SHORT_WAIT = 0.05  # share of a step: below it more workers have little left to gain
+SAME_WAIT = 0.9  # of the wait before: if as much is left, more workers do not help; speed alone can mislead
+HANDOVER_SECONDS = 1e-3  # to pass a batch from a worker process: a shorter wait does not get shorter by workers
 
 
 @dataclass
 class Variants:
-    """Tries the space's variants; the check of what won comes last, since each adds to it.
+    """Stage that tries the space's variants on the leader. The leader is checked last, since each variant changes its
+    numerics.
 
-    A profile of the winner's step comes first, where it costs little: it says what may gain most.
+    A profile of the leader's step comes first if it is cheap: it shows which dimensions can gain most.
     """
 
     is_exclusive: ClassVar[bool] = False
     checks: Checks
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | Profile | None:
-        """The profile, another trial, else the check that the leader calls for."""
+        """Return the profile, else the next trial, else the check that the leader needs, or None."""
         left, leader = planner.to_explore(ledger), to_profile(ledger)
         foreseen = math.inf if leader is None else self._profile_seconds(ledger, planner, leader)
         if leader is not None and foreseen < PROFILE_SHARE * left:
@@ -60,10 +63,12 @@ class Variants:
         return TRACE_SECONDS + planner.setup_seconds(ledger) + NUM_STEPS_FORESEEN * step_seconds
 
     def _next(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
-        """Return the next value, else what the choice still hangs on, once more or at the next batch size."""
+        """Return the next variant to try, else a setting to measure again or at the neighbouring batch size, or
+        None.
+        """
         setting = next_setting(ledger, lambda c: is_worth_trying(ledger, planner, c))
         if setting is not None and setting.is_compiled and ledger is not ledger.actual:
-            return None  # tens of seconds are for what leads once all that runs is known
+            return None  # compiling takes tens of seconds: wait until all running jobs have ended
         if setting is None and ledger.objective != "memory":
             return next_promising(ledger, planner, ledger.throughputs(), left_seconds, tuple(beside(ledger)))
         return setting
@@ -71,16 +76,17 @@ class Variants:
 
 @dataclass
 class LoaderWorkers:
-    """Tries more workers until one number will do or none helps, and checks what comes to lead by it.
+    """Stage that raises the number of loader workers until steps no longer wait for data or it does not help, and
+    checks the new leader.
 
-    Where nothing waits any more, the choice hangs on what was seen through the wait alone: that is explored again.
+    Once the wait is over, batch sizes that were compared only by estimates without the wait are explored again.
     """
 
     is_exclusive: ClassVar[bool] = False
     checks: Checks
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
-        """The check that the last trial calls for, else another trial."""
+        """Return the check that the last trial makes necessary, else another trial, or None."""
         check, left = self.checks.next(ledger, planner), planner.before_confirmation(ledger)
         if check is not None or not planner.may_try(ledger, left):
             return check
@@ -88,11 +94,12 @@ class LoaderWorkers:
         return None if setting is None else planner.trial(ledger, setting, left)
 
     def setting(self, ledger: Ledger, conditions: Conditions) -> Setting | None:
-        """What would be chosen if no step waited for its data, with more workers; None where there is nothing to gain.
+        """Return the setting that would win if no step waited for data, with the next number of workers; None if there
+        is nothing to gain.
 
-        Their number is doubled up to that of the CPUs. That ends where the wait is short, where more workers failed,
-        and where they are no faster than half as many and wait no less. The first worker is no test of that: it makes
-        loading and training overlap, the second one doubles the loading.
+        The number of workers is doubled up to the number of CPUs. It stops where the wait is short, where more workers
+        failed, and where they are no faster than half as many and wait no less. One worker is not tested for that: it
+        overlaps loading with training, while the second doubles the loading rate.
         """
         own_num_workers, num_cpus = conditions.description.num_workers, conditions.num_cpus
         searched = [r for r in ledger.records if r.purpose == "search"]
@@ -127,14 +134,16 @@ class LoaderWorkers:
             if num_workers > 1 and is_no_faster and data_share(found) > SAME_WAIT * share_before:
                 break
             before, share_before = found.samples_per_second, data_share(found)
-        # Where the wait still sets the speed, what has less to go wrong reaches it too.
+        # Where the wait still limits the speed, a setting with less to go wrong reaches the same speed.
         leader = rank({c: speed for c, speed in speeds.items() if c.with_own_workers == target})[0]
         held = {c: min(speed, speeds[leader]) for c, speed in unheld.items()}
         safer = replace(rank(held, tiers=tiers)[0], num_workers=leader.num_workers)
         return None if safer in tried else safer
 
     def _promising(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
-        """With as many workers as end the wait the setting that is worth most a second, None where none is."""
+        """Return the setting to try next with the least number of workers that ended the wait, or None if none is worth
+        it.
+        """
         enough = [
             c.num_workers
             for c, ours in ledger.measurements.items()
@@ -158,7 +167,7 @@ class LoaderWorkers:
 
 
 def ladder(own_num_workers: int, num_cpus: int) -> Iterator[int]:
-    """The numbers of workers to try: today's doubled and doubled again, up to the number of CPUs."""
+    """Yield the numbers of workers to try: the user's own, doubled until it reaches the number of CPUs."""
     number = own_num_workers
     while number < num_cpus:
         number = min(max(1, 2 * number), num_cpus)

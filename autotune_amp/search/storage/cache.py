@@ -1,4 +1,6 @@
-"""search(): answer from the cache, or search. Light to import: a cached answer has 50 ms."""
+"""Entry point of a search: answer from the cache, or search. Light to import, since a cached answer has to take 50
+ms.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,21 @@ from autotune_amp.search.progress import Progress
 from autotune_amp.search.source import Source
 from autotune_amp.search.storage.folder import StudyFolder
 
-# Neither where a search writes, nor on how many slots it runs, nor what is chosen for changes anything of what it
-# measures.
+# Options that do not change what is measured: where a search writes, its number of slots, and what it is ranked by.
 _OPTIONS_OUTSIDE_FINGERPRINT = ("study", "out", "storage", "devices", "slots", "ray", *RANKING)
 
 
 def search(
     source: Source, options: SearchOptions, progress: Progress, *, is_fresh: bool, is_rerun: bool = False
 ) -> Recommendation:
-    """Answer from the cache, or search; see `autotune_amp.recommend_config`. A rerun (see `Place`) never searches."""
+    """Return the cached recommendation, or search; see `autotune_amp.recommend_config`. A rerun (see `Place`) never
+    searches.
+    """
     folder = StudyFolder(options.out, options.study or source.name)
     fields = msgspec.to_builtins(options)
     settings = {name: fields[name] for name in fields if name not in _OPTIONS_OUTSIDE_FINGERPRINT}
     cached = folder.cached()
-    # What a node has is known once it is reached.
+    # The hardware of a cluster's node is known once it is reached.
     fingerprint = None if options.ray else source.fingerprint(settings, identify(options.first_device))
     if fingerprint is not None and (is_rerun or not is_fresh):
         answer = cached_answer(cached, options, folder, progress, fingerprint)
@@ -36,7 +39,7 @@ def search(
     from autotune_amp.search.search import search_anew
 
     def answer_for(fingerprint: Fingerprint) -> Recommendation | None:
-        """One that is known; the folder is locked."""
+        """Return a known recommendation, or None. The folder is locked."""
         answer = cached_answer(cached, options, folder, progress, fingerprint)
         return answer or _shared_answer(source, options, folder, progress, fingerprint)
 
@@ -50,9 +53,9 @@ def cached_answer(
     progress: Progress,
     fingerprint: Fingerprint,
 ) -> Recommendation | None:
-    """`cached` where it holds for this fingerprint: finished, alike in every part, and nothing in it unknown.
+    """Return `cached` if it is finished and holds for this fingerprint, which must be fully known and equal; else None.
 
-    One for another objective, length of training or price is ranked again, and saved.
+    For another objective, length of training run or price it is ranked again and saved.
     """
     if cached is None or cached.search.was_interrupted:
         return None
@@ -62,8 +65,8 @@ def cached_answer(
     if all(getattr(before, name) == getattr(options, name) for name in RANKING):
         return cached
     if not folder.records(cached.search.search_id):
-        return None  # answered from a storage: what it would be ranked by lies elsewhere
-    from autotune_amp.search.answer.decide import rerank  # not needed for a plain answer, which has 50 ms
+        return None  # answered from a storage: the records to rank again by are elsewhere
+    from autotune_amp.search.answer.decide import rerank  # not needed for a plain answer, which has to take 50 ms
 
     answer = folder.save(rerank(cached, options, folder))
     progress.note(f"Ranked again for {options.objective} from what this search measured before; nothing was run.")
@@ -73,7 +76,9 @@ def cached_answer(
 def _shared_answer(
     source: Source, options: SearchOptions, folder: StudyFolder, progress: Progress, fingerprint: Fingerprint
 ) -> Recommendation | None:
-    """One that the storage keeps, of another host or folder, where it holds for this fingerprint; it is saved here."""
+    """Return the storage's recommendation from another host or folder, if it holds for this fingerprint, and save it
+    here.
+    """
     if options.storage is None or fingerprint.unknown:
         return None
     from autotune_amp.search.storage import shared  # brings Optuna
@@ -83,7 +88,7 @@ def _shared_answer(
         return None
     answer = found.recommendation
     if any(answer.options.get(name) != getattr(options, name) for name in RANKING):
-        return None  # to rank again takes all records
+        return None  # ranking again needs the records
     told = f"Answered from the storage: measured {found.origin}, on a machine of the same kind."
     progress.note(told)
     asked = msgspec.to_builtins(options)

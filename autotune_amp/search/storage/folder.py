@@ -1,4 +1,6 @@
-"""The folder a search owns: its lock, its log of outcomes and its recommendation. What is read from it is data."""
+"""Folder of a search: its lock, its log of outcomes and its recommendation. Its files are read as data, never
+executed.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,16 @@ _LOCK = ".lock"
 
 
 class _Format(msgspec.Struct):
-    """All that is read of a line before it is known to be none of a newer format."""
+    """Format number of a line, read before anything else in case the format is newer."""
 
     format: Integer = RECORD_FORMAT
 
 
 class StudyFolder:
-    """`out`/`name`, made where it is missing and locked while it is used as a context manager.
+    """Folder `out`/`name`, created if missing and locked while it is used as a context manager.
 
-    Raises `StudyError` where the folder cannot be made, written or locked, `StudyBusyError` where another search
-    holds it, and `FormatError` for a damaged or newer file.
+    Raises `StudyError` if the folder cannot be created, written or locked, `StudyBusyError` if another search holds it,
+    and `FormatError` for a damaged or newer file.
     """
 
     def __init__(self, out: str, name: str) -> None:
@@ -46,11 +48,11 @@ class StudyFolder:
         self._is_new = False
 
     def cached(self) -> Recommendation | None:
-        """The finished recommendation in this folder, None where there is none yet."""
+        """Return the recommendation in this folder, or None."""
         return Recommendation.load(self.recommendation_path) if self.recommendation_path.exists() else None
 
     def __enter__(self) -> StudyFolder:
-        import filelock  # not needed for a cached answer, which has 50 ms
+        import filelock  # not needed for a cached answer, which has to take 50 ms
 
         try:
             self._is_new = not self.path.exists()
@@ -87,9 +89,9 @@ class StudyFolder:
             self._lock.release()
 
     def search_id(self, digest: str, *, is_fresh: bool, num_shares: int | None = None) -> str:
-        """Names the search of this fingerprint that is to be gone on with, or a new one for `is_fresh`.
+        """Return the ID of the search of this fingerprint that is to be resumed, or a new ID if `is_fresh`.
 
-        What was measured on one of `num_shares` of the CPU is not compared with what had another.
+        Measurements on one of `num_shares` of the CPU are kept apart from those on other shares.
         """
         prefix = f"{digest[:12]}-" + (f"{num_shares}shares-" if num_shares is not None else "")
         of_this = re.compile(re.escape(prefix) + r"([0-9]{1,9})")  # "d-2shares-1" begins with "d-", and is another's
@@ -97,7 +99,9 @@ class StudyFolder:
         return f"{prefix}{max(numbers, default=0) + 1 if is_fresh else max(numbers, default=1)}"
 
     def records(self, search_id: str | None = None) -> list[Record]:
-        """What was measured, of one search or of all. Another search may be writing: half a line is left out."""
+        """Return the records of one search, or of all. An incomplete last line, which another search may be writing, is
+        left out.
+        """
         try:
             lines = read_file(self._outcomes_path).rpartition(b"\n")[0].splitlines()
         except FileNotFoundError:
@@ -139,8 +143,9 @@ class StudyFolder:
             ) from error
 
     def save(self, recommendation: Recommendation) -> Recommendation:
-        """Write recommendation.json in one step, and of a command the settings files that the answer names; returned is
-        what was written."""
+        """Write recommendation.json atomically, and for a command the settings files that it names. Return what was
+        written.
+        """
         line = recommendation.launch_line
         if line is not None:
             _, command = recommendation.answered_command(self.path)

@@ -1,7 +1,7 @@
-"""What an Optuna storage keeps for others who use it: the answer of each search, found by what it holds for.
+"""Recommendations that an Optuna storage keeps for others who use it, found by fingerprint.
 
-The answers for one code on one model of device stand in a study without trials, one for each kind of request. What is
-read is data: command, options and target of an answer are the reader's own.
+The recommendations for one code on one device model are attributes of a study without trials, one for each kind of
+request. They are read as data: command, options and target of a returned recommendation are the reader's own.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from autotune_amp.core.hardware import LEAST_MEMORY_SHARE
 from autotune_amp.core.recommendation import FORMAT, Fingerprint, Recommendation
 from autotune_amp.search.storage.study import attributes, set_attribute
 
-_MIN_HIDDEN = 8  # characters of a word of the command: shorter ones are words of ours, such as bf16
+_MIN_HIDDEN = 8  # least length of a word of the command to hide: shorter words may be ours, such as bf16
 
-# In which devices of one model differ. Memory is compared on its own: two hosts never have the same to the byte.
+# Parts of a fingerprint that differ between devices of one model. Memory is compared separately: no two hosts have the
+# same to the byte.
 _OF_ONE_DEVICE = ("device uuid", "device index", "device total_memory_bytes")
 
 
 class Answer(NamedTuple):
-    """A finished search's, the host that it ran on and when (ISO 8601, UTC). `kind` is that of the request."""
+    """Recommendation of a finished search, with its host and time (ISO 8601, UTC). `kind` is a hash of the request."""
 
     kind: str
     host: str
@@ -37,14 +38,15 @@ class Answer(NamedTuple):
 
     @property
     def origin(self) -> str:
-        """Where and when it was measured, in words."""
+        """Return where and when it was measured, in words."""
         return f"on {self.host}, {self.time[:10]}"
 
 
 def answers(storage: str, fingerprint: Fingerprint) -> list[Answer]:
-    """Those for the same code on a device of the same model, the latest first. Raises `StudyError`.
+    """Return the recommendations for the same code on a device of the same model, the latest first. Raises
+    `StudyError`.
 
-    What this version cannot read is left out.
+    Those in a format that this version cannot read are left out.
     """
     found = []
     for kind, kept in attributes(storage, _name(fingerprint)).items():
@@ -58,7 +60,7 @@ def answers(storage: str, fingerprint: Fingerprint) -> list[Answer]:
 
 
 def answer_for(answers: list[Answer], fingerprint: Fingerprint) -> Answer | None:
-    """The one that holds for a request on another host of the same kind too, None where there is none. Pure."""
+    """Return the answer that holds for the same request on another host of the same kind, or None. Pure."""
     memory_bytes = int(fingerprint.parts["device total_memory_bytes"].removeprefix("="))
     kind = _digest(_kind(fingerprint))
     for answer in answers:
@@ -69,7 +71,7 @@ def answer_for(answers: list[Answer], fingerprint: Fingerprint) -> Answer | None
 
 
 def keep(storage: str, recommendation: Recommendation) -> None:
-    """Keep the answer of a finished search for others, without its command. Raises `StudyError`."""
+    """Store the recommendation of a finished search for others, without its command. Raises `StudyError`."""
     found = recommendation.fingerprint
     kept = {
         "host": platform.node(),
@@ -80,9 +82,9 @@ def keep(storage: str, recommendation: Recommendation) -> None:
 
 
 def _without_command(recommendation: Recommendation) -> Recommendation:
-    """The recommendation without the command and its settings files, which may hold secrets, and without the target.
+    """Return the recommendation without its target, command and settings files, which may hold secrets.
 
-    Their words of `_MIN_HIDDEN` characters or more are hidden in its sentences too.
+    Words of theirs of at least `_MIN_HIDDEN` characters are hidden in its sentences too.
     """
     line, target = recommendation.launch_line, recommendation.target
     texts = [] if line is None else [*line.arguments, *line.values.values(), *line.files, *line.files.values()]
@@ -101,7 +103,9 @@ def _without_command(recommendation: Recommendation) -> Recommendation:
 
 
 def _hiding(value: Any, words: Sequence[str]) -> Any:
-    """Plain data with each of these words hidden in its sentences; what has no blank is a name or a number."""
+    """Return plain data with each of `words` hidden in its sentences. A string without a blank is a name or a
+    number.
+    """
     if isinstance(value, dict):
         return {name: _hiding(each, words) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -117,7 +121,7 @@ def _kind(fingerprint: Fingerprint) -> dict[str, str]:
 
 
 def _name(fingerprint: Fingerprint) -> str:
-    """Of the study with the answers for the same code, asked for in any way."""
+    """Return the name of the study that keeps the recommendations for the same code, whatever the options."""
     alike = {name: part for name, part in _kind(fingerprint).items() if not name.startswith("option ")}
     return f"answers-{_digest(alike)}"
 

@@ -1,12 +1,12 @@
-"""The study: what Optuna is told and asked, and the only file that imports it.
+"""Optuna study of a search. No other file imports Optuna.
 
-What to try the model of the curves says (`curve`). The parameters of a trial are the dimensions of the space (numbers
-on a log scale: an int range may change later and a category may not), of trials on the winner the further ones and,
-under fp16, `init_scale` and `growth_interval`, whose pairs TPE suggests: they are replayed on one measurement. What
-somebody enqueues is snapped to the nearest legal setting. User attributes say the rest for optuna-dashboard; they are
-few, since each is a commit.
+The throughput model (`stages.curve`) decides what to try. A trial's parameters are the dimensions of the space (numbers
+on a log scale: the range of an int may change later, a category may not), for trials on the winner also the further
+dimensions and, under fp16, `init_scale` and `growth_interval`. TPE suggests those two, and each pair is replayed on one
+measurement. A trial that somebody enqueued is snapped to the nearest legal setting. User attributes hold the rest for
+optuna-dashboard; they are few, since each is a commit.
 
-The ledger has all of it: a search goes on without a storage that is away, and tells it everything once it is back.
+The ledger has all of it: a search continues without a storage that is away, and sends everything once it is back.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ GROWTH_INTERVALS = (10, 20_000)
 # A sampler learns from a violated constraint and ignores a trial told as FAIL (studies/README.md).
 _RUNS = "runs"
 
-_NUM_TRIES, _TRY_SECONDS = 10, 0.3  # of making an empty database's tables
+_NUM_TRIES, _TRY_SECONDS = 10, 0.3  # attempts to create an empty database's tables
 AWAY_SECONDS = 10.0  # between two tries to reach a storage that is away
-# The last is Optuna's word for a study or trial that somebody deleted.
+# Optuna raises KeyError for a study or trial that somebody deleted.
 _FAILURES = (StorageInternalError, SQLAlchemyError, UpdateFinishedTrialError, KeyError)
-# Of libpq, which waits for ever otherwise: for a connection, and for the answer of a server whose packets are lost.
+# Timeouts of libpq, which otherwise waits for ever: for a connection, and for a server whose packets are lost.
 _PATIENCE = {
     "connect_timeout": 5,
     "keepalives_idle": 5,
@@ -62,9 +62,10 @@ _PATIENCE = {
 
 
 class Asked(NamedTuple):
-    """A trial to run with `setting` and be told of; under fp16 with `pair`, an init_scale and a growth_interval.
+    """Trial to run with `setting`, to be passed to `Study.tell`; under fp16 with `pair`, an init_scale and
+    growth_interval.
 
-    `trial` is None where the storage is away.
+    `trial` is None if the storage is away.
     """
 
     setting: Setting
@@ -73,10 +74,10 @@ class Asked(NamedTuple):
 
 
 class Study:
-    """One search in an Optuna storage, inside ``with Study.open(...)``. To be used from one thread.
+    """Study of one search in an Optuna storage, used inside ``with Study.open(...)`` from one thread.
 
-    Where the storage fails later on, `note` hears of it and the search goes on without: it is tried again, at the next
-    `catch_up`, every `AWAY_SECONDS`.
+    If the storage fails later, `note` is called and the search continues without it; `catch_up` tries it again every
+    `AWAY_SECONDS`.
     """
 
     def __init__(
@@ -90,13 +91,13 @@ class Study:
         self._storage = storage
         self._load = load
         self._note = note
-        self._away_since: float | None = None  # or when it was last tried
+        self._away_since: float | None = None  # the time of its failure or of the last attempt to reach it
         self._ledger = ledger
-        self._asked: list[Asked] = []  # asked for, and not told yet
+        self._asked: list[Asked] = []  # asked and not told yet
         self._legal = (*space.candidates, space.baseline)
         tried = (*self._legal, *(FP8_RECIPE.on(space.baseline, v) for v in space.variants.get(FP8_RECIPE.name, ())))
         self._distributions = {dimension.name: _distribution(dimension, tried) for dimension in OF_THE_SPACE}
-        # Parameters of the trials alone that have another value somewhere.
+        # Parameters of only those trials that have a non-default value of a further dimension.
         self._further: dict[str, BaseDistribution] = {
             variant.name: CategoricalDistribution(tuple(dict.fromkeys((variant.default, *values))))
             for variant in VARIANTS
@@ -116,18 +117,19 @@ class Study:
         seed: int = 0,
         note: Callable[[str], None] = lambda _: None,
     ) -> Iterator[Study]:
-        """Create the study of a search, or go on with it. `storage` is an Optuna storage URL, or the search's own file.
+        """Create the study of a search, or resume it. `storage` is an Optuna storage URL, or the path of the search's
+        own file.
 
-        It belongs to the ledger's `search_id` and `owner`, the search's folder, and is called `name`, or
-        `name-search_id` and so on where another search has that name, whose measurements must not steer this one.
-        Trials that a killed search left running are told as failed, and the ledger's that the study lacks are added.
-        Raises `StudyError`, naming the storage without its password, where it cannot be used.
+        The study belongs to the ledger's `search_id` and to `owner`, the search's folder. It is called `name`, or
+        `name-search_id` and so on if another search has that name, whose measurements must not steer this one. Trials
+        that a killed search left running are marked as failed, and the ledger's trials that the study lacks are added.
+        Raises `StudyError`, naming the storage without its password, if it cannot be used.
         """
         with _quiet(), connected(storage) as database:
 
             def load() -> optuna.Study:
                 study = _create_or_load(database, name, ledger.search_id, owner)
-                study.sampler = TPESampler(seed=seed + len(study.trials))  # resumed, it must draw others
+                study.sampler = TPESampler(seed=seed + len(study.trials))  # a resumed search must draw other values
                 return study
 
             with _storage_errors(storage):
@@ -137,15 +139,15 @@ class Study:
 
     @property
     def name(self) -> str:
-        """The study's name in the storage."""
+        """Return the study's name in the storage."""
         return self._study.study_name
 
     def ask(self, setting: Setting, pair: Pair | None = DEFAULT_PAIR) -> Asked:
-        """A trial of `setting`, under fp16 with `pair`; with None TPE suggests one for the setting.
+        """Return a trial of `setting`, under fp16 with `pair`; TPE suggests the pair if it is None.
 
-        What somebody enqueued through the dashboard comes first, snapped to the nearest legal setting, so run what is
-        returned; where that cannot be read it is a `StudyError`. Raises `ValueError` for a setting outside the space:
-        enqueued, it would leave a running trial behind.
+        A trial that somebody enqueued through the dashboard comes first, snapped to the nearest legal setting, so run
+        the setting that is returned. Raises `StudyError` if such a trial cannot be read, and `ValueError` for a setting
+        outside the space, which would leave a running trial behind.
         """
         if not self._is_legal(setting):
             raise ValueError(f"{setting} is not in the space.")
@@ -177,11 +179,11 @@ class Study:
         return Asked(setting, trial, suggested)
 
     def tell(self, asked: Asked, outcome: Outcome, *, number: int | None = None, slot: str | None = None) -> None:
-        """Finish a trial: its applied samples per second, or why there are none.
+        """Finish a trial with its applied samples per second, or with the reason that there are none.
 
-        `number` is that of the record, written before this is called; None where the outcome was known already. `slot`
-        is where it ran, where there are several.
-        A failure becomes a pruned trial with a violated constraint, never a failed one: samplers learn from that.
+        `number` is that of its record, which is written before; None if the outcome was known already. `slot` is the
+        slot it ran on, if there are several. A failure becomes a pruned trial with a violated constraint, never a
+        failed trial: samplers learn from a constraint.
         """
         self._asked = [other for other in self._asked if other is not asked]
         outcome, replay = self._ledger.judged(asked.setting, outcome, asked.pair)
@@ -199,9 +201,10 @@ class Study:
                 self._study.tell(asked.trial, state=TrialState.PRUNED)
 
     def catch_up(self, ledger: Ledger, *, is_over: bool = False) -> None:
-        """Tell every trial that the ledger has and the study lacks, and how the first pairs of what was calibrated do.
+        """Tell the study every trial of the ledger that it lacks, and the replays of the first pairs of each
+        calibration.
 
-        fp16 that is about to be calibrated is told when it was, or when the search `is_over`.
+        An fp16 trial that awaits calibration is told after it, or when the search `is_over`.
         """
         self._ledger = ledger
         if self._away_since is not None and (is_over or time.monotonic() > self._away_since + AWAY_SECONDS):
@@ -226,7 +229,7 @@ class Study:
 
     @contextlib.contextmanager
     def _going_on(self) -> Iterator[None]:
-        """A storage that fails inside is away from then on."""
+        """Suppress a failure of the storage inside and mark the storage as away."""
         try:
             yield
         except _FAILURES as error:
@@ -241,16 +244,18 @@ class Study:
             self._note("The study's storage is there again.")
 
     def _attach(self) -> None:
-        """Take up the study as a resumed search does: what it was told stands in it."""
+        """Load the study as a resumed search does, from the trials that it has."""
         self._study = self._load()
         self._asked = []
         self._calibrated: set[Setting] = set()
         self._fail_left_behind()
         finished = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
-        self._told = {t.user_attrs["record"] for t in finished if "record" in t.user_attrs}  # records' numbers
+        self._told = {t.user_attrs["record"] for t in finished if "record" in t.user_attrs}  # numbers of its records
 
     def answer_seeds(self, setting: Setting) -> list[Pair] | None:
-        """Tell the pairs to begin with that the study lacks; returns all that it knows, None where fp16 has none."""
+        """Tell the study the initial pairs that it lacks. Return all pairs that it knows, or None if `setting` has no
+        safe scale.
+        """
         scales = scales_of(self._ledger.scales, setting)
         outcome = self._ledger.outcomes.get(setting)
         if scales is None or scales.refusal is not None or outcome is None:
@@ -266,7 +271,7 @@ class Study:
         known = self.answer_seeds(setting)
         if known is None:
             return
-        for pair in known:  # a resumed search counts those of before
+        for pair in known:  # a resumed search counts earlier pairs
             self._ledger.replay(setting, pair)
         for _ in range(num_pairs - len(known)):
             if left_seconds() <= 0 or not self.is_there:
@@ -274,7 +279,7 @@ class Study:
             self.tell(self.ask(setting, None), self._ledger.outcomes[setting])
 
     def pairs(self, setting: Setting) -> list[Pair]:
-        """The pairs that the study knows the answers of for an fp16 setting, in order."""
+        """Return the pairs of an fp16 setting that the study has results for, in order."""
         finished: Sequence[optuna.trial.FrozenTrial] = ()
         with self._going_on():
             if self.is_there:
@@ -285,7 +290,7 @@ class Study:
         return [(snapped(t.params["init_scale"]), t.params["growth_interval"]) for t in ours]
 
     def _nearest(self, parameters: dict[str, Any]) -> Setting:
-        """The legal candidate that is nearest to them; strict flags before as found where both are."""
+        """Return the legal candidate nearest to `parameters`, preferring strict flags to the user's own."""
 
         def distance(name: str, value: Any) -> float:
             if isinstance(value, int):
@@ -297,9 +302,11 @@ class Study:
         )
 
     def _fail_left_behind(self) -> None:
-        """Heartbeats belong to `study.optimize`: with ask and tell, the next search marks the dead trials itself."""
+        """Mark the trials that a killed search left running as failed, since heartbeats exist only in
+        `study.optimize`.
+        """
         for left in self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-            if "candidate" in left.user_attrs:  # what somebody enqueued is still to be run
+            if "candidate" in left.user_attrs:  # trials enqueued by somebody are still to be run
                 self._study._storage.set_trial_state_values(left._trial_id, TrialState.RUNNING)  # to be told
         for left in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             trial = optuna.Trial(self._study, left._trial_id)
@@ -308,7 +315,9 @@ class Study:
             self._study.tell(left.number, state=TrialState.FAIL)
 
     def _is_legal(self, setting: Setting) -> bool:
-        """Whether it is one of the space's, with or without pins and what is set up; other numbers of workers not."""
+        """Whether a setting is in the space, apart from pinned modules and further dimensions; another number of
+        workers is not.
+        """
         return msgspec.structs.replace(setting.with_nothing_set_up, pinned_modules=()) in self._legal
 
     def _further_parameters(self, setting: Setting) -> dict[str, str]:
@@ -316,7 +325,7 @@ class Study:
 
 
 def _distribution(dimension: Dimension[Any], settings: Sequence[Setting]) -> BaseDistribution:
-    """Over the values that the settings have."""
+    """Return the distribution over the values that the settings have in a dimension."""
     values = sorted({getattr(setting, dimension.name) for setting in settings}, key=dimension.risk)
     if all(isinstance(value, int) for value in values):
         return IntDistribution(min(values), max(values), log=True)
@@ -334,7 +343,7 @@ def _create_or_load(storage: RDBStorage, name: str, search_id: str, owner: str) 
     names = itertools.chain((name, own_name), (f"{own_name}-{k}" for k in itertools.count(2)))
     while True:
         free_name = next(names)
-        try:  # creating fails for all but one of several searches that start together
+        try:  # of several searches that start together only one can create the study
             study = optuna.create_study(storage=storage, study_name=free_name, direction="maximize")
         except DuplicatedStudyError:
             study = optuna.load_study(storage=storage, study_name=free_name)
@@ -347,22 +356,24 @@ def _create_or_load(storage: RDBStorage, name: str, search_id: str, owner: str) 
 
 @contextlib.contextmanager
 def connected(storage: str | Path) -> Iterator[RDBStorage]:
-    """An Optuna storage by its URL, or a search's own file. Raises `StudyError` where it cannot be used."""
-    # Without a pool no SQLite connection outlives its session, not even one that Optuna's constructor failed on.
+    """Yield the Optuna storage for a URL, or for the path of a search's own file. Raises `StudyError` if it cannot be
+    used.
+    """
+    # Without a pool no SQLite connection outlives its session, not even if Optuna's constructor fails.
     options: dict[str, Any] = {}
     if isinstance(storage, Path):
         options["pool"] = sqlalchemy.NullPool(lambda: _open_file(storage))  # type: ignore[arg-type]
     elif storage.startswith("sqlite") and ":memory:" not in storage and storage != "sqlite://":
         options["poolclass"] = sqlalchemy.NullPool
     elif storage.partition(":")[0] in ("postgresql", "postgresql+psycopg", "postgresql+psycopg2"):
-        options["pool_pre_ping"] = True  # else the first query after a restart fails for each that was open
+        options["pool_pre_ping"] = True  # else the first query on each open connection fails after the server restarts
         options["connect_args"] = {name: value for name, value in _PATIENCE.items() if f"{name}=" not in storage}
     url = "sqlite://" if isinstance(storage, Path) else storage
     try:
         if "connect_args" in options:
             _make_tables(url, options["connect_args"])
         database = RDBStorage(url, engine_kwargs=options)
-    except Exception as error:  # a wrong URL, driver, host, password, file or schema: each has a type of its own
+    except Exception as error:  # a wrong URL, driver, host, password, file or schema each raises its own type
         raise _study_error(storage, error) from error
     try:
         yield database
@@ -372,7 +383,7 @@ def connected(storage: str | Path) -> Iterator[RDBStorage]:
 
 
 def _make_tables(url: str, connect_args: dict[str, Any]) -> None:
-    """Where they are missing; tried again while another search makes the same ones, at which Optuna fails."""
+    """Create missing tables, retrying while another search creates the same ones, since Optuna fails then."""
     options = {"poolclass": sqlalchemy.NullPool, "connect_args": connect_args}  # no connection outlives a failure
     for _ in range(_NUM_TRIES):
         try:
@@ -393,7 +404,7 @@ def _storage_errors(storage: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Optuna says nothing inside."""
+    """Silence Optuna's log inside."""
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
@@ -403,7 +414,7 @@ def _quiet() -> Iterator[None]:
 
 
 def attributes(storage: str, name: str) -> dict[str, Any]:
-    """The user attributes of a study, none where there is no such. Raises `StudyError` where the storage fails."""
+    """Return a study's user attributes, empty if there is no such study. Raises `StudyError` if the storage fails."""
     with connected(storage) as database, _storage_errors(storage):
         try:
             return database.get_study_user_attrs(database.get_study_id_from_name(name))
@@ -412,13 +423,13 @@ def attributes(storage: str, name: str) -> dict[str, Any]:
 
 
 def set_attribute(storage: str, name: str, key: str, value: Any) -> None:
-    """Set a user attribute of a study, which is made where it is missing. Raises `StudyError` likewise."""
+    """Set a user attribute of a study, which is created if missing. Raises `StudyError` if the storage fails."""
     with _quiet(), connected(storage) as database, _storage_errors(storage):
         optuna.create_study(storage=database, study_name=name, load_if_exists=True).set_user_attr(key, value)
 
 
 def _parameters(setting: Setting, pair: Pair | None) -> dict[str, Any]:
-    """The parameters of a setting's trial; without `pair` those of the loss scale are left out."""
+    """Return the parameters of a setting's trial; without `pair` those of the loss scale are left out."""
     found = {dimension.name: getattr(setting, dimension.name) for dimension in OF_THE_SPACE}
     if MODES[setting.precision].takes_scaler and pair is not None:
         found["init_scale"], found["growth_interval"] = pair
@@ -426,8 +437,8 @@ def _parameters(setting: Setting, pair: Pair | None) -> dict[str, Any]:
 
 
 def _described(setting: Setting) -> dict[str, Any]:
-    """What is known when a trial begins."""
-    # The name says how many are pinned, which two sets of pins can have in common.
+    """Return the user attributes that are known when a trial begins."""
+    # The name gives only the number of pinned modules, which two sets may share.
     pins = {"pinned_modules": list(setting.pinned_modules)} if setting.pinned_modules else {}
     return {"candidate": str(setting)} | pins
 
@@ -435,15 +446,15 @@ def _described(setting: Setting) -> dict[str, Any]:
 def _explained(
     outcome: Outcome, number: int | None, pair: Pair | None, replay: Replay | None, *, is_own: bool
 ) -> dict[str, Any]:
-    """Return what is known of a trial that has ended; `number` is its record's.
+    """Return the user attributes of a finished trial. `number` is that of its record.
 
     `is_own`: the storage is the search's own file.
     """
     explained: dict[str, Any] = {} if number is None else {"record": number}
     if isinstance(outcome, Failure):
-        # Its words may be the user's own, which others who use a storage are not to read.
+        # The message may quote the user's code, which others who use a storage must not read.
         return explained | {"failure": outcome.kind} | ({"reason": outcome.message} if is_own else {})
-    if number is not None or pair is None:  # what was measured stands with the trial that measured it
+    if number is not None or pair is None:  # measurements are stored with the trial that measured them
         explained |= {"step_seconds": outcome.step_seconds, "peak_memory_bytes": outcome.peak_memory_bytes}
     if outcome.was_cut:
         explained["was_cut"] = True
@@ -456,9 +467,9 @@ def _explained(
 
 
 def _open_file(path: Path) -> sqlite3.Connection:
-    """A connection that does not wait for the disk: a trial's dozen commits took 330 ms, and take 75 (measured).
+    """Return a connection that does not wait for the disk: a trial's dozen commits took 330 ms, and take 75 (measured).
 
-    A killed process harms nothing so. Only a power failure may, and then the records make the file again.
+    A killed process does no harm. Only a power failure may damage the file, and it is made again from the records.
     """
     connection = sqlite3.connect(path, check_same_thread=False)
     connection.execute("PRAGMA synchronous = OFF")
@@ -466,7 +477,7 @@ def _open_file(path: Path) -> sqlite3.Connection:
 
 
 def _study_error(storage: str | Path, error: Exception) -> StudyError:
-    """What went wrong with the storage in our words, its password left out."""
+    """Return the error for a storage that failed, without the storage's password."""
     cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
     what = str(getattr(cause, "orig", None) or cause).strip().split("\n")[0].rstrip(".") or type(cause).__name__
     if isinstance(error, ImportError) and str(storage).startswith("postgresql"):
