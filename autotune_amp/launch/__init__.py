@@ -16,7 +16,10 @@ placeholder that does not reach the training is an error that names both values 
 command refuses, or in which it is hopelessly slow, is left out with a warning. Whether a precision is faithful is
 judged inside the command, by the gradients of the same batches on the same first weights. Without
 `{accumulation_steps}` a smaller batch would change what the training learns, so none is tried unless
-`--effective-batch-size free`.
+`--effective-batch-size free`. A script that itself accumulates to a total keeps what it learns at every batch size: one
+that accumulates today is run at another batch size to see whether its optimizer steps take as many samples, and if so
+all batch sizes that make up the total are tried. Of one that changes its accumulation, in a warm-up for instance, only
+the size of its batches is judged.
 
 Without placeholders, batch size and precision are set from outside: in the framework's own arguments, else in the
 script's own autocast regions, else around the model's forward. fp16 needs a GradScaler of the script's own. What
@@ -30,8 +33,8 @@ What is understood of a training, seen and set from outside:
 * a plain loop, compiled too, several optimizers, LBFGS: steps, samples, accumulation and the skips of a GradScaler
   are seen; the batch size of the DataLoader is set, and the precision in its autocast regions, else around the
   forward.
-* without a DataLoader: samples are the leading dimension of what enters the model, or the second where that is
-  `{batch_size}`; the precision is set.
+* without a DataLoader: the batch size is the leading dimension of what enters the model, or the second where that is
+  `{batch_size}`, and the backward passes of a step say how many batches it accumulates; the precision is set.
 * Transformers' Trainer, as a loop, evaluations left out: `TrainingArguments` are set (precision, batch size,
   accumulation); of HfArgumentParser's arguments `--per_device_train_batch_size`, `--gradient_accumulation_steps`,
   `--bf16` and `--fp16` are known.

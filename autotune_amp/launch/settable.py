@@ -176,8 +176,9 @@ def _other_samples(
     sizes = sorted(batch_sizes(rank))
     is_followed = any(_is_close(size, asked_size) for size in sizes)
     is_total = _is_close(seen, asked)
-    keeps_total = line.keeps_effective_batch_size and passes[0] == passes[1]
-    if (is_followed or not keeps_total) and (is_total or (is_followed and is_accumulation_own and not keeps_total)):
+    keeps = line.keeps_effective_batch_size
+    is_decided = (is_accumulation_own or keeps) and not (keeps and passes[0] == passes[1])  # by the script
+    if (is_total and (is_followed or not keeps)) or (is_followed and is_decided):
         return None
     why = {name: f"{{{name}}} does not reach its loader, or it adapts it" for name in line.placeholders}
     if is_followed:
@@ -187,5 +188,6 @@ def _other_samples(
         batches = f" (batches of {' or '.join(f'{size:g}' for size in sizes)})" if sizes else ""
         reason = why.get("batch_size", "")
     wanted = f" ({setting.batch_size} x {setting.accumulation_steps})" if setting.accumulation_steps > 1 else ""
-    said = f"an optimizer step took {seen:g} samples{batches} on each rank, where {asked:g}{wanted} were asked for"
+    each = " on each rank" if rank.world > 1 else ""
+    said = f"an optimizer step took {seen:g} samples{batches}{each}, where {asked:g}{wanted} were asked for"
     return f"{said}: {reason}" if reason else said

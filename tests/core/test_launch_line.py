@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.launch_line import LaunchLine
@@ -80,6 +81,11 @@ def test_a_command_without_placeholders_stays_as_it_is(arguments: list[str]) -> 
         "accumulation_steps": 2,
     }
     assert line.outside(BF16, BF16) == {}
+
+
+def test_what_a_script_makes_up_itself_is_not_set_from_outside() -> None:
+    line = replace(LaunchLine.of("python t.py {batch_size=32}"), keeps_effective_batch_size=True)
+    assert line.outside(BF16, Setting(precision="bf16", batch_size=32)) == {}
 
 
 def test_a_settings_file_is_copied_and_the_copy_named(tmp_path: Path) -> None:

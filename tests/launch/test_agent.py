@@ -17,7 +17,7 @@ from forked_python import ForkServer
 
 from autotune_amp.launch.agent import observer, passes
 from autotune_amp.launch.frozen_pair import Unpaired, pair
-from autotune_amp.launch.measure import precision_of
+from autotune_amp.launch.measure import batch_sizes, passes_per_step, precision_of
 from autotune_amp.launch.ranks import Heard, Rank
 
 PREAMBLE = """
@@ -65,7 +65,7 @@ def only(heard: Heard) -> Rank:
     return rank
 
 
-def per_step(rank: Rank) -> set[tuple[int, int]]:
+def per_step(rank: Rank) -> set[tuple[float, int]]:
     """Samples and backward passes behind each warm step."""
     return {(one.num_samples // one.num_steps, one.num_passes // one.num_steps) for one in rank.intervals()}
 
@@ -143,6 +143,43 @@ for number in range(8):
     passes = {one.num_passes for one in rank.intervals()}
     assert passes
     assert passes <= {3, 4}
+    assert {(one.num_samples, one.num_batches) for one in rank.intervals()} == {(32, 1)}, "however often it enters"
+
+
+NEXT_BATCH = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+position = 0
+static = torch.empty(8, 8)
+def next_batch():
+    global position
+    position = (position + 8) % 256
+    return {batch}
+for step in range(12):
+    for _ in range({num_passes}):
+        {forward}.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("batch", "forward", "num_passes", "expected"),
+    [
+        ("inputs[position : position + 8]", "model(next_batch()).sum()", "4", (8, 4)),
+        ("torch.randn(8, 8)", "model(next_batch()).sum()", "4", (8, 4)),
+        ("static.copy_(inputs[position : position + 8])", "model(next_batch()).sum()", "4", (8, 4)),
+        ("torch.randn(8, 8)", "(model(next_batch()) - model(next_batch())).sum()", "1", (8, 1)),  # siamese
+        ("torch.randn(8, 8)", "model(next_batch()).sum()", "1 + step // 4", (8, None)),  # it ramps up
+    ],
+)
+def test_a_batch_of_the_scripts_own(
+    train: Train, batch: str, forward: str, num_passes: str, expected: tuple[int, int | None]
+) -> None:
+    rank = only(train(NEXT_BATCH.format(batch=batch, forward=forward, num_passes=num_passes)))
+    size, num = expected
+    assert batch_sizes(rank) == {size}
+    assert passes_per_step(rank) == ((num, num) if num else (2, 3))
+    assert {one.num_samples / one.num_batches for one in rank.intervals()} == {size}
 
 
 @pytest.mark.parametrize("sample_dim", [0, 1])

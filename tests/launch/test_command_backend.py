@@ -89,11 +89,16 @@ def local() -> Iterator[LocalBackend]:
 
 
 def described(
-    command: list[str], local: LocalBackend, seconds: float = SECONDS, files: Sequence[str] = ()
+    command: list[str],
+    local: LocalBackend,
+    seconds: float = SECONDS,
+    files: Sequence[str] = (),
+    *,
+    is_batch_free: bool = True,
 ) -> tuple[CommandBackend, Description | Failure]:
     backend = CommandBackend(Command(LaunchLine.of(command, files=files)), local, Watcher())
-    found = backend.submit(Describe(device="cpu", baseline_batch_size=8, deadline_seconds=seconds)).result()
-    return backend, found
+    describe = Describe(device="cpu", baseline_batch_size=8, deadline_seconds=seconds, is_batch_free=is_batch_free)
+    return backend, backend.submit(describe).result()
 
 
 def trial(setting: Setting) -> Trial:
@@ -170,6 +175,82 @@ def test_samples_are_found_along_the_second_dimension(tmp_path: Path, local: Loc
     measured = backend.submit(trial(Setting(precision="fp32", batch_size=4))).result()
     assert isinstance(measured, Measurement), measured
     assert measured.samples_per_second * measured.step_seconds == pytest.approx(4)
+
+
+ACCUMULATING = """
+import argparse, torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch", type=int, default=8)
+parser.add_argument("--be", default="")
+options = parser.parse_args()
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = torch.utils.data.TensorDataset(torch.randn(4096, 8))
+step = 0
+if options.be == "picky":
+    assert options.batch == 8, "only eight"
+def batches():
+    while True:
+        if options.be == "without a loader":
+            yield (torch.randn(options.batch, 8),)
+        else:
+            yield from torch.utils.data.DataLoader(data, batch_size=options.batch, shuffle=True)
+for number, (x,) in enumerate(batches(), 1):
+    num = 4 if options.be == "picky" else min(4, 1 + step // 5) if options.be == "ramping" else 32 // options.batch
+    (model(x).square().mean() / num).backward()
+    if number % num == 0:
+        step += 1
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.fixture
+def accumulating(tmp_path: Path) -> str:
+    (tmp_path / "train.py").write_text(ACCUMULATING)
+    return str(tmp_path / "train.py")
+
+
+@pytest.mark.parametrize("be", ["with a loader", "without a loader"])
+def test_a_script_that_keeps_its_total_is_tried_at_other_batches(
+    accumulating: str, local: LocalBackend, be: str
+) -> None:
+    backend, found = described([sys.executable, accumulating, *BATCH, "--be", be], local, is_batch_free=False)
+    assert isinstance(found, Description), found
+    assert (found.batch_size, found.accumulation_steps, found.keeps_effective_batch_size) == (8, 4, True)
+    assert "accumulation_steps" not in found.unsettable
+    assert any("accumulates to 32 samples" in note for note in found.notes)
+    measured = backend.submit(trial(Setting(precision="fp32", batch_size=2, accumulation_steps=16))).result()
+    assert isinstance(measured, Measurement), measured
+    assert measured.samples_per_second * measured.step_seconds == pytest.approx(32)
+    other = backend.submit(trial(Setting(precision="fp32", batch_size=16, accumulation_steps=4))).result()
+    assert isinstance(other, Failure)
+    assert "2 batches of 16" in other.message
+
+
+def test_a_batch_of_the_scripts_own_is_told_from_its_passes(accumulating: str, local: LocalBackend) -> None:
+    _, found = described([sys.executable, accumulating, "--be", "without a loader"], local)
+    assert isinstance(found, Description), found
+    assert (found.batch_size, found.accumulation_steps) == (8, 4)
+
+
+def test_a_script_that_ramps_its_accumulation_up_is_followed(accumulating: str, local: LocalBackend) -> None:
+    backend, found = described([sys.executable, accumulating, *BATCH, "--be", "ramping"], local, is_batch_free=False)
+    assert isinstance(found, Description), found
+    assert (found.batch_size, found.keeps_effective_batch_size) == (8, False)
+    for precision in ("fp32", "bf16"):
+        outcome = backend.submit(trial(Setting(precision=precision, batch_size=8))).result()
+        assert isinstance(outcome, Measurement), outcome
+
+
+def test_a_batch_that_a_script_does_not_take_is_no_error_where_none_is_needed(
+    accumulating: str, local: LocalBackend
+) -> None:
+    _, found = described([sys.executable, accumulating, *BATCH, "--be", "picky"], local, is_batch_free=False)
+    assert isinstance(found, Description), found
+    assert "only eight" in found.unsettable["batch_size"]
+    assert "bf16" not in found.unsettable
 
 
 def test_each_trial_has_a_settings_file_of_its_own(tmp_path: Path, local: LocalBackend) -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.launch_line import LaunchLine
@@ -13,7 +15,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.launch import messages
 from autotune_amp.launch.measure import samples_per_step
 from autotune_amp.launch.ranks import Rank
-from autotune_amp.launch.settable import batches_in, deviation, probing_setting, unsettable
+from autotune_amp.launch.settable import batches_in, deviation, keeps_effective_batch_size, probing_setting, unsettable
 
 TODAY = Setting(precision="fp32", batch_size=8)
 OF_RANK: dict[str, Any] = {"pid": 1, "time": 0.0, "rank": 0, "world": 1, "local_rank": 0}
@@ -27,8 +29,9 @@ def seen(
     region: str | None = None,
     has_scaler: bool = False,
     in_framework: tuple[str, ...] = (),
+    batches: Sequence[int] = (1,) * 10,
 ) -> Rank:
-    """A rank that took ten steps of `samples` each, one a second."""
+    """A rank that took ten steps, one a second, each of so many `batches` of `samples` each."""
     rank = Rank(1)
     rank.optimizers[0] = messages.Optimizer(
         **OF_RANK, index=0, name="SGD", num_parameters={"float32": 9}, devices=("cpu",), is_fused=False,
@@ -50,10 +53,12 @@ def seen(
         )
     rank.steps = [
         messages.Step(
-            pid=1, time=float(number), optimizer=0, is_skipped=False, losses=(1.0,), num_backward=number + 1,
-            forwards=(("Linear", samples, "float32"),) if number < 3 else (),
+            pid=1, time=float(number), optimizer=0, is_skipped=False, losses=(1.0,),
+            num_backward=sum(batches[: number + 1]),
+            forwards=(("Linear", samples, "float32"),) * batches[number] if number < 3 else (),
             regions=() if region is None else (region,),
-            num_samples={"0": samples * (number + 1)} if has_loader else {}, num_batches=number + 1,
+            num_samples={"0": samples * sum(batches[: number + 1])} if has_loader else {},
+            num_batches=sum(batches[: number + 1]) if has_loader else 0,
             wait_seconds=0.0, num_compilations=0, is_settled=True,
         )
         for number in range(10)
@@ -102,6 +107,82 @@ def test_a_probe_makes_another_number_of_samples_than_today_whatever_is_ignored(
     assert found is not None
     ignored = {batch * steps, batch * found.accumulation_steps, found.batch_size * steps}
     assert found.effective_batch_size not in ignored
+
+
+def test_a_probe_of_a_script_that_accumulates_makes_up_its_total() -> None:
+    cannot = {"accumulation_steps": "it has no placeholder"}
+    for batch, steps, expected in ((16, 4, 8), (7, 4, 2), (1, 4, 2), (5, 3, 1), (16, 1, None)):
+        today = Setting(precision="bf16", batch_size=batch, accumulation_steps=steps)
+        found = probing_setting(today, cannot, is_batch_free=False)
+        assert found is not None
+        assert (found.batch_size, found.accumulation_steps) == (expected or batch, steps)
+
+
+RAMP = (1, 1, 1, 1, 2, 2, 2, 3, 3, 3)
+FOURS = (4,) * 10
+ALONE = {"is_accumulation_own": True}
+
+
+@pytest.mark.parametrize("has_loader", [True, False])
+@pytest.mark.parametrize(
+    ("asked", "batches", "how", "named"),
+    [
+        ((8, 4), FOURS, {}, ()),
+        ((8, 2), FOURS, {}, ("32 samples", "4 batches of 8", "16 (8 x 2)", "{accumulation_steps}")),
+        ((4, 4), FOURS, {}, ("32 samples", "batches of 8", "16 (4 x 4)", "{batch_size}")),
+        # The script decides how many passes a step has: only their size is asked for.
+        ((8, 1), FOURS, ALONE, ()),
+        ((8, 1), RAMP, ALONE, ()),
+        ((4, 4), FOURS, ALONE, ("batches of 8", "{batch_size}")),
+        ((4, 1), RAMP, ALONE, ("batches of 8", "{batch_size}")),
+    ],
+)
+def test_batches_and_their_number_are_held_against_what_was_asked_for(
+    asked: tuple[int, int], batches: Sequence[int], how: dict[str, bool], named: tuple[str, ...], has_loader: bool
+) -> None:
+    line = LaunchLine.of("t {batch_size=8} {accumulation_steps=1}")
+    setting = Setting(precision="fp32", batch_size=asked[0], accumulation_steps=asked[1])
+    found = deviation(line, setting, seen(batches=batches, has_loader=has_loader), **how)
+    assert (found is None) is (not named)
+    assert found is None or all(word in found.message for word in named), found
+
+
+def test_a_script_that_keeps_its_total_is_held_to_it_and_to_the_size_of_its_batches() -> None:
+    line = replace(LaunchLine.of("t {batch_size=8}"), keeps_effective_batch_size=True)
+    for batch, steps, batches, is_right in (
+        (8, 4, FOURS, True),
+        (4, 8, FOURS, False),
+        (8, 2, FOURS, False),
+        (8, 1, RAMP, True),
+    ):
+        setting = Setting(precision="fp32", batch_size=batch, accumulation_steps=steps)
+        assert (deviation(line, setting, seen(batches=batches)) is None) is is_right
+
+
+@pytest.mark.parametrize(
+    ("batches", "other_size", "other_batches", "expected"),
+    [
+        (FOURS, 4, (8,) * 10, True),
+        (FOURS, 4, FOURS, False),
+        (FOURS, 8, FOURS, False),
+        (RAMP, 4, (8,) * 10, False),
+        (FOURS, 4, (6, 8, 10, 8, 6, 8, 10, 8, 6, 8), False),
+        ((4, 4, 4, 4, 4, 6, 4, 4, 4, 4), 4, (8,) * 10, True),  # an epoch ended
+    ],
+)
+def test_which_script_keeps_its_total(
+    batches: Sequence[int], other_size: int, other_batches: Sequence[int], expected: bool
+) -> None:
+    today = Setting(precision="fp32", batch_size=8, accumulation_steps=4)
+    other = replace(today, batch_size=other_size)
+    ranks = seen(batches=batches), seen(samples=other_size, loader_size=other_size, batches=other_batches)
+    assert keeps_effective_batch_size(today, ranks[0], other, ranks[1]) is expected
+
+
+def test_a_script_that_changes_its_accumulation_says_so() -> None:
+    reason = unsettable(LaunchLine.of("t {batch_size=8}"), seen(batches=RAMP))["accumulation_steps"]
+    assert "changes" in reason
+    assert "3 were seen" in reason
 
 
 def test_the_last_batch_of_an_epoch_is_no_deviation() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 from scripted_backend import ScriptedSearch, candidate, described, hardware, measured, out_of_memory
 
 from autotune_amp.core.evidence import outlook_line
@@ -51,6 +52,12 @@ class Machine:
 
     def beyond(self) -> list[str]:
         return [str(record.candidate) for record in self.searched.records if record.purpose == "outlook"]
+
+
+def test_a_command_that_keeps_its_total_has_no_larger_one() -> None:
+    machine = Machine(space=replace(SPACE, keeps_effective_batch_size=True))
+    machine.search()
+    assert machine.beyond() == []
 
 
 def test_the_outlook_is_shown_and_changes_nothing_of_what_is_recommended() -> None:

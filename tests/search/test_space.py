@@ -30,6 +30,7 @@ def sizes(found: Space, precision: str = "fp32") -> list[int]:
     return [c.batch_size for c in found.candidates if c.precision == precision]
 
 
+TOTAL = {"batch_size": 16, "accumulation_steps": 4, "keeps_effective_batch_size": True}
 FP8 = {"fp8_recipe": {"rowwise": None, "tensorwise": None}}
 
 
@@ -50,6 +51,11 @@ FP8 = {"fp8_recipe": {"rowwise": None, "tensorwise": None}}
         ({}, {"effective_batch_size": 64, "num_ranks": 4}, [2, 4, 8, 16]),
         ({}, {"effective_batch_size": 96, "baseline": "fp32:8"}, [1, 2, 3, 6, 8, 16, 32, 48, 96]),
         ({}, {"effective_batch_size": 96, "batch_size": "5:50"}, [6, 8, 12, 16, 24, 32, 48]),
+        # A command that accumulates to a total of its own keeps it, whatever is asked for.
+        (TOTAL, {}, [2, 4, 8, 16, 32, 64]),
+        (TOTAL, FREE, [2, 4, 8, 16, 32, 64]),
+        (TOTAL, {"effective_batch_size": 32}, [2, 4, 8, 16, 32, 64]),
+        (TOTAL, {"baseline": "fp32:8"}, [1, 2, 4, 8, 16, 32, 64]),
         # A loop steps its optimizers itself, so that a batch is the effective batch.
         ({"unsettable": LOOP}, {}, [32]),
     ],
@@ -84,6 +90,7 @@ def test_baseline(about: dict[str, Any], options: dict[str, Any], expected: Sett
         ({}, {"effective_batch_size": 90}, "32 does not divide the effective batch size 90"),
         ({}, {"effective_batch_size": 180, "num_ranks": 2}, "effective batch size 180 (90 on each of 2 ranks)"),
         ({"num_ranks": 2, "is_ranked": True}, {}, "64 (32 on each of 2 ranks)"),
+        (TOTAL, FREE, "free is not followed: the command itself accumulates to 64"),
         ({"weights": "bf16"}, {}, "kept in bf16"),
         ({"weights": "frozen_low"}, {}, "kept in low precision"),
     ],

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.amp.autocast_mode import autocast
 from torch.amp.grad_scaler import GradScaler
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import get_worker_info
 
 from . import where
@@ -38,7 +39,7 @@ class Passes:
         self._is_scaled = False  # the loss was seen before it was scaled
         self._backward_depth = 0
         self._forwards: list[Any] = []
-        self._entered: list[Any] = []  # of each of them the tensors, as weak references, and their versions
+        self._entered: list[Any] = []  # of each of them the module and its tensors, as weak references
         self._regions: dict[str, None] = {}
         self._watches_modules = False
 
@@ -175,14 +176,23 @@ class Passes:
 
     def _is_new(self, module: Any, given: list[Any]) -> bool:
         """Whether something else than before enters a module since the latest step."""
-        tensors = [each for each in given if isinstance(each, torch.Tensor)]
-        versions = [0 if each.is_inference() else each._version for each in tensors]
-        for known, references, known_versions in self._entered:
-            is_same = known() is module and bool(tensors) and versions == known_versions
-            if is_same and all(reference() is tensor for reference, tensor in zip(references, tensors)):  # noqa: B905 - Python 3.8
-                return False
-        self._entered.append((weakref.ref(module), list(map(weakref.ref, tensors)), versions))
+        try:
+            contents = [_content(each) for each in given if isinstance(each, torch.Tensor)]
+        except Exception:  # a tensor of a kind that has no storage
+            return True
+        entered = weakref.ref(module), contents
+        if contents and entered in self._entered:
+            return False
+        self._entered.append(entered)
         return True
+
+
+def _content(tensor: Any) -> tuple[Any, ...]:
+    """What is equal for tensors that hold the same, without keeping their memory: its place, and how often it was
+    written to."""
+    version = 0 if tensor.is_inference() else tensor._version
+    storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch does not type it
+    return storage, tensor.storage_offset(), tuple(tensor.shape), version
 
 
 def _kept(loss: Any) -> Any:
