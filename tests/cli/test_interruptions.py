@@ -140,6 +140,7 @@ def test_a_full_disk(training: CommandLine) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
+    training.environment["PYTHONDONTWRITEBYTECODE"] = "1"  # half a module would be left for every later process
     process = training.start("search", "--json", *SEARCH, preexec_fn=small_files)
     out, err = process.communicate(timeout=200)
     assert (process.returncode, json.loads(out)["error"]["kind"]) == (2, "study"), err

@@ -73,7 +73,7 @@ def test_where_others_processes_are_hidden_the_load_average_is_said_before_the_f
     monkeypatch.setattr(machine_load, "_processes", lambda _: None)  # as on macOS
     source = target("autotune_amp.workloads:workload")
     options = SearchOptions(device="cpu", budget_seconds=60.0, out=str(tmp_path))
-    with pytest.raises(SearchInterruptedError, match=r"before the first trial\.$"):
+    with pytest.raises(SearchInterruptedError, match=r"before the first trial\.\n"):
         search(source, options, Listening(), is_fresh=True)
 
 
