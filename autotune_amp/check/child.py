@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from autotune_amp.check import reading
-from autotune_amp.check.findings import CheckReport, Finding, Look, in_order
-from autotune_amp.check.recording import Recording, Say
+from autotune_amp.check.findings import CheckReport, Finding, Look, found, in_order
+from autotune_amp.check.recording import Recording, Say, raised_at
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.workload import Workload
-from autotune_amp.precision import torch_state
+from autotune_amp.precision import rules, torch_state
 from autotune_amp.precision.rules import AutocastDevice
 from autotune_amp.precision.step_amp import StepAmp
 from autotune_amp.trial import data, failures
@@ -99,6 +99,8 @@ def report_on(
     except Exception as error:
         _take(workload, model, batch_size)  # raises what is the workload's own
         problem = failures.failure_from_exception(error).message
+        if (rule := rules.rule_of(problem)) is not None:  # code that looks at dtypes itself, as torch's own may
+            findings.append(found(rule, raised_at(error)))
     return CheckReport(
         workload=workload.name,
         device=device,

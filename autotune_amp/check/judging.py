@@ -42,7 +42,7 @@ _HALF_BY_NAME = re.compile(r"\b(float16|half|bfloat16)\b")
 _DECOMPOSITIONS: Final = re.compile(
     r"(linalg_)?(cholesky(_ex|_solve|_inverse)?|eigh?|eigvalsh?|svd(vals)?|qr|geqrf|lstsq|solve(_ex|_triangular)?"
     r"|triangular_solve|inv(_ex|erse)?|pinv(erse)?|det|slogdet|logdet|matrix_rank|lu(_factor|_solve)?|ldl_\w+|tensorinv"
-    r"|tensorsolve)"
+    r"|tensorsolve|ormqr|orgqr|linalg_householder_product)"
 )
 # Those that take real or complex signals; the inverse to a real one takes complex numbers, which autocast never casts.
 _FFTS: Final = re.compile(r"fft_i?r?fft[2n]?|stft")

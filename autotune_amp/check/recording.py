@@ -14,6 +14,7 @@ import re
 import sys
 import sysconfig
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -201,8 +202,8 @@ class Recording(TorchFunctionMode):
     def _repeated(self, name: str, func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], str | None]:
         """What the call gives for the shadows, or what it raises."""
         if name == "__getitem__" or name in _LOWERED:  # they want the device itself
-            is_mixed = name in _LOWERED and self._levels[-1] is None and len(self._dtypes((args, kwargs))) > 1
-            return [], _MIXED if is_mixed else None
+            is_lowered = name == "__getitem__" or self._levels[-1] is not None
+            return [], None if is_lowered or len(self._dtypes((args, kwargs))) < 2 else _MIXED
         try:
             with self._repeating(self._levels[-1]):
                 given, named = tree_map(self._on_device, (args, kwargs))
@@ -461,6 +462,12 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before)
         else:
             delattr(owner, name)
+
+
+def raised_at(error: Exception) -> Place:
+    """Return the innermost line of the user's own that an exception passed through."""
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return next((Place("", file, line) for file, line in reversed(lines) if not _is_inner(file)), Place())
 
 
 def _is_inner(file: str) -> bool:

@@ -274,6 +274,7 @@ class ForwardWatch:
 
     def __init__(self) -> None:
         self.culprit: str | None = None
+        self.is_hidden = False  # by compiled code
         self._has_looked = False
         self._has_seen = False  # a forward pass: verdicts may come updates late
         self._remove: Callable[[], object] | None = None
@@ -286,7 +287,8 @@ class ForwardWatch:
         """Note a loss that is not finite: after the first of a burst look, then return the `culprit` of the burst."""
         if self._has_seen:
             self._unhook()
-        if not self._has_looked and not _is_anything_compiled():
+        self.is_hidden = _is_anything_compiled()
+        if not self._has_looked and not self.is_hidden:
             own, self._has_seen = weakref.ref(self), False
 
             def look(module: nn.Module, inputs: Any, output: Any) -> None:

@@ -355,7 +355,7 @@ class Executor:
         policy = self.policy
         below = [name for name in policy.rungs[policy.rung + 1 :] if name not in policy.withdrawn]
         policy.advise()
-        told = messages.advice(policy, reason, self._culprit, below)
+        told = messages.advice(policy, reason, self._culprit, below, is_hidden=self._forward.is_hidden)
         self._note("advice", below[0] if below else policy.precision, told)
 
     def _stop_for_weights(self, action: Action) -> bool:

@@ -143,6 +143,27 @@ def test_a_step_that_only_the_recording_ends_is_reported_so_far() -> None:
     assert "not for us" in (found.problem or "")
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("device", rules.AUTOCAST_DEVICES)
+def test_a_recurrent_module_where_autocast_is_off_takes_one_dtype(kind: Any, device: AutocastDevice) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.body = nn.Linear(16, 16), kind(16, 16)
+
+        def forward(self, x: Tensor) -> Any:
+            x = self.enter(x)
+            with torch.autocast(device, enabled=False):
+                return self.body(x)[0]  # whose module itself looks at the dtypes
+
+    workload = Workload(Model, check_samples.squares, lambda n: torch.randn(n, 16))
+    found = report_on(workload, make_model(workload), device, 2)
+    assert [(finding.rule, finding.code[:22]) for finding in found.findings] == [
+        ("mixed_operands", "return self.body(x)[0]")
+    ]
+    assert "does not match" in (found.problem or "")
+
+
 @pytest.mark.parametrize("name", loop_samples.LOOPS)
 def test_nothing_is_found_in_a_healthy_loop(name: str) -> None:
     assert report(loop_samples.LOOPS[name]()).findings == ()

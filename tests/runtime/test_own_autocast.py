@@ -94,6 +94,19 @@ def test_a_forward_pass_that_overflows_for_good_stops_the_run_and_names_the_line
     assert not modules._global_forward_hooks, "nothing is watched any more"
 
 
+def test_where_anything_is_compiled_the_advice_says_what_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "_is_anything_compiled", lambda: True)
+    training = Training(controller(halt=False)).run(*20 * [1.0], *6 * [LARGE])
+    status = training.controller.status()
+    assert (status.num_overflows, status.num_bad_batches) == (0, 6)
+    (advice,) = (move.reason for move in status.history if move.kind == "advice")
+    assert "counted as bad batches" in advice
+    assert not modules._global_forward_hooks
+    monkeypatch.setattr(diagnosis, "_is_anything_compiled", lambda: False)
+    status = Training(controller(halt=False)).run(*20 * [1.0], *6 * [LARGE]).controller.status()
+    assert not any("counted as" in move.reason for move in status.history)
+
+
 def test_a_burst_before_does_not_put_the_stop_off() -> None:
     training = Training(controller()).run(*20 * [1.0], LARGE, LARGE, *20 * [1.0])
     with pytest.raises(NoRungFitsError):

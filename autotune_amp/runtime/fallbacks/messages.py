@@ -40,9 +40,14 @@ def introduction(
     return f"Training in {policy.precision} on {device}, {why}{scale}; {guarded}{then}{diagnosis}."
 
 
-def advice(policy: Policy, reason: str, culprit: str | None, below: Sequence[Precision]) -> str:
-    """Say what the precision should be and cannot be from here, and how it could."""
+def advice(
+    policy: Policy, reason: str, culprit: str | None, below: Sequence[Precision], *, is_hidden: bool = False
+) -> str:
+    """Say what the precision should be and cannot be from here, and how it could. `is_hidden`: compiled code does not
+    show whether the forward pass overflows."""
     where = f", first in {culprit}" if culprit and culprit not in reason else ""
+    if is_hidden and not where:
+        where = " (compiled code does not show where: overflows of its forward pass are counted as bad batches)"
     should = below[0] if below else "a fallback"
     told = f"{reason}{where}. The precision should be {should}, but the loop gives no way to change it from here."
     return f"{told} {way_out(policy)}"
