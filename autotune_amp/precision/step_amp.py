@@ -174,8 +174,7 @@ class StepAmp(torch.amp.GradScaler):
         return stepped
 
     def unscale_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Unscale all optimizers; a non-finite gradient in one makes all skip their step. Synchronizes with the
-        device."""
+        """Unscale all optimizers; if one has a non-finite gradient, all will skip. Synchronizes with the device."""
         given = [optimizer for optimizer in optimizers if self._enabled and has_gradients(optimizer)]
         for optimizer in given:
             if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
