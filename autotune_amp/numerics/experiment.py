@@ -55,7 +55,7 @@ MIN_NUM_BATCHES, MAX_NUM_BATCHES = 4, 8  # compared in one step, as time allows
 # Shares of the check's seconds after which only the minimum number of batches is used, then two, and after which the
 # search for a loss scale ends.
 STEP_SHARE, SHORT_SHARE, SCALE_SHARE = 0.25, 0.5, 0.25
-MIN_NUM_SAMPLES = 8  # minimum for a batch cut for lack of time: with 4, one toy flushed 6 to 7 % in bf16, with 8 up to 2 %
+MIN_NUM_SAMPLES = 8  # of a batch cut for lack of time; with 4, one toy flushed 6 to 7 % in bf16, with 8 up to 2 %
 NUM_SCALE_PASSES = 3  # usual number of passes to find a loss scale
 SURE_SHARE = 0.5  # share of the limits below which the minimum number of batches suffices
 NUM_PAIRED_STEPS = 8

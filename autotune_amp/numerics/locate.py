@@ -180,8 +180,7 @@ class Call:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Origin of a non-finite gradient: the autograd node's number, and those of the nodes that it passes gradients
-    to."""
+    """Origin of a non-finite gradient: an autograd node's number, and those of the nodes that it feeds."""
 
     node: int
     next_nodes: tuple[int, ...]
