@@ -1,6 +1,6 @@
-"""Numerical truth: a precision against fp32, and the loss scale from measured gradients.
+"""Numerical checks: a precision compared with fp32, gradient accumulation, and the loss scale from measured gradients.
 
-A search holds what it may recommend against fp32. On its own:
+A search checks every precision that it may recommend. To check one alone:
 
 ```python
 import torch
@@ -23,9 +23,9 @@ found = check_fidelity(workload, "fp16")
 print(found.verdict, found.healing_pins)
 ```
 
-It runs the same weights, batches and dropout draws in both, in a process of its own, for about the price of 40
-training steps, and says *faithful*, *undecided*, *doubtful*, *unfaithful* or *unchecked*, with the numbers, the modules
-to blame and what to do: here *unfaithful*, and that it is faithful with that `wo` in fp32
-(`AmpConfig(pinned_modules=...)`). On which workloads the verdicts were tried, and which it missed, is in
-`studies/fidelity`.
+The check runs the same weights, batches and dropout masks in both precisions, in a process of its own, and costs about
+40 training steps. The verdict is *faithful*, *undecided*, *doubtful*, *unfaithful* or *unchecked*, with the numbers,
+the modules responsible and the next step: here *unfaithful*, and faithful with that `wo` in fp32
+(`AmpConfig(pinned_modules=...)`). `studies/fidelity` lists the workloads on which the verdicts were tested, including
+the wrong ones.
 """

@@ -1,7 +1,8 @@
-"""Whether gradients accumulated over micro-batches are those of the whole batch, and with which weights.
+"""Check whether gradients accumulated over micro-batches equal that of the whole batch, and with which weights.
 
-With g of the whole batch and g_i of its micro-batches, |g - sum w_i g_i|^2 is asked for the plain mean, the sum and the
-shares of what can be counted in the batch, and then minimised over w. It is held against what rounding in fp32 does.
+With g the whole batch's gradient and g_i those of its micro-batches, |g - sum w_i g_i|^2 is computed for the plain
+mean, the sum and the shares of countable items in the batch, and then minimised over w. The error is compared with that
+of rounding in fp32.
 """
 
 from __future__ import annotations
@@ -37,21 +38,22 @@ from autotune_amp.precision.forward_wrapper import (
 )
 from autotune_amp.precision.modes import MODES
 
-IGNORED_LABEL = -100  # torch's own, in cross_entropy
+IGNORED_LABEL = -100  # default ignore_index of torch's cross_entropy
 _MAX_SAMPLES = 16
-_MAX_ENTRIES = 2**16  # of each parameter's gradient: what holds for the whole gradient holds for any of its entries
-# Moved weights round anew in every operation, as a batch cut in parts does; this many times that is still rounding.
+_MAX_ENTRIES = 2**16  # per parameter: a relation between whole gradients holds for a subset of their entries too
+# Changed weights round differently in every operation, like a batch cut in parts; this many times that is rounding.
 _ROUNDING_MARGIN = 8.0
-_MAX_TOLERANCE = 0.05  # where rounding alone does more than this to a gradient, nothing can be told from it
+_MAX_TOLERANCE = 0.05  # if rounding alone changes a gradient by more than this, the check is meaningless
 _MAX_LOSS_ERROR = 1e-3
-_MAX_WEIGHT_ERROR = 0.1  # of 1/k: weights found less exactly are no finding
+_MAX_WEIGHT_ERROR = 0.1  # relative to 1/k: weights that are less exact are not reported
 
 
-# -- batches of whatever type the user's code takes --------------------------------------------------------------------
+# -- batches of any type that the user's code takes
+# -----------------------------------------------------------------------
 
 
 def tensors(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor with where it stands: a name, as ``labels``, where the batch names its parts, else ``batch[1]``."""
+    """Yield every tensor in a batch with its place: a name such as ``labels``, or ``batch[1]`` for unnamed parts."""
     if isinstance(batch, Tensor):
         yield name, batch
         return
@@ -69,21 +71,22 @@ def tensors(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
 
 
 def first_dimensions(batch: Any) -> set[int]:
-    """Those of its tensors, 0 for one without dimensions: a batch can be cut where there is exactly one, not 0."""
+    """Return the first dimensions of the batch's tensors, 0 for scalars. A batch can be cut if there is one, not 0."""
     return {tensor.shape[0] if tensor.dim() else 0 for _, tensor in tensors(batch)}
 
 
 def cut(batch: Any, size: int) -> list[Any]:
-    """`batch`, all of whose tensors have the same first dimension, in parts of `size` samples, the last with the rest.
+    """Cut `batch` into parts of `size` samples, the last with the rest.
 
-    What is no tensor is in every part, but for a list with an entry for each sample.
+    All of its tensors must have the same first dimension. Other objects are copied to every part, except lists with one
+    entry per sample, which are cut too.
     """
     (num_samples,) = first_dimensions(batch)
     return [_rebuilt(batch, slice(start, start + size), num_samples) for start in range(0, num_samples, size)]
 
 
 def cut_all(batches: Sequence[Any], size: int) -> list[Any]:
-    """The first `size` samples of each of these batches, which `cut` takes."""
+    """Return the first `size` samples of each batch; see `cut`."""
     return [cut(batch, size)[0] for batch in batches]
 
 
@@ -104,7 +107,7 @@ def _rebuilt(batch: Any, part: slice, num_samples: int) -> Any:
             made[key] = of(value)
     else:
         for name, value in vars(batch).items():
-            object.__setattr__(made, name, of(value))  # also of a frozen dataclass
+            object.__setattr__(made, name, of(value))  # works for a frozen dataclass too
     return made
 
 
@@ -112,18 +115,18 @@ def _rebuilt(batch: Any, part: slice, num_samples: int) -> Any:
 
 
 def num_micro_batches(num_samples: int) -> int:
-    """In how many a batch is cut for the check; each has two samples at least."""
+    """Return the number of micro-batches for the check, so that each has at least two samples."""
     return 4 if num_samples >= 8 else 2
 
 
 def num_checked(batch_size: int) -> int:
-    """How many samples of a batch are checked: micro-batches of equal size are made of them."""
+    """Return the number of samples to check, a multiple of the number of micro-batches."""
     num_samples = min(batch_size, _MAX_SAMPLES)
     return num_samples - num_samples % num_micro_batches(num_samples)
 
 
 def unchecked(reason: str, batch_size: int) -> Accumulation:
-    """What could not be found out, and why."""
+    """Return the result of a check that could not be done, with the reason, a clause."""
     return Accumulation(
         verdict="unchecked",
         reason=f"Accumulation is unchecked: {reason}.",
@@ -134,20 +137,20 @@ def unchecked(reason: str, batch_size: int) -> Accumulation:
 
 
 def check(subject: Subject, num_samples: int) -> Accumulation:
-    """Hold micro-batches against the whole batch on `subject`, whose model is left as it was.
+    """Compare the gradients of micro-batches with that of the whole batch on `subject`; the model is restored.
 
     `subject.batches` are the whole batch of `num_samples` and then its micro-batches, equal in size and in its order.
-    Dropout is taken out; a model that draws otherwise is *unchecked*. What the model's own code raises comes through;
-    numbers that are not finite never raise.
+    Dropout is disabled; a model with other randomness is *unchecked*. Exceptions of the model's own code pass through;
+    non-finite numbers never raise.
     """
     started = time.perf_counter()
     passes = Passes(subject, in_fp32(subject.model, subject.device.type) if has_half_weights(subject.model) else None)
     own = unwrap(passes.model)
     with ExitStack() as stack:
-        # Compiled code would drop what dropout drops.
+        # Compiled code would ignore the removal of dropout.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(without_dropout(own))
-        if can_be_pinned(own):  # in fp32 also under an autocast that the loss function has around it
+        if can_be_pinned(own):  # in fp32 also inside an autocast of the loss function
             override(own, "fp32", subject.device.type)
             stack.callback(clear_override, own)
         read_maxima = stack.enter_context(watch_forward(own, subject.device))
@@ -178,7 +181,7 @@ def _checked(passes: Passes, read_maxima: Callable[[], dict[str, float]], num_sa
     if unrepeated > max(_ROUNDING_MARGIN * rounding, 4 * unit_roundoff):
         reason = "the same batch gives another gradient a second time, by random draws or by what the first pass left"
         return unchecked(f"{reason} (they part by {unrepeated:.1g})", num_samples)
-    # One after the other, as training runs them: each finds what the one before left in the model's buffers.
+    # In sequence, as in training: each pass sees the buffers left by the one before.
     passes.restore()
     parts = [_pass(passes, index + 1) for index in range(len(micro_batches))]
     if not all(part.is_finite for part in parts):
@@ -200,7 +203,7 @@ def _checked(passes: Passes, read_maxima: Callable[[], dict[str, float]], num_sa
 
 
 def _pass(passes: Passes, index: int, seed: int | None = None) -> Pass:
-    """From the state as it is; only entries of the gradients are kept."""
+    """Run a pass from the model's present state, and keep a subset of each gradient's entries."""
     done = passes.run(index, "fp32", restores=False, seed=seed)
     return replace(done, gradients={name: _entries(gradient) for name, gradient in done.gradients.items()})
 
@@ -230,9 +233,9 @@ def _distance(one: Gradients, other: Gradients, names: Sequence[str]) -> float:
 
 @dataclass(frozen=True)
 class Sums:
-    """Scalar products of the gradients, in fp64: `gram[0, 0]` is |g|^2, `gram[0, i]` of g and g_i, and so on.
+    """Scalar products of gradients in fp64: `gram[0, 0]` is |g|^2, `gram[0, i]` the product of g and g_i, and so on.
 
-    `rounding` is what another rounding does to g, relative to it; `unit_roundoff` that of one operation.
+    `rounding` is the relative change of g by other rounding; `unit_roundoff` that of one operation.
     """
 
     gram: Tensor
@@ -241,35 +244,38 @@ class Sums:
     unit_roundoff: float
 
     def error(self, weights: Tensor) -> float:
-        """|g - sum w_i g_i| over |g|."""
+        """Return |g - sum w_i g_i| / |g|."""
         coefficients = torch.cat([torch.ones(1, dtype=torch.float64), -weights])
         return math.sqrt(max(0.0, float(coefficients @ self.gram @ coefficients)) / float(self.gram[0, 0]))
 
     def tolerance(self, weights: Tensor) -> float:
-        """The error that rounding explains."""
+        """Return the error that rounding explains."""
         norms = self.gram.diagonal().sqrt()
         parts = float((weights.abs() * norms[1:]).sum() / norms[0])
         return _ROUNDING_MARGIN * self.rounding + 2 * self.unit_roundoff * (1 + parts)
 
     def fits(self, weights: Tensor) -> bool:
-        """Whether these weights give the whole batch's gradient."""
+        """Return whether these weights reproduce the whole batch's gradient, within rounding."""
         return self.error(weights) <= self.tolerance(weights)
 
     def tell_apart(self, weights: Tensor) -> bool:
-        """Whether no others fit as well, as they do where micro-batches are too much alike."""
+        """Return whether no other weights fit as well, as they do if the micro-batches' gradients are too similar."""
         least, num = float(torch.linalg.eigvalsh(self.gram[1:, 1:])[0]), len(weights)
         allowed = self.tolerance(weights) * math.sqrt(float(self.gram[0, 0]))
         return least > 0 and allowed <= _MAX_WEIGHT_ERROR / num * math.sqrt(least)
 
     def do_losses_fit(self, weights: Tensor) -> bool:
-        """Whether these weights give the whole batch's loss too."""
+        """Return whether these weights reproduce the whole batch's loss too."""
         parts = torch.tensor(self.losses[1:], dtype=torch.float64) * weights
         size = max(abs(self.losses[0]), float(parts.abs().sum()))
         return abs(self.losses[0] - float(parts.sum())) <= _MAX_LOSS_ERROR * size
 
 
 class Finding(NamedTuple):
-    """`weights` are those found; of *inexact*, the best there are. `share` is what they are proportional to."""
+    """Result of the search for weights.
+
+    `weights` are those found, or the best ones for *inexact*; `share` is the expression that they are proportional to.
+    """
 
     verdict: AccumulationVerdict
     weights: Tensor
@@ -277,22 +283,23 @@ class Finding(NamedTuple):
 
 
 def find_weights(sums: Sums, shares: Sequence[tuple[str, Tensor]]) -> Finding:
-    """The simplest combination that fits: of few or collinear gradients many do."""
+    """Return the simplest combination that reproduces the gradient; for few or collinear gradients many do."""
     ones = torch.ones(len(sums.gram) - 1, dtype=torch.float64)
     simple = [Finding("mean", ones / len(ones)), Finding("sum", ones)]
     for finding in (*simple, *(Finding("weighted", weights, name) for name, weights in shares)):
         if sums.fits(finding.weights):
             return finding
-    best = torch.linalg.pinv(sums.gram[1:, 1:], rtol=1e-12, hermitian=True) @ sums.gram[0, 1:]  # of least error
+    best = torch.linalg.pinv(sums.gram[1:, 1:], rtol=1e-12, hermitian=True) @ sums.gram[0, 1:]  # weights of least error
     if sums.fits(best) and not sums.tell_apart(best):
         return Finding("unchecked", best)
     return Finding("weighted" if sums.fits(best) and sums.do_losses_fit(best) else "inexact", best)
 
 
 def counted_shares(micro_batches: Sequence[object]) -> list[tuple[str, Tensor]]:
-    """What a loss may average over, and each micro-batch's share of it: entries of the batch's tensors that count.
+    """Return the quantities that a loss may average over, each with the micro-batches' shares of it.
 
-    `[:, 1:]` stands where the first of each sequence is left out, as a language model does that shifts its labels.
+    The quantities are counts over the batch's tensors. `[:, 1:]` leaves out the first of each sequence, as a language
+    model does that shifts its labels.
     """
     columns: dict[str, list[Tensor]] = {}
     for micro_batch in micro_batches:
@@ -319,7 +326,7 @@ def _sum(column: Tensor) -> float:
     return math.nan if column.is_complex() or bool((column < 0).any()) else float(column.cpu().double().sum())
 
 
-# In the order of how telling they are; NaN, which no share is made of, where such numbers are not counted so.
+# In order of significance; NaN for tensors that are not counted so.
 _COUNTS: dict[str, Callable[[Tensor], float]] = {
     f" != {IGNORED_LABEL}": lambda column: _other_than(IGNORED_LABEL, column),
     " != 0": lambda column: _other_than(0, column),
@@ -328,7 +335,7 @@ _COUNTS: dict[str, Callable[[Tensor], float]] = {
 }
 
 
-# -- in words ----------------------------------------------------------------------------------------------------------
+# -- the report --------------------------------------------------------------------------------------------------------
 
 
 def _report(sums: Sums, found: Finding, passes: Passes, num_samples: int) -> Accumulation:
@@ -376,7 +383,7 @@ def _report(sums: Sums, found: Finding, passes: Passes, num_samples: int) -> Acc
 
 
 def _cause(passes: Passes) -> tuple[str, str]:
-    """What makes it inexact, as far as that can be seen, and what the user does about it."""
+    """Return the visible cause of an inexact accumulation, and the advice for the user."""
     modules = modules_by_name(passes.model).items()
     norms = [n for n, m in modules if isinstance(m, _BatchNorm) and (m.training or m.running_mean is None)]
     if norms:

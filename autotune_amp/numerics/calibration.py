@@ -1,7 +1,7 @@
-"""Measures the loss scale that fp16 can bear, and how small its gradients get, over a short real training stretch.
+"""Calibration of fp16: the largest loss scale without overflow, and gradient sizes, over a short real training run.
 
-S* is the largest loss scale at which a batch stays finite in fp16, found to the octave by bisection: that sees what
-happens inside compiled graphs and loops of the user's own too, and scales move by whole octaves.
+S* is the largest loss scale at which a batch stays finite in fp16, found to the octave by bisection: that covers
+compiled graphs and training loops of the user's own too, and scales change by whole octaves.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from autotune_amp.numerics.scaler_replay import starting_scale
 from autotune_amp.precision.forward_wrapper import watch_forward
 
 _STEPS_PER_HISTOGRAM = 4
-MIN_OCTAVE, MAX_OCTAVE = -150, 129  # between which those of fp32 lie
-MAX_COUNT = 2**24  # that fp32, in which torch counts, holds
+MIN_OCTAVE, MAX_OCTAVE = -150, 129  # range of fp32's octaves
+MAX_COUNT = 2**24  # largest exact count in fp32, the type in which torch counts
 FIRST_GUESS = 12.0  # log2 S*
-# A scale under 2^-24 is 0 in fp16, where the backward pass begins with it. Above 2^40 nobody needs to look: no fp16
-# number times that stays finite, so that all gradients would have to be in fp32.
+# A scale under 2^-24 is 0 in fp16, in which the backward pass begins. Scales above 2^40 need no search: no fp16 number
+# times such a scale stays finite, so that all gradients would have to be in fp32.
 MIN_LOG2_SCALE, MAX_LOG2_SCALE = round(math.log2(MIN_LOSS_SCALE)), 40
 
 
 def calibrate(subject: Subject, *, batch_size: int, pinned_modules: Sequence[str] = ()) -> Calibration:
-    """Train in fp16 for one step on each batch of `subject`, at a loss scale measured for each; the model is left
-    as it was.
+    """Train in fp16 for one step on each batch of `subject`, and measure the largest safe loss scale at each step.
 
-    A step that is non-finite at every scale is not taken. The histogram is of fp32 passes, because fp16 flushes what it
-    is to show; `forward_max` is of the steps that have a safe scale, and of finite outputs. Raises
-    `InvalidRequestError` for a module that cannot be pinned; what the model's own code raises comes through.
+    The model is restored at the end. A step that is non-finite at every scale is not taken. The gradient histogram
+    comes from fp32 passes, because fp16 flushes the entries that it is meant to show; `forward_max` covers finite
+    outputs in steps with a safe scale. Raises `InvalidRequestError` for a module that cannot be pinned; exceptions of
+    the model's own code pass through.
     """
     started = time.perf_counter()
     first, passes = Passes(subject), Passes(subject)
@@ -54,7 +54,7 @@ def calibrate(subject: Subject, *, batch_size: int, pinned_modules: Sequence[str
                 maxima = read_maxima()
                 log2_scales.append(found.log2_scale)
                 if found.log2_scale is None:
-                    continue  # nothing is kept of it: the next pass begins from where this one began
+                    continue  # the step is discarded: the next pass begins from the same state
                 guess = found.log2_scale
                 forward_max = max([forward_max, *filter(math.isfinite, maxima.values())])
                 passes.step(optimizer, found.last.gradients)
@@ -76,10 +76,10 @@ def calibrate(subject: Subject, *, batch_size: int, pinned_modules: Sequence[str
 
 
 def count_octaves(gradients: Iterable[Tensor]) -> Counter[int]:
-    """How many entries there are in each octave of float32.
+    """Count the gradients' entries in each octave of float32.
 
-    Left out are zeros, non-finite ones and those that move nothing beside the largest of their tensor (`COUNTS`): an
-    output layer's gradients for words that are all but impossible are most of what fp16 flushes, and no loss.
+    Zeros are left out, and so are non-finite entries and those far below the largest of their tensor (`COUNTS`): an
+    output layer's gradients for very improbable words are most of what fp16 flushes, without harm.
     """
     values = [torch.view_as_real(value) if value.is_complex() else value for value in map(stored, gradients)]
     found: Counter[int] = Counter()
@@ -98,9 +98,9 @@ def count_octaves(gradients: Iterable[Tensor]) -> Counter[int]:
 
 
 class SafeScale(NamedTuple):
-    """`log2_scale` is log2 S*, and `last` a pass at it; None where the batch is non-finite at every scale.
+    """Result of the search for log2 S*, with `last`, a pass at that scale; None for a batch non-finite at every scale.
 
-    Unless all was searched it is the largest that was seen to be safe, None where none was.
+    If the search was cut (`is_searched` false), the largest scale known to be safe, None if none is known.
     """
 
     log2_scale: float | None
@@ -111,10 +111,10 @@ class SafeScale(NamedTuple):
 def largest_safe_scale(
     passes: Passes, index: int, start: float = FIRST_GUESS, *, deadline: float = math.inf
 ) -> SafeScale:
-    """The largest power of two at which loss and gradients are finite.
+    """Return the largest power of two at which loss and gradients of batch `index` are finite.
 
-    `start` is log2 S* as expected; two passes will do where that is right. No pass begins after the `deadline`, in
-    seconds of `time.perf_counter`, but the first.
+    `start` is the expected log2 S*; if it is right, two passes suffice. No pass but the first begins after `deadline`,
+    in seconds of `time.perf_counter`.
     """
     safe, unsafe, stride = MIN_LOG2_SCALE - 1, MAX_LOG2_SCALE + 1, 1
     exponent = _within_limits(start)

@@ -1,4 +1,4 @@
-"""Gradients in a low precision beside those in fp32, parameter by parameter, in units of the noise between batches."""
+"""Comparison of low-precision gradients with fp32 ones, per parameter, in units of the noise between batches."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from autotune_amp.core.outcome import GradientDamage
 from autotune_amp.numerics.grading import least_common_error
 from autotune_amp.numerics.passes import Gradients, wide_dtype
 
-# Entries so much smaller than the largest of their parameter move nothing: not worth a loss scale.
+# Smaller entries, relative to the largest of their parameter, are negligible: not worth a loss scale.
 COUNTS = 2.0**-12
-# A gradient that another rounding in fp32 changes by more than this share of itself is rounding noise, not a signal:
-# that of a key's bias in attention, for one, is zero on paper.
+# A gradient that different rounding in fp32 changes by more than this share is rounding noise, not a signal: the
+# gradient of a key's bias in attention, for one, is zero in exact arithmetic.
 MAX_OWN_NOISE = 0.1
 _MAX_MODULES = 40  # rows of a chart
-MIN_VARIANCE = 1e-6  # of a gradient's square: less between batches is rounding of the sums
-_STRETCH = 2**24  # entries of a gradient that are handled at a time
+MIN_VARIANCE = 1e-6  # share of a gradient's square: less variance between batches is rounding of the sums
+_STRETCH = 2**24  # entries of a gradient that are processed at a time
 
 K = TypeVar("K")
 
 
 @dataclass
 class Sums:
-    """Sums over the entries of one parameter, or of several, and over batches; `+` adds another's.
+    """Sums over the entries of parameters and over batches; `+` adds those of further parameters.
 
-    `errors` [batch, batch] holds the products of what rounding does to the gradients of each two batches, `total` is
+    `errors` [batch, batch] holds the scalar products of the rounding errors of each two batches' gradients, `total` is
     the squared length of the sum of all fp32 gradients, the others are sums of squares and products, and counts.
     """
 
@@ -49,10 +49,10 @@ class Sums:
         return Sums(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
     def damage(self, name: str) -> GradientDamage:
-        """What is said of the parameter or module of this name.
+        """Return the errors in the gradient of the parameter or module `name`.
 
-        The variance between batches is the yardstick of rounding's, or the gradient itself where they are all alike.
-        The cosine is 1 where both gradients are zero.
+        Rounding's variance is relative to the variance between batches, or to the gradient itself if all batches are
+        alike. The cosine is 1 if both gradients are zero.
         """
         num_batches = len(self.errors)
         square = self.reference / num_batches
@@ -61,7 +61,7 @@ class Sums:
         yardstick = square if are_alike else between
         norms = math.sqrt(self.reference) * math.sqrt(self.low)
         common, half = common_error(self.errors)
-        half = None if are_alike else half  # of batches that are alike, noise is alike too
+        half = None if are_alike else half  # for batches that are alike the noise is alike too
         least, most = (_root(_ratio(common + side * (half or 0.0), square)) for side in (-1, 1))
         return GradientDamage(
             name=name,
@@ -75,11 +75,10 @@ class Sums:
 
 
 def common_error(errors: Tensor) -> tuple[float, float | None]:
-    """The squared length of the error that all batches share, and half the width of its 95 % interval.
+    """Return the squared length of the error common to all batches, and half the width of its 95 % interval.
 
-    `errors` [K, K] holds the products of the errors of K batches. The mean product of two different batches has no part
-    of the noise in each of them: what is left is common. The interval is the jackknife's, over batches: None for
-    fewer than three.
+    `errors` [K, K] holds the scalar products of the errors of K batches. The mean product of two different batches
+    contains no noise: the rest is common. The interval is the jackknife's, over batches: None for fewer than three.
     """
     num_batches = len(errors)
     if num_batches < 2:
@@ -94,9 +93,9 @@ def common_error(errors: Tensor) -> tuple[float, float | None]:
 
 
 class Comparison(NamedTuple):
-    """The `whole` gradient, of the parameters that carry a signal, and each of these, in the model's order.
+    """Gradient errors of the whole model, over the parameters with a signal, and per parameter, in the model's order.
 
-    `modules` are those that hold them, the noisiest ones where there are many.
+    `modules` are the modules that hold these parameters, only the noisiest if there are many.
     """
 
     whole: GradientDamage
@@ -104,7 +103,7 @@ class Comparison(NamedTuple):
     modules: list[GradientDamage]
 
     def findings(self) -> dict[str, Any]:
-        """Return the fields of `Findings` that it fills, by name."""
+        """Return the fields of `Findings` that a comparison fills, by name."""
         whole, parameters = self.whole, self.parameters
         return {
             "noise_ratio": whole.noise_ratio,
@@ -119,10 +118,10 @@ class Comparison(NamedTuple):
 
 
 class Gathered:
-    """Gradients of batches in the low precision and in fp32, gathered batch by batch, over the parameters in `names`.
+    """Accumulator of gradients in the low precision and in fp32, batch by batch, over the parameters in `names`.
 
-    Of a batch only its errors are kept, in bf16, which changes no product of two by more than its rounding; of a sparse
-    gradient only those of the entries that it stores. A parameter without a gradient has a zero one.
+    Only the errors of a batch are kept, in bf16, which changes no scalar product by more than its rounding; for a
+    sparse gradient only those of the stored entries. A parameter without a gradient counts as zero.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -132,7 +131,7 @@ class Gathered:
         self._num_batches = 0
 
     def add(self, low: Gradients, reference: Gradients) -> None:
-        """Add a batch; of dense gradients without waiting for the device."""
+        """Add a batch; for dense gradients without a synchronisation with the device."""
         given = {name: gradient for name, gradient in (low | reference).items() if name in self._names}
         new = {name: gradient for name, gradient in given.items() if name not in self._order}
         self._order += new
@@ -142,9 +141,9 @@ class Gathered:
         self._num_batches += 1
 
     def compared(self) -> Comparison:
-        """Compare the gradients of all batches that were added, of which there is one at least."""
+        """Compare the gradients of all added batches, of which there must be one at least."""
         found = {name: sums for group in self._groups for name, sums in group.sums().items()}
-        parameters = {name: found[name] for name in self._order if name in found}  # all but those without entries
+        parameters = {name: found[name] for name in self._order if name in found}  # all but empty parameters
         modules: dict[str, Sums] = {}
         nothing = torch.zeros(self._num_batches, self._num_batches, dtype=torch.float64)
         whole = Sums(nothing)
@@ -162,16 +161,17 @@ class Gathered:
 
 
 class _Group:
-    """Sums over batches of the gradients of some parameters, which `side_by_side` puts together.
+    """Sums over batches for the gradients of a group of parameters made by `side_by_side`.
 
-    All of them were zero in `num_before` batches. One that is sparse is alone, and dense in the entries that it stores.
+    The gradients were zero in the first `num_before` batches. A sparse gradient has a group of its own, dense in the
+    stored entries.
     """
 
     def __init__(self, like: Gradients, num_before: int) -> None:
         self._zeros = {name: _zero_like(gradient) for name, gradient in like.items()}
         self._num_before = num_before
-        self._errors: list[Tensor] = []  # of each batch, flat; [entry, column] where sparse
-        self._indices: list[Tensor] = []  # of each batch, [dimension, entry], where sparse
+        self._errors: list[Tensor] = []  # per batch: flat, or [entry, column] if sparse
+        self._indices: list[Tensor] = []  # per batch: [dimension, entry], if sparse
         self._total: Tensor | None = None
         self._numbers: Tensor | None = None  # [field of Sums, parameter], from `reference` on
 
@@ -179,7 +179,7 @@ class _Group:
         """Add a batch."""
         ours, theirs = ([each.get(name, zero) for name, zero in self._zeros.items()] for each in (low, reference))
         total: Tensor | None = None
-        if theirs[0].is_sparse:  # each with the entries of both
+        if theirs[0].is_sparse:  # each with the stored entries of both
             one, total = (ours[0] + 0 * theirs[0]).coalesce(), (theirs[0] + 0 * ours[0]).coalesce()
             self._indices.append(total.indices())
             ours, theirs = [one.values()], [total.values()]
@@ -196,7 +196,7 @@ class _Group:
         self._errors.append(error)
 
     def sums(self) -> dict[str, Sums]:
-        """Return what was found of each parameter; waits for the device."""
+        """Return the sums of each parameter; synchronizes with the device."""
         assert self._total is not None
         assert self._numbers is not None
         if self._indices:
@@ -205,7 +205,7 @@ class _Group:
         else:
             total, errors = self._total, self._errors
             sizes = [_real(zero).numel() for zero in self._zeros.values()]
-        # One that is alone may be large: a copy of all of its errors would double what they take.
+        # A single parameter may be large: a copy of all of its errors would double their memory.
         parts = [errors] if len(sizes) == 1 else torch.split(torch.stack(errors), sizes, dim=1)
         products = torch.stack([_products(part) for part in parts]).cpu().double()
         products = functional.pad(products, (self._num_before, 0, self._num_before, 0))
@@ -215,8 +215,10 @@ class _Group:
 
 
 def side_by_side(tensors: Mapping[K, Tensor]) -> list[dict[K, Tensor]]:
-    """Put tensors together that are handled as a single flat one: of one device, up to `_STRETCH` entries in all unless
-    one alone has more. A sparse one is alone, and one without entries in none."""
+    """Group tensors to be processed as one flat tensor: of one device, and up to `_STRETCH` entries.
+
+    A larger tensor has a group of its own, and so has a sparse one; empty tensors are left out.
+    """
     groups: list[dict[K, Tensor]] = []
     latest: dict[torch.device, tuple[dict[K, Tensor], int]] = {}
     for key, tensor in tensors.items():
@@ -234,7 +236,7 @@ def side_by_side(tensors: Mapping[K, Tensor]) -> list[dict[K, Tensor]]:
 
 
 def signals(gradients: Gradients, perturbed: Gradients) -> set[str]:
-    """The parameters whose fp32 gradient survives another rounding, so that it can be held against."""
+    """Return the parameters whose fp32 gradient is stable under different rounding, so that it can be compared."""
     names: set[str] = set()
     for some in side_by_side({name: gradient for name, gradient in gradients.items() if name in perturbed}):
         group = _Group(some, 0)
@@ -253,15 +255,14 @@ def compare(low: Sequence[Gradients], reference: Sequence[Gradients], names: Col
 
 
 def counting(magnitudes: Tensor, sizes: list[int]) -> Tensor:
-    """Return which entries of a flat tensor count (`COUNTS`) among those of their parameter; these have `sizes`."""
+    """Return a mask of the entries of a flat tensor that are significant (`COUNTS`) in their parameter of `sizes`."""
     parts = [part if part.numel() else part.new_zeros(1) for part in torch.split(magnitudes, sizes)]
     limits = COUNTS * torch.stack(torch._foreach_norm(parts, math.inf))
     return magnitudes > limits.repeat_interleave(torch.tensor(sizes, device=limits.device), output_size=sum(sizes))
 
 
 def _numbers(low: Tensor, reference: Tensor, sizes: list[int]) -> Tensor:
-    """Return the fields of `Sums` from `reference` on, [field, parameter], of flat gradients of parameters that have
-    these sizes."""
+    """Return the fields of `Sums` from `reference` on, [field, parameter], of flat gradients with these `sizes`."""
     theirs, ours, errors = (_norms(each, sizes).square() for each in (reference, low, low - reference))
     is_counted = counting(reference.abs(), sizes)
     counts = (
@@ -272,7 +273,7 @@ def _numbers(low: Tensor, reference: Tensor, sizes: list[int]) -> Tensor:
 
 
 def _products(errors: Tensor | Sequence[Tensor]) -> Tensor:
-    """The products [K, K] of the rows of [K, entry], in double precision, a stretch at a time."""
+    """Return the scalar products [K, K] of the rows of [K, entry] in double precision, computed in pieces."""
     if isinstance(errors, Tensor):
         stacked: Iterable[Tensor] = torch.split(errors, _STRETCH, dim=1)
     else:
@@ -284,7 +285,7 @@ def _products(errors: Tensor | Sequence[Tensor]) -> Tensor:
 def _at_all(indices: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
     """Return the `values` [entry, column] of K sparse tensors as [K, entry that any of them stores]."""
     found, places = torch.unique(torch.cat(list(indices), dim=1), dim=1, return_inverse=True)
-    num_columns = max(each.shape[1] for each in values)  # none in those without entries
+    num_columns = max(each.shape[1] for each in values)  # none in empty ones
     rows = values[0].new_zeros(len(values), found.shape[1], num_columns)
     for row, place, each in zip(rows, torch.split(places, [len(each) for each in values]), values, strict=True):
         row[place] = each.reshape(-1, num_columns)
@@ -292,7 +293,7 @@ def _at_all(indices: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
 
 
 def _zero_like(gradient: Tensor) -> Tensor:
-    """A zero gradient that takes no memory."""
+    """Return a zero gradient that takes no memory."""
     if not gradient.is_sparse:
         return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
     indices, values = gradient._indices()[:, :0], gradient._values()[:0]
@@ -300,13 +301,13 @@ def _zero_like(gradient: Tensor) -> Tensor:
 
 
 def _real(gradient: Tensor) -> Tensor:
-    """Real, with every entry, in fp32."""
+    """Return the gradient as a dense, real fp32 tensor."""
     dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
     return (torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense).float()
 
 
 def _norms(flat: Tensor, sizes: list[int]) -> Tensor:
-    """The length of each part, in double precision, whose squares do not overflow."""
+    """Return the length of each part in double precision, whose squares do not overflow."""
     return torch.stack(torch._foreach_norm(torch.split(flat, sizes), 2, dtype=wide_dtype(flat.device)))
 
 
@@ -315,7 +316,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _root(share: float) -> float:
-    """The square root, 0 of what is below zero by chance."""
+    """Return the square root, 0 for a share that is negative by chance."""
     return math.sqrt(max(0.0, share))
 
 

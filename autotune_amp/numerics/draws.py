@@ -1,4 +1,4 @@
-"""What a pass draws at random, made the same in every precision: dropout taken out, or noise drawn in fp32."""
+"""Equal random draws in every precision: dropout removed, or random numbers drawn in fp32."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch.utils._pytree import tree_map
 
 from autotune_amp.precision.torch_state import HALF_DTYPES
 
-# torch's modules look all of them up here at each call, and so do compiled ones' guards.
+# torch's modules look these functions up here at each call, and so do the guards of compiled ones.
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """What to run passes in so that dropout drops nothing, also where a checkpoint computes a forward pass again."""
+    """Disable all dropout inside, including forward passes that a checkpoint recomputes."""
     attend: Any = functional.scaled_dot_product_attention
 
     def keep(input: Tensor, *_: Any, **__: Any) -> Tensor:  # noqa: A002 # torch's name for it
@@ -31,7 +31,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
         key: Tensor,
         value: Tensor,
         attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,  # noqa: ARG001 # what is taken out
+        dropout_p: float = 0.0,  # noqa: ARG001 # dropout is disabled
         *args: Any,
         **kwargs: Any,
     ) -> Any:
@@ -61,10 +61,10 @@ _UNIFORM = ("rand", "rand_like", "uniform", "uniform_")
 
 
 class DrawnInFp32(TorchDispatchMode):
-    """Has what draws numbers in half precision draw them in fp32 and round them; counts how often.
+    """Draw half-precision random numbers in fp32 and round them, and count the draws.
 
-    One seed gives other numbers in other dtypes: a CPU draws fp32 in groups of 16 and starts the last group anew, so
-    that all that follows an odd number of draws differs.
+    One seed gives other numbers in other dtypes: a CPU draws fp32 in groups of 16 and restarts the last group, so that
+    everything after an odd number of draws differs.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class DrawnInFp32(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operator."""
+        """Run an operator, in fp32 if it draws half-precision numbers."""
         kwargs = dict(kwargs or {})
         name = func.overloadpacket.__name__
         dtype = kwargs.get("dtype") or next((a.dtype for a in args if isinstance(a, Tensor)), None)
@@ -82,7 +82,7 @@ class DrawnInFp32(TorchDispatchMode):
             return func(*args, **kwargs)
         self.num_drawn += 1
         drawn = func(*tree_map(_in_fp32, args), **tree_map(_in_fp32, kwargs))
-        if name in _UNIFORM:  # the end of its range is not drawn, and must not be rounded to
+        if name in _UNIFORM:  # the end of the range is never drawn, and must not be reached by rounding
             end = torch.tensor(kwargs.get("to", args[2] if len(args) > 2 else 1.0), dtype=dtype)
             drawn = drawn.clamp(max=float(torch.nextafter(end, torch.tensor(-torch.inf, dtype=dtype))))
         if name.endswith("_"):
@@ -98,11 +98,11 @@ def _in_fp32(leaf: Any) -> Any:
 
 @contextmanager
 def comparable_draws(model: nn.Module, drawn: DrawnInFp32 | None = None, *, are_alike: bool) -> Iterator[None]:
-    """What to run passes in, so that dropout does the same in every precision.
+    """Make dropout equal in every precision inside.
 
-    Nothing where draws are alike, as on a CPU, where one seed mostly gives the same ones in every dtype; `drawn` is for
-    where it does not. Accelerators draw as many numbers at once as the dtype allows: there dropout is taken out, since
-    other draws alone make a cosine of 0.88 (a T5, measured).
+    Nothing is changed if draws are alike (`are_alike`), as on a CPU, where one seed mostly gives the same numbers in
+    every dtype; `drawn` covers the exceptions. Accelerators draw as many numbers at once as the dtype allows: there
+    dropout is disabled, since different draws alone give a cosine of 0.88 (a T5, measured).
     """
     with nullcontext() if are_alike else without_dropout(model), drawn or nullcontext():
         yield

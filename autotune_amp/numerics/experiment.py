@@ -1,6 +1,6 @@
-"""One precision beside fp32 on a subject: single steps, then paired training runs, as far as the time allows.
+"""Measurements of one precision against fp32: single steps, then paired training runs, as far as time allows.
 
-In less time than all takes fewer batches are looked at, then fewer samples of each, then nothing is trained.
+If time is short, fewer batches are used, then fewer samples of each, and then no training runs.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ from autotune_amp.numerics.scaler_replay import starting_scale
 from autotune_amp.precision.forward_wrapper import has_half_weights, own_class, parameters_by_name, unwrap
 from autotune_amp.precision.modes import MODES
 
-MIN_NUM_BATCHES, MAX_NUM_BATCHES = 4, 8  # held against each other in one step, as the time allows
-# Of the check's seconds, after which no more than the fewest batches are looked at, than two, and no loss scale is
-# looked for.
+MIN_NUM_BATCHES, MAX_NUM_BATCHES = 4, 8  # compared in one step, as time allows
+# Shares of the check's seconds after which only the minimum number of batches is used, then two, and after which the
+# search for a loss scale ends.
 STEP_SHARE, SHORT_SHARE, SCALE_SHARE = 0.25, 0.5, 0.25
-MIN_NUM_SAMPLES = 8  # of a batch that is cut for want of time: of 4, one toy flushed 6 to 7 % in bf16, of 8 up to 2 %
-NUM_SCALE_PASSES = 3  # that finding a loss scale takes as a rule
-SURE_SHARE = 0.5  # of the limits: below it the fewest batches will do
+MIN_NUM_SAMPLES = 8  # of a batch cut for lack of time; with 4, one toy flushed 6 to 7 % in bf16, with 8 up to 2 %
+NUM_SCALE_PASSES = 3  # usual number of passes to find a loss scale
+SURE_SHARE = 0.5  # share of the limits below which the minimum number of batches suffices
 NUM_PAIRED_STEPS = 8
-NUM_ORDERS, LONG_STEPS = 3, (48, 24, 16)  # of the longer training: orders of the batches; steps, as the time allows
+NUM_ORDERS, LONG_STEPS = 3, (48, 24, 16)  # longer training run: orders of the batches; steps, as time allows
 _NUM_WORST = 5
-# Of the findings, what `Fidelity` says as it is.
+# The findings that `Fidelity` contains unchanged.
 _SAID = (
     *("loss_error", "noise_ratio", "common_error", "common_error_interval", "flushed_share"),
     *("forward_max", "format_max"),
@@ -71,10 +71,10 @@ _SAID = (
 
 @dataclass(frozen=True)
 class Attempt:
-    """Measurements of a precision with `pins` in fp32, and their grade.
+    """Measurements of a precision with the modules `pins` in fp32, and their grade.
 
-    `forward_maxima` are the largest magnitudes that modules put out in the precision, by module. `bad_index` is the
-    batch of a pass that was not finite, None where all were; `scale` the loss scale of the last.
+    `forward_maxima` are the largest output magnitudes by module. `bad_index` is the batch of the pass that was not
+    finite, None if all were; `scale` the last loss scale.
     """
 
     pins: tuple[str, ...]
@@ -87,15 +87,15 @@ class Attempt:
 
     @cached_property
     def grade(self) -> Grade:
-        """Return the verdict that the measurements give, with its reasons."""
+        """Return the verdict for the measurements, with its reasons."""
         return grade(self.found)
 
 
 class Steps(NamedTuple):
-    """Passes over batches in the precision and in fp32, their gradients left out but for the last that was not finite,
-    whose batch is `bad_index`; `comparison` is what the gradients say where all are.
+    """Passes over batches in the precision and in fp32, without their gradients, and the `comparison` of these.
 
-    `is_cut`: the time ended before a loss scale was found at which the first is finite.
+    If a pass is not finite, it is the last, with gradients, `bad_index` is its batch and `comparison` None. `is_cut`:
+    time ran out before a loss scale was found at which the first pass is finite.
     """
 
     low: list[Pass]
@@ -108,8 +108,7 @@ class Steps(NamedTuple):
 
 
 class Look(NamedTuple):
-    """One batch in fp32: its pass, how many entries of its gradients lie in which octave, and the parameters
-    whose gradient is more than rounding noise."""
+    """A batch in fp32: its pass, its gradients by octave, and the parameters whose gradient exceeds rounding noise."""
 
     first: Pass
     octaves: tuple[tuple[int, int], ...]
@@ -117,10 +116,10 @@ class Look(NamedTuple):
 
 
 class Experiment:
-    """The training in fp32, measured once and when it is needed, and attempts at the precision.
+    """Comparison of one precision with fp32: the fp32 runs, made once and on demand, and attempts in the precision.
 
-    `read_maxima` is what `watch_forward` gives for the subject's model: one for all attempts, so that a compiled model
-    is compiled once for each precision.
+    `read_maxima` is the function that `watch_forward` yields for the subject's model: one for all attempts, so that a
+    compiled model is compiled once per precision.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class Experiment:
         self.low = low
         self.precision = precision
         self._mode = MODES[precision]
-        self._longer_runs: dict[int, tuple[Run, list[Run]]] = {}  # in fp32, by their steps: rerounded, and by order
+        self._longer_runs: dict[int, tuple[Run, list[Run]]] = {}  # fp32, by number of steps: rerounded, and by order
         self._read_maxima = read_maxima
         self._subject = subject = low.subject
         reference = subject.reference or subject
@@ -149,20 +148,23 @@ class Experiment:
         is_fp16 = any(parameter.dtype == torch.float16 for parameter in subject.model.parameters())
         self._format_max = FP16_MAX if is_fp16 else self._mode.format_max
         self.fp32 = low if reference is subject else Passes(reference)
-        if has_half_weights(reference.model):  # fp32 is a copy of the model
+        if has_half_weights(reference.model):  # fp32 runs use a copy of the model
             self.fp32 = Passes(reference, in_fp32(reference.model, subject.device.type))
-        self._seconds = seconds  # that all of it may take
+        self._seconds = seconds  # limit for the whole check
         self._plain_run: Run | None = None  # in fp32
-        self._perturbed_run: Run | None = None  # in fp32, from weights that the precision's rounding moved
+        self._perturbed_run: Run | None = None  # in fp32, from weights changed by the precision's rounding
         self._fp32_step_seconds: float | None = None
-        self._has_moved = True  # False once fp32's own training run has moved no weight
-        self._log2_guess = FIRST_GUESS  # of the largest safe loss scale: what the attempt before found
+        self._has_moved = True  # False if fp32's own training run changed no weight
+        self._log2_guess = FIRST_GUESS  # log2 of the largest safe loss scale in the attempt before
         self._low_weights = self._lost_updates()
 
     def attempt(self, pins: tuple[str, ...]) -> Attempt:
-        """One step, over the first batches; where that is not bad, a training run, and a longer one where that leaves
-        something open. The model is left where the first training ended."""
-        self._read_maxima()  # of passes before
+        """Measure the precision with the modules `pins` in fp32: one step, then training runs.
+
+        The step covers the first batches; if it is not bad, a short training run follows, and a longer one if a
+        question remains. The model is left at the end of the last run.
+        """
+        self._read_maxima()  # discards those of earlier passes
         with self.low.pinned(pins):
             low, reference, scale, bad_index, has_safe_scale, comparison, is_cut = self._steps()
             maxima = self._low_maxima({})
@@ -214,13 +216,16 @@ class Experiment:
         return replace(attempt, found=found, training=run, forward_maxima=maxima)
 
     def takes_like_draws(self, pins: tuple[str, ...]) -> bool:
-        """Whether the precision draws in half precision what fp32 does not: then from now on it takes fp32's numbers,
-        rounded, since others alone make a verdict bad."""
+        """Return whether the precision draws other random numbers than fp32, in half precision, and make it draw
+        fp32's.
+
+        From then on it uses fp32's numbers, rounded, since different ones alone can cause a bad verdict.
+        """
         if self._subject.is_compiled or not self.low.has_drawn:
             return False
         drawn = self.low.drawn = self.fp32.drawn = DrawnInFp32()
         are_unlike = False
-        with suppress(Exception):  # the user's code, run another way than it was written for, may raise anything
+        with suppress(Exception):  # the user's code is run in an unusual way and may raise anything
             self.fp32.run(0, "fp32")
             if not drawn.num_drawn:
                 with self.low.pinned(pins):
@@ -232,8 +237,10 @@ class Experiment:
 
     @cached_property
     def _look(self) -> Look:
-        """Look at the first batch with a gradient, since one without labels tells of no other, in fp32 and in fp32
-        rounded otherwise."""
+        """Run the first batch that has a gradient in fp32, and again with other rounding.
+
+        A batch without a gradient, as without labels, says nothing about the others.
+        """
         indices = iter(range(MIN_NUM_BATCHES))
         index = next(indices)
         first = self.fp32.run(index, "fp32")
@@ -249,7 +256,7 @@ class Experiment:
     def report(
         self, attempt: Attempt, culprits: tuple[str, ...] = (), healing: tuple[str, ...] = (), where: str = ""
     ) -> Fidelity:
-        """Return what an attempt has found so far; `where` it begins, a clause, is said where no `culprits` are."""
+        """Return the result so far. `where`, a clause on where the error begins, is used without `culprits`."""
         sums, found, training = attempt.comparison, attempt.found, attempt.training
         parameters = [] if sums is None else sums.parameters
         verdict, low_weights = attempt.grade.verdict, self._low_weights
@@ -287,7 +294,7 @@ class Experiment:
         )
 
     def _lost_updates(self) -> LowWeights | None:
-        """Return what rounding leaves of the first step's updates; None where no weights are in half precision."""
+        """Return the share of the first step's updates lost to rounding; None without weights in half precision."""
         if not self._has_half_weights:
             return None
         self.fp32.restore()
@@ -301,8 +308,10 @@ class Experiment:
         return {name: math.inf if math.isnan(m) else max(m, before.get(name, 0.0)) for name, m in maxima}
 
     def _steps(self) -> Steps:
-        """Go over batches that differ, in the precision at one loss scale, as a training step has them, and in fp32;
-        the first that is not finite ends it."""
+        """Run different batches in the precision, at one loss scale as in a training step, and in fp32.
+
+        Ends at the first pass that is not finite.
+        """
         scale = 1.0
         if self._mode.takes_scaler:
             deadline = self._started + SCALE_SHARE * self._seconds
@@ -325,19 +334,19 @@ class Experiment:
             if not done.is_finite or not fp32.is_finite:
                 is_safe = not self._mode.takes_scaler or done.is_finite
                 return Steps([*low, done], [*reference, fp32], lower, bad_index=index, is_safe=is_safe)
-            if lower != scale:  # all over again
+            if lower != scale:  # start again
                 low, reference, gathered, scale = [], [], Gathered(self._look.signals), lower
                 continue
             gathered.add(done.gradients, fp32.gradients)
             low, reference = [*low, replace(done, gradients={})], [*reference, replace(fp32, gradients={})]
-            del done, fp32  # their memory is wanted for the next
+            del done, fp32  # frees memory for the next
             if len(low) == MIN_NUM_BATCHES and _is_sure(gathered.compared()):
                 break
         return Steps(low, reference, scale, comparison=gathered.compared())
 
     @cached_property
     def _distinct(self) -> list[int]:
-        """The first batches that differ from all before: noise is the same in two that are alike."""
+        """Return the indices of distinct batches: equal batches have the same noise."""
         batches = self._subject.batches[:MAX_NUM_BATCHES]
         return [i for i, one in enumerate(batches) if not any(are_equal(one, other) for other in batches[:i])]
 
@@ -349,7 +358,7 @@ class Experiment:
         return time.perf_counter() - self._started
 
     def has_time_for(self, num_fp32: int, num_low: int) -> bool:
-        """Whether so many more passes fit, each as long as the fastest so far, and half for what else is done."""
+        """Return whether this many further passes fit, each as fast as the fastest so far, plus half for other work."""
         return self._spent() + self._foreseen(num_fp32, num_low) <= self._seconds
 
     def _foreseen(self, num_fp32: int, num_low: int) -> float:
@@ -357,9 +366,10 @@ class Experiment:
         return 1.5 * (num_fp32 * fp32_seconds + num_low * self.low.seconds_of.get(self.precision, fp32_seconds))
 
     def fit_samples(self) -> None:
-        """Look at fewer samples of each batch from now on where the fewest batches and a training run take too long.
+        """Reduce the samples per batch if the minimum of batches and a training run would take too long.
 
-        Batches stay whole where they cannot be cut, as those of a loop of its own, and where the loss wants them whole.
+        Batches stay whole if they cannot be cut, as for a training loop of the user's own, or if the loss does not
+        accept parts.
         """
         subject, sizes = self._subject, first_dimensions(self._subject.batches)
         num_samples = min(sizes, default=0)
@@ -371,12 +381,12 @@ class Experiment:
         ):
             return
         halves = [num_samples >> k for k in range(num_samples.bit_length()) if num_samples >> k >= MIN_NUM_SAMPLES]
-        # A CPU's seconds grow with the samples; an accelerator's may not.
+        # A CPU's time grows with the number of samples; an accelerator's may not.
         num_tried = halves[-1] if subject.device.type == "cpu" else num_samples
-        num_fp32 = MIN_NUM_BATCHES + NUM_PAIRED_STEPS + 2  # and two that tell signals from noise
+        num_fp32 = MIN_NUM_BATCHES + NUM_PAIRED_STEPS + 2  # and two that separate signals from noise
         num_low = MIN_NUM_BATCHES + NUM_PAIRED_STEPS + (NUM_SCALE_PASSES if self._mode.takes_scaler else 0)
         fitting: list[int] = []
-        with suppress(Exception):  # the user's code may want batches of one size; what else it raises comes again
+        with suppress(Exception):  # the user's code may need one batch size; other exceptions will recur later
             self._look_at(cut_all(subject.batches, num_tried))
             for _ in range(2):  # the first may be slow
                 self.fp32.run(0, "fp32")
@@ -392,16 +402,18 @@ class Experiment:
             self._look_at(subject.batches)
 
     def _look_at(self, batches: Sequence[Any]) -> None:
-        """Make all passes from now on over these batches."""
+        """Use these batches in all further passes."""
         self._subject = self.low.subject = replace(self.low.subject, batches=batches)
         self.fp32.subject = replace(self.fp32.subject, batches=batches)
         self.low.seconds_of.clear()
         self.fp32.seconds_of.clear()
 
     def _trained_longer(self, found: Findings, scale: float) -> tuple[Findings, Run | None]:
-        """Add to `found` what longer training runs show, over the batches in several orders; return it as it is where
-        the time allows not even the shortest, and beside it the run that did not stay finite. The model is left where
-        the last run ended."""
+        """Add the results of longer training runs over several orders of the batches to `found`.
+
+        `found` is returned unchanged if there is no time for the shortest; the second value is the run that did not
+        stay finite, None without one. The model is left at the end of the last run.
+        """
         num_steps = next((n for n in LONG_STEPS if self.has_time_for((NUM_ORDERS + 1) * n, NUM_ORDERS * n)), None)
         if num_steps is None:
             return found, None
@@ -439,7 +451,7 @@ class Experiment:
 
 
 def _is_sure(comparison: Comparison) -> bool:
-    """Whether more batches would change nothing: every number is far below its limit."""
+    """Return whether further batches cannot change the result: every number is far below its limit."""
     found, whole = Findings(**comparison.findings()), comparison.whole
     most = math.inf if whole.common_error_interval is None else whole.common_error_interval[1]
     are_small = most < SURE_SHARE * QUIET_COMMON_ERROR and whole.noise_ratio < SURE_SHARE * NOISY

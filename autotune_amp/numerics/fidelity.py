@@ -1,8 +1,8 @@
-"""Whether a precision learns what fp32 learns: the same weights, batches and draws in both, then a verdict.
+"""Fidelity check: whether training in a precision is equivalent to fp32 on the same weights, batches and draws.
 
-One step first, over four to eight batches; then a short training run, and a longer one, over the same batches in
-several orders, where the step leaves open whether rounding harms. Where the verdict is bad, the modules responsible are
-looked for, and tried in fp32.
+First one step over four to eight batches; then a short training run, and a longer one over the same batches in several
+orders if the step leaves open whether rounding is harmful. After a bad verdict the responsible modules are searched
+for, and tried in fp32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autotune_amp.numerics.passes import Passes, Subject
 from autotune_amp.precision.forward_wrapper import can_be_pinned, is_inside, modules_by_name, watch_forward
 from autotune_amp.precision.modes import MODES
 
-MAX_PINNED_SHARE = 0.05  # of the modules; one may always be pinned
+MAX_PINNED_SHARE = 0.05  # largest share of the modules that is pinned; one always may be
 MAX_ROUNDS = 3
 
 
@@ -36,15 +36,14 @@ def check(
     num_steps_before: int = 0,
     seconds: float = math.inf,
 ) -> Fidelity:
-    """Hold `precision`, with `pinned_modules` in fp32, against fp32 on `subject`, whose model is left as it was.
+    """Compare `precision`, with `pinned_modules` in fp32, with fp32 on `subject`; the model is restored.
 
-    `subject.batches` are eight at least, of `batch_size` samples. With `find_pins` a bad verdict says which modules are
-    responsible, and whether pinning them heals it. What the model's own code raises comes through, as do out-of-memory
-    errors and the `InvalidRequestError` for a module that cannot be pinned; numbers that are not finite never raise.
-    `label` is what the reason calls the precision with what else was set up; the weights were trained in fp32 for
-    `num_steps_before`.
-    `on_bad_verdict` is given a bad verdict before that search, which may take long, or take the process with it.
-    In fewer `seconds` than all takes fewer batches are looked at, then fewer steps trained, then none.
+    `subject.batches` are at least eight, of `batch_size` samples. With `find_pins` a bad verdict names the modules
+    responsible, and whether pinning them fixes it. Exceptions of the model's own code pass through, as do out-of-memory
+    errors and the `InvalidRequestError` for a module that cannot be pinned; non-finite numbers never raise. `label`
+    names the precision and other changes to the workload in the reason; the weights were trained in fp32 for
+    `num_steps_before`. `on_bad_verdict` is called with a bad verdict before the search for modules, which may take long
+    or crash the process. If `seconds` are too short, fewer batches are used, then fewer training steps, then none.
     """
     passes = Passes(subject)
     is_watched = not subject.is_compiled or MODES[precision].takes_scaler
@@ -76,21 +75,22 @@ def _no_maxima() -> dict[str, float]:
     return {}
 
 
-# -- which modules it begins in, and whether fp32 there heals it -------------------------------------------------------
+# -- responsible modules, and whether fp32 fixes them
+# -------------------------------------------------------------------
 
 
 def _locate(experiment: Experiment, attempt: Attempt) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The modules responsible, and those that heal it in fp32, () where that takes too many or does not help.
+    """Return the modules responsible, and the modules that fix the precision in fp32, () if too many or without effect.
 
-    Suspects are pinned one round after another, each found with those before in fp32 already; where there is no new
-    one, the modules around those pinned are taken in their place.
+    Suspects are pinned in rounds, each found with the former ones already in fp32; if there is no new one, the modules
+    around the pinned ones replace them.
     """
     modules = modules_by_name(experiment.low.model)
     limit = max(1, int(MAX_PINNED_SHARE * len(modules)))
     given = pins = attempt.pins
     culprits: tuple[str, ...] = ()
     for _ in range(MAX_ROUNDS):
-        try:  # the user's code, run another way than it was written for, may raise anything: no cure
+        try:  # the user's code is run in an unusual way and may raise anything: then there is no fix
             found = _suspects(experiment, attempt)
             culprits = culprits or found
             usable = [n for n in found if n and n in modules and can_be_pinned(modules[n]) and not is_inside(n, pins)]
@@ -109,13 +109,13 @@ def _locate(experiment: Experiment, attempt: Attempt) -> tuple[tuple[str, ...], 
 
 
 def _suspects(experiment: Experiment, attempt: Attempt) -> tuple[str, ...]:
-    """The modules it begins in, "" for the model's own forward, `OUTSIDE` for the loss function or the optimizer."""
+    """Return the modules where the error begins: "" is the model's own forward, `OUTSIDE` the loss or the optimizer."""
     low, precision = experiment.low, experiment.precision
     with low.pinned(attempt.pins):
         if attempt.training is not None and not attempt.training.is_finite:
             if bad_parameters(low.model):
-                return (OUTSIDE,)  # a step that was not to be taken, or one that the weights' own precision cannot hold
-            # From the weights that training was left at, in the step that failed.
+                return (OUTSIDE,)  # a step that should have been skipped, or that overflows the weights' own dtype
+            # From the final weights of the training run, in the step that failed.
             return blown_up(low, attempt.training.last_index, precision, attempt.scale)
         if attempt.bad_index is not None:
             low.restore()
@@ -131,16 +131,16 @@ def _suspects(experiment: Experiment, attempt: Attempt) -> tuple[str, ...]:
 
 
 def _not_finite_in_fp32(experiment: Experiment, attempt: Attempt) -> tuple[str, ...]:
-    """The modules where the first step in fp32 is not finite; () where it is, or where that cannot be found out."""
+    """Return the modules where the first fp32 step becomes non-finite; () if it is finite or the search failed."""
     index = attempt.bad_index
     if index is None:
         return ()
-    with suppress(Exception):  # the user's code, run another way than it was written for, may raise anything
+    with suppress(Exception):  # the user's code is run in an unusual way and may raise anything
         experiment.fp32.restore()
         return blown_up(experiment.fp32, index, "fp32", 1.0)
     return ()
 
 
 def _parent(name: str) -> str:
-    """The module around the module or parameter of this name, "" for those of the model itself."""
+    """Return the module around the module or parameter `name`, "" for the model itself."""
     return name.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""A precision against fp32 from gradients that a training itself made on the same weights and batches."""
+"""Fidelity of a precision from gradients that a training command produced itself, on the same weights and batches."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def judge_frozen(
     precision: Precision,
     batch_size: int,
 ) -> Fidelity:
-    """What gradients of the same batches in `precision` and in fp32 say, with the `losses` of both, in this order.
+    """Return the fidelity from gradients of the same batches in `precision` and in fp32.
 
-    Nothing is known of activations, and of training beyond the first weights.
+    `losses` are those in the precision and in fp32. Activations and training beyond the first weights are not checked.
     """
     are_finite, are_reference_finite = (
         all(bool(tensor.isfinite().all()) for each in gradients for tensor in each.values())

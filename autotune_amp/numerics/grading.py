@@ -1,9 +1,9 @@
-"""The grade of a precision, from what was measured, with the reason. Pure, no torch.
+"""Grading of a precision from measurements, with the reason. Pure, no torch.
 
-What is not finite, out of range or flushed harms, and so does an error that is the same in every batch. Noise does not:
-it is told, and where it might hide such an error a longer training decides.
+Numbers that are non-finite, out of range or flushed are harmful, and so is an error that is the same in every batch.
+Noise is not: it is reported, and if it might hide such an error a longer training run decides.
 
-Limits: studies/fidelity has the table that they were set on, and the workloads that they were tried on after.
+Limits: set on the table in studies/fidelity, and then tested on the other workloads there.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from typing import NamedTuple
 
 from autotune_amp.core.outcome import GradientDamage, Verdict
 
-NOISY = 0.25  # rounding noise over the noise between batches, which acts like a batch 6 % smaller
-# The error that all batches share, over the length of a gradient: what is surely as much may harm, what is surely more
-# than half does; and what may be as much as the last, or as the one before without much noise, is to be decided.
+NOISY = 0.25  # rounding noise over the noise between batches; acts like a batch 6 % smaller
+# Error common to all batches, over the length of a gradient. If certainly above MAX_COMMON_ERROR it may be harmful, if
+# above UNFAITHFUL_COMMON_ERROR it is. If possibly above NOISY_COMMON_ERROR, or above QUIET_COMMON_ERROR without much
+# noise, a training run decides.
 MAX_COMMON_ERROR, UNFAITHFUL_COMMON_ERROR = 0.02, 0.5
 QUIET_COMMON_ERROR, NOISY_COMMON_ERROR = 0.05, 0.2
-MAX_PARAMETER_COMMON_ERROR = 0.5  # the same of any one parameter
-MAX_NORM_RATIO = 2.0  # of the gradient's length over that in fp32, or the other way round
-MAX_FLUSHED_SHARE = 0.01  # of the gradient's entries that count, in a format with fewer exponents than fp32
+MAX_PARAMETER_COMMON_ERROR = 0.5  # the same for any one parameter
+MAX_NORM_RATIO = 2.0  # length of the gradient over that in fp32, or the inverse
+MAX_FLUSHED_SHARE = 0.01  # share of a gradient's significant entries, in a format with fewer exponents than fp32
 MAX_OF_FEW_EXPONENTS = 1e6  # fp16 ends at 65,504, fp8 before that, and bf16 and TF32 where fp32 does
-MAX_PARAMETER_FLUSHED_SHARE = 0.5  # of any one parameter
-MAX_FORWARD_SHARE = 0.25  # of the format's largest number: two octaves for growth
-MAX_LOST_SHARE = 0.5  # of a step's updates to low-precision weights
-FAITHFUL_GAP = 5.0  # in units of what one rounding of the first weights does
-SUSPICIOUS_SCATTER = 0.5  # of the loss from batch to batch
-MIN_FALL = 0.02  # of the loss's fall in fp32: what parts by less is no harm
+MAX_PARAMETER_FLUSHED_SHARE = 0.5  # for any one parameter
+MAX_FORWARD_SHARE = 0.25  # share of the format's largest number: two octaves for growth
+MAX_LOST_SHARE = 0.5  # share of a step's updates to low-precision weights
+FAITHFUL_GAP = 5.0  # in units of the effect of one rounding of the first weights
+SUSPICIOUS_SCATTER = 0.5  # relative to the loss's scatter from batch to batch
+MIN_FALL = 0.02  # share of the loss's fall in fp32: a smaller difference is harmless
 
 _ORDER: tuple[Verdict, ...] = ("faithful", "undecided", "doubtful", "unfaithful")
 _UNMOVED = "; that is of the first weights alone: no weight moved in the training run, as with a learning rate of 0"
@@ -50,12 +51,12 @@ _FIX_TRAINING = "Lower the learning rate or clip gradients until training in fp3
 
 
 class Parting(NamedTuple):
-    """How far training in the precision parts from training in fp32 on the same batches in the same order.
+    """Distance between training in the precision and in fp32 on the same batches in the same order, in the loss's unit.
 
-    `distance` is between the mean losses of a pass through the batches, over several orders of them, in the mean of all
-    passes; `spread` the same between two of the orders, the largest, of fp32's losses or of the differences, or between
-    fp32 and fp32 from weights that are rounded otherwise; `resolution` is what the precision cannot tell apart of a
-    loss, `fall` how far fp32's loss falls from the first pass to the last. All are in the loss's unit.
+    `distance` is between the mean losses of a pass through the batches, over several orders, averaged over all passes.
+    `spread` is the largest such distance between two orders, of fp32's losses or of the differences, or between fp32
+    runs with different rounding. `resolution` is the precision's rounding of a loss, `fall` the decrease of fp32's loss
+    from the first pass to the last.
     """
 
     distance: float
@@ -66,12 +67,12 @@ class Parting(NamedTuple):
 
     @property
     def is_apart(self) -> bool:
-        """Whether the precision goes where no order of the batches takes fp32."""
+        """Return whether the distance is larger than that between fp32 runs, rounding and 2 % of the loss's fall."""
         return self.distance > max(self.spread, self.resolution, MIN_FALL * self.fall)
 
 
 class Findings(NamedTuple):
-    """What was measured; None where it was not."""
+    """All measurements of a precision; None if not measured."""
 
     is_finite: bool = True
     is_reference_finite: bool = True
@@ -91,19 +92,19 @@ class Findings(NamedTuple):
     training_gap: float | None = None
     training_noise_gap: float | None = None
     parting: Parting | None = None
-    is_cut: bool = False  # for want of time, before any training; before any loss scale was found without `loss_error`
+    is_cut: bool = False  # time ran out, before any training; without `loss_error` before a loss scale was found
     has_moved: bool = True
     lost_share: float | None = None
-    has_signal: bool = True  # some parameter has a gradient in fp32 that is more than rounding noise
-    num_steps_per_call: int = 1  # of a loop; none is really taken in a pass
-    reuses_casts: bool = False  # it steps several times inside one autocast
+    has_signal: bool = True  # fp32's gradient of some parameter is more than rounding noise
+    num_steps_per_call: int = 1  # optimizer steps per call of a training loop; in a pass none is taken
+    reuses_casts: bool = False  # the loop steps several times inside one autocast
 
 
 class Grade(NamedTuple):
     """A verdict and the reason for it, a clause without a full stop.
 
-    `is_of_weights`: nothing is wrong but that weights are kept in low precision. `next_step` is what to do about an
-    fp32 training with which nothing can be compared, None elsewhere.
+    `is_of_weights`: the only fault is that weights are kept in low precision. `next_step` is advice on an fp32 training
+    run that nothing can be compared with, None otherwise.
     """
 
     verdict: Verdict
@@ -113,19 +114,19 @@ class Grade(NamedTuple):
 
     @property
     def is_bad(self) -> bool:
-        """Whether there is something to look for the cause of."""
+        """Return whether there is an error whose cause can be searched for."""
         return self.verdict in ("doubtful", "unfaithful")
 
 
 def least_common_error(damage: GradientDamage) -> float:
-    """The least that the error which all batches share may be, over the size of the gradient; 0 where nobody knows."""
+    """Return the lower bound of the error common to all batches, over the size of the gradient; 0 if unknown."""
     return 0.0 if damage.common_error_interval is None else damage.common_error_interval[0]
 
 
 def bias(found: Findings) -> str | None:
-    """The error that surely is the same in every batch and large, a clause without a full stop; None without one.
+    """Return a clause on a certain and large error common to all batches, None without one.
 
-    A gradient that shrinks has one, whatever its noise, which makes it longer.
+    A gradient that shrinks has such an error, whatever its noise, which makes it longer.
     """
     least = 0.0 if found.common_error_interval is None else found.common_error_interval[0]
     if found.common_error is not None and least > MAX_COMMON_ERROR:
@@ -137,10 +138,10 @@ def bias(found: Findings) -> str | None:
 
 
 def suspicion(found: Findings) -> str | None:
-    """Say what only a longer training decides, in a clause without a full stop; return None where nothing is open."""
+    """Return a clause on an open question that needs a longer training run, None if there is none."""
     if (biased := bias(found)) is not None:
         return biased
-    parameter = found.most_common  # of hundreds one is beyond its interval by chance: it is asked, and excludes nothing
+    parameter = found.most_common  # one in hundreds exceeds its interval by chance: it excludes nothing by itself
     if parameter is not None and least_common_error(parameter) > MAX_PARAMETER_COMMON_ERROR:
         share = _percent(parameter.common_error or 0.0)
         return f"an error of {share} of the gradient of {parameter.name} may be the same in every batch"
@@ -159,7 +160,7 @@ def suspicion(found: Findings) -> str | None:
 
 
 def grade(found: Findings) -> Grade:
-    """The worst that any of the findings says, and what says so."""
+    """Return the worst verdict of all findings, with its reasons."""
     if not found.is_reference_finite:
         is_of_step = found.loss_error is None
         when = "" if is_of_step else " within a few training steps"
@@ -194,7 +195,7 @@ def grade(found: Findings) -> Grade:
 
 
 def next_step(label: str, verdict: Verdict, pins: tuple[str, ...], *, is_of_weights: bool = False) -> str:
-    """What the user does next. `pins`: modules that heal it once they run in fp32."""
+    """Return advice for the user. `pins` are modules that make the precision faithful if they run in fp32."""
     if verdict == "faithful":
         return f"Train in {label}."
     if verdict in ("unchecked", "undecided"):
@@ -222,8 +223,8 @@ def _one_step(found: Findings) -> Iterator[Grade]:
             yield Grade("doubtful", biased)
         elif not found.parting.is_apart:
             yield Grade("doubtful", f"{biased}, though {found.parting.num_steps} training steps do not show it")
-    # With all of fp32's exponents nothing is too small: terms that cancel to zero are rounding, as those of cuDNN's
-    # LSTM in bf16 (3 % of the entries, whose common error is 0.5 %: studies/fidelity).
+    # With all of fp32's exponents nothing is too small: terms that cancel to zero are rounding, as in cuDNN's LSTM in
+    # bf16 (3 % of the entries, whose common error is 0.5 %: studies/fidelity).
     may_flush = found.format_max < MAX_OF_FEW_EXPONENTS
     if may_flush and found.flushed_share is not None and found.flushed_share > MAX_FLUSHED_SHARE:
         share = f"{100 * found.flushed_share:.0f} %"

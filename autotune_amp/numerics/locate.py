@@ -1,6 +1,6 @@
-"""Which modules a precision harms: the first that is wrong, and where numbers blow up.
+"""Search for the modules that a precision damages: the first wrong output, and the origin of non-finite numbers.
 
-Hooks, so compiled models run eagerly here; nothing else of a check depends on what is found.
+It uses hooks, so compiled models run eagerly here; the other parts of a check do not depend on it.
 """
 
 from __future__ import annotations
@@ -28,19 +28,17 @@ from autotune_amp.precision.forward_wrapper import (
     takes_roles,
 )
 
-# In the place of a module's name; "", the model's own, stands for its own forward, outside of the modules in it.
-OUTSIDE = "outside of the model"  # the loss function, as a rule, or the optimizer
-# A module whose output is off by less of what its samples differ by is not what makes a gradient wrong.
+# Used like a module's name. "" is the model's own forward, outside of the modules in it.
+OUTSIDE = "outside of the model"  # usually the loss function, or the optimizer
+# A module whose output error is a smaller share of the difference between samples does not cause a wrong gradient.
 _MIN_ERROR = 0.05
 
 
 def first_wrong(low: Passes, reference: Passes, index: int, precision: Precision) -> str | None:
-    """The first module, innermost before those around it, whose output in `precision` is not that of fp32.
+    """Return the first module whose output in `precision` differs from fp32's, inner modules before outer ones.
 
-    The model itself, "", comes last.
-
-    An error is relative to how the output differs between samples: an offset that all samples share says nothing of
-    them, and a later module may take it away.
+    The model itself, "", comes last. An error is relative to the difference of the output between samples: an offset
+    common to all samples carries no information, and a later module may remove it.
     """
     expected: dict[tuple[str, int], Tensor] = {}
     wrong: list[str] = []
@@ -61,7 +59,7 @@ def first_wrong(low: Passes, reference: Passes, index: int, precision: Precision
 def _look_at_outputs(
     passes: Passes, index: int, precision: Precision, look: Callable[[tuple[str, int], Tensor], None]
 ) -> None:
-    """`look` at what each call of a module puts out first in the forward pass, in the order in which the calls end."""
+    """Call `look` with the first output tensor of each module call, in the order in which the calls end."""
     num_calls: Counter[str] = Counter()
 
     def ended(name: str, _: nn.Module, __: Any, output: Any) -> None:
@@ -90,17 +88,17 @@ def _error(given: Tensor, wanted: Tensor) -> float:
     spread = wanted - wanted.mean(0) if wanted.dim() and len(wanted) > 1 else wanted
     size = float(torch.linalg.vector_norm(spread))
     whole = float(torch.linalg.vector_norm(wanted))
-    size = size if size > 1e-6 * whole else whole  # the same for every sample, as positions are
+    size = size if size > 1e-6 * whole else whole  # equal for all samples, as positions are
     return difference / size if size else (math.inf if difference else 0.0)
 
 
-# -- where numbers blow up ---------------------------------------------------------------------------------------------
+# -- origin of non-finite numbers --------------------------------------------------------------------------------------
 
 
 def blown_up(passes: Passes, index: int, precision: Precision, scale: float) -> tuple[str, ...]:
-    """The modules where this pass, from the weights as they are, turns non-finite and fp32's does not.
+    """Return the modules where a pass becomes non-finite but fp32's does not, from the present weights.
 
-    The model's own name, "", where no module in it does, and `OUTSIDE` where the model does not either. A pass in fp32
+    ("",), the model's own name, if no module in it does, and (`OUTSIDE`,) if the model does not either. A pass in fp32
     itself is compared with none.
     """
     is_alone = precision == "fp32" or has_half_weights(passes.model)
@@ -124,21 +122,21 @@ def _recorded(passes: Passes, index: int, precision: Precision, scale: float) ->
 
 
 def bad_parameters(model: nn.Module) -> tuple[str, ...]:
-    """The names of the parameters that are not finite."""
+    """Return the names of the parameters that are not finite."""
     named = parameters_by_name(model).items()
     return tuple(name for name, parameter in named if health(parameter) is not Health.FINITE)
 
 
 class Health(IntEnum):
-    """The worst that the floating tensors of an input, output or gradient hold."""
+    """Worst kind of number in the floating-point tensors of an input, output or gradient."""
 
     FINITE = 0
-    MASKED = 1  # -inf and nothing worse: what attention masks are made of
+    MASKED = 1  # -inf and nothing worse: attention masks
     BAD = 2
 
 
 def health(values: Any) -> Health:
-    """The worst over all floating tensors anywhere in `values`. Waits for the device."""
+    """Return the worst kind of number in all floating-point tensors in `values`. Synchronizes with the device."""
     return max(map(_health_of, _floating(values)), default=Health.FINITE)
 
 
@@ -162,7 +160,7 @@ def _health_of(tensor: Tensor) -> Health:
 
 @dataclass(eq=False)
 class Call:
-    """One call of the module of this name, of which it is call `number`."""
+    """Record of one call of the module `name`; `number` counts its calls."""
 
     name: str
     number: int
@@ -170,10 +168,10 @@ class Call:
     inputs: Health
     first_node: int
     outputs: Health = Health.FINITE
-    end_node: int = 0  # the number of the first autograd node made after the call
+    end_node: int = 0  # sequence number of the first autograd node made after the call
 
     def ancestors(self) -> Iterator[Call]:
-        """The calls around this one, innermost first."""
+        """Yield the calls around this one, innermost first."""
         call = self.parent
         while call is not None:
             yield call
@@ -182,21 +180,21 @@ class Call:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where the backward pass went bad: the node's number, and those of the nodes that its gradients go to."""
+    """Origin of a non-finite gradient: an autograd node's number, and those of the nodes that it feeds."""
 
     node: int
     next_nodes: tuple[int, ...]
 
 
 class Recorder:
-    """Watches one pass through `modules`: `watching_forward()` around the forward pass, then `watch_backward`.
+    """Recorder of one pass through `modules`: `watching_forward()` around the forward pass, then `watch_backward`.
 
-    TorchScript's modules take no hooks: what goes wrong in one is seen in the module around it.
+    TorchScript modules accept no hooks: an error in one is attributed to the module around it.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = {name: module for name, module in modules.items() if takes_roles(module)}
-        self._timeline: list[tuple[Call, bool]] = []  # the call, and whether it ended there or began
+        self._timeline: list[tuple[Call, bool]] = []  # a call, and whether it ended there or began
         self._running: list[Call] = []
         self._num_calls: Counter[str] = Counter()
         self._origins: list[_Origin] = []
@@ -204,7 +202,7 @@ class Recorder:
 
     @contextmanager
     def watching_forward(self) -> Iterator[None]:
-        """Record the forward pass inside; what a checkpoint recomputes in the backward pass is none."""
+        """Record the forward pass inside; recomputation by a checkpoint in the backward pass does not count."""
         with ExitStack() as hooks:
             for name, module in self._modules.items():
                 beginning = module.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True)
@@ -220,7 +218,7 @@ class Recorder:
         self._timeline.append((call, False))
 
     def _end(self, name: str, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        # A call that raised, inside a module that caught it, never ended.
+        # A call that raised, inside a module that caught the exception, never ended.
         while (call := self._running.pop()).name != name:
             pass
         call.outputs = health(output)
@@ -228,8 +226,8 @@ class Recorder:
         self._timeline.append((call, True))
 
     def forward_culprit(self) -> str:
-        """Who made the loss non-finite, in the order of execution."""
-        masked: Call | None = None  # the first to make -inf, which may be what the next turns into NaN
+        """Return the origin of a non-finite loss, in the order of execution."""
+        masked: Call | None = None  # the first to make -inf, which the next may turn into NaN
         for call, has_ended in self._timeline:
             if has_ended and call.outputs > call.inputs:
                 if call.outputs is Health.BAD:
@@ -243,13 +241,13 @@ class Recorder:
         return "the loss function" if masked is None else self._module(masked)
 
     def watch_backward(self, loss: Tensor) -> list[Tensor]:
-        """Record the backward pass that follows, and give the leaves whose gradients it will write."""
+        """Record the following backward pass, and return the leaves whose gradients it will write."""
         leaves: list[Tensor] = []
         seen = {loss.grad_fn}
         pending: list[Any] = [loss.grad_fn]
         while pending:
             node = pending.pop()
-            if hasattr(node, "variable"):  # AccumulateGrad: it can outlive the graph, so it gets no hook
+            if hasattr(node, "variable"):  # AccumulateGrad can outlive the graph, so it gets no hook
                 leaves.append(node.variable)
                 continue
             next_nodes = [following for following, _ in node.next_functions if following is not None]
@@ -267,7 +265,7 @@ class Recorder:
             self._origins.append(origin)
 
     def backward_culprit(self) -> str | None:
-        """Who made the first non-finite gradient; None where no node did, as in a reduction between ranks."""
+        """Return the origin of the first non-finite gradient; None if no node made it, as in a sum over ranks."""
         if not (origins := self._backward_origins()):
             return None
         call = self._call_of(origins[0].node)
@@ -276,7 +274,7 @@ class Recorder:
     def _backward_origins(self) -> list[_Origin]:
         if self._origins or self._first_bad_sum is None:
             return self._origins
-        # Every node was innocent: finite gradients from several consumers overflowed where they were added up.
+        # No single node is at fault: finite gradients from several consumers overflowed in their sum.
         return [self._first_bad_sum]
 
     def _call_of(self, node: int) -> Call | None:
@@ -284,9 +282,9 @@ class Recorder:
         return max(around, key=lambda call: call.first_node, default=None)
 
     def damaged(self, healthy: Recorder | None) -> tuple[list[str], str | None]:
-        """The modules where this pass went bad and `healthy` did not, and the first of them in words.
+        """Return the modules where this pass became non-finite and `healthy` did not, and a text naming the first.
 
-        Children are taken before the modules that hold them.
+        Inner modules come before the modules that hold them.
         """
         before = {} if healthy is None else {(call.name, call.number): call for call in healthy._ended_calls()}
         found: list[Call] = []
@@ -307,7 +305,7 @@ class Recorder:
             call = self._call_of(origin.node)
             if call is not None and call.name:
                 yield call
-            else:  # As a rule the loss function, in the model or outside, casts a gradient down for the last module.
+            else:  # Usually the loss function, in the model or outside, which casts a gradient for the last module.
                 yield from filter(None, map(self._call_of, origin.next_nodes))
 
     def _ended_calls(self) -> Iterator[Call]:

@@ -1,6 +1,6 @@
-"""Training runs in a low precision beside those in fp32: how far their losses part, and what weights kept in it lose.
+"""Training runs in a low precision paired with fp32: the distance of their losses, and updates lost by rounding.
 
-Two healthy runs part as a small difference grows: so the distance of their losses is compared with that between fp32
+Two healthy runs diverge as a small difference grows: so the distance of their losses is compared with that between fp32
 runs whose first weights differ by one rounding of the low precision.
 """
 
@@ -26,13 +26,13 @@ from autotune_amp.precision.forward_wrapper import parameters_by_name
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.torch_state import HALF_DTYPES
 
-REROUNDING = 2.0**-20  # moves weights enough for fp32 to round otherwise, and no more
+REROUNDING = 2.0**-20  # changes weights just enough for fp32 to round differently
 _MOVED_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
-_NUM_HALVINGS = 4  # of a step's loss scale, before it is asked whether any will do
+_NUM_HALVINGS = 4  # halvings of a step's loss scale before the lowest scale is tried
 
 
 class Run(NamedTuple):
-    """The losses of a training run, one for each step; cut short after the first that was not finite.
+    """Losses of a training run, one per step; it ends after the first that is not finite.
 
     `last_index` is the batch of its last step.
     """
@@ -43,7 +43,7 @@ class Run(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        """Whether every step was."""
+        """Return whether the losses of all steps are finite."""
         return all(map(math.isfinite, self.losses))
 
 
@@ -57,11 +57,11 @@ def train(
     seed: int = 0,
     order: Sequence[int] | None = None,
 ) -> Run:
-    """Train from the first weights, each of them first moved by up to `perturbation` times itself, on the batches in
-    their own `order`, again and again, or another.
+    """Train for `num_steps` from the first weights, each first changed by up to `perturbation` times itself.
 
-    Where gradients overflow, the scale is halved and the step tried again, so that all runs see the same batches; each
-    such try is a skip. The model is left where training ended.
+    The batches are used in their own order, repeatedly, or in `order`. If gradients overflow, the loss scale is halved
+    and the step repeated, so that all runs see the same batches; each repetition is a skip. The model is left at the
+    end of the run.
     """
     passes.restore()
     perturb(passes.model, perturbation, seed)
@@ -81,8 +81,7 @@ def train(
 
 
 def train_before(subject: Subject, batches: Iterable[Any]) -> int:
-    """Leave the subject's model as one fp32 step on each of these batches makes it; the first that is not finite ends
-    it. Returns the steps that were taken."""
+    """Train the subject's model in fp32, one step per batch, until one is not finite. Return the number of steps."""
     at_hand: list[Any] = []
     passes, optimizer = Passes(replace(subject, batches=at_hand)), subject.make_optimizer(subject.model)
     num_steps = 0
@@ -105,25 +104,27 @@ def gap(low: Run, reference: Run, perturbed: Run) -> float:
 
 
 def noise_gap(low: Run, reference: Run) -> float:
-    """Return the mean distance of the low precision's losses from the reference's over their scatter from batch to
-    batch; both runs are finite and of equal length."""
-    # The scatter of the differences, so that the loss's fall does not count as scatter.
+    """Return the mean distance of the low precision's losses from the reference's over their scatter between batches.
+
+    Both runs are finite and of equal length.
+    """
+    # The scatter of the differences, so that the decrease of the loss does not count as scatter.
     steps = [after - before for before, after in zip(reference.losses, reference.losses[1:], strict=False)]
     return _ratio(_distance(low, reference), pstdev(steps) / math.sqrt(2))
 
 
 def shuffled(num_steps: int, num_batches: int, order: int) -> list[int]:
-    """The batch of each step: all of them again and again, shuffled each time in a way that is the `order`'s own."""
+    """Return the batch index of each step: all batches repeatedly, shuffled each time with the seed `order`."""
     generator = torch.Generator().manual_seed(order)
     rounds = (torch.randperm(num_batches, generator=generator).tolist() for _ in range(-(-num_steps // num_batches)))
     return list(chain.from_iterable(rounds))[:num_steps]
 
 
 def parting(low: Sequence[Run], fp32: Sequence[Run], rerounded: Run, num_batches: int, roundoff: float) -> Parting:
-    """Say how far runs in the precision part from those in fp32, pass after pass through all `num_batches`.
+    """Return how far runs in the precision diverge from those in fp32, pass by pass through all `num_batches`.
 
-    All runs are finite; each two saw the batches in the same order, and the `rerounded` one saw them as the first in
-    fp32 did, from weights that fp32 rounds otherwise. `roundoff` is the precision's unit.
+    All runs are finite; each pair used the batches in the same order, and the `rerounded` run used that of the first
+    fp32 run, from weights that round differently. `roundoff` is the precision's unit roundoff.
     """
     num_rounds = len(fp32[0].losses) // num_batches
     rounds = [slice(number * num_batches, (number + 1) * num_batches) for number in range(num_rounds)]
@@ -147,7 +148,10 @@ def parting(low: Sequence[Run], fp32: Sequence[Run], rerounded: Run, num_batches
 def finite_pass(
     passes: Passes, index: int, precision: Precision, scale: float, *, restores: bool
 ) -> tuple[Pass, float, int]:
-    """A pass over batch `index`, its scale and how often that was halved for it; not finite where no scale helps."""
+    """Run a pass over batch `index`; return it with its loss scale and the number of times that was halved.
+
+    The pass is not finite if no scale helps.
+    """
     num_halvings = 0
     done = passes.run(index, precision, restores=restores, scale=scale)
     while MODES[precision].takes_scaler and math.isfinite(done.loss) and not done.is_finite and scale > MIN_LOSS_SCALE:
@@ -161,10 +165,10 @@ def finite_pass(
 
 
 def perturb(model: nn.Module, relative: float, seed: int) -> None:
-    """Multiply each weight by 1 + u, u drawn evenly from [-relative, relative].
+    """Multiply each weight by 1 + u, with u uniform in [-relative, relative].
 
-    Weights that such a step does not move stay as they are: integers, as packed or quantized weights are, and formats
-    of 8 bits or less. So do those of a Tensor subclass without the operation.
+    Weights for which such a change makes no sense stay unchanged: integers, as in packed or quantized weights, and
+    formats of 8 bits or less. So do those of a Tensor subclass without the operation.
     """
     generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():
@@ -192,13 +196,13 @@ def _ratio(distance: float, yardstick: float) -> float:
 
 
 def lost_updates(model: nn.Module, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> LowWeights | None:
-    """Return how much of an fp32 step is lost, from weights `before` it to those `after`, where `model` keeps them.
+    """Return the share of an fp32 step, from weights `before` to `after`, that is lost if `model` rounds its weights.
 
-    Over the parameters in half precision that the step moves, those without a gradient too, as a teacher's that follow
-    the model's weights by a moving average; None where there are none. The weights `before` are numbers that the half
-    precision holds.
+    It covers the half-precision parameters that the step changes, including those without a gradient, such as a teacher
+    that follows the model's weights by a moving average; None if there are none. The weights `before` are representable
+    in the half precision.
     """
-    counts: list[Tensor] = []  # of what moves, and of what of it is lost
+    counts: list[Tensor] = []  # numbers of changed entries, and of lost ones among them
     dtypes = set()
     for name, parameter in parameters_by_name(model).items():
         if parameter.dtype not in HALF_DTYPES:
@@ -206,7 +210,7 @@ def lost_updates(model: nn.Module, before: Mapping[str, Tensor], after: Mapping[
         dtypes.add(parameter.dtype)
         update = after[name] - before[name]
         nearest = after[name].to(parameter.dtype).to(before[name]) - before[name]
-        # Not finite: a mask of -inf kept as a parameter, or a step past the end of the format, which is no rounding.
+        # Not finite: a mask of -inf kept as a parameter, or a step past the end of the format, which is not rounding.
         moved = (update != 0) & update.isfinite() & nearest.isfinite()
         counts.append(torch.stack([moved.sum(), (moved & (nearest == 0)).sum()]).cpu())
     num_moved, num_lost = torch.stack(counts).sum(0).tolist() if counts else (0, 0)

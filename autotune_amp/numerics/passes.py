@@ -1,4 +1,4 @@
-"""Forward and backward passes that can be repeated: the same weights, batches and draws in any precision."""
+"""Repeatable forward and backward passes: the same weights, batches and random draws in any precision."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ K = TypeVar("K")
 
 @dataclass(frozen=True)
 class Loop:
-    """`step(model, batch, amp)` is one training step of a loop whose modules `model` holds.
+    """A training loop of the user's own, whose modules `model` holds; `step(model, batch, amp)` is one training step.
 
-    `forget(model)` puts back what its steps change beside the numbers in tensors. Batches have `batch_size` samples.
+    `forget(model)` undoes the changes of its steps other than to numbers in tensors. Batches have `batch_size` samples.
     """
 
     step: Callable[[Any, Any, StepAmp], object]
@@ -43,14 +43,14 @@ class Loop:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked: a model in training mode, its loss as the workload computes it, and batches on its device.
+    """Objects of a check: a model in training mode, its loss as the workload computes it, and batches on its device.
 
-    `make_optimizer` gives a fresh optimizer over the parameters of a model like this one. With a `loop` the model holds
-    all of its modules, the loss is `no_loss`, and the optimizer steps all that the loop has.
+    `make_optimizer` returns a new optimizer for the parameters of a model like this one. With a `loop` the model holds
+    all of its modules, the loss is `no_loss`, and the optimizer steps all parameters of the loop.
 
-    `reference` is the same training without what was set up on this one beside its precision, None where nothing was.
-    `is_compiled` by that: watched, its passes would be another graph. Without `has_like_draws`, as beside compiled
-    code, dropout is taken out on a CPU too.
+    `reference` is the same workload without changes other than the precision, None if there are none. `is_compiled`:
+    one of these changes compiles the model; watching its passes would make another graph. Without `has_like_draws`, as
+    with compiled code, dropout is disabled on a CPU too.
     """
 
     model: nn.Module
@@ -67,9 +67,9 @@ class Subject:
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass. `gradients` are unscaled, in fp32, by parameter name, sparse where autograd makes them so.
+    """Result of one pass. `gradients` are unscaled, in fp32, by parameter name, and sparse if autograd makes them so.
 
-    Parameters that got none are missing. `largest` is the largest magnitude in them, NaN where one is.
+    Parameters without a gradient are missing. `largest` is the largest magnitude in the gradients, NaN if one is NaN.
     """
 
     loss: float
@@ -78,7 +78,7 @@ class Pass:
 
     @classmethod
     def measured(cls, loss: Tensor, gradients: Gradients) -> Pass:
-        """Return the pass with its numbers, for which the device is waited for once."""
+        """Return the pass with its numbers; synchronizes with the device once."""
         numbers = torch.stack(
             [loss.detach().reshape(()).to(wide_dtype(loss.device)), largest_of(gradients.values(), loss.device)]
         )
@@ -87,22 +87,22 @@ class Pass:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the loss and every gradient are."""
+        """Return whether the loss and every gradient are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.largest)
 
     @property
     def has_gradient(self) -> bool:
-        """Whether any number in the gradients is not zero."""
+        """Return whether any number in the gradients is not zero."""
         return self.largest != 0
 
 
 class Passes:
-    """Passes over one model, which is left in its first state after each; counts them. `drawn` is what they draw in.
+    """Passes over one model, each from its first state unless told otherwise; counts them.
 
-    Of a loop, `num_steps_per_call` is how often the latest call stepped one optimizer, `reuses_casts` whether any call
-    did so inside of one autocast in half precision, whose casts of the weights are then those before the first step.
-
-    `seconds_of` are those of the fastest pass in each precision. `has_drawn`: a pass took random numbers, or may have.
+    `drawn` makes random draws in half precision comparable. For a loop, `num_steps_per_call` is how often the latest
+    call stepped one optimizer, `reuses_casts` whether any call did so inside one autocast in half precision, whose
+    casts of the weights then predate the first step. `seconds_of` holds the seconds of the fastest pass in each
+    precision. `has_drawn`: a pass used, or may have used, random numbers.
     """
 
     def __init__(self, subject: Subject, model: nn.Module | None = None) -> None:
@@ -128,11 +128,11 @@ class Passes:
         before_backward: Callable[[Tensor], object] | None = None,
         seed: int | None = None,
     ) -> Pass:
-        """One pass over batch `index`, its loss multiplied by `scale` before going back.
+        """Run a pass over batch `index`, with its loss multiplied by `scale` before the backward pass.
 
-        It begins from the first weights, or, unless it `restores` them, from the weights and buffers as they are.
-        Each batch has a `seed` of its own. `before_backward` is given the scaled loss. A loop's forward and backward
-        passes are its own affair: what is to be done around them is not.
+        It begins from the first weights or, without `restores`, from the present weights and buffers. Each batch has a
+        `seed` of its own. `before_backward` is called with the scaled loss. For a training loop of the user's own
+        `around_forward` and `before_backward` are ignored.
         """
         started = time.perf_counter()
         if restores:
@@ -147,7 +147,7 @@ class Passes:
         else:
             done = self._plain_pass(index, precision, scale, around_forward or nullcontext(), before_backward)
         self.has_drawn = self.has_drawn or not torch.equal(generator, torch.get_rng_state())
-        seconds = time.perf_counter() - started  # the device was waited for
+        seconds = time.perf_counter() - started  # after the synchronisation with the device
         self.seconds_of[precision] = min(seconds, self.seconds_of.get(precision, math.inf))
         return done
 
@@ -175,9 +175,9 @@ class Passes:
         return Pass.measured(loss, unscaled(gradients, scale))
 
     def _loop_pass(self, loop: Loop, index: int, precision: Precision, scale: float) -> Pass:
-        """A whole step that nothing is stepped in; its loss is the sum of all that it went back from.
+        """Run a whole step of the loop without stepping an optimizer; its loss is the sum of all losses in it.
 
-        Raises `NoStepError` where the call is not a whole step.
+        Raises `NoStepError` if the call contains no optimizer step.
         """
         device_type = self.subject.device.type
         names = {id(parameter): name for name, parameter in parameters_by_name(self.model).items()}
@@ -196,7 +196,7 @@ class Passes:
         return Pass.measured(loss, amp.gradients)
 
     def step(self, optimizer: torch.optim.Optimizer, gradients: Gradients) -> None:
-        """Have the optimizer step on these gradients."""
+        """Set these gradients and step the optimizer."""
         for name, parameter in parameters_by_name(self.model).items():
             if name in gradients:
                 parameter.grad = gradients[name].to(parameter.dtype)
@@ -204,15 +204,14 @@ class Passes:
         self.model.zero_grad(set_to_none=True)
 
     def keep(self) -> None:
-        """Have `run` begin from the parameters and buffers as they are now."""
+        """Make the present parameters and buffers the first state, from which `run` begins."""
         self._first_state.clear()  # before the copies, which need its memory
         self._first_state = _copied_state(self.model)
 
     def changed(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
-        """Give the names of those parameters or buffers that are no longer what `run` begins from; waits for the device
-        for each.
+        """Yield the names of the parameters or buffers that differ from the first state.
 
-        One without data, on the meta device, is none of them.
+        Synchronizes with the device for each. Tensors without data, on the meta device, are left out.
         """
         first = self._first_state
         for name, value in named:
@@ -220,10 +219,10 @@ class Passes:
                 yield name
 
     def restore(self) -> None:
-        """Put the first parameters and buffers back.
+        """Restore the first parameters and buffers.
 
-        Buffers that came since, or that have another shape now, stay: they are caches, whose module knows their size.
-        So do expanded ones: nobody can write to them in place.
+        Buffers that are new, or have another shape now, are left: they are caches, whose module knows their size. So
+        are expanded ones, which cannot be written in place.
         """
         if self.subject.loop is not None:
             self.subject.loop.forget(self.model)
@@ -244,9 +243,10 @@ class Passes:
 
     @contextmanager
     def pinned(self, names: Sequence[str]) -> Iterator[None]:
-        """Run these modules in fp32; raises `InvalidRequestError` for one that cannot be, or is not there."""
+        """Run these modules in fp32 inside. Raises `InvalidRequestError` for one that does not exist or cannot be
+        pinned."""
         with ExitStack() as stack:
-            # What the user's own model has pinned already stays so.
+            # Pins that the user's own model has already are kept.
             for module in [module for module in named(self.model, names) if not is_pinned(module)]:
                 pin_fp32(module, self.subject.device.type)
                 stack.callback(unpin, module)
@@ -263,14 +263,14 @@ def _copied_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 class NoStepError(Exception):
-    """A call of train_step came to no optimizer step: there are no gradients of a step to look at."""
+    """Raised if a call of train_step took no optimizer step, so that there are no gradients to compare."""
 
 
 class CatchingAmp(StepAmp):
-    """Scales by a fixed `factor` and steps nothing.
+    """StepAmp with a fixed loss scale `factor` that collects gradients instead of stepping optimizers.
 
-    `gradients` are those that optimizers would have stepped on, unscaled, in fp32, by the names of `names` (by id); of
-    a parameter that is stepped twice the last.
+    `gradients` are unscaled, in fp32, by parameter name, which `names` gives for the parameter's id; for a parameter
+    that is stepped twice the last.
     """
 
     def __init__(
@@ -288,24 +288,24 @@ class CatchingAmp(StepAmp):
         self._unscaled: dict[int, bool] = {}  # by optimizer: whether its gradients were finite
         self.steps_of: Counter[int] = Counter()  # by optimizer
         self.reuses_casts = False
-        self._stepped_inside: dict[int, int] = {}  # by optimizer: the number of the autocast around its latest step
+        self._stepped_inside: dict[int, int] = {}  # by optimizer: number of the autocast around its latest step
 
     def is_enabled(self) -> bool:
-        """As a scaler of the precision would be."""
+        """Return whether a scaler of the precision would be enabled."""
         return self.config.loss_scale is not None
 
     def get_scale(self) -> float:
-        """What losses are multiplied by."""
+        """Return the factor by which losses are multiplied."""
         super().get_scale()
         return self._factor
 
     def scale(self, outputs: Any) -> Any:
-        """The outputs times the factor."""
+        """Multiply `outputs` by the factor."""
         super().scale(outputs)
         return tree_map(lambda leaf: scaled(leaf, self._factor) if isinstance(leaf, Tensor) else leaf, outputs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the factor. What is not finite is caught at once: clipping might hide it."""
+        """Divide the gradients by the factor. Non-finite ones are collected at once: clipping might hide them."""
         pairs = _gradients(optimizer)
         for parameter, gradient in zip(pairs, unscaled(pairs, self._factor).values(), strict=True):
             parameter.grad = gradient.to(parameter.dtype)
@@ -316,7 +316,7 @@ class CatchingAmp(StepAmp):
         self._unscaled[id(optimizer)] = is_finite
 
     def step(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> bool:
-        """Catch the gradients; as if it stepped."""
+        """Collect the gradients, and return True like a step that was taken."""
         self.num_steps += 1
         self.steps_of[id(optimizer)] += 1
         if torch.is_autocast_enabled(self._device) and torch.is_autocast_cache_enabled():
@@ -329,7 +329,7 @@ class CatchingAmp(StepAmp):
         return True
 
     def update(self, new_scale: float | Tensor | None = None) -> None:  # noqa: ARG002 # the interface's
-        """The factor stays."""
+        """End the step; the factor stays the same."""
         super().update()
         self._unscaled.clear()
 
@@ -339,17 +339,17 @@ class CatchingAmp(StepAmp):
 
 
 def no_loss(model: nn.Module, batch: Any) -> Tensor:  # noqa: ARG001 # the signature of one
-    """In the place of a loop's loss function."""
+    """Raise `WorkloadError`; the loss function of a subject with a training loop of its own."""
     raise WorkloadError("A loop of its own has no loss function to run alone.", "Run its train_step.")
 
 
 def scaled(loss: Tensor, factor: float) -> Tensor:
-    """As GradScaler scales: by a tensor in fp32, so that a loss in fp16 gets its gradient in fp16."""
+    """Multiply `loss` by an fp32 tensor, as GradScaler does, so that an fp16 loss gets its gradient in fp16."""
     return loss * torch.full((), factor, device=loss.device)
 
 
 def unscaled(gradients: Mapping[K, Tensor], factor: float) -> dict[K, Tensor]:
-    """Copies in fp32, or complex, divided by the factor; sparse where autograd makes them so."""
+    """Return copies of the gradients divided by the factor, in fp32 or complex; sparse ones stay sparse."""
     found = {
         key: gradient.detach().coalesce() if gradient.is_sparse else gradient.detach()
         for key, gradient in gradients.items()
@@ -366,7 +366,7 @@ def unscaled(gradients: Mapping[K, Tensor], factor: float) -> dict[K, Tensor]:
 
 
 def largest_of(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return the largest magnitude of all entries, on the device; NaN where one of them is."""
+    """Return the largest magnitude of all entries, on the device; NaN if one is NaN."""
     parts = [torch.view_as_real(part) if part.is_complex() else part for part in map(stored, tensors) if part.numel()]
     found = [torch.zeros((), dtype=wide_dtype(device), device=device)]
     for indices in alike(parts):
@@ -377,7 +377,7 @@ def largest_of(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def alike(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the indices of tensors that one call of a `torch._foreach` function takes; others are alone."""
+    """Group the indices of tensors that one call of a `torch._foreach` function accepts; others are single."""
     groups: dict[object, list[int]] = {}
     for index, tensor in enumerate(tensors):
         groups.setdefault((tensor.device, tensor.dtype) if is_plain(tensor) else index, []).append(index)
@@ -385,17 +385,17 @@ def alike(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it is strided, with data, and of no class of its own, which might lack an operation."""
+    """Return whether the tensor is strided, has data, and is of no subclass, which might lack an operation."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """Return fp64, whose squares of fp32 numbers do not overflow; on MPS, which has none, fp32."""
+    """Return fp64, in which squares of fp32 numbers do not overflow; on MPS, which lacks it, fp32."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def stored(tensor: Tensor) -> Tensor:
-    """Return the numbers that a tensor stores, as a view: of a sparse one those that are not left out."""
+    """Return a view of the numbers that a tensor stores: for a sparse one the explicit entries."""
     if tensor.layout == torch.strided:
         return tensor
     return tensor._values() if tensor.is_sparse else tensor.values()
@@ -406,7 +406,7 @@ def _gradients(optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor]:
 
 
 def are_equal(one: Any, other: Any) -> bool:
-    """Whether two batches hold the same numbers; those without tensors are taken to differ."""
+    """Return whether two batches hold the same numbers; batches without tensors count as different."""
     ours, theirs = ([leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)] for batch in (one, other))
     if not ours or len(ours) != len(theirs):
         return False
@@ -415,7 +415,7 @@ def are_equal(one: Any, other: Any) -> bool:
 
 
 def in_fp32(model: nn.Module, device_type: str) -> nn.Module:
-    """A copy with its weights in fp32, and run in it."""
+    """Return a copy of the model with fp32 weights that runs in fp32."""
     reference = copy.deepcopy(model).float()
-    override(reference, "fp32", device_type)  # casts its inputs up
+    override(reference, "fp32", device_type)  # casts its inputs to fp32
     return reference

@@ -1,7 +1,7 @@
-"""GradScaler's rule as arithmetic: what any (init_scale, growth_interval) costs over a horizon, without training.
+"""GradScaler's rule as arithmetic: the cost of any (init_scale, growth_interval) over a horizon, without training.
 
-A step overflows exactly when its loss scale is above the largest safe one, S*(t). Between two overflows the scale
-only grows, at known steps, so the replay goes from event to event instead of from step to step. Steps count from 0.
+A step overflows exactly if its loss scale is above the largest safe one, S*(t). Between two overflows the scale only
+grows, at known steps, so the replay goes from event to event instead of from step to step. Steps count from 0.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import numpy as np
 
 from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
 
-_FLUSHED_LOG2 = -25.0  # fp16, whose least positive number is 2^-24, rounds to 0 what is at it or under
+_FLUSHED_LOG2 = -25.0  # fp16, whose least positive number is 2^-24, rounds numbers up to this to 0
 _LARGEST_SCALE = 2.0**127  # power of two in float32
 _MAX_CACHED_SCALES = 64
 
 
 def _log2(scale: float) -> float:
-    """Of 0 (backing off underflows) the least finite number: still above the -inf of a step that always overflows."""
+    """Return log2, or for 0 the least finite number: above the -inf of steps that always overflow."""
     return math.log2(scale) if scale > 0 else -sys.float_info.max
 
 
 class Trace:
-    """log2 of the largest safe loss scale S*(t), one for each step of a horizon; immutable, built once, replayed often.
+    """log2 of the largest safe loss scale S*(t) for each step of a horizon; immutable, for many replays.
 
     -inf is a step that is not finite at any scale, +inf one that is finite at every scale. Raises `ValueError` for an
     empty trace and for NaN.
@@ -41,8 +41,8 @@ class Trace:
         self._log2_scales = np.array(log2_scales, dtype=np.float64)
         if not len(self._log2_scales) or np.isnan(self._log2_scales).any():
             raise ValueError("A trace needs at least one step, and a number (or -inf, inf) for each.")
-        # Factors other than 2 meet a new scale at every move.
-        # By scale, the steps that overflow, and the trace's length at the end.
+        # Factors other than 2 lead to a new scale at every change.
+        # For each scale: the steps that overflow, and the trace's length at the end.
         self._overflows = lru_cache(maxsize=_MAX_CACHED_SCALES)(
             lambda scale: [*np.flatnonzero(self._log2_scales < _log2(scale)).tolist(), len(self)]
         )
@@ -51,7 +51,7 @@ class Trace:
         return len(self._log2_scales)
 
     def next_overflow(self, scale: float, step: int) -> int:
-        """The first step from `step` on that overflows at `scale`; the trace's length where none does."""
+        """Return the first step from `step` on that overflows at `scale`; the trace's length if none does."""
         overflows = self._overflows(scale)
         return overflows[bisect_left(overflows, step)]
 
@@ -60,7 +60,7 @@ class FlushedShares:
     """F0: the share of gradient entries, true zeros left out, that fp16 flushes to zero at a loss scale.
 
     `histogram` maps an octave k to the number of entries with floor(log2|g|) = k at loss scale 1, in fp32.
-    `log2_divisor` is what the loss is divided by before it is scaled, as in an accumulation window.
+    `log2_divisor` is log2 of the number by which the loss is divided before scaling, as in gradient accumulation.
     """
 
     def __init__(self, histogram: Mapping[int, float], log2_divisor: float = 0.0) -> None:
@@ -71,18 +71,18 @@ class FlushedShares:
         self._shares_below = below / max(below[-1], sys.float_info.min)
 
     def at(self, log2_scale: float) -> float:
-        """P(|g| ≤ 2^-25 / scale); within the octave that holds the threshold the entries lie evenly in log2.
+        """Return P(|g| ≤ 2^-25 / scale), with entries uniform in log2 within the octave of the threshold.
 
-        0 where no entry was counted.
+        0 if no entry was counted.
         """
         return float(np.interp(self._threshold - log2_scale, self._edges, self._shares_below))
 
 
 class Replay(NamedTuple):
-    """What a loss scale costs over a trace; `first_skip` is None where no step is skipped.
+    """Cost of a loss scale over a trace. `first_skip` is None if no step is skipped.
 
-    `applied_share` is the share of the gradient that reaches the optimizer: the mean over all steps of
-    (1 - skipped)(1 - F0(scale)). `final_scale` is the loss scale after the last step.
+    `applied_share` is the share of the gradient that reaches the optimizer: the mean over all steps of (1 - skipped)(1
+    - F0(scale)). `final_scale` is the loss scale after the last step.
     """
 
     num_skips: int
@@ -92,10 +92,11 @@ class Replay(NamedTuple):
 
 
 def stretches(trace: Trace, loss_scale: LossScale, *, is_bounded: bool) -> Iterator[tuple[float, int, int | None]]:
-    """The whole trace in stretches at one scale: the scale, the number of clean steps, and the skip that ends it.
+    """Split the trace into stretches at one scale: yield the scale, the number of clean steps, and the skip that ends
+    it.
 
-    The skip is None where the scale grew or the trace ended. The last stretch, of 0 steps or more, is at the scale
-    that the run ends with. No growth tracker: it is 0 wherever a stretch begins.
+    The skip is None if the scale grew or the trace ended. The last stretch, of 0 steps or more, has the final scale. No
+    growth tracker is needed: it is 0 at the start of each stretch.
     """
     floor, ceiling, hysteresis = 0.0, math.inf, 1
     if is_bounded:
@@ -116,7 +117,7 @@ def stretches(trace: Trace, loss_scale: LossScale, *, is_bounded: bool) -> Itera
             yield scale, interval, None
             step = growth
             hysteresis_left = hysteresis
-            # As torch's kernel: computed in double precision, stored in float32, and never grown to infinity.
+            # As in torch's kernel: computed in double precision, stored in float32, and never grown to infinity.
             grown = c_float(scale * loss_scale.growth_factor).value
             scale = min(ceiling, grown) if math.isfinite(grown) else scale
         else:
@@ -127,11 +128,12 @@ def stretches(trace: Trace, loss_scale: LossScale, *, is_bounded: bool) -> Itera
 def replay(
     trace: Trace, loss_scale: LossScale, flushed: FlushedShares | None = None, *, is_bounded: bool = False
 ) -> Replay:
-    """What a run with `loss_scale` does over `trace`, skip for skip; without `flushed` nothing counts as flushed.
+    """Return the skips and the applied share of a run with `loss_scale` over `trace`; without `flushed` none is
+    flushed.
 
-    By default the rule is ``torch.amp.GradScaler``'s, which knows neither bounds nor hysteresis. With `is_bounded` it
-    is the `PrecisionController`'s, as long as that neither diagnoses nor demotes, and with every overflow one of the
-    gradients: where the loss itself is not finite the controller skips without backing off.
+    By default the rule is ``torch.amp.GradScaler``'s, without bounds and hysteresis. With `is_bounded` it is the
+    `PrecisionController`'s, as long as that neither diagnoses nor demotes, and if every overflow is one of the
+    gradients: after a non-finite loss the controller skips without backing off.
     """
     clean_steps: Counter[float] = Counter()
     num_skips, first_skip, scale = 0, None, loss_scale.init_scale
@@ -145,7 +147,7 @@ def replay(
 
 
 def skips(trace: Trace, loss_scale: LossScale, *, is_bounded: bool = False) -> list[int]:
-    """The steps that `replay` counts as skipped, in order."""
+    """Return the steps that `replay` counts as skipped, in order."""
     return [skip for _, _, skip in stretches(trace, loss_scale, is_bounded=is_bounded) if skip is not None]
 
 
@@ -157,15 +159,15 @@ def extend(
     num_burst_steps: int = 5,
     num_passes_per_step: int = 1,
 ) -> Trace:
-    """The recorded stretch `log2_scales`, extended to a horizon of `num_steps`; the same for the same `seed`.
+    """Extend the recorded `log2_scales` to a horizon of `num_steps`; reproducible for each `seed`.
 
-    `log2_scales` are of single passes. A step of `num_passes_per_step` overflows where any of them does: what is
-    recorded becomes the minima over that many consecutive passes, an incomplete window at the end left out, and each
-    step drawn is the minimum of as many draws.
+    `log2_scales` are of single passes. A step of `num_passes_per_step` overflows if any of its passes does: the
+    recording becomes the minima over that many consecutive passes, an incomplete window at the end left out, and each
+    later step is the minimum of as many draws.
 
-    The recorded steps come first, as recorded. The rest is drawn from their second half, because the start of a
-    training is not like what follows. In it, but not before a third of the horizon, `num_burst_steps` in a row are not
-    finite at any scale: without them a slow recovery would cost nothing.
+    The recorded steps come first, unchanged. The rest is drawn from their second half, because the start of a training
+    run differs from the rest. In it, but not before a third of the horizon, `num_burst_steps` in a row are not finite
+    at any scale: without them a slow recovery would cost nothing. Raises `ValueError` for no scales.
     """
     if not len(log2_scales):
         raise ValueError("Nothing was recorded: log2_scales is empty.")
@@ -182,10 +184,10 @@ def extend(
 
 
 def starting_scale(log2_scales: Sequence[float], max_log2: float = 24.0) -> float:
-    """The calibrated init_scale, 2^⌊min log2 S* - 1⌋, within [2^-24, 2^max_log2].
+    """Return the calibrated init_scale, 2^⌊min log2 S* - 1⌋, within [2^-24, 2^max_log2].
 
-    Steps that are not finite at any scale are single bad batches, and left out, where they are fewer than half; else
-    they count, and the answer is 2^-24. Raises `ValueError` where no step is finite at any scale.
+    Steps that are not finite at any scale are single bad batches, and ignored if they are fewer than half; otherwise
+    the result is 2^-24. Raises `ValueError` if no step is finite at any scale.
     """
     finite = [log2_scale for log2_scale in log2_scales if log2_scale > -math.inf]
     if not finite:

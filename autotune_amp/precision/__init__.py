@@ -1,1 +1,1 @@
-"""What a precision sets: autocast, flags, scaler, casts around modules."""
+"""Precisions: autocast, flags and loss scaler of each, and casts around single modules."""

@@ -1,8 +1,8 @@
-"""Pins, overrides and observers: what is put around the forward of a module of the user's, which is found by its name.
+"""Wrappers around a module's forward: pins, overrides and observers, set by the module's name.
 
-It is put there by swapping the class of that instance for a subclass. Hooks would not do: they break fullgraph
+A wrapper is installed by changing the class of the instance to a subclass. Hooks would not do: they break fullgraph
 compilation, and those registered after compiling are silently ignored. A changed class is guarded on, so a compiled
-model recompiles once, and goes back to its old graph for free.
+model recompiles once, and returns to its old graph at no cost.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.precision.torch_state import AUTOCAST_DTYPES, HALF_DTYPES, ambient
 
-# Parts of a module's path that wrappers add to what the user wrote.
+# Parts of a module's path that wrappers insert into the user's names.
 _WRAPPER_PARTS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own model inside torch.compile's and DDP's wrappers."""
+    """Return the user's own model inside the wrappers of torch.compile and DDP."""
     while True:
         inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
         if inner is None:
@@ -36,12 +36,12 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of the user's own model under the names it gives them; of a wrapper and its inside, the inside."""
+    """Return the modules of the user's own model by its own names; for a wrapper, the wrapped module."""
     return {_own_name(name): module for name, module in unwrap(model).named_modules()}
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of the user's own model under the names it gives them."""
+    """Return the parameters of the user's own model by its own names."""
     return {_own_name(name): parameter for name, parameter in unwrap(model).named_parameters()}
 
 
@@ -50,7 +50,7 @@ def _own_name(name: str) -> str:
 
 
 def named(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """The modules of the user's own model with these names; raises `InvalidRequestError` where one is missing."""
+    """Return the modules of the user's own model with these names. Raises `InvalidRequestError` if one is missing."""
     modules = modules_by_name(model)
     for name in names:
         if name not in modules:
@@ -61,34 +61,40 @@ def named(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 
 def is_inside(name: str, around: Sequence[str]) -> bool:
-    """Whether the module of this name is one of those `around` or inside one; "" is the model itself."""
+    """Return whether the module `name` is one of `around` or inside one of them; "" is the model itself."""
     return any(not outer or name == outer or name.startswith(outer + ".") for outer in around)
 
 
 def is_cast(module: nn.Module) -> bool:
-    """Whether autocast may run it in half precision: a leaf with a weight matrix. Lookups and norms stay in fp32."""
+    """Return whether autocast may run the module in half precision: a leaf with a weight matrix.
+
+    Embedding lookups and norms stay in fp32.
+    """
     if next(module.children(), None) is not None or isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return False
     return any(parameter.dim() >= 2 for parameter in module.parameters(recurse=False))
 
 
 def has_half_weights(module: nn.Module) -> bool:
-    """Whether any parameter in it is kept in half precision, so that fp32 is out of reach for it."""
+    """Return whether any parameter in the module is kept in half precision, so that it cannot run in fp32."""
     return any(weight.dtype in HALF_DTYPES for weight in module.parameters())
 
 
 def takes_roles(module: nn.Module) -> bool:
-    """Whether it can be pinned, overridden and observed: not a TorchScript module, whose forward is compiled in."""
+    """Return whether the module can be wrapped: TorchScript modules cannot, since their forward is compiled."""
     return not isinstance(module, torch.jit.ScriptModule)
 
 
 def can_be_pinned(module: nn.Module) -> bool:
-    """Whether `pin_fp32` takes it."""
+    """Return whether `pin_fp32` accepts the module."""
     return takes_roles(module) and not has_half_weights(module)
 
 
 def pin_fp32(module: nn.Module, device_type: str) -> None:
-    """Run `module` in fp32 whatever autocast is on around it; inputs in half precision are cast up."""
+    """Run `module` in fp32 under any autocast; inputs in half precision are cast to fp32.
+
+    Raises `InvalidRequestError` for a module with weights in half precision.
+    """
     if has_half_weights(module):
         raise InvalidRequestError(
             f"A {type(module).__name__} whose weights are in half precision cannot be pinned in fp32.",
@@ -99,91 +105,91 @@ def pin_fp32(module: nn.Module, device_type: str) -> None:
 
 
 def unpin(module: nn.Module) -> None:
-    """Take the pin away; nothing where there is none."""
+    """Remove the pin of `module`, if there is one."""
     _change(module, pin=None)
 
 
 def is_pinned(module: nn.Module) -> bool:
-    """Whether `pin_fp32` holds."""
+    """Return whether `module` is pinned by `pin_fp32`."""
     return roles_of(module).pin is not None
 
 
 def override(module: nn.Module, precision: Precision, device_type: str) -> None:
-    """Run `module` under this precision's autocast, against code that wrote an autocast of its own around it.
+    """Run `module` under this precision's autocast, even inside an autocast of the user's code.
 
-    A pin on the same module or one inside it wins. A compiled model recompiles once for each new precision.
+    A pin on the same module or on one inside it takes precedence. A compiled model recompiles once per new precision.
     """
     _run_backward_as_eager_does()
     _change(module, override=_Forced(precision, device_type, casts_up=not has_half_weights(module)))
 
 
 def clear_override(module: nn.Module) -> None:
-    """Take the override away; nothing where there is none."""
+    """Remove the override of `module`, if there is one."""
     _change(module, override=None)
 
 
 def _run_backward_as_eager_does() -> None:
-    """Have compiled backward passes run each operation in the precision of its forward, as eager ones do.
+    """Make compiled backward passes run each operation in the precision of its forward, as eager mode does.
 
-    They would run under the autocast that is on around the whole graph: a pinned module's gradients then go through
-    fp16 after all (pytorch#179804).
+    Otherwise they run under the autocast around the whole graph: a pinned module's gradients would then pass through
+    fp16 (pytorch#179804).
     """
     import torch._functorch.config as settings
 
-    if hasattr(settings, "backward_pass_autocast"):  # torch before it has no such setting, and no such fault
+    if hasattr(settings, "backward_pass_autocast"):  # older versions of torch have neither the setting nor the fault
         settings.backward_pass_autocast = "off"  # noqa: S105 # a pass, not a password
 
 
 class Observer:
-    """The largest magnitudes that modules put out, one slot for each module, and the switch that samples them.
+    """Recorder of the largest magnitudes in module outputs, with one slot per module.
 
-    In eager mode a module writes only while `is_sampling` is on. A compiled graph always writes: looking at the switch
-    would make two graphs of one. Slots are tensors of their own, so that modules of one class can share a graph.
-    With `only_half` outputs in fp32, and the least number of the format, which masks are made of, do not count; and in
-    eager mode the slots stay as they are: `extremes` get the ends of each output, which costs fewer operators.
+    In eager mode a module writes only while `is_sampling` is on. A compiled graph always writes: reading the switch
+    would split it into two graphs. Each slot is a tensor of its own, so that modules of one class can share a graph.
+    With `only_half` fp32 outputs are ignored, and so is the least number of the format, which masks contain; in eager
+    mode the slots then stay unchanged: `extremes` collects the ends of each output, which needs fewer operators.
     """
 
     def __init__(self, num_slots: int, device: torch.device | str, *, only_half: bool = False) -> None:
         self.is_sampling = False
         self.only_half = only_half
-        self.precisions: set[Precision] = set()  # that modules ran in while sampling, eager and not pinned ones
-        self.extremes: list[tuple[Tensor, Tensor, Tensor]] = []  # of an output: its slot, least and largest number
+        self.precisions: set[Precision] = set()  # of eager, unpinned modules while sampling
+        self.extremes: list[tuple[Tensor, Tensor, Tensor]] = []  # for each output: slot, least and largest number
         self.maxima = tuple(torch.zeros((), dtype=torch.float32, device=device) for _ in range(num_slots))
         for maximum in self.maxima:
-            torch._dynamo.mark_static_address(maximum)  # or CUDA graphs are off: they write to no input that may move
+            torch._dynamo.mark_static_address(maximum)  # else CUDA graphs are off: they write to no input that may move
 
     def read(self) -> Tensor:
-        """All slots in one new device tensor, without a synchronisation; NaN where a module put one out."""
+        """Return all slots in one new device tensor, without a synchronisation; NaN for an output with NaN."""
         return torch.stack(self.maxima) if self.maxima else torch.empty(0)
 
     def reset(self) -> None:
-        """Set every slot to 0, and forget the extremes."""
+        """Set every slot to 0, and clear the extremes."""
         self.extremes.clear()
         if self.maxima:
             torch._foreach_zero_(self.maxima)
 
 
 def observe(module: nn.Module, observer: Observer, slot: int) -> None:
-    """Raise `observer.maxima[slot]` to the largest magnitude in the first floating tensor that `module` puts out.
+    """Record the largest magnitude of `module`'s first floating-point output in `observer.maxima[slot]`.
 
-    Only while the module trains. Copies and pickles of the module are not observed.
+    Only in training mode. Copies and pickles of the module are not observed.
     """
     _change(module, observed=_Observed(observer, observer.maxima[slot]))
 
 
 def stop_observing(module: nn.Module) -> None:
-    """Undo `observe`; nothing where it was not called."""
+    """Stop observing `module`, if it is observed."""
     _change(module, observed=None)
 
 
 @contextmanager
 def watch_forward(model: nn.Module, device: torch.device) -> Iterator[Callable[[], dict[str, float]]]:
-    """Watch modules while they train: the first floating tensor that each puts out, where that is in half precision.
+    """Record the largest magnitudes of half-precision module outputs in training mode.
 
-    What it gives reads the largest magnitudes since it was last called, by module: NaN where it put one out, 0 where it
-    did not run; it waits for the device.
-    Compiled models too, which hooks could not: one recompiles on the first entry, and of what holds no weight matrix
-    nothing is watched there, since compiled code keeps such numbers in fp32. TorchScript's modules cannot be watched.
+    Yields a function that returns the largest magnitudes since its last call, by module: NaN if an output had one, 0 if
+    the module did not run. The function synchronizes with the device. Of each module the first floating-point output
+    counts. Compiled models are supported, unlike by hooks: they recompile once on entry, and only modules with a weight
+    matrix are recorded, since compiled code keeps other numbers in fp32. TorchScript modules are left out.
     """
     is_compiled = any(
         isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
@@ -215,19 +221,19 @@ def watch_forward(model: nn.Module, device: torch.device) -> Iterator[Callable[[
         yield read
 
 
-# -- what is done around a forward -------------------------------------------------------------------------------------
+# -- wrapping a forward ------------------------------------------------------------------------------------------------
 
 
 class _Forced(NamedTuple):
     precision: Precision
     device_type: str
-    casts_up: bool  # whether inputs may be cast up for fp32: not where the weights themselves are in half precision
+    casts_up: bool  # whether inputs may be cast to fp32: not if the weights are in half precision
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dtype = AUTOCAST_DTYPES.get(self.precision)
         if dtype is None and self.casts_up:
             args, kwargs = _cast_up(args), _cast_up(kwargs)
-        # Without the cache: it may hold weights cast to the dtype of an autocast outside.
+        # Without the cache: it may contain weights cast to the dtype of an outer autocast.
         with torch.autocast(self.device_type, dtype=dtype, enabled=dtype is not None, cache_enabled=False):
             return forward(*args, **kwargs)
 
@@ -249,7 +255,7 @@ class _Observed(NamedTuple):
 
 
 class Roles(NamedTuple):
-    """What is done around the forward of one module."""
+    """The wrappers of one module's forward."""
 
     pin: _Forced | None = None
     override: _Forced | None = None
@@ -257,7 +263,7 @@ class Roles(NamedTuple):
 
 
 def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Without roles: someone, as Accelerate's wrappers do, kept this forward, and the last role ended since.
+    # Without roles: other code, such as Accelerate's wrappers, kept this forward after the last role was removed.
     roles = module.__dict__.get(_ROLES) or Roles()
     forced = roles.pin or roles.override
     output = forward(*args, **kwargs) if forced is None else forced.run(forward, args, kwargs)
@@ -267,7 +273,7 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
 
 
 def _cast_up(inputs: Any) -> Any:
-    """Half precision to fp32, in containers too. Other objects stay as they are: a copied key-value cache is lost."""
+    """Cast half-precision tensors to fp32, in containers too. Other objects, as key-value caches, stay unchanged."""
     return tree_map(_tensor_cast_up, inputs, is_leaf=lambda node: not isinstance(node, tuple | list | dict))
 
 
@@ -277,9 +283,9 @@ def _tensor_cast_up(leaf: Any) -> Any:
 
 @torch.no_grad()
 def _extremes(output: Any, *, only_half: bool) -> tuple[Tensor, Tensor] | None:
-    """The least and the largest number of the first floating tensor; None where there is none to look at."""
+    """Return the least and the largest number of the first floating-point tensor; None if there is none to observe."""
     tensor = _first_floating(output)
-    if tensor is None or tensor.numel() == 0:  # an expert that no token was sent to
+    if tensor is None or tensor.numel() == 0:  # an expert that received no token
         return None
     if only_half:
         if tensor.dtype not in HALF_DTYPES:
@@ -299,7 +305,7 @@ def _nan_last(value: float) -> float:
 
 
 def _first_floating(output: Any) -> Tensor | None:
-    if type(output) is Tensor:  # subclasses may lack the operations, as DTensor's sharded ones do
+    if type(output) is Tensor:  # subclasses may lack the operations, as DTensor does for sharded ones
         return output if output.is_floating_point() else None
     for part in output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ():
         if (tensor := _first_floating(part)) is not None:
@@ -310,17 +316,17 @@ def _first_floating(output: Any) -> Tensor | None:
 # -- the patched class -------------------------------------------------------------------------------------------------
 
 _ROLES = "_autotune_amp_roles"  # a plain instance attribute, so that compiled graphs guard on it
-_ORIGINAL = "_autotune_amp_original"  # of a patched class: the class in whose place it is
+_ORIGINAL = "_autotune_amp_original"  # attribute of a patched class: the class that it replaces
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """Return the module's class as it is without roles."""
+    """Return the module's class without wrappers."""
     kinds = type(module).__mro__
     return next((vars(kind)[_ORIGINAL] for kind in kinds if _ORIGINAL in vars(kind)), type(module))
 
 
 def roles_of(module: nn.Module) -> Roles:
-    """What `set_roles` set on `module`."""
+    """Return the wrappers of `module`."""
     return _uncompiled(module).__dict__.get(_ROLES) or Roles()
 
 
@@ -329,13 +335,16 @@ def _change(module: nn.Module, **roles: Any) -> None:
 
 
 def set_roles(module: nn.Module, roles: Roles) -> None:
-    """Have all of `roles` done around `module`'s forward; none gives the original class back and leaves nothing."""
+    """Set all wrappers of `module`'s forward. Without any, the original class is restored and nothing is left behind.
+
+    Raises `InvalidRequestError` for a TorchScript module.
+    """
     module = _uncompiled(module)
     state = module.__dict__
     if not any(roles):
         state.pop(_ROLES, None)
         _restore_forward(state)
-        # A class made from ours since, as FSDP2's fully_shard does, stays: without roles its forward is the original's.
+        # A subclass of ours that FSDP2's fully_shard made stays: without roles its forward is the original's.
         if (original := vars(type(module)).get(_ORIGINAL)) is not None:
             _set_class(module, original)
         return
@@ -352,7 +361,7 @@ def set_roles(module: nn.Module, roles: Roles) -> None:
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
-    """What torch.compile wrapped, so that the roles are played inside the compiled graph."""
+    """Return the module inside torch.compile's wrapper, so that the wrappers run inside the compiled graph."""
     inner: nn.Module = getattr(module, "_orig_mod", module)
     return inner
 
@@ -364,10 +373,10 @@ def _restore_forward(state: dict[str, Any]) -> None:
 
 @functools.cache
 def _patched_class(original: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of `original` whose forward plays the roles of its instance.
+    """Return a subclass of `original` whose forward runs the wrappers of its instance.
 
-    The original is its only base: an instance may take a class only of its own layout, which another base before it
-    would change where `original` lists an ABC, `Generic[T]` or another base with empty ``__slots__`` first.
+    `original` is its only base: an instance may change its class only to one with the same layout, which another base
+    before it would change if `original` lists an ABC, `Generic[T]` or another base with empty ``__slots__`` first.
     """
 
     @functools.wraps(original.forward)
@@ -400,14 +409,14 @@ def _patched_class(original: type[nn.Module]) -> type[nn.Module]:
     body |= {"forward": forward, "__reduce_ex__": reduce_ex, _ORIGINAL: original}
     body |= {name: copied_by(name) for name in ("__copy__", "__deepcopy__") if hasattr(original, name)}
     with _unheard_subclassing(original):
-        # Past the metaclass's own __new__ and __init__, which may register classes, or want arguments.
+        # Bypass the metaclass's own __new__ and __init__, which may register classes, or need arguments.
         patched: type[nn.Module] = type.__new__(type(original), original.__name__, (original,), body)
     return patched
 
 
 @contextmanager
 def _unheard_subclassing(original: type[nn.Module]) -> Iterator[None]:
-    """Keep the class's own ``__init_subclass__`` from running: a registry must not see the patched class."""
+    """Suppress the class's own ``__init_subclass__``: a registry must not see the patched class."""
     name = "__init_subclass__"
     own = vars(original).get(name)
     type.__setattr__(original, name, classmethod(lambda _: None))
@@ -421,13 +430,13 @@ def _unheard_subclassing(original: type[nn.Module]) -> Iterator[None]:
 
 
 def _lasting(module: nn.Module) -> Roles:
-    """Return the roles that a copy or a pickle of the module keeps: all but the observer's."""
+    """Return the wrappers that a copy or a pickle of the module keeps: all but the observer."""
     return roles_of(module)._replace(observed=None)
 
 
 @contextmanager
 def _as_original(module: nn.Module, patched: type[nn.Module]) -> Iterator[None]:
-    """Take class and roles off the module while it is copied: the patched class has no name to be imported by."""
+    """Remove patched class and wrappers while the module is copied: the patched class cannot be imported by name."""
     kind, roles = type(module), module.__dict__.pop(_ROLES, None)
     if kind is patched:
         _set_class(module, own_class(module))
@@ -446,13 +455,13 @@ def _rebuild(build: Callable[..., nn.Module], arguments: tuple[Any, ...], roles:
 
 
 def _set_class(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Assign ``__class__`` past a ``__setattr__`` or a property of the module's own class."""
+    """Assign ``__class__``, bypassing a ``__setattr__`` or a property of the module's own class."""
     descriptor: Any = vars(object)["__class__"]
     descriptor.__set__(module, kind)
 
 
 class _OwnForward:
-    """Stands for a forward that was set on the instance, as Accelerate does: it hides the one of the class."""
+    """Wrapper for a forward set on the instance, as by Accelerate, which hides the forward of the class."""
 
     __wrapped__: Callable[..., Any]
 

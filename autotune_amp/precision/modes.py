@@ -1,4 +1,4 @@
-"""What each precision is: one `Mode` for each, plain facts without torch."""
+"""Properties of each precision as plain data, one `Mode` each. No torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from autotune_amp.core.dimensions import AROUND_FP8, Precision
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """One precision.
+    """Properties of one precision.
 
-    `autocast_dtype` is the name below torch of what autocast casts to, None where there is no autocast.
-    `significand_bits` counts the leading one. `format_max` is the largest number of the format that activations and
-    gradients are kept in: in tf32 that is fp32's. `next_down` is the precision with less to go wrong that a run steps
-    down to.
+    `autocast_dtype` is the torch dtype's name that autocast casts to, None without autocast. `significand_bits`
+    includes the leading one. `format_max` is the largest number of the format in which activations and gradients are
+    kept: for tf32 that is fp32's. `next_down` is the safer precision that a training run steps down to.
     """
 
     precision: Precision
@@ -29,17 +28,17 @@ class Mode:
 
     @property
     def uses_autocast(self) -> bool:
-        """Whether it is what mixed precision means: autocast casts to it."""
+        """Return whether the precision is a mixed precision, in which autocast is on."""
         return self.autocast_dtype is not None
 
     @property
     def unit_roundoff(self) -> float:
-        """The largest relative error of one rounding."""
+        """Return the largest relative error of one rounding."""
         return 2.0**-self.significand_bits
 
     @property
     def rungs_below(self) -> tuple[Precision, ...]:
-        """What a run can step down to, in order."""
+        """Return the precisions that a training run can step down to, in order."""
         return () if self.next_down is None else (self.next_down, *MODES[self.next_down].rungs_below)
 
 
@@ -54,7 +53,7 @@ _FP16 = Mode(
     takes_scaler=True,
     next_down="bf16",
 )
-_FP8 = Mode(  # e4m3's bits; between the layers that scale what they multiply in it, all is bf16
+_FP8 = Mode(  # the bits are those of e4m3; outside of the fp8 layers, which scale their operands, all is bf16
     precision="fp8",
     significand_bits=4,
     format_max=_BF16.format_max,
@@ -65,5 +64,5 @@ MODES: Final[dict[Precision, Mode]] = {mode.precision: mode for mode in (_FP32, 
 
 
 def mode_of_dtype(autocast_dtype: str | None) -> Mode:
-    """The mode whose autocast casts to the dtype of this name below torch; fp32's for None."""
+    """Return the mode whose autocast casts to the torch dtype of this name; fp32's for None."""
     return next((mode for mode in MODES.values() if mode.autocast_dtype == autocast_dtype), MODES["fp32"])

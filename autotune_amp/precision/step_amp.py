@@ -1,4 +1,4 @@
-"""What a `train_step` is given where no training job runs: in a trial, in a check."""
+"""StepAmp: the `amp` argument of a `train_step` in trials and checks, where no PrecisionController runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from autotune_amp.core.errors import WorkloadError
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.torch_state import autocast, scaler_arguments
 
-MAX_CALLS_WITHOUT_STEP = 16  # a train_step may accumulate gradients over its calls
+MAX_CALLS_WITHOUT_STEP = 16  # a train_step may accumulate gradients over several calls
 
 
 class Taken:
-    """What `StepAmp.train_step` gives back, as the controller's does: true if all optimizers stepped."""
+    """Result of `StepAmp.train_step`, like the controller's: true if all optimizers stepped."""
 
     def __init__(self, steps: Sequence[bool | Tensor], loss: Tensor, grad_norm: Tensor | None) -> None:
         self._steps = steps
@@ -37,14 +37,15 @@ class Taken:
 
 
 class StepAmp(torch.amp.GradScaler):
-    """A GradScaler with `PrecisionController`'s interface, as far as a training step uses it.
+    """A GradScaler with the part of `PrecisionController`'s interface that a training step uses.
 
-    It notes what train_step does: the losses that its latest call scales, detached, and how often all of its calls ask
-    for the rest. `new_autocast` gives a fresh context for a forward pass. Unless it `scales` by the config's loss scale
-    it is as a GradScaler that is disabled. An optimizer without gradients is not stepped, as by the controller.
+    It records the calls of train_step: the losses that the latest call scaled, detached, and the number of other calls
+    over all of them. `new_autocast` makes a new context for a forward pass. Without `scales` it behaves like a disabled
+    GradScaler, otherwise it uses the config's loss scale. An optimizer without gradients is not stepped, as by the
+    controller.
     """
 
-    window_size, window_share = 1, 1.0  # what a loop accumulates over its calls is its own affair
+    window_size, window_share = 1, 1.0  # a loop that accumulates over its calls does so itself
 
     def __init__(
         self,
@@ -66,23 +67,23 @@ class StepAmp(torch.amp.GradScaler):
 
     @property
     def config(self) -> AmpConfig:
-        """What is tried."""
+        """Return the config of the trial."""
         return self._config
 
     def begin(self) -> None:
-        """A call of `train_step` begins."""
+        """Note that a call of `train_step` begins."""
         self.num_calls += 1
         self.losses = []
         self._scale_was_read = False
 
     def autocast(self) -> AbstractContextManager[object]:
-        """The context for the forward pass, fresh each time."""
+        """Return a new autocast context for a forward pass."""
         self.num_autocasts += 1
         return self._new_autocast()
 
     @contextmanager
     def validation(self, precision: Precision | None = None) -> Iterator[None]:
-        """The forward pass of validation, without gradients, in the same precision or this one."""
+        """Run a forward pass of validation inside, without gradients, in `precision` or the config's precision."""
         asked = precision or self.config.precision
         with torch.no_grad(), self._new_autocast() if asked == self.config.precision else autocast(asked, self._device):
             yield
@@ -94,7 +95,7 @@ class StepAmp(torch.amp.GradScaler):
         *,
         clip_norm: float | None = None,
     ) -> Taken:
-        """zero_grad, `closure` under autocast, backward, unscale_, clip, step and update, as the controller's."""
+        """Run a training step: zero_grad, `closure` under autocast, backward, unscale_, clip, step and update."""
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         for one in optimizers:
             one.zero_grad()
@@ -111,32 +112,32 @@ class StepAmp(torch.amp.GradScaler):
         return Taken(steps, loss.detach(), norm)
 
     def scale(self, outputs: Any) -> Any:
-        """The outputs times the loss scale."""
+        """Multiply `outputs` by the loss scale, and record the losses in them."""
         self.num_scalings += 1
-        if not self._scale_was_read:  # as a gradient penalty does: its loss holds gradients, which overflow too
+        if not self._scale_was_read:  # a gradient penalty reads it: its loss holds gradients, which overflow too
             losses = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
             self.losses += [loss.detach().sum(dtype=torch.float32) for loss in losses]
         return super().scale(outputs)
 
     def get_scale(self) -> float:
-        """The current loss scale, 1.0 where the loss is not scaled; waits for the device."""
+        """Return the current loss scale, 1.0 if the loss is not scaled. Synchronizes with the device."""
         self._scale_was_read = self.num_scalings > 0
         return super().get_scale()
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """``scale(loss).backward(**kwargs)``."""
+        """Run ``scale(loss).backward(**kwargs)``."""
         self.scale(loss).backward(**kwargs)
 
     @property
     def has_stepped(self) -> bool:
-        """Whether a call has ended a step."""
+        """Return whether a call has completed an optimizer step."""
         return self.num_steps > 0 and self.num_updates > 0
 
     def total_loss(self, *, needs_autocast: bool) -> Tensor:
-        """The sum of the latest call's losses, of the one before it where it had none.
+        """Return the sum of the latest call's losses, or of the previous call's if it had none.
 
-        Raises `WorkloadError` where its calls do not train through amp, after `MAX_CALLS_WITHOUT_STEP` also where none
-        has stepped.
+        Raises `WorkloadError` if the calls do not train through amp, or if none has stepped after
+        `MAX_CALLS_WITHOUT_STEP` calls.
         """
         due = {"amp.backward(loss)": self.num_scalings}
         if needs_autocast:
@@ -156,9 +157,9 @@ class StepAmp(torch.amp.GradScaler):
         return self._last_total
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """``optimizer.step(*args, **kwargs)`` unless a gradient was not finite; true if it stepped.
+        """Run ``optimizer.step(*args, **kwargs)`` unless a gradient is not finite. Return true if it stepped.
 
-        Behind a fused optimizer that is a tensor on its device, so that nobody waits who does not ask.
+        After a fused optimizer the result is a tensor on its device, so that only a caller who reads it waits.
         """
         self.num_steps += 1
         stepped: bool | Tensor = True
@@ -173,7 +174,7 @@ class StepAmp(torch.amp.GradScaler):
         return stepped
 
     def unscale_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """`unscale_` all of them: what is not finite in one skips every one. Waits for the device."""
+        """Unscale all optimizers; if one has a non-finite gradient, all will skip. Synchronizes with the device."""
         given = [optimizer for optimizer in optimizers if self._enabled and has_gradients(optimizer)]
         for optimizer in given:
             if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
@@ -184,19 +185,19 @@ class StepAmp(torch.amp.GradScaler):
                 inf.fill_(1.0)
 
     def step_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
-        """Step all of them or none: a non-finite gradient of one skips every one. Waits for the device."""
+        """Step all optimizers, or none if any gradient is non-finite. Synchronizes with the device."""
         given = list(optimizers)
         self.unscale_together(given)
         stepped = [bool(self.step(optimizer)) for optimizer in given]
         return all(stepped)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """End the step: the scale follows from what was found, or is `new_scale`."""
+        """End the step: set the loss scale to `new_scale`, or adapt it by GradScaler's rule."""
         self.num_updates += 1
         self._scale_was_read = False
         states = self._per_optimizer_states if self._enabled else {}
         if self._enabled and new_scale is None and not any(state["found_inf_per_device"] for state in states.values()):
-            states.clear()  # no optimizer had gradients: nothing was learnt of the scale
+            states.clear()  # no optimizer had gradients: the scale is not adapted
         else:
             super().update(new_scale)
         for callback, key in self._on_step:
@@ -205,11 +206,11 @@ class StepAmp(torch.amp.GradScaler):
         self._stepped.clear()
 
     def on_step(self, callback: Callable[[], object], optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Call `callback` in `update` for every step really taken: of `optimizer`, or (None) of any."""
+        """Register `callback`, called in `update` after each step taken by `optimizer`, or by any optimizer if None."""
         self._on_step.append((callback, None if optimizer is None else id(optimizer)))
 
     def status(self) -> SimpleNamespace:
-        """Where the run stands, in the fields of the controller's: as if no step was skipped, and nothing watched."""
+        """Return the run's state with the fields of the controller's, with no skips and no monitoring."""
         return SimpleNamespace(
             precision=self.config.precision,
             is_enabled=True,
@@ -240,37 +241,37 @@ class StepAmp(torch.amp.GradScaler):
         )
 
     def epoch(self, number: int) -> None:
-        """Nobody is told here."""
+        """Do nothing: epochs are not recorded here."""
 
     def reset_stats(self) -> None:
-        """Nothing is told of them here."""
+        """Do nothing: no statistics are kept here."""
 
     def on_move(self, listener: Callable[[Any], object]) -> None:
-        """Nothing moves here."""
+        """Do nothing: the precision never changes here."""
 
     def attach(self, model: nn.Module, rerun: Callable[[], Tensor] | None = None) -> None:
-        """Nothing is watched here."""
+        """Do nothing: the model is not monitored here."""
 
     def synchronize(self) -> None:
-        """Nothing is on its way here."""
+        """Do nothing: no work is pending here."""
 
 
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether any of its parameters has one."""
+    """Return whether any parameter of the optimizer has a gradient."""
     return any(parameter.grad is not None for parameter in parameters_of(optimizer))
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the parameters of all its groups."""
+    """Return the parameters of all parameter groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its `step` computes gradients itself, by a closure that it calls: LBFGS, SAM and their like."""
+    """Return whether the optimizer's `step` requires a closure that computes gradients, as LBFGS and SAM do."""
     return _needs_closure(type(optimizer))  # type: ignore[arg-type] # mypy and hashes of classes
 
 
-@functools.cache  # a look at a signature takes longer than a small step
+@functools.cache  # inspecting a signature takes longer than a small step
 def _needs_closure(kind: type[torch.optim.Optimizer]) -> bool:
     if issubclass(kind, torch.optim.LBFGS) or hasattr(kind, "first_step"):
         return True

@@ -1,4 +1,4 @@
-"""What a precision means in torch's global state: autocast, flags, scaler. The caller's state, taken over by trials."""
+"""torch's global state: the autocast, flags and scaler of a precision, and copying the caller's state into trials."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ AUTOCAST_DTYPES = {
     mode.precision: getattr(torch, mode.autocast_dtype) for mode in MODES.values() if mode.autocast_dtype is not None
 }
 HALF_DTYPES = (torch.bfloat16, torch.float16)
-CUDA_FLAGS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")  # of how fp32 is computed, below torch.backends
+CUDA_FLAGS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")  # flags for the computation of fp32, below torch.backends
 _ONEDNN_FLAGS = ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
-# The leaves of the fp32_precision tree (torch >= 2.9). The parents only hand down to these, and writing the leaf
+# The leaves of the fp32_precision tree (torch >= 2.9). The parents only pass their value to these, and writing the leaf
 # that is read avoids the setter of torch.backends.mkldnn.fp32_precision, which writes another one (torch 2.13).
 FP32_PRECISION_FLAGS = (*CUDA_FLAGS, *_ONEDNN_FLAGS)
 _BACKEND_FLAGS = (
@@ -32,38 +32,38 @@ _BACKEND_FLAGS = (
     "cuda.matmul.allow_fp16_reduced_precision_reduction",
     "cuda.matmul.allow_bf16_reduced_precision_reduction",
 )
-# The kernels that scaled_dot_product_attention may take.
+# Kernels that scaled_dot_product_attention may use.
 _ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
-_BACKENDS: Any = torch.backends  # whose root flag torch adds at import and does not type
+_BACKENDS: Any = torch.backends  # torch adds its root flag at import and does not type it
 
 
 def autocast(precision: Precision, device_type: str) -> AbstractContextManager[object]:
-    """A fresh context with an explicit dtype: a reused or default one gives stale compiled graphs."""
+    """Return a new autocast context with an explicit dtype: a reused or default one gives stale compiled graphs."""
     dtype = AUTOCAST_DTYPES.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype)
 
 
 def set_flags(precision: Precision) -> None:
-    """Set this process's TF32 flags to what `precision` means: on everywhere for tf32, off everywhere otherwise.
+    """Set this process's TF32 flags for `precision`: on everywhere for tf32, off everywhere otherwise.
 
     The legacy setters keep both TF32 interfaces of torch consistent, so that user code may read either.
     """
     is_tf32 = MODES[precision].uses_tf32
-    _BACKENDS.fp32_precision = "none"  # the root of the newer interface: what it says would win over the legacy setters
+    _BACKENDS.fp32_precision = "none"  # the root of the newer interface, which would override the legacy setters
     torch.set_float32_matmul_precision("high" if is_tf32 else "highest")
     _BACKENDS.cudnn.allow_tf32 = is_tf32
-    # oneDNN's own reduced modes on CPUs are no part of any setting: strict fp32 means fp32.
+    # oneDNN's own reduced modes on CPUs belong to no setting: strict fp32 means fp32.
     for operation in (_BACKENDS.mkldnn.matmul, _BACKENDS.mkldnn.conv, _BACKENDS.mkldnn.rnn):
         operation.fp32_precision = "ieee"
 
 
 def grad_scaler(loss_scale: LossScale | None, device_type: str) -> torch.amp.GradScaler | None:
-    """The scaler that fp16 needs, None for every other precision."""
+    """Return the GradScaler for fp16's `loss_scale`, or None for None."""
     return None if loss_scale is None else torch.amp.GradScaler(device_type, **scaler_arguments(loss_scale))
 
 
 def scaler_arguments(loss_scale: LossScale | None) -> dict[str, Any]:
-    """What torch's GradScaler is made with; None gives one that is disabled."""
+    """Return the arguments for torch's GradScaler; for None those of a disabled one."""
     if loss_scale is None:
         return {"enabled": False}
     names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
@@ -71,10 +71,10 @@ def scaler_arguments(loss_scale: LossScale | None) -> dict[str, Any]:
 
 
 def as_found(torch_state: Mapping[str, Any], device_type: str, idle: Collection[str] = ()) -> tuple[Precision, bool]:
-    """What the caller's own autocast and TF32 flags amount to, and whether they equal that precision's strict flags.
+    """Return the precision of the caller's autocast and TF32 flags, and whether they equal its strict flags.
 
-    PyTorch's default on CUDA is a mixture: TF32 in cuDNN's convolutions and RNNs, off in matrix products. Flags that
-    are `idle`, since nothing that they concern runs, do not count.
+    PyTorch's default on CUDA is a mixture: TF32 in cuDNN's convolutions and RNNs, off in matrix products. Flags in
+    `idle` are ignored, since no operation that they affect is run.
     """
     flags = {
         name: "off" if torch_state[f"{name}.fp32_precision"] in ("none", "ieee") else "on"
@@ -91,7 +91,7 @@ def as_found(torch_state: Mapping[str, Any], device_type: str, idle: Collection[
 
 
 def ambient(device_type: str) -> Precision:
-    """The precision that the autocast around here means; fp32 where none is on."""
+    """Return the precision of the active autocast; fp32 if none is active."""
     return mode_of_dtype(_autocast_dtype(device_type)).precision
 
 
@@ -99,7 +99,7 @@ def ambient(device_type: str) -> Precision:
 
 
 def seed(number: int) -> None:
-    """Seed every generator that a model's or a dataset's code may draw from."""
+    """Seed all random generators that the code of a model or dataset may use."""
     random.seed(number)
     torch.manual_seed(number)
     if "numpy" in sys.modules:
@@ -107,7 +107,7 @@ def seed(number: int) -> None:
 
 
 def keep_generators() -> Callable[[], None]:
-    """Note where Python's, NumPy's and torch's own generators stand on the CPU; the answer puts them back."""
+    """Save the CPU states of Python's, NumPy's and torch's random generators; return a function that restores them."""
     python, own = random.getstate(), torch.get_rng_state()
     numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
     state = None if numpy is None else numpy.get_state()
@@ -122,7 +122,7 @@ def keep_generators() -> Callable[[], None]:
 
 
 def capture() -> dict[str, Any]:
-    """The state as plain data; reading it touches no accelerator."""
+    """Return torch's global state as plain data, without touching an accelerator."""
     state: dict[str, Any] = {
         "num_threads": torch.get_num_threads(),
         "num_interop_threads": torch.get_num_interop_threads(),
@@ -144,7 +144,7 @@ def capture() -> dict[str, Any]:
 
 
 def apply(state: dict[str, Any]) -> None:
-    """Make this process's state what `capture` read elsewhere; autocast is left to `as_found_autocast`."""
+    """Set this process's state to one that `capture` returned; autocast is left to `as_found_autocast`."""
     torch.set_num_threads(state["num_threads"])
     if torch.get_num_interop_threads() != state["num_interop_threads"]:
         torch.set_num_interop_threads(state["num_interop_threads"])
@@ -159,9 +159,9 @@ def apply(state: dict[str, Any]) -> None:
 
 
 def apply_fp32_flags(state: dict[str, Any]) -> None:
-    """Of `apply` the flags that say how fp32 is computed, which `set_flags` changes."""
+    """Set the part of `apply`'s flags that control how fp32 is computed, which `set_flags` changes."""
     if _BACKENDS.fp32_precision != state["fp32_precision"]:
-        _BACKENDS.fp32_precision = state["fp32_precision"]  # the root: setting it sets every leaf, so it comes first
+        _BACKENDS.fp32_precision = state["fp32_precision"]  # setting the root sets every leaf, so it comes first
     if state["float32_matmul_precision"] is not None:
         torch.set_float32_matmul_precision(state["float32_matmul_precision"])
     for flag in FP32_PRECISION_FLAGS:
@@ -171,7 +171,7 @@ def apply_fp32_flags(state: dict[str, Any]) -> None:
 
 
 def _legacy_matmul_precision() -> str | None:
-    """The older interface's value; None where the newer one was used, since torch then refuses to read the older."""
+    """Return the value of the older interface; None if the newer one was used, since torch then refuses to read it."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -179,12 +179,12 @@ def _legacy_matmul_precision() -> str | None:
 
 
 def as_found_autocast(state: dict[str, Any], device_type: str) -> AbstractContextManager[object]:
-    """The caller's own autocast around its call to the search, as a context; empty where there was none."""
+    """Return the autocast context that was active around the caller's search, empty if there was none."""
     dtype = state.get(f"autocast.{device_type}")
     return nullcontext() if dtype is None else torch.autocast(device_type, dtype=getattr(torch, dtype))
 
 
 def _autocast_dtype(device_type: str) -> str | None:
-    """Below torch, of the autocast that is on here."""
+    """Return the name of the dtype of the active autocast, None if there is none."""
     is_on = torch.is_autocast_enabled(device_type)
     return str(torch.get_autocast_dtype(device_type)).removeprefix("torch.") if is_on else None
