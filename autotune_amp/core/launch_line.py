@@ -53,9 +53,9 @@ class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
     Placeholders are ``batch_size``, ``precision``, ``accumulation_steps``, ``num_workers``, and ``seed``,
     ``trial_dir``, ``port``, which differ for each trial. Doubled braces stand for single ones; a shell's ``${NAME}``
     and braces that cannot be a placeholder are kept. `values` translates names of precisions into the command's own
-    words, such as ``{"bf16": "bf16-mixed"}``. `files` maps the names of settings files with placeholders to their texts; each
-    name occurs in an argument, which is changed to the path of a filled copy for each trial.
-    With `keeps_effective_batch_size` the script accumulates to a total that does not depend on its batch size.
+    words, such as ``{"bf16": "bf16-mixed"}``. `files` maps the names of settings files with placeholders to their
+    texts; each name occurs in an argument, which is changed to the path of a filled copy for each trial. With
+    `keeps_effective_batch_size` the script accumulates to a total that does not depend on its batch size.
     """
 
     arguments: tuple[str, ...]
