@@ -39,7 +39,7 @@ def keep(mark: str, parent: int, folders: Sequence[str], notes: Sequence[str] | 
     signal.set_wakeup_fd(wakes)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    command = _start(mark, arguments)
+    began, command = time.time(), _start(mark, arguments)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as Slurm ends a job, by a signal to every process: there is work
     from autotune_amp.isolation import marks  # while the command starts
 
@@ -62,7 +62,7 @@ def keep(mark: str, parent: int, folders: Sequence[str], notes: Sequence[str] | 
             from autotune_amp.launch.leftovers import remember, set_aside
 
             noted, aside, memory = map(Path, notes)
-            remember(memory, set_aside(noted, aside))
+            remember(memory, set_aside(noted, aside, began))  # whether data are complete is not known here
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
     return status or 0
