@@ -13,6 +13,7 @@ import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -41,7 +42,7 @@ class Program:
         folder: Path,
         *,
         folders: Sequence[Path] = (),
-        when_orphaned: Sequence[str] | None = None,
+        when_orphaned: Sequence[Any] | None = None,
         stdin: int,
         stdout: int,
         stderr: int,

@@ -1,8 +1,8 @@
 """The files that the runs of a command leave outside of their own folders: moved out of the user's way after each run,
 so that neither the next trial nor the real training resumes from them.
 
-The agent's guard notes every path that a run makes in one file, whose entries `-path` are moved and `+path`, data that
-were downloaded or prepared, stay for the next run.
+The agent's guard notes every path that a run makes in one file. Its entries `-path` are moved; `+path` are data that
+were downloaded or prepared, which stay for the next run once they are complete.
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ def write(file: Path, kept: Iterable[str]) -> None:
     file.write_bytes(b"".join(b"+" + os.fsencode(path) + b"\0" for path in kept))
 
 
-def set_aside(file: Path, folder: Path | None) -> tuple[str, ...]:
+def set_aside(file: Path, folder: Path | None, data_until: float) -> tuple[str, ...]:
     """Move what `file` notes to `folder`, below which it keeps its path from the working directory, or from the root.
 
-    A file that an earlier run left there under the same path is replaced. Return the paths that stay and exist: data,
-    what cannot be moved, and all where `folder` is None; of a folder that was made, the folder alone.
+    Data stay that were last written before `data_until` (seconds since the epoch): later ones may be half written, or
+    half of what was to be. A file that an earlier run left there under the same path is replaced. Return the paths that
+    stay and exist: data, what cannot be moved, and all where `folder` is None; of a folder that was made, the folder
+    alone.
     """
     noted = [os.fsdecode(entry) for entry in file.read_bytes().split(b"\0") if entry]
     data = {entry[1:] for entry in noted if entry[0] == "+"}
-    made = {entry[1:] for entry in noted} - data
+    made = {entry[1:] for entry in noted}
     stay = set(data)
     for path in sorted(made):
-        if folder is None or not _move(Path(path), _target(Path(path), folder), data):
+        if folder is None or not _move(Path(path), _target(Path(path), folder), data, data_until):
             stay.add(path)
     outermost = (path for path in stay if not any(str(parent) in stay for parent in Path(path).parents))
     return tuple(sorted(path for path in outermost if os.path.lexists(path)))
@@ -53,20 +55,24 @@ def _target(path: Path, folder: Path) -> Path:
     return folder / (path.relative_to(here) if path.is_relative_to(here) else Path("root", *path.parts[1:]))
 
 
-def _move(path: Path, target: Path, data: Collection[str]) -> bool:
-    """Move a file, or what a folder holds but for `data`; return whether all of it could be moved."""
-    if str(path) in data or not os.path.lexists(path):
+def _move(path: Path, target: Path, data: Collection[str], data_until: float, *, is_data: bool = False) -> bool:
+    """Move a file, or all that a folder holds but for `data` of before `data_until`; return whether that was done."""
+    if not os.path.lexists(path):
         return True
-    is_folder = path.is_dir() and not path.is_symlink()
-    while os.path.lexists(target) and is_folder is not (target.is_dir() and not target.is_symlink()):
-        target = target.with_name(f"{target.name}~")
+    is_folder, is_data = path.is_dir() and not path.is_symlink(), is_data or str(path) in data
     try:
+        if is_data and not is_folder and path.lstat().st_ctime < data_until:
+            return True
+        while os.path.lexists(target) and is_folder is not (target.is_dir() and not target.is_symlink()):
+            target = target.with_name(f"{target.name}~")
         if not is_folder:
             target.parent.mkdir(parents=True, exist_ok=True)
             _replace(path, target)
             return True
-        target.mkdir(parents=True, exist_ok=True)
-        are_moved = [_move(inner, target / inner.name, data) for inner in sorted(path.iterdir())]
+        if not is_data:
+            target.mkdir(parents=True, exist_ok=True)
+        inner = sorted(path.iterdir())
+        are_moved = [_move(each, target / each.name, data, data_until, is_data=is_data) for each in inner]
         with suppress(OSError):  # data are in it
             path.rmdir()
     except OSError:
@@ -84,16 +90,23 @@ def _replace(path: Path, target: Path) -> None:
         shutil.move(path, target)
 
 
+def _from_here(path: str) -> str:
+    return str(Path(path).relative_to(Path.cwd())) if Path(path).is_relative_to(Path.cwd()) else path
+
+
 def remember(path: Path, kept: Iterable[str]) -> None:
     """Write down what stays, with what tells whether it is still what a run of ours left."""
     files = {str(file): _state(file) for each in kept for file in (Path(each), *sorted(Path(each).rglob("*")))}
     write_atomically(path, json.dumps(files, indent=1))
 
 
-def clear_up(noted: str, aside: str, memory: str) -> None:
-    """Move what the file `noted` names to the folder `aside`, and write down in the file `memory` what stays, as the
-    keeper of a command does whose search was killed."""
-    remember(Path(memory), set_aside(Path(noted), Path(aside)))
+def clear_up(noted: str, aside: str, memory: str, began: float) -> None:
+    """Move what the file `noted` names to the folder `aside`, and write down in the file `memory` what stays.
+
+    The keeper of a command calls it if the search was killed. Data written since `began` (seconds since the epoch) are
+    moved too: whether they are complete is not known then.
+    """
+    remember(Path(memory), set_aside(Path(noted), Path(aside), began))
 
 
 CLEAR_UP = clear_up.__module__, clear_up.__name__
@@ -133,7 +146,7 @@ def _holds_only(path: Path, names: Collection[str]) -> bool:
 def leftover_notes(folder: Path | None, kept: Iterable[str]) -> tuple[str, ...]:
     """Tell the user of the files that were moved to `folder`, and of the data that were `kept`; nothing where there are
     none."""
-    said, moved, stay = [], _files_in(folder) if folder else (), named(kept)
+    said, moved, stay = [], _moved_to(folder) if folder else (), named(map(_from_here, kept))
     if folder and moved:
         said.append(
             f"Trials wrote {named(moved)}: moved to {os.path.relpath(folder)}, so that your own run does not resume "
@@ -144,10 +157,17 @@ def leftover_notes(folder: Path | None, kept: Iterable[str]) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _files_in(folder: Path) -> tuple[str, ...]:
-    """Return the files that were moved to `folder`, by their paths from the working directory or from the root."""
-    files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    return tuple(sorted(str(Path("/", *path.parts[1:]) if path.parts[0] == "root" else path) for path in files))
+def _moved_to(folder: Path) -> tuple[str, ...]:
+    """Return what was moved to `folder`, by the path that it had: of a folder that is gone from there, the folder."""
+    found = set()
+    for file in folder.rglob("*"):
+        if file.is_dir() and not file.is_symlink():
+            continue
+        path = file.relative_to(folder)
+        path = Path("/", *path.parts[1:]) if path.parts[0] == "root" else path
+        gone = (each for each in (*reversed(path.parents), path) if not os.path.lexists(each))
+        found.add(str(next(gone, path)))
+    return tuple(sorted(found))
 
 
 def named(paths: Iterable[str]) -> str:

@@ -74,8 +74,8 @@ def run(
     `agent` are the settings of the agent beside its socket; what it writes goes to the folder `output`, else it is
     removed. Nothing that was there may be changed by the command but what is in `folders` and the data that earlier
     runs have `kept`. What it makes elsewhere is moved to the folder `aside` at the end, of a run that is interrupted or
-    killed too, but for data, whose paths are written to the file `memory`. Should this process be killed, `folders`
-    are removed. Raises `WorkloadError` where it cannot be started.
+    killed too, but for data that were complete when it took its first step, whose paths are written to the file
+    `memory`. Should this process be killed, `folders` are removed. Raises `WorkloadError` where it cannot be started.
     """
     require_startable(arguments, environment.get("PATH"))
     own = make_folder()
@@ -88,7 +88,8 @@ def run(
             "guard": {"free": [str(own), *map(str, folders)], "made": str(noted)},
             **agent,
         }
-        orphaned = None if memory is None or aside is None else [*CLEAR_UP, str(noted), str(aside), str(memory)]
+        known = str(noted), str(aside), str(memory), time.time()
+        orphaned = None if memory is None or aside is None else [*CLEAR_UP, *known]
         command = _Command(
             arguments,
             environment,
@@ -102,7 +103,7 @@ def run(
             ran = command.until(deadlines, is_enough, memory_limit_bytes)
         finally:
             command.end()
-            stay = set_aside(noted, aside)
+            stay = set_aside(noted, aside, command.first_step_time)
             if memory is not None:
                 remember(memory, stay)
         return ran._replace(kept=stay)
@@ -174,6 +175,12 @@ class _Command:
             if found is not None:
                 ending = advised(found) if isinstance(found, Failure) else found
                 return Ran(self._began, self._heard, seen, ending)
+
+    @property
+    def first_step_time(self) -> float:
+        """When an optimizer first stepped, in seconds since the epoch; without a step, when the command was started."""
+        steps = [rank.steps[0].time for rank in self._heard.ranks.values() if rank.steps]
+        return time.time() - (time.monotonic() - min(steps, default=self._began))
 
     def _take_in(self) -> None:
         """What came within a tick."""

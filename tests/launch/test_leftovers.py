@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -35,7 +37,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_a_run_made_is_moved_and_data_stay(here: Path, tmp_path: Path) -> None:
     elsewhere, aside = tmp_path / "elsewhere", here / "aside"
     for path, text in {
-        here / "a\nfile": "1",
         here / "runs" / "7" / "events": "2",
         here / "out" / "inner" / "model.pt": "3",
         here / "out" / "data" / "mnist": "4",
@@ -47,7 +48,6 @@ def test_what_a_run_made_is_moved_and_data_stay(here: Path, tmp_path: Path) -> N
         path.write_text(text)
     (here / "latest").symlink_to("out")
     leftovers = [
-        here / "a\nfile",
         here / "runs" / "7",
         here / "out",
         here / "data" / "model.pt",
@@ -59,22 +59,34 @@ def test_what_a_run_made_is_moved_and_data_stay(here: Path, tmp_path: Path) -> N
         *(f"-{path}" for path in (*leftovers, here / "out" / "inner", here / "latest")),
         *(f"+{path}" for path in (here / "data", here / "out" / "data", here / "never")),
     )
-    assert set_aside(noted, aside) == (str(here / "data"), str(here / "out" / "data"))
+    assert set_aside(noted, aside, math.inf) == (str(here / "data"), str(here / "out" / "data"))
     outside = str(Path("root", *elsewhere.parts[1:], "model.pt"))
     assert files_below(aside) == {
-        "a\nfile": "1", "runs/7/events": "2", "out/inner/model.pt": "3", "data/model.pt": "6", outside: "7",
+        "runs/7/events": "2", "out/inner/model.pt": "3", "data/model.pt": "6", outside: "7",
     }  # fmt: skip
     assert (aside / "latest").is_symlink()
     assert not elsewhere.exists()
     assert {name: text for name, text in files_below(here).items() if not name.startswith("aside")} == {
         "theirs": "the user's", "runs/theirs": "the user's", "out/data/mnist": "4", "data/cifar": "5",
     }  # fmt: skip
-    moved = {"out/inner/model.pt", "data/model.pt", str(elsewhere / "model.pt")}
+    moved = {"out/inner", "data/model.pt", "runs/7", "latest", str(elsewhere)}  # of what is gone as a whole, the folder
     (said,) = leftover_notes(aside, ())
     assert all(name in said for name in moved)
     assert " aside," in said, "where they are"
-    assert "digits" in leftover_notes(aside, ["digits"])[1]
+    assert leftover_notes(aside, [str(here / "digits")])[1].endswith(": digits.")
     assert leftover_notes(tmp_path / "missing", ()) == leftover_notes(None, ()) == ()
+
+
+def test_data_that_may_be_half_written_are_moved(here: Path, tmp_path: Path) -> None:
+    for name in ("data/a\nb", "data/deep/c", "tokens.cache"):
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text("1")
+    noted = note(tmp_path / "noted", f"+{here / 'data'}", f"+{here / 'tokens.cache'}")
+    os.utime(here / "data/deep/c", (0, 0))  # as what is unpacked has the archive's time
+    began = time.time() - 60
+    assert set_aside(noted, tmp_path / "aside", began) == ()
+    assert set(files_below(tmp_path / "aside")) == {"data/a\nb", "data/deep/c", "tokens.cache"}
+    assert set(files_below(here)) == {"theirs", "runs/theirs"}
 
 
 def test_what_later_runs_made_joins_what_earlier_ones_did(here: Path, tmp_path: Path) -> None:
@@ -84,7 +96,7 @@ def test_what_later_runs_made_joins_what_earlier_ones_did(here: Path, tmp_path: 
             (here / name).parent.mkdir(exist_ok=True)
             (here / name).write_text(text)
         noted = note(tmp_path / "noted", f"-{here / 'out'}", f"-{here / 'log'}")
-        assert set_aside(noted, aside) == ()
+        assert set_aside(noted, aside, math.inf) == ()
     assert files_below(aside) == {"out/a": "2", "out/b": "1", "out/c": "2", "log": "1", "log~/d": "2"}
 
 
@@ -93,7 +105,7 @@ def test_what_cannot_be_moved_stays_and_is_known(here: Path, tmp_path: Path) -> 
     (here / "aside").write_text("a file is in the place of the folder")
     noted = note(tmp_path / "noted", f"-{here / 'model.pt'}")
     for aside in (here / "aside", None):
-        assert set_aside(noted, aside) == (str(here / "model.pt"),)
+        assert set_aside(noted, aside, math.inf) == (str(here / "model.pt"),)
     write(noted, [str(here / "model.pt")])
     assert noted.read_bytes() == os.fsencode(f"+{here / 'model.pt'}\0")
 
