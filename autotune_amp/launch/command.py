@@ -5,7 +5,7 @@ from __future__ import annotations
 import getpass
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ class Command:
     Once it was observed, `today` is what it does, `maker` what makes its training loader, and `unsettable` as in
     `Description`; `sample_dim` is the dimension of what enters its model along which samples are counted where there
     is no DataLoader, `num_sharing` how many ranks divide the batch size among them. `made` are the files that its runs
-    left outside of their own folders.
+    left outside of their own folders; `opened` is called with the files of code and settings that a run read.
     """
 
     def __init__(self, line: LaunchLine) -> None:
@@ -37,6 +37,7 @@ class Command:
         self.sample_dim = 0
         self.num_sharing = 1
         self.made: tuple[str, ...] = ()
+        self.opened: Callable[[Sequence[str]], object] = lambda _: None
         self._memory: Path | None = None
 
     def run(
@@ -75,6 +76,7 @@ class Command:
                 memory=self._memory,
             )
         self.made = ran.made
+        self.opened([path for path in ran.opened if not {path, *map(str, Path(path).parents)}.intersection(ran.made)])
         return ran
 
     def keep_in(self, folder: Path) -> None:
@@ -84,5 +86,10 @@ class Command:
 
 
 def _compilers_cache() -> dict[str, str]:
-    """Where torch keeps what it compiled, which is beside TMPDIR and so gone with each run, unless told otherwise."""
-    return {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}"))}
+    """Return where torch keeps what it compiled unless told otherwise, by the variable that names it: beside TMPDIR,
+    which is gone with each run."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, ImportError, OSError):  # of a user without a name, as in many containers; torch calls it so too
+        user = f"uid_{os.getuid()}"
+    return {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir(), f"torchinductor_{user}"))}

@@ -51,7 +51,8 @@ _MAX_PATH_BYTES = 40
 class Ran(NamedTuple):
     """How a run ended: when it was started (monotonic), what was heard, what was seen from outside, the verdict.
 
-    `made` is what this run and those before it left outside of their own folders.
+    `made` is what this run and those before it left outside of their own folders, `opened` the files of code and
+    settings that this run read.
     """
 
     began: float
@@ -59,6 +60,7 @@ class Ran(NamedTuple):
     seen: Seen
     ending: Literal["measured"] | Failure
     made: tuple[str, ...] = ()
+    opened: tuple[str, ...] = ()
 
 
 def run(
@@ -90,7 +92,7 @@ def run(
         settings = {
             "folder": str(kept or own),
             "socket": str(own / "socket"),
-            "guard": {"free": [str(own), *map(str, folders)], "made": str(noted)},
+            "guard": {"free": [str(own), *map(str, folders)], "made": str(noted), "opened": str(own / "opened")},
             **agent,
         }
         for_keeper = {
@@ -105,9 +107,15 @@ def run(
             left = read(noted)
             if memory is not None:
                 remember(memory, left)
-        return ran._replace(made=left)
+        return ran._replace(made=left, opened=_opened(own / "opened"))
     finally:
         shutil.rmtree(own, ignore_errors=True)
+
+
+def _opened(noted: Path) -> tuple[str, ...]:
+    """Return the files that the processes of a run noted."""
+    content = noted.read_bytes() if noted.exists() else b""
+    return tuple(dict.fromkeys(os.fsdecode(path) for path in content.split(b"\0") if path))
 
 
 def _parent_folder(temporary: str) -> str:

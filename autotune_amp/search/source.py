@@ -76,6 +76,10 @@ class Source:
     def keep_in(self, folder: Path) -> None:
         """Search in this folder, which there is."""
 
+    def with_opened(self, fingerprint: Fingerprint) -> Fingerprint:
+        """Return what a recommendation holds for, with what only trials show."""
+        return fingerprint
+
     def warnings(self) -> tuple[str, ...]:
         """What its trials have left to be said."""
         return ()
