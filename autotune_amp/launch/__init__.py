@@ -34,8 +34,8 @@ What is understood of a training, seen and set from outside:
 * without a DataLoader: samples are the leading dimension of what enters the model, or the second where that is
   `{batch_size}`; the precision is set.
 * Transformers' Trainer, as a loop, evaluations left out: the `TrainingArguments` that it receives are set (precision,
-  batch size, accumulation); of HfArgumentParser's arguments `--per_device_train_batch_size`, `--gradient_accumulation_steps`,
-  `--bf16` and `--fp16` are known.
+  batch size, accumulation); of HfArgumentParser's arguments `--per_device_train_batch_size`,
+  `--gradient_accumulation_steps`, `--bf16` and `--fp16` are known.
 * Lightning, as a loop: `Trainer(precision=, accumulate_grad_batches=)` and the DataLoader are set; LightningCLI's
   `--trainer.precision` and `--trainer.accumulate_grad_batches` are known.
 * Accelerate, as a loop: `Accelerator(mixed_precision=, gradient_accumulation_steps=)` and the DataLoader are set;
@@ -52,7 +52,7 @@ Nothing of yours is touched: a trial that is about to overwrite, append to or de
 stopped, and says which and where (send its output to `{trial_dir}`). That is known of Python's own writing, torch's,
 safetensors' and SQLite's; not of `rm` or `>` in a shell script, of programs that the script starts, of HDF5 and
 Arrow. A file opened to be updated (`r+`) may be read. Started in `{trial_dir}` by `cd {trial_dir} && ...`, a script
-looks for its data there too: name them by absolute paths. Experiment trackers are off; files made elsewhere are listed. What a command cannot tell, it says: what later
-steps take in time and memory, evaluations and checkpoints that the first steps do not reach, gradients beyond the
+looks for its data there too: name them by absolute paths. Experiment trackers are off; files made elsewhere are
+listed. What a command cannot tell, it says: what later steps take in time and memory, evaluations and checkpoints that the first steps do not reach, gradients beyond the
 first weights, what it draws (`--objective energy`).
 """
