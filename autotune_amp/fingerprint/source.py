@@ -127,14 +127,19 @@ def imported_files(source: str, package: str) -> Iterator[Origin]:
 
     What only looks like an import, or like a module in one, is tried too: more may be found than is imported.
     """
+    for name in imported_names(source):
+        with suppress(ImportError):  # relative to nothing
+            found = find_module(resolve_name(name, package))
+            if found is not None:
+                yield found
+
+
+def imported_names(source: str) -> Iterator[str]:
+    """Yield the names of modules that a source text may import, relative ones with their dots."""
     for start, listed in dict.fromkeys(_IMPORT.findall(source)):
         names = re.findall(r"[.\w]+", re.sub(r"#.*", "", listed))
         base = start if start.endswith(".") or not start else f"{start}."
-        for name in (start, *(f"{base}{name}" for name in names)):
-            with suppress(ImportError):  # relative to nothing
-                found = find_module(resolve_name(name, package))
-                if found is not None:
-                    yield found
+        yield from (start, *(f"{base}{name}" for name in names))
 
 
 def named_modules(names: Collection[str]) -> Iterator[Origin]:

@@ -14,7 +14,8 @@ steps are measured, and killed with all that it started; what it prints is shown
 it is today, then in another precision, and with another batch size where others may be tried; both count as trials. A
 placeholder that does not reach the training is an error that names both values that were seen. A precision that the
 command refuses, or in which it is hopelessly slow, is left out with a warning. Whether a precision is faithful is
-judged inside the command, by the gradients of the same batches on the same first weights. Without
+judged inside the command, by the gradients of the same batches on the same first weights; a model that is loaded in
+bf16 is held against its weights raised to fp32, and its rows called fp32 compute with them as they are. Without
 `{accumulation_steps}` a smaller batch would change what the training learns, so none is tried unless
 `--effective-batch-size free`. A script that itself accumulates to a total keeps what it learns at every batch size: one
 that accumulates today is run at another batch size to see whether its optimizer steps take as many samples, and if so
@@ -35,9 +36,9 @@ What is understood of a training, seen and set from outside:
   forward.
 * without a DataLoader: the batch size is the leading dimension of what enters the model, or the second where that is
   `{batch_size}`, and the backward passes of a step say how many batches it accumulates; the precision is set.
-* Transformers' Trainer, as a loop, evaluations left out: `TrainingArguments` are set (precision, batch size,
-  accumulation); of HfArgumentParser's arguments `--per_device_train_batch_size`, `--gradient_accumulation_steps`,
-  `--bf16` and `--fp16` are known.
+* Transformers' Trainer, as a loop, evaluations left out: the `TrainingArguments` that it receives are set (precision,
+  batch size, accumulation); of HfArgumentParser's arguments `--per_device_train_batch_size`,
+  `--gradient_accumulation_steps`, `--bf16` and `--fp16` are known.
 * Lightning, as a loop: `Trainer(precision=, accumulate_grad_batches=)` and the DataLoader are set; LightningCLI's
   `--trainer.precision` and `--trainer.accumulate_grad_batches` are known.
 * Accelerate, as a loop: `Accelerator(mixed_precision=, gradient_accumulation_steps=)` and the DataLoader are set;
@@ -46,12 +47,18 @@ What is understood of a training, seen and set from outside:
   on every rank.
 * weights updated without `torch.optim`, `python -E`, `env -i` and containers are not understood: an error says so.
 
+A finished search is answered from the cache for the same command as long as the files that it names, those that its
+Python files import and its shell scripts name, and the code and settings (.py, .sh, .yaml, .json, .toml, .cfg, .ini)
+that its trials read stay as they are; what else lies beside the script does not count.
+
 Nothing of yours is touched: a trial that is about to overwrite, append to or delete a file that was there before is
 stopped, and says which and where (send its output to `{trial_dir}`). That is known of Python's own writing, torch's,
 safetensors' and SQLite's; not of `rm` or `>` in a shell script, of programs that the script starts, of HDF5 and
-Arrow. Experiment trackers are off. What a trial makes outside of its own folders is moved to `trial_leftovers` in the
-study's folder when the trial ends, so that neither the next trial nor the real training resumes from its checkpoint.
-Caches, downloads and what a torch `Dataset` writes stay for the next trial. What a command cannot tell, it says: what
+Arrow. A file opened to be updated (`r+`) may be read. Started in `{trial_dir}` by `cd {trial_dir} && ...`, a script
+looks for its data there too: name them by absolute paths. Experiment trackers are off. What a trial makes outside of
+its own folders is moved to `trial_leftovers` in the study's folder when the trial ends, so that neither the next trial
+nor the real training resumes from its checkpoint. Caches, downloads and what a torch `Dataset` writes stay for the next
+trial. What a command cannot tell, it says: what
 later steps take in time and memory, evaluations and checkpoints that the first steps do not reach, gradients beyond the
 first weights, what it draws (`--objective energy`).
 """

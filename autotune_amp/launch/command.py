@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ class Command:
     Once it was observed, `today` is what it does, `maker` what makes its training loader, and `unsettable` as in
     `Description`; `sample_dim` is the dimension of what enters its model along which samples are counted where there
     is no DataLoader, `num_sharing` how many ranks divide the batch size among them. The files that its runs leave
-    outside of their own folders go to the folder `aside`, but for data, the paths `kept`.
+    outside of their own folders go to the folder `aside`, but for data, the paths `kept`; `opened` is called with the
+    files of code and settings that a run read.
     """
 
     def __init__(self, line: LaunchLine) -> None:
@@ -37,6 +38,7 @@ class Command:
         self.num_sharing = 1
         self.kept: tuple[str, ...] = ()
         self.aside: Path | None = None
+        self.opened: Callable[[Sequence[str]], object] = lambda _: None
         self._memory: Path | None = None
 
     def run(
@@ -76,6 +78,7 @@ class Command:
                 aside=self.aside,
             )
         self.kept = ran.kept
+        self.opened([path for path in ran.opened if not {path, *map(str, Path(path).parents)}.intersection(ran.kept)])
         return ran
 
     def keep_in(self, folder: Path) -> None:

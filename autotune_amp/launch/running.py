@@ -44,7 +44,8 @@ _NUM_KEPT_CHUNKS = 256
 class Ran(NamedTuple):
     """How a run ended: when it was started (monotonic), what was heard, what was seen from outside, the verdict.
 
-    `kept` are the paths that this run and those before it made outside of their own folders and that stay there.
+    `kept` are the paths that this run and those before it made outside of their own folders and that stay there,
+    `opened` the files of code and settings that this run read.
     """
 
     began: float
@@ -52,6 +53,7 @@ class Ran(NamedTuple):
     seen: Seen
     ending: Literal["measured"] | Failure
     kept: tuple[str, ...] = ()
+    opened: tuple[str, ...] = ()
 
 
 def run(
@@ -85,7 +87,7 @@ def run(
         settings = {
             "folder": str(output or own),
             "socket": str(own / "socket"),
-            "guard": {"free": [str(own), *map(str, folders)], "made": str(noted)},
+            "guard": {"free": [str(own), *map(str, folders)], "made": str(noted), "opened": str(own / "opened")},
             **agent,
         }
         known = str(noted), str(aside), str(memory), time.time()
@@ -106,9 +108,15 @@ def run(
             stay = set_aside(noted, aside, command.first_step_time)
             if memory is not None:
                 remember(memory, stay)
-        return ran._replace(kept=stay)
+        return ran._replace(kept=stay, opened=_opened(own / "opened"))
     finally:
         shutil.rmtree(own, ignore_errors=True)
+
+
+def _opened(noted: Path) -> tuple[str, ...]:
+    """Return the files that the processes of a run noted."""
+    content = noted.read_bytes() if noted.exists() else b""
+    return tuple(dict.fromkeys(os.fsdecode(path) for path in content.split(b"\0") if path))
 
 
 class _Command:

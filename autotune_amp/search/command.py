@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import os
+import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune_amp.core.errors import InvalidRequestError
+import msgspec
+
+from autotune_amp.core.documents import cause, decode, read_file
+from autotune_amp.core.errors import FormatError, InvalidRequestError
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.launch_line import LaunchLine
-from autotune_amp.core.recommendation import Fingerprint
+from autotune_amp.core.recommendation import Fingerprint, write_atomically
+from autotune_amp.fingerprint.source import imported_names
 from autotune_amp.launch.leftovers import leftover_notes
 from autotune_amp.search.source import Source, folder_name
 
@@ -25,30 +33,46 @@ if TYPE_CHECKING:
 
 
 MAX_READ_BYTES = 1 << 24  # files larger than this (data, checkpoints) are hashed by size and modification time
-MAX_SOURCES, MAX_FOLDERS = 500, 500
-_NO_SOURCES = {"site-packages", "dist-packages", "node_modules", "studies", "__pycache__"}
+MAX_SOURCES = 2000
+_GONE = "gone"
 
 
-def sources(arguments: Sequence[str]) -> tuple[list[Path], bool]:
-    """Return the files that a command may run or read, and whether the list is complete.
-
-    They are the files that it names, and every Python file and shell script beside and below its scripts (for ``python
-    -m``, the working directory), since it is unknown in advance which of them it runs.
-    """
+def sources(arguments: Sequence[str]) -> list[Path]:
+    """Return the files that a command names, those that its Python files import, and those that its shell scripts, or
+    the text after ``-c``, name. What else it reads is known once it has run."""
     values = [value for argument in arguments for value in (argument, argument.partition("=")[2]) if value]
-    found = dict.fromkeys(Path(value) for value in values if _is_file(value))
-    folders = {path.parent for path in found if path.suffix in (".py", ".sh")}
-    folders |= {Path()} if "-m" in arguments else set()
-    num_folders = 0
-    for folder in sorted(folders):
-        for inside, below, names in os.walk(folder):
-            below[:] = sorted(name for name in below if name not in _NO_SOURCES and not name.startswith("."))
-            own = (Path(inside, name) for name in sorted(names) if name.endswith((".py", ".sh")))
-            found |= dict.fromkeys(path for path in own if path.is_file())
-            num_folders += 1
-            if len(found) > MAX_SOURCES or num_folders > MAX_FOLDERS:
-                return list(found)[:MAX_SOURCES], False
-    return list(found), True
+    scripts = [word for flag, text in pairwise(arguments) if re.fullmatch(r"-\w*c", flag) for word in _words(text)]
+    found = dict.fromkeys(Path(value) for value in (*values, *scripts) if _is_file(value))
+    left = list(found)
+    while left and len(found) <= MAX_SOURCES:
+        new = [path for path in _named_in(left.pop()) if path not in found]
+        found |= dict.fromkeys(new)
+        left += new
+    return list(found)
+
+
+def _named_in(path: Path) -> Iterator[Path]:
+    """Yield the files that the text of a Python file or a shell script names, as they are found from the working
+    directory and beside it."""
+    if path.suffix not in (".py", ".sh") or path.stat().st_size > MAX_READ_BYTES:
+        return
+    text = path.read_text(errors="replace")
+    for folder in dict.fromkeys((Path(), path.parent)):
+        if path.suffix == ".sh":
+            yield from (folder / word for word in _words(text) if _is_file(str(folder / word)))
+            continue
+        for name in imported_names(text):
+            dots = len(name) - len(name.lstrip("."))
+            base = folder if dots == 0 else path.parent.joinpath(*[os.pardir] * (dots - 1))
+            parts = [part for part in name.split(".") if part]
+            for depth in range(len(parts) + 1):
+                module = base.joinpath(*parts[:depth])
+                candidates = (module / "__init__.py", module.with_suffix(".py")) if depth else ()
+                yield from (Path(os.path.normpath(each)) for each in candidates if each.is_file())
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[\w./+-]+", text)
 
 
 def _is_file(value: str) -> bool:
@@ -65,14 +89,53 @@ def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
-def fingerprint_parts(line: LaunchLine) -> tuple[dict[str, str], bool]:
-    """Return the parts of a command's fingerprint other than the machine, and whether all of its `sources` are in
-    it.
-    """
-    files, are_all = sources(line.arguments)
+def fingerprint_parts(line: LaunchLine) -> dict[str, str]:
+    """Return the parts of a command's fingerprint other than the machine, as far as its text says them."""
     parts = {"command": f"={shlex.join(line.arguments)}"}
     parts |= {f"--value {name}": f"={word}" for name, word in line.values.items()}
-    return parts | {f"file {file}": _digest(file) for file in (*files, *map(Path, line.files))}, are_all
+    return parts | {f"file {file}": _digest(file) for file in (*sources(line.arguments), *map(Path, line.files))}
+
+
+class OpenedFiles:
+    """The files of code and settings that trials read, each with the digest that it had when it was first read.
+
+    One that is as it was then adds nothing to a digest, so that a search goes on by the same name as the files of its
+    trials become known. They are written to a file of the study's folder.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[str, str] = {}
+        self._path: Path | None = None
+
+    def keep_in(self, path: Path) -> None:
+        """Know again what trials of earlier searches read. Raises `FormatError` where the file is damaged."""
+        self._path = path
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                self._first = decode(read_file(path), dict[str, str])
+            except msgspec.MsgspecError as error:
+                raise FormatError(
+                    f"{path} is damaged: {cause(error)}.", "Remove it: it lists files that trials read."
+                ) from error
+
+    def add(self, paths: Iterable[str]) -> None:
+        """Take in what a trial read."""
+        new = {path: _digest(Path(path)) for path in paths if path not in self._first and _is_file(path)}
+        if new and self._path is not None:
+            self._first |= new
+            write_atomically(self._path, json.dumps(self._first, indent=1))
+
+    def parts(self, known: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the digest of each file but those `known` otherwise, and of these the ones that have changed."""
+        real = {os.path.realpath(each) for each in known}
+        now = {path: _digest(Path(path)) if _is_file(path) else _GONE for path in self._first if path not in real}
+        changed = {_label(path): each for path, each in now.items() if each != self._first[path]}
+        return {_label(path): each for path, each in now.items()}, changed
+
+
+def _label(path: str) -> str:
+    inside = os.path.relpath(path)
+    return f"file {path if inside.startswith(os.pardir) else inside}"
 
 
 class CommandSource(Source):
@@ -81,6 +144,7 @@ class CommandSource(Source):
     def __init__(self, line: LaunchLine) -> None:
         super().__init__("autotune_amp.workloads:workload")  # the probe of the device runs no code of the user
         self._line = line
+        self._opened = OpenedFiles()
         self.name = folder_name(line.name)
 
     @property
@@ -93,7 +157,9 @@ class CommandSource(Source):
         """Return the command together with what its runs have shown so far."""
         from autotune_amp.launch.command import Command
 
-        return Command(self._line)
+        command = Command(self._line)
+        command.opened = self._opened.add
+        return command
 
     def backend(
         self,
@@ -118,8 +184,9 @@ class CommandSource(Source):
         return CommandBackend(self.command, super().backend(watcher, isolation, environment), watcher, environment)
 
     def keep_in(self, folder: Path) -> None:
-        """Move files that trials leave to a subfolder of the study's folder."""
+        """Move files that trials leave to a subfolder of the study's folder; know again the files that they read."""
         self.command.keep_in(folder)
+        self._opened.keep_in(folder / "opened.json")
 
     def warnings(self) -> tuple[str, ...]:
         """Return notes that name the files that trials left and where they are now."""
@@ -128,9 +195,28 @@ class CommandSource(Source):
     def fingerprint_by_child(
         self, options: dict[str, Any], identity: DeviceIdentity, backend: Backend, state: dict[str, Any]
     ) -> Fingerprint:
-        """Return the fingerprint, including the command and the files that it names."""
+        """Return the fingerprint, including the command and the files that it names, imports or was seen to read."""
         found = super().fingerprint_by_child(options, identity, backend, state)
-        parts, are_all = fingerprint_parts(self._line)
-        digest = hashlib.sha256(repr((found.digest, sorted(parts.items()))).encode()).hexdigest()
-        unknown = () if are_all else (f"beside the script lie more than {MAX_SOURCES} files that it may run",)
-        return Fingerprint(digest=digest, parts={**found.parts, **parts}, unknown=(*found.unknown, *unknown))
+        parts = fingerprint_parts(self._line)
+        opened, changed = self._opened.parts(_files(parts))
+        digest = hashlib.sha256(repr((found.digest, sorted({**parts, **changed}.items()))).encode()).hexdigest()
+        return _with_unknown(
+            Fingerprint(digest=digest, parts={**found.parts, **parts, **opened}, unknown=found.unknown)
+        )
+
+    def with_opened(self, fingerprint: Fingerprint) -> Fingerprint:
+        """Add the files that trials read."""
+        opened, _ = self._opened.parts(_files(fingerprint.parts))
+        return _with_unknown(msgspec.structs.replace(fingerprint, parts={**fingerprint.parts, **opened}))
+
+
+def _files(parts: Iterable[str]) -> list[str]:
+    return [name.removeprefix("file ") for name in parts if name.startswith("file ")]
+
+
+def _with_unknown(fingerprint: Fingerprint) -> Fingerprint:
+    """Say that it cannot be compared where its files are too many to be read for every answer."""
+    if len(_files(fingerprint.parts)) <= MAX_SOURCES:
+        return fingerprint
+    unknown = f"the command reads more than {MAX_SOURCES} files of code and settings"
+    return msgspec.structs.replace(fingerprint, unknown=(*fingerprint.unknown, unknown))

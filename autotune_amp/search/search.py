@@ -226,7 +226,7 @@ class _Search:
                 load=load_before if self.places.is_here else None,
             ),
             hardware=opened.hardware,
-            fingerprint=fingerprint,
+            fingerprint=self._source.with_opened(fingerprint),
             versions=versions(),
             target=self._source.target,
             launch_line=self._source.launch_line,

@@ -78,6 +78,10 @@ class Source:
     def keep_in(self, folder: Path) -> None:
         """Use `folder`, which exists, for files that trials leave."""
 
+    def with_opened(self, fingerprint: Fingerprint) -> Fingerprint:
+        """Return what a recommendation holds for, with what only trials show."""
+        return fingerprint
+
     def warnings(self) -> tuple[str, ...]:
         """Return warnings that only the trials revealed, such as about files that they left."""
         return ()

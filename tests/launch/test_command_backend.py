@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import getpass
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from backend_contract import BackendContract, Made
@@ -302,6 +304,14 @@ def test_a_precision_whose_losses_are_not_finite_is_followed_and_no_measurement(
     assert isinstance(outcome, Failure)
     assert (outcome.kind, outcome.message) == ("nonfinite", "the loss became nan")
     assert isinstance(backend.submit(trial(Setting(precision="fp32", batch_size=8))).result(), Measurement)
+
+
+@pytest.mark.parametrize("error", [KeyError("getpwuid(): uid not found: 12345"), OSError("No username set")])
+def test_a_user_without_a_name_is_none_the_worse(
+    script: str, local: LocalBackend, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(getpass, "getuser", Mock(side_effect=error))
+    assert isinstance(described([sys.executable, script], local)[1], Description)
 
 
 @pytest.mark.slow

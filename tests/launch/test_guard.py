@@ -299,3 +299,30 @@ def test_a_script_that_writes_where_it_is_runs_in_a_folder_of_its_own(
     assert "went on" in ran.seen.printed
     assert ran.kept == ()
     assert (mine / "log").read_text() == "the user's"
+
+
+READING = """
+import importlib, json, subprocess
+sys.path.append('.')
+for _ in range(2):
+    importlib.import_module('plugins.one')
+json.load(open('settings.json'))
+pathlib.Path('mine.json').write_text('{}')
+json.load(open('mine.json'))
+open('old/file').read()
+subprocess.run(['bash', '-c', 'python=$0; "$python" called.py', sys.executable], check=True)
+subprocess.run([sys.executable, '-c', "import json; json.load(open('mine.json'))"], check=True)
+"""
+
+
+def test_code_and_settings_that_are_read_are_noted(mine: Path, train: Callable[..., Ran]) -> None:
+    (mine / "plugins").mkdir()
+    for name in ("plugins/__init__.py", "plugins/one.py", "plugins/two.py", "called.py", "unrelated.py"):
+        (mine / name).write_text("")
+    (mine / "settings.json").write_text("{}")
+    expected = {"train.py", "plugins/__init__.py", "plugins/one.py", "settings.json", "called.py"}
+    for _ in range(2):  # the second time from byte code
+        ran = train(READING, made=[str(mine / "mine.json")])
+        assert ran.heard.refused is None
+        named = {str(Path(path).relative_to(mine)) for path in ran.opened}
+        assert named - {"mine.json"} == expected, ran.seen.printed

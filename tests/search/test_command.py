@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from autotune_amp.core.errors import FormatError
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.recommendation import Fingerprint
+from autotune_amp.hardware import identify
 from autotune_amp.search import command
-from autotune_amp.search.command import fingerprint_parts, sources
+from autotune_amp.search.command import CommandSource, fingerprint_parts, sources
 
 
 @pytest.fixture(autouse=True)
@@ -22,25 +25,86 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_it_names_and_what_lies_beside_it(folder: Path) -> None:
-    (folder / "cfg.yaml").write_text("")
+def test_what_it_names_imports_and_calls_counts_and_nothing_beside_it(folder: Path) -> None:
+    for name in ("cfg.yaml", "unrelated.py", "other.sh", "go.sh", "env.sh", "called.py", "quoted.py"):
+        (folder / name).write_text("")
+    (folder / "package").mkdir()
+    (folder / "package" / "__init__.py").write_text("from .inner import x")
+    (folder / "package" / "inner.py").write_text("from ..nothing import y")
+    (folder / "package" / "unrelated.py").write_text("")
+    (folder / "part.py").write_text("import json, package.inner")
+    (folder / "go.sh").write_text("source ./env.sh && python called.py")
     (folder / ".#train.py").symlink_to("nobody@nowhere:1")
-    (folder / "gone.py").symlink_to("nowhere.py")
-    found, are_all = sources(["python", "train.py", "--config=cfg.yaml", "bash -c '" + 300 * "x" + "/y'", "a\0b"])
-    assert are_all
-    assert {path.name for path in found} == {"train.py", "part.py", "cfg.yaml"}
+    found = sources(
+        ["python", "train.py", "--config=cfg.yaml", "a\0b", 5000 * "x", "bash", "-ec", "x=1 python quoted.py"]
+    )
+    assert {str(path) for path in found} == {
+        *("train.py", "part.py", "cfg.yaml", "quoted.py", "package/__init__.py", "package/inner.py"),
+    }
+    assert {str(path) for path in sources(["bash", "go.sh"])} == {"go.sh", "env.sh", "called.py"}
+
+
+def fingerprint(folder: Path, command: str = "python train.py") -> tuple[CommandSource, Fingerprint]:
+    """A source that searches in `folder`/study, and what its answer would hold for now."""
+    (folder / "study").mkdir(exist_ok=True)
+    source, backend = CommandSource(LaunchLine.of(command)), Mock()
+    source.keep_in(folder / "study")
+    backend.submit().result.return_value = Fingerprint(digest="machine", parts={"version of torch": "=2"})
+    return source, source.fingerprint_by_child({}, identify("cpu"), backend, {})
+
+
+def test_an_answer_holds_for_what_its_trials_read(folder: Path) -> None:
+    for name in ("plugin.py", "settings.json", "unrelated.py"):
+        (folder / name).write_text("")
+    source, before = fingerprint(folder)
+    source.command.opened([str(folder / name) for name in ("train.py", "plugin.py", "settings.json")])
+    found = source.with_opened(before)
+    assert found.digest == before.digest, "what trials show of the files is no other search"
+    assert {name for name in found.parts if name.startswith("file ")} == {
+        *("file train.py", "file part.py", "file plugin.py", "file settings.json"),
+    }
+    assert fingerprint(folder)[1] == found, "they are known again"
+
+    (folder / "unrelated.py").write_text("x = 1")
+    (folder / "new.py").write_text("")
+    (folder / "new.sh").write_text("")
+    assert fingerprint(folder)[1] == found
+    for name, change in (("plugin.py", "changed"), ("settings.json", "is gone"), ("part.py", "changed")):
+        content = (folder / name).read_text()
+        (folder / name).write_text("x = 1")
+        if change == "is gone":
+            (folder / name).unlink()
+        now = fingerprint(folder)[1]
+        assert now.digest != found.digest
+        assert found.differences(now) == (f"file {name} changed",)
+        (folder / name).write_text(content)
+        assert fingerprint(folder)[1] == found
+    (folder / "study" / "opened.json").write_text("[")
+    with pytest.raises(FormatError, match=r"opened\.json is damaged"):
+        fingerprint(folder)
+
+
+def test_more_files_than_are_read_for_every_answer_cannot_be_compared(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "MAX_SOURCES", 2)
+    (folder / "plugin.py").write_text("")
+    source, before = fingerprint(folder)
+    assert before.unknown == ()
+    source.command.opened([str(folder / "plugin.py")])
+    assert "more than 2 files" in source.with_opened(before).unknown[0]
 
 
 def test_a_changed_command_is_told_as_it_was_typed(folder: Path) -> None:
     line = LaunchLine.of("python train.py --bs {batch_size=8} '{precision:bf16=--half x|fp32=}'")
     other = LaunchLine.of("python train.py --bs {batch_size=16} {precision=fp32}", values={"bf16": "bfloat16"})
-    before, after = (Fingerprint(digest="", parts=fingerprint_parts(each)[0]) for each in (line, other))
+    before, after = (Fingerprint(digest="", parts=fingerprint_parts(each)) for each in (line, other))
     typed = "command changed from python train.py --bs '{batch_size=8}' '{precision:bf16=--half x|fp32=}' to "
     assert before.differences(after) == (
         f"{typed}python train.py --bs '{{batch_size=16}}' '{{precision=fp32}}'", "--value bf16 is new"
     )  # fmt: skip
     (folder / "part.py").write_text("x = 1")
-    changed = Fingerprint(digest="", parts=fingerprint_parts(other)[0])
+    changed = Fingerprint(digest="", parts=fingerprint_parts(other))
     assert after.differences(changed) == ("file part.py changed",)
 
 

@@ -26,6 +26,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.util import source_from_cache
 from typing import Any
 
 from . import where
@@ -75,10 +76,15 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep
 _SQL_CHANGES = frozenset({*range(1, 19), 23, 26, 29, 30})
 
 
-def arm(channel: Channel, free: list[str], made: str) -> None:
+# Files of code and settings: an answer holds for those that a training reads.
+_SOURCES = (".py", ".pyc", ".sh", ".yaml", ".yml", ".json", ".toml", ".cfg", ".ini")
+
+
+def arm(channel: Channel, free: list[str], made: str, opened: str) -> None:
     """Guard this process from here on. What is in one of the folders `free` may be changed, and what is named in the
-    file `made`, to which whatever is made elsewhere is added: as `+path` where it is data, else as `-path`."""
-    guard = _Guard(channel, free, made)
+    file `made`, to which whatever is made elsewhere is added: as `+path` where it is data, else as `-path`. Code and
+    settings of the user's own that are read are added to the file `opened`."""
+    guard = _Guard(channel, free, made, opened)
     guard.watch_updating()
     sys.addaudithook(guard.hear)
     after_import("torch", channel.shield(guard.watch_torch))
@@ -88,8 +94,10 @@ def arm(channel: Channel, free: list[str], made: str) -> None:
 
 
 class _Guard:
-    def __init__(self, channel: Channel, free: list[str], made: str) -> None:
+    def __init__(self, channel: Channel, free: list[str], made: str, opened: str) -> None:
         self._channel = channel
+        self._opened = os.path.realpath(opened)
+        self._read: set[str] = set()
         self._made = os.path.realpath(made)
         caches = (os.environ.get(name) or os.path.expanduser(usual) for name, usual in _CACHES.items())
         self._here = os.path.realpath(os.getcwd())
@@ -99,6 +107,7 @@ class _Guard:
         self._opening = threading.local()  # `is_deferred` while a file is opened whose first write is asked for
         self._asked: dict[str, Any] = {
             "open": self._opens,
+            "cpython.run_file": self._reads,
             "os.truncate": lambda path, _: self.changes("os.truncate", _followed(path)),
             "os.remove": lambda path, folder=-1: self.removes("os.remove", _named(path, folder)),
             "os.rmdir": lambda path, folder=-1: self.removes("os.rmdir", _named(path, folder)),
@@ -139,6 +148,18 @@ class _Guard:
             self._makes(_followed(path))
         elif flags & _WRITING:
             self.changes("open", _followed(path))
+        else:
+            self._reads(path)
+
+    def _reads(self, path: Any) -> None:
+        """Note what is read, byte code as the source that it was made of."""
+        name = os.fsdecode(path)
+        if name in self._read or not name.endswith(_SOURCES):
+            return
+        self._read.add(name)
+        source = _followed(source_from_cache(name) if name.endswith(".pyc") else name)
+        if not where.is_library(source) and not self._is_own(source) and os.path.isfile(source):
+            _note(self._opened, source)
 
     def _renames(self, path: Any, to: Any, folder: int = -1, to_folder: int = -1) -> None:
         self.removes("os.rename", _named(path, folder))
@@ -154,15 +175,11 @@ class _Guard:
         if next((self._own[each] for each in _with_parents(path) if each in self._own), None) is is_data:
             return
         self._own[path] = is_data
-        file = os.open(self._made, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            os.write(file, (b"+" if is_data else b"-") + os.fsencode(path) + b"\0")
-        finally:
-            os.close(file)
+        _note(self._made, path, b"+" if is_data else b"-")
 
     def _is_free(self, path: str) -> bool:
         is_in_folder = (path + os.sep).startswith(self._free) and not path.startswith(_SHARED_MEMORY)
-        return path == self._made or is_in_folder or "__pycache__" in path.split(os.sep)
+        return path in (self._made, self._opened) or is_in_folder or "__pycache__" in path.split(os.sep)
 
     def _is_own(self, path: str) -> bool:
         return self._is_free(path) or any(each in self._own for each in _with_parents(path))
@@ -349,6 +366,15 @@ def _ask_before(owner: Any, name: str, ask: Any) -> None:
 
     guarded.__wrapped__ = original  # type: ignore[attr-defined]
     setattr(owner, name, guarded)
+
+
+def _note(file: str, path: str, kind: bytes = b"") -> None:
+    """Add a path to a file that all processes of a run add to."""
+    noted = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(noted, kind + os.fsencode(path) + b"\0")
+    finally:
+        os.close(noted)
 
 
 def _followed(path: Any) -> str:
