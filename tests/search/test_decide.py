@@ -219,7 +219,7 @@ ALONE = Space(candidates=(FP32, BF16), baseline=FP32)
     ("fields", "said"),
     [
         ({"is_budget_spent": True}, ("in 75 s", "29 s to start", "Give --budget")),
-        ({"is_budget_spent": True, "was_interrupted": True}, ("interrupted", "same command again")),
+        ({"is_budget_spent": True, "was_interrupted": True}, ("interrupted", "same search again")),
         ({}, ("--trials",)),
     ],
 )

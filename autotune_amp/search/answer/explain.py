@@ -90,7 +90,7 @@ def _only_today(ledger: Ledger, search: SearchSummary | None) -> str:
         return f"{said}, and nothing was compared with it. Allow more --trials."
     said += f" in {search.seconds:.0f} s"
     if search.was_interrupted:
-        return f"{said}, before the search was interrupted. Run the same command again to go on."
+        return f"{said}, before the search was interrupted. Run the same search again to go on."
     spent = f": a process takes {search.start_seconds:.0f} s to start here" if search.start_seconds >= 1 else ""
     num_precisions = len({c.precision for c in ledger.space.candidates})
     needed = search.seconds + num_precisions * (search.start_seconds + SECONDS_OF_A_TRIAL)
