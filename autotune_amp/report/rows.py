@@ -140,7 +140,7 @@ def outcome_words(row: CandidateRow, recommended: CandidateRow | None, baseline:
 def reason_words(row: CandidateRow) -> str:
     """Why it became that, without the outcome's own name."""
     if row.status == "cut" and not row.reason:
-        return "far slower than the best at that time"
+        return "far slower"
     return one_line(row.reason or "").removeprefix(f"{outcome_name(row.status)}: ")
 
 

@@ -345,7 +345,7 @@ def exclusions(known: Mapping[Setting, Fidelity]) -> tuple[Exclusion, ...]:
 
 
 def _next_step(failure: Failure) -> str:
-    return "Give a larger --budget." if failure.kind == "timeout" else mended(failure) or "Mend what the reason names."
+    return "Give a larger --budget." if failure.kind == "timeout" else mended(failure) or "Fix that error, or use another precision."
 
 
 def _of_failure(record: Record) -> Fidelity:

@@ -100,14 +100,14 @@ def search_anew(
     except SlotLostError as lost:
         raise ClusterLostError(
             f"{lost.slot.name} was lost while the workload was loaded there: {lost.reason}",
-            "Run the same command again.",
+            "Run the same search again.",
         ) from None
     except KeyboardInterrupt:
         best = cached if cached is not None and cached.search.was_interrupted else None
         when = "there was an answer; what was measured is kept" if folder.records() else "the first trial"
         raise SearchInterruptedError(
             f"Interrupted before {when}.",
-            "Run the same command again.",
+            "Run the same search again.",
             best.excluded if best else (),
             best,
         ) from None
@@ -236,7 +236,7 @@ class _Search:
             trials = count(len(ledger.trials), "trial")
             raise SearchInterruptedError(
                 f"{reason} after {trials}; the best so far is in {self.folder.recommendation_path}.",
-                "Run the same command again to go on.",
+                "Run the same search again to go on.",
                 recommendation.excluded,
                 recommendation,
             )
@@ -362,7 +362,7 @@ class _Search:
         excluded = explain.excluded(ledger, is_budget_spent=True)
         if interrupted_by:
             return SearchInterruptedError(
-                f"{interrupted_by} before anything was measured.", "Run the same command again.", excluded, None
+                f"{interrupted_by} before anything was measured.", "Run the same search again.", excluded, None
             )
         step_seconds = self._watchers.last_step_seconds
         return nothing_works(ledger, excluded, step_seconds is not None) or self.budget.too_small(step_seconds)
@@ -449,6 +449,6 @@ def _way_out(failed: Sequence[Failure]) -> str:
         "oom": "Give it a smaller batch.",
         "timeout": "Give a larger --budget, or find out where it hangs: run the training by itself for a few steps.",
     }
-    first = mended(failed[0]) or asked.get(failed[0].kind, "Fix that error, then run the same command again.")
+    first = mended(failed[0]) or asked.get(failed[0].kind, "Fix that error, then run the same search again.")
     slow = " If the others only need more time, give a larger --budget."
     return first + slow * ("timeout" in kinds and failed[0].kind != "timeout")

@@ -79,6 +79,20 @@ def test_without_a_terminal_or_on_a_dumb_one_every_event_is_a_plain_line(monkeyp
         ]
 
 
+def test_a_notebook_has_a_stop_button_and_a_terminal_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("autotune_amp.report.progress._is_in_notebook", lambda: True)
+    TerminalProgress(io.StringIO()).started("train", "studies/train", None)
+    in_cell = capsys.readouterr().out
+    assert "The stop button keeps the best so far" in in_cell
+    assert "Ctrl-C" not in in_cell
+    monkeypatch.undo()
+    stream = io.StringIO()
+    TerminalProgress(stream).started("train", "studies/train", None)
+    assert "Ctrl-C keeps the best so far" in stream.getvalue()
+
+
 def test_live_display_follows_every_event(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotune_amp.report.progress._DRAW_SECONDS", 0.0)
     stream = FakeTerminal()

@@ -51,6 +51,8 @@ def test_progress_is_drawn_above_plain_lines(ran: Ran) -> None:
     assert "Searching" in ran.text
     assert re.search(r"\n +\d+  fp32 batch 32 .* samples/s", ran.text)
     assert "\x1b" not in ran.text
+    assert "The stop button keeps the best so far" in ran.text
+    assert "Ctrl-C" not in ran.text
     assert any("trial 1" in drawn and "best" in drawn for drawn in ran.drawn)
     assert ran.left == ""  # taken out of the cell at the end
 

@@ -59,6 +59,28 @@ def test_the_recommended_one_is_ringed_with_where_a_new_run_lands() -> None:
     assert (ring.x, ring.y, ring.error_y.array, ring.error_y.arrayminus) == ((64,), (797.0,), (27.0,), (27.0,))
 
 
+def test_an_interval_that_says_nothing_does_not_press_the_chart_flat() -> None:
+    wide = msgspec.structs.replace(MADE.evidence, samples_per_second_interval=(18.5, 65_896.0))
+    ring = trace(throughput(msgspec.structs.replace(MADE, evidence=wide), RECORDS), "recommended")
+    assert (ring.error_y.array, ring.error_y.arrayminus) == ((0.0,), (0.0,))
+    assert "processes differed too much" in ring.hovertext[0].replace("<br>", " ")
+
+
+def test_what_was_not_done_has_no_card_of_its_own() -> None:
+    page = search_page(recommendation(), RECORDS[:1], "recommendation.json")
+    bodies = re.findall(r"<section><h2>(.*?)</h2>(.*?)</section>", page, re.DOTALL)
+    assert all(body for _, body in bodies)
+    titles = [title for title, _ in bodies]
+    assert not {"Failures", "Left out", "Also tried", "The loss scale of fp16"} & set(titles)
+    assert titles[-1] == "Not in this report"
+    assert "fp16 was not calibrated" in bodies[-1][1]
+
+
+def test_notes_unfold_below_the_warnings() -> None:
+    page = search_page(recommendation(warnings=("Mind the gap.",), notes=("Old driver.",)), RECORDS, "r.json")
+    assert page.index("Mind the gap.") < page.index("<summary>1 note</summary>") < page.index("Old driver.")
+
+
 def test_what_failed_is_a_cross_on_the_axis_that_says_why() -> None:
     crosses = trace(throughput(MADE, RECORDS), "failed")
     assert (crosses.x, crosses.text) == ((128, 256), ("fp32", "fp16<br>bf16<br>fp32")), "narrow enough for a phone"
@@ -75,6 +97,17 @@ def test_memory_is_drawn_with_the_limit() -> None:
     assert trace(memory(smaller, RECORDS), "limit: 2.00 GiB").y[0] == 2048
     fits: Any = memory(MADE, [r for r in RECORDS if not isinstance(r.outcome, Failure)])
     assert fits.layout.yaxis.range[1] < 2200, "what is far above everything would press that flat"
+    assert not any("limit" in (drawn.name or "") for drawn in fits.data), "a line out of sight is none"
+
+
+def test_memory_is_the_peak_that_the_answer_and_the_table_have() -> None:
+    """On a CPU a trial takes less than it holds: what was there before it counts for no limit."""
+    small = record(measurement(peak_memory_bytes=417 * MIB, reserved_memory_bytes=97 * MIB))
+    failed = record(Failure(kind="oom", message="too large"))
+    shown = recommendation(options={"memory_limit": 1024 * MIB})
+    figure: Any = memory(shown, [small, failed])
+    assert trace(figure, "fp32").y == (417.0,)
+    assert trace(figure, "limit: 1.31 GiB").y == (1344.0,) * 2, "where the trial's share of the peak is at its limit"
 
 
 def test_nothing_that_may_be_recommended_lies_above_and_left_of_the_front() -> None:

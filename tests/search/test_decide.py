@@ -219,7 +219,7 @@ ALONE = Space(candidates=(FP32, BF16), baseline=FP32)
     ("fields", "said"),
     [
         ({"is_budget_spent": True}, ("in 75 s", "29 s to start", "Give --budget")),
-        ({"is_budget_spent": True, "was_interrupted": True}, ("interrupted", "same command again")),
+        ({"is_budget_spent": True, "was_interrupted": True}, ("interrupted", "same search again")),
         ({}, ("--trials",)),
     ],
 )
@@ -469,7 +469,7 @@ def test_what_was_not_confirmed_is_compared_with_trials_of_the_same_hour() -> No
     slower, faster, cut = at("bf16", 32), at("fp16", 32), at("fp32", 16)
     log = Log().add(FP32, 100.0).add(slower, 80.0).add(cut, measured(40.0, was_cut=True)).confirm(FP32, *[33.0] * 3)
     assert "times as fast" not in decided(log).reason
-    said = decided(Log().add(FP32, 100.0).add(faster, 150.0).confirm(FP32, *[33.0] * 3)).reason
+    said = decided(Log().add(FP32, 100.0).add(faster, 150.0).confirm(FP32, *[33.0] * 3), is_checked=False).reason
     assert "fp16 batch 32 is 1.50 times as fast" in said
 
 
@@ -480,3 +480,15 @@ def test_three_warnings_are_said_and_the_rest_are_notes() -> None:
     assert found.warnings[0].startswith("Unconfirmed")
     assert found.warnings[1:] == circumstances[:2]
     assert set(circumstances[2:]) | {"The driver is old."} <= set(found.notes)
+
+
+@pytest.mark.parametrize(("was_interrupted", "way_out"), [(False, "A larger --budget"), (True, "Run the same search")])
+def test_what_confirms_an_answer_is_what_the_search_ended_for_want_of(was_interrupted: bool, way_out: str) -> None:
+    summary = msgspec.structs.replace(SPENT, was_interrupted=was_interrupted)
+    (said,) = (w for w in decided(Log().add(FP32, 100.0).add(BF16, 50.0), search=summary).warnings if "Unconf" in w)
+    assert way_out in said
+
+
+def test_nothing_is_said_of_settings_that_did_not_run() -> None:
+    assert "nothing else that was tried ran" in decided(Log().add(FP32, 100.0).add(BF16, OOM)).reason
+    assert "of 2 settings measured none" in decided(Log().add(FP32, 100.0).add(BF16, 50.0)).reason

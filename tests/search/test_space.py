@@ -263,3 +263,12 @@ def test_five_times_slower_at_the_same_batch_is_hopeless(rate: float, is_hopeles
     fast = {at("fp32", b): measurement(100.0 * b / 32) for b in (32, 64)}
     excluded = excluded_by_outcomes(space(), {**fast, at("bf16", 32): measurement(rate)})
     assert [(e.precision, e.batch_size) for e in excluded] == [("bf16", None)] * is_hopeless
+
+
+def test_a_device_without_fp8_has_one_reason_for_whatever_is_trained_on_it() -> None:
+    lacking = {"fp8_recipe": dict.fromkeys(FP8["fp8_recipe"], "the model has no layer for it")}
+    for about in ({"variants": FP8}, {"variants": lacking}, {"unsettable": {"fp8": "the command has no {precision}"}}):
+        found = space(levels={"fp8": "unsupported"}, about=about)
+        (excluded,) = [e.reason for e in found.excluded if e.precision == "fp8"]
+        assert excluded.removesuffix(" --try fp8_recipe emulates it") == "scripted"
+        assert set(found.variants_left_out.get("fp8_recipe", {}).values()) <= {excluded}

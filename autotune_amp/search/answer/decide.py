@@ -107,8 +107,7 @@ def decide(
     excluded = explain.excluded(ledger, is_budget_spent=is_budget_spent)
     why_uncalibrated = loss_scales.why_uncalibrated(ledger.scales, chosen.candidate)
     unsure = next(((c, *gains[c]) for c in worth), None) if is_kept else None
-    load_before = None if search is None or search.load is None else machine_load.evidence([search.load])
-    warnings, notes = explain.doubts(ledger, chosen, evidence, config, why_uncalibrated, description, load_before)
+    warnings, notes = explain.doubts(ledger, chosen, evidence, config, why_uncalibrated, description, search)
     if search is not None:
         warnings, notes = [*warnings, *search.warnings], [*notes, *search.notes]
     warnings = list(dict.fromkeys(warnings))

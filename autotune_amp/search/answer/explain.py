@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.evidence import MIN_PROCESSES, Evidence, Objective
-from autotune_amp.core.hardware import LoadEvidence
 from autotune_amp.core.outcome import Accumulation, Description, Failure
 from autotune_amp.core.recommendation import CandidateRow, Exclusion, SearchSummary
 from autotune_amp.core.setting import Setting
@@ -57,12 +56,14 @@ def reason(
         amount = "" if objective == "speed" else f", {_amount(objective, ours)}"
         gain = f"Keep what you have: {baseline}{amount}; "
         if unsure is None:
-            gain += f"of {count(len(ledger.measured), 'setting')} measured none was worth a change."
+            others = len(ledger.measured.keys() - {baseline})
+            among = f"of {count(others + 1, 'setting')} measured none was worth a change"
+            gain += f"{among}." if others else "nothing else that was tried ran to its end."
         else:
             setting, low, high = unsure
             gain += (
                 f"{setting} may be faster, but that is not sure: {low:.2f} to {high:.2f} times as fast. "
-                "A larger --budget decides it."
+                "A larger --budget may decide it."
             )
     else:
         amount = "" if objective == "speed" else f"takes {_amount(objective, ours)} and "
@@ -90,7 +91,7 @@ def _only_today(ledger: Ledger, search: SearchSummary | None) -> str:
         return f"{said}, and nothing was compared with it. Allow more --trials."
     said += f" in {search.seconds:.0f} s"
     if search.was_interrupted:
-        return f"{said}, before the search was interrupted. Run the same command again to go on."
+        return f"{said}, before the search was interrupted. Run the same search again to go on."
     spent = f": a process takes {search.start_seconds:.0f} s to start here" if search.start_seconds >= 1 else ""
     num_precisions = len({c.precision for c in ledger.space.candidates})
     needed = search.seconds + num_precisions * (search.start_seconds + SECONDS_OF_A_TRIAL)
@@ -182,18 +183,20 @@ def doubts(
     config: AmpConfig,
     why_uncalibrated: str | None,
     description: Description | None,
-    load_before: LoadEvidence | None,
+    search: SearchSummary | None,
 ) -> tuple[list[str], list[str]]:
     """What the reader has to know: warnings, which change what they do, the most important first, and notes.
 
-    `why_uncalibrated` is what became of fp16's calibration, where one was tried and did not come to an end;
-    `load_before` is what others did on the machine before the search.
+    `why_uncalibrated` is what became of fp16's calibration, where one was tried and did not come to an end; `search`
+    says how the search ended, and what others did on the machine before.
     """
     space = ledger.space
+    before = None if search is None or search.load is None else machine_load.evidence([search.load])
     harm, numerical = _numerical_doubts(ledger, chosen, evidence, why_uncalibrated)
     # What others do is why processes disagree and machines change: the first of these is enough.
-    load = machine_load.doubts(evidence.load) or machine_load.doubts(load_before, "search on an idle machine")
-    spread, unconfirmed = _measuring_doubts(evidence)
+    load = machine_load.doubts(evidence.load) or machine_load.doubts(before, "search on an idle machine")
+    was_interrupted = search is not None and search.was_interrupted
+    spread, unconfirmed = _measuring_doubts(evidence, was_interrupted=was_interrupted)
     unsure = [*load, *spread]
     asked, accumulated = accumulation_doubts(space, chosen.candidate, config, evidence.accumulation)
     warnings = [
@@ -218,7 +221,7 @@ def doubts(
     return warnings, notes
 
 
-def _measuring_doubts(evidence: Evidence) -> tuple[list[str], list[str]]:
+def _measuring_doubts(evidence: Evidence, *, was_interrupted: bool) -> tuple[list[str], list[str]]:
     """What is to be said of the spread of what was measured, and of too few processes."""
     found, unconfirmed = [], []
     low, high = evidence.samples_per_second_interval
@@ -232,10 +235,9 @@ def _measuring_doubts(evidence: Evidence) -> tuple[list[str], list[str]]:
             "Search again with --fresh on a quiet machine."
         )
     if not evidence.is_confirmed:
+        way_out = "Run the same search again to go on." if was_interrupted else "A larger --budget confirms it."
         which = "this config" if evidence.num_processes < MIN_PROCESSES else "the baseline"
-        unconfirmed.append(
-            f"Unconfirmed: fewer than {MIN_PROCESSES} fresh processes measured {which}. A larger --budget confirms it."
-        )
+        unconfirmed.append(f"Unconfirmed: fewer than {MIN_PROCESSES} fresh processes measured {which}. {way_out}")
     elif high - low > 2 * WIDE_INTERVAL * evidence.samples_per_second and not is_widened:
         found.append(
             f"The processes disagree: a run is expected anywhere from {number(low)} to {rate(high)}. "
