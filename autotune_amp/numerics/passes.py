@@ -243,7 +243,7 @@ class Passes:
 
     @contextmanager
     def pinned(self, names: Sequence[str]) -> Iterator[None]:
-        """Run these modules in fp32 inside. Raises `InvalidRequestError` for one that does not exist or cannot be
+        """Run these modules in fp32 inside. Raises `InvalidRequestError` for one that is missing or cannot be
         pinned."""
         with ExitStack() as stack:
             # Pins that the user's own model has already are kept.
