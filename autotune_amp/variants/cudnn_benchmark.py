@@ -1,4 +1,4 @@
-"""Whether cuDNN times its algorithms for each new shape of a convolution and takes the fastest."""
+"""cuDNN benchmark: timing its algorithms for each new shape of a convolution and using the fastest."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from autotune_amp.variants.subject import Trained
 
 
 def has(value: str, trained: Trained) -> bool:  # noqa: ARG001 - the signature of all
-    """Whether this process has it so already."""
+    """Return whether it is on in this process already."""
     return torch.backends.cudnn.benchmark
 
 
 def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the signature of all
-    """Return why it cannot help, None where it can."""
+    """Return the reason why it cannot help, None if it can."""
     if trained.device.type != "cuda":
         return "cuDNN is CUDA's"
     if not any(isinstance(module, _ConvNd) for module in trained.modules):
@@ -25,7 +25,7 @@ def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the s
 
 
 def apply(value: str, trained: Trained) -> Callable[[], None]:  # noqa: ARG001 - the process has but one
-    """Switch it on for this process; the answer takes it back."""
+    """Switch it on for this process, and return a function that switches it off."""
     torch.backends.cudnn.benchmark = True
 
     def take_back() -> None:
