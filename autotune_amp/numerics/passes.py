@@ -243,8 +243,7 @@ class Passes:
 
     @contextmanager
     def pinned(self, names: Sequence[str]) -> Iterator[None]:
-        """Run these modules in fp32 inside. Raises `InvalidRequestError` for one that is missing or cannot be
-        pinned."""
+        """Run these modules in fp32 inside. Raises `InvalidRequestError` if one is missing or cannot be pinned."""
         with ExitStack() as stack:
             # Pins that the user's own model has already are kept.
             for module in [module for module in named(self.model, names) if not is_pinned(module)]:
