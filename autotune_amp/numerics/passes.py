@@ -327,7 +327,7 @@ class CatchingAmp(StepAmp):
             self._catch(optimizer, self._factor if is_finite is None else 1.0)
         return True
 
-    def update(self, new_scale: float | Tensor | None = None) -> None:  # noqa: ARG002 # the interface's
+    def update(self, new_scale: float | Tensor | None = None) -> None:  # noqa: ARG002 # as in GradScaler
         """End the step; the factor stays the same."""
         super().update()
         self._unscaled.clear()
@@ -337,7 +337,7 @@ class CatchingAmp(StepAmp):
         self.gradients |= unscaled(gradients, factor)
 
 
-def no_loss(model: nn.Module, batch: Any) -> Tensor:  # noqa: ARG001 # the signature of one
+def no_loss(model: nn.Module, batch: Any) -> Tensor:  # noqa: ARG001 # a loss function's signature
     """Raise `WorkloadError`; the loss function of a subject with a training loop of its own."""
     raise WorkloadError("A loop of its own has no loss function to run alone.", "Run its train_step.")
 

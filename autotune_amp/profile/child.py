@@ -50,7 +50,7 @@ def _profile(context: Context, spec: Profile, tell: Tell) -> Profiled:
         training.start_loading()
         warm_up(training)
         with TemporaryDirectory(prefix="autotune_amp-", ignore_cleanup_errors=True) as folder:
-            tell({"event": "phase", "name": "profiling", "folder": folder})  # a killed process leaves this folder behind
+            tell({"event": "phase", "name": "profiling", "folder": folder})  # a killed process leaves it behind
             found, problem = _traced(training, spec.trace_file or str(Path(folder, "trace.json")))
         flops = flops_problem = None
         if spec.counts_flops:

@@ -18,7 +18,7 @@ _STATES = ("is_activation_checkpointing", "is_gradient_checkpointing")
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-def has(value: str, trained: Trained) -> bool:  # noqa: ARG001 - the signature of all
+def has(value: str, trained: Trained) -> bool:  # noqa: ARG001 - the interface of a variant
     """Return whether blocks are checkpointed already, as far as that is visible."""
     return any(isinstance(module, CheckpointWrapper) for module in trained.modules) or any(
         getattr(model, next((name for name in _STATES if hasattr(model, name)), ""), False)
@@ -26,7 +26,7 @@ def has(value: str, trained: Trained) -> bool:  # noqa: ARG001 - the signature o
     )
 
 
-def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the signature of all
+def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the interface of a variant
     """Return the reason why no block can be checkpointed, None if some can."""
     blocks = _switched(trained) or [block for _, _, block in repeated_blocks(trained)]
     if not blocks:
@@ -36,7 +36,7 @@ def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the s
     return None
 
 
-def apply(value: str, trained: Trained) -> None:  # noqa: ARG001 - there is but one
+def apply(value: str, trained: Trained) -> None:  # noqa: ARG001 - the only value
     """Make each block recompute its forward pass in the backward pass, with the same random draws.
 
     Uses Transformers' own switch if the model has it. The names in a ``state_dict`` do not change.

@@ -10,12 +10,12 @@ from torch.nn.modules.conv import _ConvNd
 from autotune_amp.variants.subject import Trained
 
 
-def has(value: str, trained: Trained) -> bool:  # noqa: ARG001 - the signature of all
+def has(value: str, trained: Trained) -> bool:  # noqa: ARG001 - the interface of a variant
     """Return whether it is on in this process already."""
     return torch.backends.cudnn.benchmark
 
 
-def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the signature of all
+def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the interface of a variant
     """Return the reason why it cannot help, None if it can."""
     if trained.device.type != "cuda":
         return "cuDNN is CUDA's"
@@ -24,7 +24,7 @@ def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the s
     return None
 
 
-def apply(value: str, trained: Trained) -> Callable[[], None]:  # noqa: ARG001 - the process has but one
+def apply(value: str, trained: Trained) -> Callable[[], None]:  # noqa: ARG001 - set for the process
     """Switch it on for this process, and return a function that switches it off."""
     torch.backends.cudnn.benchmark = True
 

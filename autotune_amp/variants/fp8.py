@@ -32,7 +32,7 @@ def has(value: str, trained: Trained) -> bool:
     return any(layer.__dict__.get(_STATE, (value,))[0] == value for layer in layers)
 
 
-def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the signature of all
+def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the interface of a variant
     """Return the reason why no layer can multiply in fp8, None if some can."""
     if importlib.util.find_spec("torchao") is None:
         return "torchao is not installed: pip install 'torchao>=0.18'"

@@ -12,19 +12,19 @@ from autotune_amp.variants.subject import Trained
 _KEPT = (nn.modules.batchnorm._NormBase,)
 
 
-def has(value: str, trained: Trained) -> bool:  # noqa: ARG001 - the signature of all
+def has(value: str, trained: Trained) -> bool:  # noqa: ARG001 - the interface of a variant
     """Return whether the parameters are kept in bf16 already."""
     return not _to_cast(trained) and any(parameter.dtype == torch.bfloat16 for parameter in trained.parameters)
 
 
-def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the signature of all
+def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the interface of a variant
     """Return the reason why the parameters cannot be kept in bf16, None if they can."""
     if any(parameter.dtype == torch.float16 for parameter in trained.parameters):
         return "some are kept in fp16"
     return None
 
 
-def apply(value: str, trained: Trained) -> None:  # noqa: ARG001 - there is but one
+def apply(value: str, trained: Trained) -> None:  # noqa: ARG001 - the only value
     """Cast each fp32 parameter to bf16 in place, and the optimizer's state for it.
 
     Norms with running statistics keep their dtype.
