@@ -31,7 +31,7 @@ _BEGINNING = re.compile(r"\{(?:" + "|".join(_NAMES) + r")[=:}]")
 class Placeholder(msgspec.Struct, frozen=True, kw_only=True):
     """A placeholder in a command: ``{name=today}``, or ``{name:value=arguments|value=arguments}``.
 
-    In the second form the chosen value is replaced by its arguments, none or several. `today` is the value that the
+    The second form is replaced by the arguments of the chosen value, none or several. `today` is the value that the
     user runs at present, in the words of the command; if none is named, the choice that adds no arguments.
     """
 

@@ -210,7 +210,7 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
 
     @property
     def is_equal(self) -> bool:
-        """Return whether loss and gradients are bitwise equal to fp32's, and the gradients are informative."""
+        """Return whether loss and gradients are bitwise equal to fp32's, in a check with a signal to compare."""
         return self.noise_ratio == self.loss_error == 0.0 and self.has_moved and bool(self.worst_parameters)
 
     def heading(self) -> str:
