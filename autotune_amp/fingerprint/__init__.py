@@ -82,7 +82,7 @@ def compute(
 
 
 def _setting(value: object) -> str:
-    """Return `value` as text if it is short, otherwise its digest; so is a URL, which may contain a password."""
+    """Return `value` as text if it is short and not a URL, which may contain a password; otherwise its digest."""
     if value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and "://" not in value):
         shown = str(value)
         if len(shown) <= 60:

@@ -248,7 +248,7 @@ def _function_content(walk: Walk, function: FunctionType) -> bytes:
 
 
 def _variable(walk: Walk, key: Hashable, name: str, label: str, value: Any) -> bytes:
-    """Return the digest of a variable: a definition by its own part, data by a part of their value."""
+    """Return the digest of a variable: a function, class or module by its definition, data by its value."""
     is_definition = is_a(value, FunctionType, BuiltinFunctionType, ModuleType, type)
     link = walk.value(value) if is_definition else walk.part(key, label, partial(walk.value, value))
     return digest("variable", text("name", name), link)

@@ -75,7 +75,7 @@ def _take_step(training: BaseTraining, held: HeldMemory | None = None) -> None:
 
 @contextmanager
 def snapshot(path: str) -> Iterator[None]:
-    """Record the allocations by CUDA inside, with stacks, in a file for https://pytorch.org/memory_viz."""
+    """Record CUDA's allocations within the context, with stacks, in a file for https://pytorch.org/memory_viz."""
     # C++ stacks would start a process for each library, which stays alive.
     torch.cuda.memory._record_memory_history(max_entries=MAX_HISTORY_ENTRIES, stacks="python")
     try:

@@ -202,7 +202,8 @@ class Recorder:
 
     @contextmanager
     def watching_forward(self) -> Iterator[None]:
-        """Record the forward pass inside; recomputation by a checkpoint in the backward pass does not count."""
+        """Record the forward pass within the context; a checkpoint's recomputation in the backward pass does not
+        count."""
         with ExitStack() as hooks:
             for name, module in self._modules.items():
                 beginning = module.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True)

@@ -97,7 +97,7 @@ class Pass:
 
 
 class Passes:
-    """Passes over one model, each from its first state unless told otherwise; counts them.
+    """Repeatable passes over one model, by default from its first state; `num_passes` counts them.
 
     `drawn` makes random draws in half precision comparable. For a loop, `num_steps_per_call` is how often the latest
     call stepped one optimizer, `reuses_casts` whether any call did so inside one autocast in half precision, whose
@@ -243,7 +243,7 @@ class Passes:
 
     @contextmanager
     def pinned(self, names: Sequence[str]) -> Iterator[None]:
-        """Run these modules in fp32 inside. Raises `InvalidRequestError` if one is missing or cannot be pinned."""
+        """Pin these modules in fp32 within the context. Raises `InvalidRequestError` if one is missing or cannot be."""
         with ExitStack() as stack:
             # Pins that the user's own model has already are kept.
             for module in [module for module in named(self.model, names) if not is_pinned(module)]:
@@ -338,7 +338,7 @@ class CatchingAmp(StepAmp):
 
 
 def no_loss(model: nn.Module, batch: Any) -> Tensor:  # noqa: ARG001 # a loss function's signature
-    """Raise `WorkloadError`; the loss function of a subject with a training loop of its own."""
+    """Raise `WorkloadError`. It stands in for the loss function where a training loop has none."""
     raise WorkloadError("A loop of its own has no loss function to run alone.", "Run its train_step.")
 
 

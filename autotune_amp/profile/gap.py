@@ -109,7 +109,7 @@ class Trace(msgspec.Struct, frozen=True, rename={"events": "traceEvents"}):
 
 
 def split(trace: Trace, precision: Precision, numbers: Iterable[int]) -> Split | None:
-    """Return the time of the profiled steps with these numbers by kind; None if the trace has none of them."""
+    """Return the time of these profiled steps by kind of operation; None if the trace has none of them."""
     marks = {step_mark(precision, number) for number in numbers}
     spans = sorted((event for event in trace.events if event.ph == "X"), key=_start)
     marked = [event for event in spans if event.cat == "user_annotation" and event.name in marks]

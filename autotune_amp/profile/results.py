@@ -158,7 +158,7 @@ class AmpProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def next_step(self) -> str | None:
-        """Return the first advice, with its possible gain; None if no part is large in every profiled step."""
+        """Return the most promising advice, with its possible gain; None if no part is large in every profiled step."""
         return next_step_line(self.next_steps[0]) if self.next_steps else None
 
     def _repr_html_(self) -> str:
@@ -198,7 +198,7 @@ _WORDS = {"batch_size": "a larger batch size", "num_workers": "more num_workers"
 
 
 def next_step_line(step: NextStep) -> str:
-    """Return an advice on one line.
+    """Return a line of advice.
 
     Example: ``optimizer, 17 % (15 to 19) of a step in bf16: optimizer_impl or a larger batch size; at most 1.2x if it
     vanished``.

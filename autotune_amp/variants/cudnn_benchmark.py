@@ -11,12 +11,12 @@ from autotune_amp.variants.subject import Trained
 
 
 def has(value: str, trained: Trained) -> bool:  # noqa: ARG001 - the interface of a variant
-    """Return whether it is on in this process already."""
+    """Return whether cuDNN's benchmark is on in this process already."""
     return torch.backends.cudnn.benchmark
 
 
 def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the interface of a variant
-    """Return the reason why it cannot help, None if it can."""
+    """Return the reason why cuDNN's benchmark cannot help, None if it can."""
     if trained.device.type != "cuda":
         return "cuDNN is CUDA's"
     if not any(isinstance(module, _ConvNd) for module in trained.modules):
@@ -25,7 +25,7 @@ def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the i
 
 
 def apply(value: str, trained: Trained) -> Callable[[], None]:  # noqa: ARG001 - set for the process
-    """Switch it on for this process, and return a function that switches it off."""
+    """Switch cuDNN's benchmark on for this process, and return a function that switches it off."""
     torch.backends.cudnn.benchmark = True
 
     def take_back() -> None:

@@ -77,7 +77,7 @@ def switch(models: Sequence[nn.Module], recipe: str | None, device: torch.device
 
 @contextmanager
 def running(models: Sequence[nn.Module], recipe: str | None, device: torch.device) -> Iterator[None]:
-    """Switch the layers to `recipe` inside, and back at the end; see `switch`."""
+    """Switch the layers to `recipe` within the context, and back at its end; see `switch`."""
     before = recipe_of(models)
     switch(models, recipe, device)
     try:
@@ -102,7 +102,10 @@ def _linears(models: Sequence[nn.Module]) -> list[nn.Linear]:
 
 
 def _can_be_converted(linear: nn.Linear) -> bool:
-    """Return whether the layer and its weight are plain: no subclass, no forward of its own, no pruning."""
+    """Return whether a layer can be converted: a plain Linear with an fp32 weight whose sizes are multiples of 16.
+
+    A subclass, a forward of its own, or a pruned or otherwise computed weight is not plain.
+    """
     weight = linear._parameters.get("weight")
     is_plain = (own_class(linear) is nn.Linear and "forward" not in linear.__dict__) or _STATE in linear.__dict__
     if weight is None or not is_plain or weight.dtype != torch.float32:
