@@ -176,7 +176,10 @@ def facts(profile: MemoryProfile) -> list[tuple[str, str]]:
 
 
 def largest_line(largest: LargestBatch, limit_bytes: int) -> str:
-    """Return a line on the largest batch size that fits, the model's error, and the size that allows for it."""
+    """Return a line on the largest batch size that fits, the model's error, and the size that allows for it.
+
+    Example: ``batch 412 in 16.0 GiB; the model was 3 % too low at batch 128, and with that allowed for it is 398``.
+    """
     of_what = f"in {size(limit_bytes)}"
     if largest.batch_size is None:
         return f"any batch {of_what}: what was measured does not grow with it"
