@@ -267,7 +267,7 @@ AccumulationVerdict: TypeAlias = Literal["mean", "sum", "weighted", "inexact", "
 
 
 class Accumulation(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="accumulation"):
-    """Result of the check that micro-batch gradients add up to that of the whole batch, in fp32 without dropout.
+    """Result of the check whether micro-batch gradients add up to that of the whole batch, in fp32 without dropout.
 
     `verdict` is the combination that does: their *mean*, their *sum*, a *weighted* mean (for a loss that is a mean over
     items of which micro-batches hold unequal numbers, such as tokens: `weighted_by`, e.g. "labels != -100"), none

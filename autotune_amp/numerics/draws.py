@@ -61,7 +61,7 @@ _UNIFORM = ("rand", "rand_like", "uniform", "uniform_")
 
 
 class DrawnInFp32(TorchDispatchMode):
-    """Draw half-precision random numbers in fp32 and round them, and count the draws.
+    """Dispatch mode that draws half-precision random numbers in fp32, rounds them and counts the draws.
 
     One seed gives other numbers in other dtypes: a CPU draws fp32 in groups of 16 and restarts the last group, so that
     everything after an odd number of draws differs.
