@@ -265,8 +265,7 @@ def _adapter(framework: str) -> Callable[..., Workload]:
 
 
 class OptimizersOfModel:
-    """Adapter for ``Workload(optimizer=...)`` from a function of the model, for models that make their own
-    optimizers."""
+    """Adapter for ``Workload(optimizer=...)`` from a function of the model, for models that make their optimizers."""
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
         self.make = make
