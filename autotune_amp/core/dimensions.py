@@ -134,7 +134,7 @@ class _Precision(Dimension[Precision]):
 
 
 class _PinnedModules(Dimension[tuple[str, ...]]):
-    """Names of modules kept in fp32. The fidelity check finds which modules to pin."""
+    """Dimension of the modules kept in fp32. The fidelity check finds which modules to pin."""
 
     name = "pinned_modules"
     default = ()
@@ -149,7 +149,7 @@ class _PinnedModules(Dimension[tuple[str, ...]]):
 
 
 class _Plain(Dimension[Any]):
-    """A dimension whose value the training code reads from its setting and that needs no check against fp32."""
+    """Dimension whose value the training code reads from its setting and that needs no check against fp32."""
 
     def __init__(
         self,

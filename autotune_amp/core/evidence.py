@@ -392,7 +392,7 @@ def ranks_line(found: RanksEvidence, device_type: str) -> str:
 
 
 def ranked_run_line(config: AmpConfig, workload: Description) -> str:
-    """Return the command and changes by which the user starts the ranks that the search ran itself."""
+    """Return the torchrun command and the script changes for a training run over several ranks."""
     unused = ", find_unused_parameters=True" if workload.has_unused_parameters else ""
     text = f"torchrun --nproc_per_node {workload.num_ranks}, with DistributedDataParallel(model{unused}) and "
     text += f"each rank's own samples (DistributedSampler), {config.batch_size} a pass"
@@ -400,7 +400,7 @@ def ranked_run_line(config: AmpConfig, workload: Description) -> str:
 
 
 def loss_scale_line(scale: LossScale, known: LossScaleEvidence | None) -> str:
-    """Return fp16's init_scale and growth interval, and the predicted skips that they were chosen by."""
+    """Return fp16's init_scale and growth interval, and the skips predicted and observed with them."""
     text = f"starts at {exact(scale.init_scale)}, growth interval {scale.growth_interval}"
     if known is None:
         return text

@@ -38,7 +38,7 @@ _LIKENESS = 0.75  # from which on a word is one of ours misspelt (difflib)
 class Placeholder(msgspec.Struct, frozen=True, kw_only=True):
     """A placeholder in a command: ``{name=today}``, or ``{name:value=arguments|value=arguments}``.
 
-    In the second form the chosen value is replaced by its arguments, none or several. `today` is the value that the
+    The second form is replaced by the arguments of the chosen value, none or several. `today` is the value that the
     user runs at present, in the words of the command; if none is named, the choice that adds no arguments.
     """
 

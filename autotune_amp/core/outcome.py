@@ -210,7 +210,7 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
 
     @property
     def is_equal(self) -> bool:
-        """Return whether loss and gradients are bitwise equal to fp32's, and the gradients are informative."""
+        """Return whether loss and gradients are bitwise equal to fp32's, in a check with a signal to compare."""
         return self.noise_ratio == self.loss_error == 0.0 and self.has_moved and bool(self.worst_parameters)
 
     def heading(self) -> str:
@@ -267,7 +267,7 @@ AccumulationVerdict: TypeAlias = Literal["mean", "sum", "weighted", "inexact", "
 
 
 class Accumulation(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="accumulation"):
-    """Result of the check that micro-batch gradients add up to that of the whole batch, in fp32 without dropout.
+    """Result of the check whether micro-batch gradients add up to that of the whole batch, in fp32 without dropout.
 
     `verdict` is the combination that does: their *mean*, their *sum*, a *weighted* mean (for a loss that is a mean over
     items of which micro-batches hold unequal numbers, such as tokens: `weighted_by`, e.g. "labels != -100"), none

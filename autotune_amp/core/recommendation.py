@@ -439,7 +439,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
 
 
 class _Format(msgspec.Struct):
-    """The only field that is read before a document's format version is known."""
+    """The only field of a document that is read before its format version is known."""
 
     format: int = FORMAT
 

@@ -28,7 +28,7 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the o
 
 
 class Variant(Dimension[str]):
-    """A dimension whose values are tried on the leading setting, each compared with the setting without it.
+    """Dimension whose values are tried on the leading setting, each compared with the setting without it.
 
     `kind` is the type that lists the values. If `why_not_auto` is given, they are tried only if the user names the
     dimension, with that reason.
@@ -69,7 +69,7 @@ class Variant(Dimension[str]):
 
 
 class _Written(Variant):
-    """A variant that a single line of plain PyTorch sets."""
+    """Variant that a single line of plain PyTorch sets."""
 
     def __init__(self, name: str, kind: Any, label: str, line: str) -> None:
         super().__init__(name, kind, label)
@@ -80,7 +80,7 @@ class _Written(Variant):
 
 
 class _CudnnBenchmark(_Written):
-    """Whether cuDNN times its algorithms for each shape and takes the fastest, instead of using heuristics.
+    """Variant in which cuDNN times its algorithms for each shape and takes the fastest, instead of using heuristics.
 
     Not checked against fp32: without it cuDNN may choose any of the same algorithms.
     """
@@ -97,7 +97,7 @@ class _CudnnBenchmark(_Written):
 
 
 class _Compile(_Written):
-    """Mode of torch.compile. The mode that times every kernel is tried only if the user names it."""
+    """Variant for the mode of torch.compile. The mode that times every kernel is tried only if the user names it."""
 
     def choices(self, hardware: Any, description: Any, options: Any) -> Choices[str]:
         found, slow = super().choices(hardware, description, options), "max-autotune-no-cudagraphs"
@@ -114,7 +114,7 @@ class _Weights(Variant):
 
 
 class _Allocator(Variant):
-    """Mode of CUDA's memory allocator, which an environment variable can set before Python starts."""
+    """Variant for the mode of CUDA's memory allocator, which an environment variable can set before Python starts."""
 
     affects = frozenset({"speed", "memory"})
 
@@ -131,7 +131,7 @@ Of = TypeVar("Of", bound=Any)  # a Setting, defined in a higher layer
 
 
 class _Fp8Recipe(Variant):
-    """Scaling of the linear layers of a model in fp8. Settings in other precisions have none."""
+    """Variant for the scaling of linear layers in fp8. Settings in other precisions have none."""
 
     def choices(self, hardware: Any, description: Any, options: Any) -> Choices[str]:
         found = super().choices(hardware, description, options)

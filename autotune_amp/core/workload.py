@@ -103,7 +103,7 @@ class Fitting(NamedTuple):
 
 
 class Workload:
-    """A training step's parts. No object passed in is ever changed: trials run on copies in other processes.
+    """Parts of a training step. No object passed in is ever changed: trials run on copies in other processes.
 
     Either a model, a loss and an optimizer:
 
@@ -265,7 +265,7 @@ def _adapter(framework: str) -> Callable[..., Workload]:
 
 
 class OptimizersOfModel:
-    """For ``Workload(optimizer=...)``: wraps a function of the model, for models that make their own optimizers."""
+    """Adapter for ``Workload(optimizer=...)`` from a function of the model, for models that make their optimizers."""
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
         self.make = make

@@ -1,13 +1,13 @@
-"""What a recommendation holds for, known without running anything of the user's.
+"""Fingerprint of a search: the conditions under which its recommendation stays valid, without running the user's code.
 
-No factory is called, and no method of a user's class: objects are read through their dictionaries and slots. What
-counts: the user's source files that the functions and classes reached stand in, and those that they import; code,
-defaults, closures and globals as they are now; settings, shapes and dtypes of live objects; versions of libraries. What
-does not: values of tensors, states of random generators, the working directory. What Python itself cannot pickle (a
-lock, an open file, a generator) has no content that could be compared; it is named among the unknown.
+No factory is called, and no method of a user's class: objects are read through their dictionaries and slots. The
+fingerprint covers: the user's source files of all functions and classes that are reached, and the files that they
+import; present code, defaults, closures and globals; settings, shapes and dtypes of live objects; versions of
+libraries. It does not cover values of tensors, states of random generators and the working directory. Objects that
+Python itself cannot pickle (a lock, an open file, a generator) have no comparable content; they are listed as unknown.
 
-Not seen: files that a factory opens, attributes looked up by a computed name, functions put into a library's modules
-and classes, environment variables whose name is not written in the code.
+Not detected: files that a factory opens, attributes looked up by a computed name, functions assigned to a library's
+modules and classes, environment variables whose name is not written in the code.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from autotune_amp.fingerprint.source import short_hex, version
 if TYPE_CHECKING:
     from autotune_amp.core.hardware import DeviceIdentity
 
-# Environment variables that decide the allocator, the threads and the kernels: a name, or how names begin.
+# Environment variables that affect the allocator, the threads and the kernels: names or prefixes.
 _DECIDING = (
     *("LD_PRELOAD", "MALLOC_", "GLIBC_TUNABLES", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNNL_"),
     *("TORCH", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32_OVERRIDE"),
 )
-# Set by us in children, by torch, its compiler and scikit-learn in the running process, by Slurm for each job: the
-# device has its own parts. Where files lie decides no speed.
+# Variables set by us in child processes, by torch, its compiler and scikit-learn in the running process, or by Slurm
+# for each job; devices have their own parts. The location of files does not affect speed.
 _SET_BY_PROGRAMS = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_CACHE_PATH", "TORCH_HOME"),
     *("PYTORCH_NVML_BASED_CUDA_CHECK", "CUDA_MODULE_LOADING", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK"),
@@ -46,7 +46,7 @@ _SET_BY_PROGRAMS = (
 
 
 def versions() -> dict[str, str]:
-    """The versions a measurement depends on. Imports nothing: `cuda` is there only where torch is loaded and has it."""
+    """Return the versions that a measurement depends on. Imports nothing: `cuda` is there only if torch is loaded."""
     torch: Any = sys.modules.get("torch")
     found = {
         "python": platform.python_version(),
@@ -63,9 +63,9 @@ def versions() -> dict[str, str]:
 def compute(
     workload: object, options: dict[str, object], identity: DeviceIdentity, torch_state: dict[str, object]
 ) -> Fingerprint:
-    """The fingerprint of a search: workload, options, device, torch flags, environment and versions.
+    """Return the fingerprint of a search: workload, options, device, torch flags, environment and versions.
 
-    Runs nothing of the user's.
+    Runs no code of the user.
     """
     parts, unknown = workload_parts(workload)
     set_by_programs = tuple(f"environment variable {name}" for name in _SET_BY_PROGRAMS)
@@ -82,7 +82,7 @@ def compute(
 
 
 def _setting(value: object) -> str:
-    """Shown as it is where it is short; a URL may hold a password."""
+    """Return `value` as text if it is short and not a URL, which may contain a password; otherwise its digest."""
     if value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and "://" not in value):
         shown = str(value)
         if len(shown) <= 60:
@@ -91,10 +91,10 @@ def _setting(value: object) -> str:
 
 
 def workload_parts(workload: object) -> tuple[dict[str, str], tuple[str, ...]]:
-    """What makes the workload: a digest by part name, and what of it cannot be known (empty: everything can).
+    """Return a digest for each part of a workload, by name, and descriptions of parts that cannot be compared.
 
-    `workload` is an object with attributes, or a function that returns one and is not called. A name is such as
-    ``function loss of train.py``. A value that begins with ``=`` is the thing itself, a library's version.
+    `workload` is an object with attributes, or a function that returns one and is not called. An example of a name is
+    ``function loss of train.py``. A value with the prefix ``=`` is plain text, such as a library's version.
     """
     walk = Walk()
     if is_a(workload, FunctionType, BuiltinFunctionType, MethodType, type, partial):

@@ -1,8 +1,8 @@
-"""One walk over a workload, which turns what it reaches into the parts that a fingerprint is made of.
+"""Traversal of a workload that computes a digest for each part of its fingerprint.
 
-Functions and classes are read by their code and what it names, containers by content, live objects by shape and
-settings, others by attributes or as pickled. Nothing that differs between processes enters: no address, no ``hash()``,
-no set order, no path.
+Functions and classes are read through their code and the names in it, containers by content, live objects by shape and
+settings, others by attributes or pickled content. Nothing that differs between processes is used: no address, no
+``hash()``, no set order, no path.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from autotune_amp.fingerprint.source import (
 )
 
 # By `id` of the exact type: looking a type up by its hash could run a user's metaclass. The unbound methods read a
-# subclass's content without running what it overrides.
+# subclass's content without running its overrides.
 _LEAVES: dict[int, Callable[..., bytes]] = {
     id(type(None)): lambda _: b"None",
     id(bool): lambda value: b"bool %d" % value,
@@ -50,25 +50,25 @@ _LEAVES: dict[int, Callable[..., bytes]] = {
 
 
 class Walk:
-    """One walk. Parts wait in a queue, so that what the workload itself names is named after it."""
+    """Traversal of one workload. Parts wait in a queue, so that names given by the workload itself come first."""
 
     def __init__(self) -> None:
         self.parts: dict[str, str] = {}
         self.unknown: dict[str, None] = {}
-        # A library that is not imported can have no object in a workload.
+        # A library that is not imported cannot have an object in a workload.
         self._handlers = _HANDLERS | _live_handlers()
         self._queue: deque[tuple[str, Callable[[], bytes]]] = deque()
-        self._named: dict[Hashable, tuple[str, object]] = {}  # holds what a part reads, so that its id stays its own
+        self._named: dict[Hashable, tuple[str, object]] = {}  # keeps objects alive, so that no id is reused
         self._num_named: dict[str, int] = {}
         self._start("")
 
     def _start(self, part: str) -> None:
         self._part = part
-        self.num_tensors = 0  # counts tensors in this part, so that tied weights show
-        self._digests: dict[int, tuple[object, bytes]] = {}  # holds the object, likewise
+        self.num_tensors = 0  # number of tensors in this part, to recognise tied weights
+        self._digests: dict[int, tuple[object, bytes]] = {}  # keeps objects alive too
 
     def run(self) -> None:
-        """Digest every part that is reached."""
+        """Compute the digest of every part that is reached."""
         while self._queue:
             name, work = self._queue.popleft()
             self._start(name)
@@ -78,7 +78,7 @@ class Walk:
                 self.unknown[f"{name} cannot be known: it is nested too deeply"] = None
 
     def part(self, key: Hashable, name: str, work: Callable[[], bytes]) -> bytes:
-        """A link to the part of its own that `key` stands for; queued where it is new."""
+        """Return a link to the part that `key` identifies; queue the part if it is new."""
         if key not in self._named:
             number = self._num_named[name] = self._num_named.get(name, 0) + 1
             unique = name if number == 1 else f"{name} #{number}"
@@ -87,7 +87,7 @@ class Walk:
         return text("part", self._named[key][0])
 
     def note(self, origin: Origin) -> None:
-        """Make a part of a user's source file, or of a library's version; Python's own is in `versions()`."""
+        """Add a part for a user's source file, or for a library's version; Python's own is in `versions()`."""
         if origin.is_user and origin.file is not None:
             self.part(("source", origin.file), f"source file {origin.label}", lambda: self._file(origin))
         elif origin.is_library and f"version of {origin.root}" not in self.parts:
@@ -95,12 +95,12 @@ class Walk:
             self.parts[f"version of {origin.root}"] = f"={known}" if known else short_hex(self._file(origin))
 
     def by_origin(self, origin: Origin) -> bytes:
-        """A module: the user's by its file, a library's by its version."""
+        """Return the digest of a module: the user's by its file, a library's by its version."""
         self.note(origin)
         return text("module", origin.label)
 
     def _file(self, origin: Origin) -> bytes:
-        """A file by its bytes; what a user's source imports is noted."""
+        """Return the digest of a file's bytes; add parts for the files that a user's source imports."""
         try:
             content = Path(str(origin.file)).read_bytes()
         except OSError as error:
@@ -112,25 +112,25 @@ class Walk:
         return digest("file", content)
 
     def value(self, obj: Any) -> bytes:
-        """The digest of any object."""
+        """Return the digest of any object."""
         cls = type(obj)
         leaf = _LEAVES.get(id(cls))
         if leaf is not None:
             return leaf(obj)
         if id(obj) not in self._digests:
-            self._digests[id(obj)] = (obj, b"cycle")  # for what is below it and refers back to it
+            self._digests[id(obj)] = (obj, b"cycle")  # for objects below it that refer back to it
             handler = next((self._handlers[id(base)] for base in cls.__mro__ if id(base) in self._handlers), _instance)
             self._digests[id(obj)] = (obj, handler(self, obj))
         return self._digests[id(obj)][1]
 
     def attributes(self, cls: type, named: Mapping[str, Any], left_out: frozenset[str] = frozenset()) -> bytes:
-        """The digest of the attributes of an object of this class, whatever order they were set in."""
+        """Return the digest of the attributes of an object of class `cls`, independent of their order."""
         left_out = left_out.union(*(_CHANGING.get(class_name(base), ()) for base in cls.__mro__))
         children = [text("name", name) + self.value(named[name]) for name in sorted(named) if name not in left_out]
         return digest("attributes", *children)
 
     def unknowable(self, obj: object, why: str) -> bytes:
-        """Note that this object cannot be compared."""
+        """Record `obj` as not comparable, with the reason `why`, and return the digest for it."""
         kind = ".".join(class_name(type(obj))).removeprefix("builtins.")
         self.unknown[f"{self._part} cannot be known: {kind} {why}"] = None
         return text("unknown")
@@ -139,21 +139,21 @@ class Walk:
 Handler: TypeAlias = "Callable[[Walk, Any], bytes]"
 
 
-# --- objects are read through their dictionaries and slots: no property and no `__getattr__` of the user's is asked
+# --- objects are read through dictionaries and slots, without running a user's property or `__getattr__`
 
 
 def is_a(obj: object, *kinds: type) -> bool:
-    """``isinstance`` by the real type; ``isinstance`` asks an object's ``__class__``, which may be a property."""
+    """Return whether the real type of `obj` is one of `kinds`; ``isinstance`` could run a ``__class__`` property."""
     return issubclass(type(obj), kinds)
 
 
 def class_name(cls: type) -> tuple[str, str]:
-    """Module and qualified name."""
+    """Return the module and the qualified name of a class."""
     return str(cls.__module__), cls.__qualname__
 
 
 def instance_dict(obj: object) -> dict[str, Any]:
-    """The attributes set on the object, empty where it has no such dictionary."""
+    """Return the attributes in the object's own dictionary, empty if it has none."""
     try:
         namespace: dict[str, Any] = object.__getattribute__(obj, "__dict__")
     except AttributeError:
@@ -162,7 +162,7 @@ def instance_dict(obj: object) -> dict[str, Any]:
 
 
 def attributes_of(obj: object) -> dict[str, Any]:
-    """Slots and dictionary; a slot that a class below shadows stands behind the name of its own class."""
+    """Return the attributes in slots and dictionary; a slot shadowed by a subclass gets its class's name in front."""
     found: dict[str, Any] = {}
     for base in type(obj).__mro__:
         for name, descriptor in vars(base).items():
@@ -173,7 +173,7 @@ def attributes_of(obj: object) -> dict[str, Any]:
 
 
 def is_opaque(cls: type) -> bool:
-    """Whether instances hold data of C or Rust beside attributes and slots, which ``copyreg`` refuses to pickle."""
+    """Return whether instances hold C or Rust data besides attributes and slots; ``copyreg`` does not pickle it."""
     num_slots = sum(
         type(member) is types.MemberDescriptorType for base in cls.__mro__ for member in vars(base).values()
     )
@@ -181,14 +181,14 @@ def is_opaque(cls: type) -> bool:
     return cls.__basicsize__ > object.__basicsize__ + 8 * num_pointers or cls.__itemsize__ > 0
 
 
-# Attributes of a library's objects that differ between processes while the object does not.
+# Attributes of library objects that differ between processes for equal objects.
 _CHANGING: dict[tuple[str, str], tuple[str, ...]] = {
     # Python's salted `hash()` of the object's own JSON.
     ("transformers.generation.configuration_utils", "GenerationConfig"): ("_original_object_hash",),
     # Lists of the model's arguments in the order of a set.
     ("transformers.trainer", "Trainer"): ("_signature_columns",),
     ("transformers.trainer_utils", "RemoveColumnsCollator"): ("signature_columns",),
-    # What has fitted the module before; it is not pickled with it.
+    # Trainer that fitted the module before; it is not pickled with the module.
     ("lightning.pytorch.core.module", "LightningModule"): ("_trainer",),
 }
 
@@ -197,7 +197,7 @@ _CHANGING: dict[tuple[str, str], tuple[str, ...]] = {
 
 
 def _function(walk: Walk, function: FunctionType) -> bytes:
-    """A link: by name into a library, or to a part of the user's."""
+    """Return a link to a function: by name for a library's, to a part of its own for a user's."""
     own = vars(function)
     if "hooked" in own:  # torch wraps an optimizer class's `step` when its first instance is made
         return walk.value(own["__wrapped__"])
@@ -210,9 +210,9 @@ def _function(walk: Walk, function: FunctionType) -> bytes:
 
 
 def is_library_function(function: FunctionType) -> bool:
-    """Whether a library's version says all there is to know: a function of its own that is found by its name.
+    """Return whether a library's version describes the function completely: it is the library's, and found by its name.
 
-    A library's wrapper around a function of the user's carries the user's module.
+    A library's wrapper around a user's function carries the user's module.
     """
     if origin_of(function.__globals__).is_user or module_origin(function.__module__).is_user:
         return False
@@ -225,7 +225,7 @@ def is_library_function(function: FunctionType) -> bool:
 
 
 def _function_content(walk: Walk, function: FunctionType) -> bytes:
-    """Code, defaults, closure and what it refers to; of a library's wrapper, what it wraps."""
+    """Return the digest of a function's code, defaults, closure and references, and of the function that it wraps."""
     code, origin = function.__code__, origin_of(function.__globals__)
     walk.note(origin)
     if origin.is_user:
@@ -241,27 +241,30 @@ def _function_content(walk: Walk, function: FunctionType) -> bytes:
         *(
             _variable(walk, id(cell), name, f"closure {name} of {outer}", cell.cell_contents)
             for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
-            if cell != CellType()  # an empty one
+            if cell != CellType()  # an empty cell
         ),
         walk.attributes(FunctionType, vars(function), frozenset({"__wrapped__"})),
     )
 
 
 def _variable(walk: Walk, key: Hashable, name: str, label: str, value: Any) -> bytes:
-    """A link to a definition; data are a part of their own."""
+    """Return the digest of a variable: a function, class or module by its definition, data by its value."""
     is_definition = is_a(value, FunctionType, BuiltinFunctionType, ModuleType, type)
     link = walk.value(value) if is_definition else walk.part(key, label, partial(walk.value, value))
     return digest("variable", text("name", name), link)
 
 
 def _references(walk: Walk, function: FunctionType) -> Iterator[bytes]:
-    """The globals and environment variables that the code, with the code nested in it, names, if only as attributes."""
+    """Yield the digests of all globals and environment variables that the code names, including nested code.
+
+    Names that occur only as attributes count too.
+    """
     codes = [function.__code__]
     for code in codes:
         codes += [constant for constant in code.co_consts if is_a(constant, CodeType)]
     names = dict.fromkeys(name for code in codes for name in code.co_names)
     yield from _globals(walk, function.__globals__, names, set())
-    if origin_of(function.__globals__).file is None:  # a notebook's: no source file says what it imports
+    if origin_of(function.__globals__).file is None:  # a notebook, without a source file that shows its imports
         for found in named_modules(names):
             walk.note(found)
     if names.keys() & {"environ", "getenv"}:
@@ -272,7 +275,7 @@ def _references(walk: Walk, function: FunctionType) -> Iterator[bytes]:
 
 
 def _globals(walk: Walk, namespace: dict[str, Any], names: Iterable[str], seen: set[int]) -> Iterator[bytes]:
-    """What a user's module's globals of these names hold, and those of the modules among them."""
+    """Yield the digests of these names in the globals of a user's module, and in modules among them."""
     origin = origin_of(namespace)
     walk.note(origin)
     seen.add(id(namespace))
@@ -281,7 +284,7 @@ def _globals(walk: Walk, namespace: dict[str, Any], names: Iterable[str], seen: 
         if is_a(value, ModuleType):
             if id(inner := instance_dict(value)) not in seen:
                 yield from _globals(walk, inner, names, seen)
-        elif name in namespace and not name.startswith("__"):  # a module's own, some of them paths
+        elif name in namespace and not name.startswith("__"):  # names of the module system, some of them paths
             yield _variable(walk, (id(namespace), name), name, f"global {name} of {origin.label}", value)
 
 
@@ -289,7 +292,7 @@ def _globals(walk: Walk, namespace: dict[str, Any], names: Iterable[str], seen: 
 
 
 def _class(walk: Walk, cls: type) -> bytes:
-    """A link: by name into a library, or to a part of the user's."""
+    """Return a link to a class: by name for a library's, to a part of its own for a user's."""
     module, name = class_name(cls)
     origin = module_origin(module)
     walk.note(origin)
@@ -300,7 +303,7 @@ def _class(walk: Walk, cls: type) -> bytes:
 
 
 def _class_content(walk: Walk, cls: type) -> bytes:
-    """Bases, metaclass and what the class holds, its methods among it: no documentation, no bookkeeping of Python's."""
+    """Return the digest of a class: bases, metaclass and members, without documentation and bookkeeping."""
     members = [
         digest("member", text("name", name), walk.value(value))
         for name, value in sorted(vars(cls).items())
@@ -311,18 +314,18 @@ def _class_content(walk: Walk, cls: type) -> bytes:
     return digest("class", walk.value(type(cls)), *map(walk.value, cls.__bases__), *members)
 
 
-# --- containers and what Python itself defines
+# --- containers and Python's own types
 
-# A larger container counts by its type, its length and this many elements spread evenly over it, so that a list of a
-# million file names does not cost a search its cache. A larger set has no order to sample by: type and length alone.
+# A larger container is represented by its type, its length and this many elements spread evenly over it, so that a list
+# of a million file names does not invalidate the cache. A larger set has no order to sample by: type and length only.
 MAX_ELEMENTS = 1000
 NUM_SAMPLED = 100
 
 
 def _container(kind: Any, walk: Walk, obj: Any) -> bytes:
-    """A container of a kind of Python's own: by its class, elements and, where the class is the user's, attributes.
+    """Return the digest of a container of a built-in kind: class, elements and, for a user's class, attributes.
 
-    Equal dictionaries are equal here, whatever their order, which is a set's where they were made from one.
+    Dictionaries are compared without order, which is a set's if they were made from one.
     """
     length = kind.__len__(obj)
     elements = kind.items(obj) if hasattr(kind, "items") else kind.__iter__(obj)
@@ -342,12 +345,12 @@ def _leaf_subclass(kind: type, walk: Walk, obj: Any) -> bytes:
 
 
 def _by_class(walk: Walk, obj: object) -> bytes:
-    """What it holds does not count."""
+    """Return the digest of the object's class; its content does not count."""
     return walk.value(type(obj))
 
 
 def _by_attributes(*names: str) -> Handler:
-    """Reads an object of a type of Python's own by these attributes."""
+    """Return a handler that reads an object of a built-in type by these attributes."""
     return lambda walk, obj: digest(type(obj).__name__, *(walk.value(getattr(obj, name)) for name in names))
 
 
@@ -357,7 +360,7 @@ _WRAPPERS: dict[Any, Handler] = {
     classmethod: _by_attributes("__func__"),
 }
 
-# The first found along an object's bases reads it.
+# The first match along an object's bases reads it.
 _BY_TYPE: dict[Any, Handler] = {
     **{kind: partial(_container, kind) for kind in (list, tuple, set, frozenset, dict, types.MappingProxyType)},
     **{kind: partial(_leaf_subclass, kind) for kind in (int, float, str, bytes)},
@@ -369,17 +372,17 @@ _BY_TYPE: dict[Any, Handler] = {
     ModuleType: lambda walk, obj: walk.by_origin(origin_of(instance_dict(obj))),
     type: _class,
     weakref.ReferenceType: lambda walk, obj: digest("weakref", walk.value(weakref.ReferenceType.__call__(obj))),
-    # The variables that code names are parts of their own; a generator's state counts no more than a tensor's.
+    # Variables that code names are parts of their own; a generator's state counts as little as a tensor's values.
     **dict.fromkeys((type(os.environ), random.Random), _by_class),
 }
 _HANDLERS = {id(kind): handler for kind, handler in _BY_TYPE.items()}
 
 
-# --- objects that no handler reads
+# --- objects without a handler
 
 
 def _instance(walk: Walk, obj: object) -> bytes:
-    """By its attributes, or a library's as what its library would pickle it to."""
+    """Return the digest of an object: by attributes, or for a library's by the content that it would pickle."""
     cls: Any = type(obj)
     if class_name(cls) == ("datasets.arrow_dataset", "Dataset"):  # has a digest of its content and transforms
         return digest("dataset", walk.value(instance_dict(obj).get("_fingerprint")))
@@ -412,19 +415,19 @@ def _pickled(walk: Walk, obj: object) -> bytes:
 # --- live tensors, arrays, modules, optimizers and loaders: shapes, dtypes and settings, never values
 
 _OPTIMIZER_STATE = frozenset({"state", "param_groups", "step", "_zero_grad_profile_name", "_opt_called"})
-# Set while a loader is iterated.
+# Set during the iteration of a loader.
 _LOADER_STATE = frozenset({"_iterator", "_IterableDataset_len_called"})
 
 
 def _live_handlers() -> dict[int, Handler]:
-    """The handlers for what is imported."""
+    """Return the handlers for the libraries that are imported."""
     found: dict[Any, Handler] = {}
     torch, numpy, random_numbers = (sys.modules.get(name) for name in ("torch", "numpy", "numpy.random"))
     if torch is not None:
         found |= {
             torch.Tensor: _tensor,
             torch.nn.Module: partial(_module, frozenset(vars(torch.nn.Module()))),
-            # A trial has none around its model.
+            # Trials run the model without it.
             torch.nn.parallel.DistributedDataParallel: lambda walk, obj: walk.value(obj.module),
             torch.optim.Optimizer: _optimizer,
             torch.utils.data.DataLoader: lambda walk, obj: _settings("loader", walk, obj, _LOADER_STATE),
@@ -438,9 +441,9 @@ def _live_handlers() -> dict[int, Handler]:
 
 def _tensor(walk: Walk, tensor: Any) -> bytes:
     torch: Any = sys.modules["torch"]
-    with torch._C.DisableTorchFunctionSubclass():  # a subclass may run code of the user's where an attribute is read
+    with torch._C.DisableTorchFunctionSubclass():  # a subclass may run user code when an attribute is read
         kind = [str(tensor.dtype), tensor.device.type, str(tensor.layout), str(tensor.requires_grad)]
-        with suppress(RuntimeError):  # an uninitialized or nested one has no shape, a sparse one no strides
+        with suppress(RuntimeError):  # uninitialized and nested tensors have no shape, sparse ones no strides
             kind.append(str(tuple(tensor.shape)))
             kind.append(str(tensor.stride()))
     walk.num_tensors += 1
@@ -455,7 +458,7 @@ def _array(numpy: Any, walk: Walk, array: Any) -> bytes:
 
 
 def _settings(tag: str, walk: Walk, obj: Any, left_out: frozenset[str], *more: bytes) -> bytes:
-    """A live object by its class, its attributes and its hooks."""
+    """Return the digest of a live object: its class, attributes and hooks."""
     named = instance_dict(obj)
     hooks = {name: tuple(named[name].values()) for name in named if name.endswith("_hooks") and named[name]}
     settings = walk.attributes(type(obj), named, left_out | hooks.keys())
@@ -463,9 +466,9 @@ def _settings(tag: str, walk: Walk, obj: Any, left_out: frozenset[str], *more: b
 
 
 def _module(internals: frozenset[str], walk: Walk, module: Any) -> bytes:
-    """`internals` are the attributes that every module has, in this version of torch."""
+    """Return the digest of a module; `internals` are the attributes that every module of this torch version has."""
     named = instance_dict(module)
-    if "_torchdynamo_orig_callable" in named:  # what `torch.compile` returned: what it compiles, and its plain settings
+    if "_torchdynamo_orig_callable" in named:  # result of `torch.compile`: the compiled object, and its plain settings
         compiler = instance_dict(named.get("dynamo_ctx"))
         config = [item for item in (compiler.get("compiler_config") or {}).items() if type(item[1]) in (bool, int)]
         plain = (config, compiler.get("fullgraph"), compiler.get("_dynamic"))

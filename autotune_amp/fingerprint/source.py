@@ -1,4 +1,4 @@
-"""Code: what it does, as a digest; whose it is, the user's or a library's; what a source file imports, unimported."""
+"""Digest of code, origin of modules (the user's or a library's), and imports of a source file. Imports nothing."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from pathlib import Path
 from types import CodeType
 from typing import NamedTuple
 
-# A *node* is bytes built bottom-up from a tag and the nodes below it: equal content, equal node, in every process.
-# A node up to this long stands for itself; hashing every number would be half of the time.
+# A *node* is bytes built bottom-up from a tag and the nodes below it: equal content, equal node, in every process. A
+# node up to this long is kept as it is; hashing every number would take half of the time.
 _SHORT = 64
 
 
 def digest(tag: str, *children: bytes) -> bytes:
-    """The node called `tag` with these children, in this order."""
+    """Return the node called `tag` with these children, in this order."""
     node = b"".join([tag.encode(), *[b":%d:%b" % (len(child), child) for child in children]])
     return node if len(node) <= _SHORT else hashlib.sha256(node).digest()
 
 
 def text(tag: str, *values: str) -> bytes:
-    """A node whose children are strings."""
+    """Return a node whose children are strings."""
     return digest(tag, *[value.encode("utf-8", "surrogatepass") for value in values])
 
 
 def short_hex(node: bytes) -> str:
-    """A node as a part's value: 16 hexadecimal digits."""
+    """Return 16 hexadecimal digits of a node's hash, the value of a part."""
     return hashlib.sha256(node).hexdigest()[:16]
 
 
 def code_digest(code: CodeType) -> bytes:
-    """What the code does: its instructions, constants and names, with nested code; not where it stands."""
+    """Return the digest of instructions, constants and names, with nested code, but not of the position in the file."""
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     handlers = getattr(code, "co_exceptiontable", b"")  # from Python 3.11 on
@@ -56,21 +56,21 @@ def _constant(constant: object) -> bytes:
 
 _STANDARD_LIBRARY = str(Path(os.__file__).parent)
 _INSTALLED = ("site-packages", "dist-packages")
-# Ours, and torch even where it is built in its own source tree: far too much to read, and both say their version.
+# autotune_amp and torch, even in their own source trees: too large to read, and identified by their version.
 _ALWAYS_LIBRARY = frozenset({"autotune_amp", "torch"})
 
-# An import statement: the module after "from", and all that stands behind "import".
+# An import statement: the module after "from", and everything after "import".
 _IMPORT = re.compile(r"(?:\bfrom\s+([.\w]+)\s*)?\bimport\b\s*(\((?:[^)#]|#.*)*\)|(?:[^\n;\\]|\\\n)*)")
 
 
 class Origin(NamedTuple):
-    """Where a module comes from. `label` is its file as a user would name it: ``train.py``, ``pkg/data.py``.
+    """Origin of a module. `label` is its file in the user's terms: ``train.py``, ``pkg/data.py``.
 
-    `root` is the top-level package, `package` what relative imports start at. `file` is None for a notebook's.
+    `root` is the top-level package, `package` the base of relative imports. `file` is None in a notebook.
     """
 
     is_user: bool
-    is_library: bool  # neither: it is Python's own
+    is_library: bool  # if neither, it is Python's own
     root: str
     package: str
     label: str
@@ -78,14 +78,14 @@ class Origin(NamedTuple):
 
 
 def origin_of(namespace: Mapping[str, object]) -> Origin:
-    """The origin of the module whose globals these are."""
+    """Return the origin of the module with these globals."""
     known = (namespace.get(key) for key in ("__name__", "__file__", "__package__"))
     name, file, package = (value if type(value) is str else None for value in known)
     return _locate(name or "?", file, package)
 
 
 def module_origin(name: object) -> Origin:
-    """The origin of a module by name, as classes give it."""
+    """Return the origin of a module by name, such as a class's ``__module__``."""
     module = sys.modules.get(name) if isinstance(name, str) else None
     return origin_of({"__name__": name} if module is None else vars(module))
 
@@ -100,7 +100,7 @@ def _locate(name: str, file: str | None, package: str | None = None) -> Origin:
     if file is None:
         is_user = not is_library and (name == "__main__" or root not in sys.stdlib_module_names)
         return Origin(is_user, is_library, root, package, name, None)
-    # The folder on ``sys.path`` that the module was found in; ``pip install --target`` leaves metadata in it.
+    # The folder on ``sys.path`` that contains the module; ``pip install --target`` leaves metadata in it.
     folder = path.parents[min(name.count(".") + is_package, len(path.parents) - 1)]
     is_library |= not {*_INSTALLED}.isdisjoint(path.parts) or any(folder.glob("*.dist-info"))
     if is_library or file.startswith(_STANDARD_LIBRARY + os.sep):
@@ -111,7 +111,7 @@ def _locate(name: str, file: str | None, package: str | None = None) -> Origin:
 
 @cache
 def version(root: str) -> str | None:
-    """The version of an installed top-level package, None where none can be found. It is not imported for this."""
+    """Return the version of an installed top-level package without importing it, None if unknown."""
     module = sys.modules.get(root)
     stated = vars(module).get("__version__") if module is not None else None
     if isinstance(stated, str):
@@ -123,9 +123,9 @@ def version(root: str) -> str | None:
 
 
 def imported_files(source: str, package: str) -> Iterator[Origin]:
-    """The user's modules that a source text imports, now or when one of its functions is called.
+    """Yield the user's modules that a source text imports, at the top level or in its functions.
 
-    What only looks like an import, or like a module in one, is tried too: more may be found than is imported.
+    Text that only resembles an import, or a module in one, is tried too: the result may contain more than is imported.
     """
     for name in imported_names(source):
         with suppress(ImportError):  # relative to nothing
@@ -143,7 +143,7 @@ def imported_names(source: str) -> Iterator[str]:
 
 
 def named_modules(names: Collection[str]) -> Iterator[Origin]:
-    """The user's modules that names in code may be, alone or two together, as in ``from package import module``."""
+    """Yield the user's modules that names in code may refer to, alone or in pairs (``from package import module``)."""
     for name in names:
         if (found := find_module(name)) is not None:
             yield found
@@ -151,13 +151,13 @@ def named_modules(names: Collection[str]) -> Iterator[Origin]:
 
 
 def find_module(name: str) -> Origin | None:
-    """The origin of a module of the user's that may not be imported yet, without importing it or its package."""
+    """Return the origin of a user's module that may not be imported yet, without importing it or its package."""
     found = _find(name)
     return found[0] if found is not None and found[0].is_user else None
 
 
 def _find(name: str) -> tuple[Origin, list[str]] | None:
-    """A module's origin and the folders of its submodules; None where it is not there, or inside a library."""
+    """Return a module's origin and the folders of its submodules; None if it does not exist or is inside a library."""
     module = sys.modules.get(name)
     if module is not None:
         return origin_of(vars(module)), list(vars(module).get("__path__", ()))

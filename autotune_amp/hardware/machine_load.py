@@ -158,7 +158,7 @@ class LoadMeter:
             self._before = read()
 
     def step(self) -> None:
-        """Note a measured step, and look at the GPU's clocks once a second."""
+        """Note a measured step, and read the GPU's slowdown reasons at most once a second."""
         now, self._is_stepping = time.monotonic(), True
         if self._uuid is not None and now - self._last_look >= _LOOK_SECONDS:
             self._last_look = now

@@ -46,7 +46,7 @@ def measure(device: str, *, seconds: float = 1.0) -> Hardware:
 
 
 def make_current(device: str) -> None:
-    """Make `device` the one that "cuda" and .cuda() mean in this thread, if its index is above 0.
+    """Set `device` as this thread's current device, meant by "cuda" and .cuda(), if its index is above 0.
 
     No driver is started for other devices: code that runs later may select the visible devices. Raises `DeviceError` if
     the device does not exist.

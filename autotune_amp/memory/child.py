@@ -1,4 +1,4 @@
-"""Child side of a memory profile: one step for the peak, and one with a look at what holds it."""
+"""Child process of a memory profile: one step for the peak, and one in which every tensor is inspected."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from autotune_amp.trial.training import BaseTraining, make_training
 from autotune_amp.trial.worker import guarded, prepare
 from autotune_amp.variants import activation_checkpointing
 
-MAX_PASSES = 2  # of an accumulation window: from the second on gradients are there before the forward pass
-MAX_HISTORY_ENTRIES = 100_000  # of a snapshot, as PyTorch's own guide has it
+MAX_PASSES = 2  # passes of an accumulation window: from the second on, gradients exist before the forward pass
+MAX_HISTORY_ENTRIES = 100_000  # entries of a snapshot, as in PyTorch's own guide
 
 
 def take_apart(context: Context, spec: MemoryJob, tell: Tell) -> MemoryBreakdown | Failure:
-    """Take a training's memory apart; one that fails, or takes more than its limit, is a `Failure`."""
+    """Measure the memory of a training step by kind; return a `Failure` if it fails or exceeds its limit."""
     return guarded(context, spec.trial, lambda: _take_apart(context, spec, tell))
 
 
@@ -42,7 +42,7 @@ def _take_apart(context: Context, spec: MemoryJob, tell: Tell) -> MemoryBreakdow
     with closing(make_training(context.workload, model, spec.trial)) as training:
         training.start_loading()
         retries = memory.num_allocator_retries()
-        warm_up(training)  # from then on the optimizer holds its state
+        warm_up(training)  # from here on the optimizer holds its state
         tell({"event": "phase", "name": "measuring memory"})
         with nullcontext() if spec.snapshot_file is None else snapshot(spec.snapshot_file):
             _take_step(training)
@@ -60,7 +60,7 @@ def _take_apart(context: Context, spec: MemoryJob, tell: Tell) -> MemoryBreakdow
 
 
 def _take_step(training: BaseTraining, held: HeldMemory | None = None) -> None:
-    """One optimizer step; its last pass is on the batch that takes the most, where that is known."""
+    """Take one optimizer step; its last pass uses the largest batch, if that is known."""
     num_passes = min(training.spec.candidate.accumulation_steps, MAX_PASSES)
     for number in range(1, num_passes + 1):
         batch = training.worst_batch() if number == num_passes else None
@@ -75,8 +75,8 @@ def _take_step(training: BaseTraining, held: HeldMemory | None = None) -> None:
 
 @contextmanager
 def snapshot(path: str) -> Iterator[None]:
-    """Record what CUDA's allocator does meanwhile, with its stacks, in a file for https://pytorch.org/memory_viz."""
-    # Of C++, stacks cost a process for each library, which live on.
+    """Record CUDA's allocations within the context, with stacks, in a file for https://pytorch.org/memory_viz."""
+    # C++ stacks would start a process for each library, which stays alive.
     torch.cuda.memory._record_memory_history(max_entries=MAX_HISTORY_ENTRIES, stacks="python")
     try:
         yield
@@ -86,7 +86,7 @@ def snapshot(path: str) -> Iterator[None]:
 
 
 def storages(held: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of each storage behind these tensors, by its address; of a sparse tensor that of its parts."""
+    """Return the bytes of each storage behind these tensors by address; for a sparse tensor those of its parts."""
     found: dict[int, int] = {}
     for tensor in held:
         if tensor.layout == torch.sparse_coo:
@@ -94,17 +94,17 @@ def storages(held: Iterable[Tensor]) -> dict[int, int]:
         elif tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
-    found.pop(0, None)  # one without memory
+    found.pop(0, None)  # storage without memory
     return found
 
 
 def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
-    """Every tensor in their state, however deep."""
+    """Return every tensor in the state of these optimizers, at any depth."""
     return [tensor for optimizer in optimizers for state in optimizer.state.values() for _, tensor in tensors(state)]
 
 
 class _Saved:
-    """A tensor that autograd saved; it tells when autograd lets it go."""
+    """A tensor saved by autograd; calls `let_go` when autograd releases it."""
 
     def __init__(self, tensor: Tensor, let_go: Callable[[], None]) -> None:
         self.tensor = tensor
@@ -115,7 +115,7 @@ class _Saved:
 
 
 class HeldMemory:
-    """What one optimizer step of a training holds; its optimizers have their state."""
+    """Memory held by one optimizer step of a training run whose optimizers have their state."""
 
     def __init__(self, training: BaseTraining) -> None:
         self._trained = training.trained
@@ -128,29 +128,29 @@ class HeldMemory:
         self._optimizer_state = _without(state, {**self._parameters, **self._buffers})
         self._batch: dict[int, int] = {}
         self._batch_bytes = 0
-        self._gradients: dict[int, int] = {}  # of each parameter, by its id
+        self._gradients: dict[int, int] = {}  # per parameter, by its id
         self._casts = _CastWatch(self._parameters, self._storages(self._trainable).keys())
         self._saved_by: Counter[str] = Counter()
-        self._inside: list[str] = []  # names of the modules that run, the innermost last
-        self._num_holders: Counter[int] = Counter()  # saved tensors that hold a storage, by its address
-        self._activations_bytes = 0  # that are held at the moment
+        self._inside: list[str] = []  # names of the running modules, the innermost last
+        self._num_holders: Counter[int] = Counter()  # number of saved tensors that hold a storage, by its address
+        self._activations_bytes = 0  # held at present
         self._present_gradients: dict[int, int] = {}
-        self._most_held_bytes = 0  # of activations and gradients together
+        self._most_held_bytes = 0  # activations and gradients together
         self._is_backward_next = False
 
     @contextmanager
     def watching(self, batch: Any) -> Iterator[None]:
-        """Look at the forward and backward pass on this batch, which is on the device."""
+        """Inspect the forward and backward pass on this batch, which is on the device."""
         given = [tensor for _, tensor in tensors(batch)]
         self._batch = _without(self._storages(given), self._parameters)
-        # It may be a view of a whole dataset.
+        # The batch may be a view of a whole dataset.
         self._batch_bytes = min(sum(self._batch.values()), sum(map(_num_bytes, given)))
         self._saved_by.clear()
         with ExitStack() as stack:
-            # TorchScript's modules take no hooks: what one holds counts as that of the module around it.
+            # TorchScript modules accept no hooks: their memory counts for the module around them.
             for name, module in ((name, module) for name, module in self._modules.items() if takes_roles(module)):
                 enter = module.register_forward_pre_hook(partial(self._enter, name), prepend=True)
-                # What a checkpoint computes again ends by an exception.
+                # Recomputation by a checkpoint ends with an exception.
                 leave = module.register_forward_hook(self._leave, always_call=True)
                 stack.callback(enter.remove)
                 stack.callback(leave.remove)
@@ -162,7 +162,7 @@ class HeldMemory:
             yield
 
     def breakdown(self, taken_bytes: int, allocated_bytes: int | None) -> MemoryBreakdown:
-        """What was held, beside the peak of a step that nobody looked into."""
+        """Return the memory by kind, together with the peak of a step that was not inspected."""
         gradients_bytes, activations_bytes = sum(self._gradients.values()), self._saved_by.total()
         order = {name: number for number, name in enumerate(self._modules)}
         saved_by = sorted(self._saved_by.items(), key=lambda item: order[item[0]])
@@ -204,14 +204,14 @@ class HeldMemory:
             self._num_holders[key] += 1
             if self._num_holders[key] == 1:
                 self._activations_bytes += num_bytes
-                if is_forward:  # else it is computed again
+                if is_forward:  # otherwise it is recomputed
                     self._saved_by[self._inside[-1] if self._inside else ""] += num_bytes
         if not is_forward:
             self._note_held()
         return _Saved(tensor, partial(self._let_go, held))
 
     def _unpack(self, saved: _Saved) -> Tensor:
-        if self._is_backward_next:  # its first: no more is saved, and what gradients there are, are from before
+        if self._is_backward_next:  # the first unpack: no more is saved, and present gradients are older
             self._is_backward_next = False
             self._present_gradients = {id(p): _num_bytes(p.grad) for p in self._trainable if p.grad is not None}
             self._note_held()
@@ -224,7 +224,7 @@ class HeldMemory:
                 self._activations_bytes -= num_bytes
 
     def _note_gradient(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:  # else an optimizer inside of the backward pass has taken it
+        if parameter.grad is not None:  # otherwise an optimizer inside the backward pass has consumed it
             num_bytes = _num_bytes(parameter.grad)
             self._gradients[id(parameter)] = self._present_gradients[id(parameter)] = num_bytes
             self._note_held()
@@ -238,10 +238,10 @@ class HeldMemory:
 
 
 class _CastWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
-    """Sees the copies of parameters in another type, as autocast makes them: `num_bytes` of each.
+    """Dispatch mode that finds the copies of parameters in another dtype, as autocast makes them: `num_bytes` of each.
 
-    Autocast keeps those of parameters that are trained; of others a copy is made at each use, and counts if it is saved
-    for the backward pass (``in``).
+    Autocast keeps copies of trainable parameters; other parameters are copied at each use, and such a copy counts if it
+    is saved for the backward pass (``in``).
     """
 
     supports_higher_order_operators = True
@@ -251,7 +251,7 @@ class _CastWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch d
         self.num_bytes: dict[Hashable, int] = {}
         self._parameters = parameters
         self._trainable = trainable
-        self._copies: dict[int, tuple[Hashable, int]] = {}  # by their addresses
+        self._copies: dict[int, tuple[Hashable, int]] = {}  # by address
 
     def __contains__(self, key: int) -> bool:
         if key not in self._copies:
@@ -269,7 +269,7 @@ class _CastWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch d
             self._copies[key] = name, num_bytes
             if source in self._trainable:
                 self.num_bytes[name] = num_bytes
-        elif self._copies:  # an address is free for something else once a copy is gone
+        elif self._copies:  # once a copy is freed, its address may be reused
             before = storages(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
             for key in storages(leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)):
                 if key not in before:

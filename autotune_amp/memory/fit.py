@@ -1,4 +1,4 @@
-"""Which batch size fits into a memory: what to measure next, the model of what was measured, and its error. Pure."""
+"""Search for the largest batch size that fits into memory: the next size to measure, the model, and its error. Pure."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Callable, Mapping
 from autotune_amp.core.intervals import fit_memory
 from autotune_amp.memory.results import LargestBatch
 
-# Two sizes make the model, a third says how far it is off. While no size near the limit was measured, others are: a
-# line through small batches may be off by a factor of two (studies/memory_fit).
+# Two sizes determine the model, a third gives its error. Until a size near the limit was measured, more are: a line
+# through small batches may be wrong by a factor of two (studies/memory_fit).
 LEAST_MEASURED, MOST_MEASURED = 3, 6
-NEAR = 0.9  # of the limit
-FARTHEST = 4  # times the largest batch size measured
-_NO_END = 2**40  # samples: more than any memory is asked for
+NEAR = 0.9  # share of the limit
+FARTHEST = 4  # multiple of the largest batch size measured
+_NO_END = 2**40  # samples: more than any memory holds
 
 
 def next_batch_size(
     measured: Mapping[int, int | None], first: int, limit_bytes: int, may_take_bytes: int, most: int | None
 ) -> int | None:
-    """The batch size to measure next, None where enough is known or nothing more can be.
+    """Return the batch size to measure next, None if enough is known or no further size can be measured.
 
-    `measured` is what each took, in bytes, None where it ran out of memory. `first` is the size that was asked for,
-    `most` the samples that the data has; a size that the model puts above `may_take_bytes` is not tried.
+    `measured` maps each size to its memory in bytes, None if it ran out of memory. `first` is the requested size,
+    `most` the number of samples in the data. Sizes that the model predicts above `may_take_bytes` are not tried.
     """
     known = {size: taken for size, taken in measured.items() if taken is not None}
     failed = min((size for size, taken in measured.items() if taken is None), default=None)
@@ -31,7 +31,7 @@ def next_batch_size(
     if not known:
         return min(measured) // 2 or None
     smallest, largest = min(known), max(known)
-    if known[smallest] > limit_bytes:  # the model says nothing of what lies below all that was measured
+    if known[smallest] > limit_bytes:  # the model says nothing about sizes below all measured ones
         return min(smallest // 2, smallest * limit_bytes // known[smallest]) or (None if smallest == 1 else 1)
     target_bytes = min(limit_bytes, may_take_bytes)
     highest = min(most or _NO_END, FARTHEST * largest, failed - 1 if failed else _NO_END)
@@ -49,7 +49,7 @@ def next_batch_size(
 
 
 def largest_of(model: Callable[[float], float], limit_bytes: float, most: int) -> int:
-    """The largest batch size up to `most` that a rising `model` puts within the limit, 0 where none is."""
+    """Return the largest batch size up to `most` that a rising `model` puts within the limit, 0 if there is none."""
     low, high = 0, most + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -58,7 +58,7 @@ def largest_of(model: Callable[[float], float], limit_bytes: float, most: int) -
 
 
 def largest_batch(measured: Mapping[int, int | None], limit_bytes: int, most: int | None) -> LargestBatch | None:
-    """The largest batch size that fits, by the model of what was measured; None where fewer than two sizes ran."""
+    """Return the largest batch size that fits, by the memory model; None if fewer than two sizes ran."""
     known = {size: taken for size, taken in sorted(measured.items()) if taken is not None}
     model = _model(known, limit_bytes)
     if model is None:
@@ -86,7 +86,7 @@ def largest_batch(measured: Mapping[int, int | None], limit_bytes: int, most: in
 
 
 def _model(known: Mapping[int, int], limit_bytes: int) -> Callable[[float], float] | None:
-    """The memory model around the limit: of what lies above it, the smallest size alone."""
+    """Return the memory model around the limit; of the sizes above it only the smallest is used."""
     points = sorted(known.items())
     num_fitting = next((number for number, (_, taken) in enumerate(points) if taken > limit_bytes), len(points))
     return fit_memory(points[: max(2, num_fitting + 1)])

@@ -1,4 +1,4 @@
-"""profile_memory() behind its arguments: a step of each precision taken apart in children, and what fits."""
+"""Implementation of profile_memory(): measures a step of each precision in child processes, and fits batch sizes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from autotune_amp.search.source import Opened, Source, loaded, message_of, open_
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE
 from autotune_amp.trial.jobs import Trial
 
-DEADLINE_SECONDS = 600.0  # of one process
+DEADLINE_SECONDS = 600.0  # per process
 
 Taken = MemoryBreakdown | Failure
 
@@ -49,7 +49,7 @@ def run_memory_profile(
     fit: str | int | None,
     snapshot: str | os.PathLike[str] | None,
 ) -> MemoryProfile:
-    """Measure in children; see `autotune_amp.profile_memory`, whose arguments these are."""
+    """Measure in child processes; for the arguments see `autotune_amp.profile_memory`."""
     if not is_count(batch_size):
         raise InvalidRequestError(
             f"--batch-size is {batch_size!r}; it must be a whole number from 1 up.",
@@ -103,8 +103,10 @@ def run_memory_profile(
 
 
 class Runs(NamedTuple):
-    """What one precision took at the batch size asked for, and in bytes at every size that was tried, in that order;
-    None where it ran out of memory. `problem` is why the last of them failed for another reason."""
+    """Memory of one precision: the result at the requested batch size, and the bytes at every size tried, in order.
+
+    None stands for a size that ran out of memory. `problem` is the reason why the last one failed otherwise.
+    """
 
     first: Taken
     taken_bytes: dict[int, int | None]
@@ -120,9 +122,9 @@ def measure_precision(
     most: int | None,
     snapshot_file: Path | None,
 ) -> Runs:
-    """One precision at the batch size asked for, and where a limit is asked about at what `fit` wants to know.
+    """Measure one precision at the requested batch size and, if there is a limit, at the sizes that `fit` asks for.
 
-    Raises `WorkloadError` where the workload does not run in fp32.
+    Raises `WorkloadError` if the workload does not run in fp32.
     """
     first = measure(setting, snapshot_file)
     if isinstance(first, Failure) and first.kind == "workload_error" and setting.precision == "fp32":
@@ -148,7 +150,7 @@ def rows(
     limit_bytes: int | None,
     most: int | None,
 ) -> tuple[MemoryRow, ...]:
-    """A row for each precision in the order asked; `most` are the samples that the data has."""
+    """Return a row for each precision in the requested order; `most` is the number of samples in the data."""
     breakdowns = {name: run.first for name, run in runs.items() if isinstance(run.first, MemoryBreakdown)}
     found = []
     for name in asked:
@@ -176,7 +178,7 @@ def rows(
 
 
 def memory_job(setting: Setting, opened: Opened, snapshot_file: Path | None) -> MemoryJob:
-    """The job that takes a step of `setting` apart."""
+    """Return the job that measures the memory of a step of `setting`."""
     sizes = opened.description.sample_sizes
     trial = Trial(
         candidate=setting,
@@ -222,7 +224,7 @@ def _snapshot_path(snapshot: str | os.PathLike[str], device: str) -> Path:
 
 
 def _hopeless(hardware: Hardware, asked: Sequence[Precision]) -> dict[Precision, str]:
-    """What the device merely emulates, so slowly that it is measured for those alone who ask for it."""
+    """Return a reason for each precision that the device emulates so slowly that it is measured only on request."""
     return {
         name: f"emulated here, many times slower than fp32; --precision {name} measures it all the same"
         for name in asked

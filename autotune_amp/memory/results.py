@@ -1,4 +1,4 @@
-"""MemoryProfile: what fills the memory of a training and what would free it, as plain data and in words. No torch."""
+"""MemoryProfile: the memory of a training step by kind, and possible savings, as plain data and text. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OUTSIDE = "outside of modules, as the loss"
 
 
 class Saving(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that would free up to `num_bytes`; `what` says it in words. Only `precision` was measured."""
+    """A way to free up to `num_bytes`; `what` describes it. Only the kind `precision` is measured."""
 
     kind: SavingKind
     num_bytes: int
@@ -27,13 +27,12 @@ class Saving(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LargestBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """The largest batch size that fits, by the memory model M(b) = max(m0, m1 + m2 * b) through two sizes that
-    were `measured`: the largest two up to the first that did not fit. They are pairs of a batch size and the bytes it
-    took.
+    """The largest batch size that fits, by the memory model M(b) = max(m0, m1 + m2 * b).
 
-    `batch_size` is 0 where not even one sample fits, None where what was measured does not grow with the batch.
-    `model_error` is how far the model of the others was off at `checked_batch_size`, the one nearest to the limit, as a
-    share: below 0 it said too little; None where only two sizes could be measured. `cautious_batch_size` allows for an
+    The model goes through two of the `measured` (batch size, bytes) pairs: the largest two up to the first that did not
+    fit. `batch_size` is 0 if not even one sample fits, None if the memory does not grow with the batch. `model_error`
+    is the relative error, at `checked_batch_size`, the size nearest to the limit, of the model fitted to the others:
+    below 0 if it predicted too little; None if only two sizes could be measured. `cautious_batch_size` allows for an
     error of that size. `bytes_per_sample` is m2. `is_all_data`: the dataset has no more samples.
     """
 
@@ -47,10 +46,11 @@ class LargestBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One precision: its `breakdown`, or the `reason` why there is none; `failure` is how it failed if it ran.
+    """Memory of one precision: its `breakdown`, or the `reason` why there is none; `failure` is the kind of its
+    failure.
 
-    `largest` is None where no limit was asked about, or too little could be measured, with the reason. `savings` are
-    what would free memory of this precision, the most first.
+    `largest` is None if there is no limit, or if too little could be measured, with the reason. `savings` are ways to
+    free memory in this precision, the largest first.
     """
 
     precision: Precision
@@ -62,11 +62,11 @@ class MemoryRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """What fills the memory of one training step of `batch_size` samples on one device, in each precision.
+    """Memory of one training step of `batch_size` samples on one device, in each precision.
 
-    A step accumulates `accumulation_steps` such batches. `limit_bytes` is the memory that batches were to fit into,
-    None where nobody asked. `snapshot` is the file of torch's own memory snapshot, of the first precision that ran;
-    None without one.
+    A step accumulates `accumulation_steps` such batches. `limit_bytes` is the memory that batches should fit into, None
+    without one. `snapshot` is the file of torch's own memory snapshot, for the first precision that ran; None without
+    one.
     """
 
     format: int = 1
@@ -81,18 +81,18 @@ class MemoryProfile(msgspec.Struct, frozen=True, kw_only=True):
     snapshot: str | None = None
 
     def row(self, precision: str) -> MemoryRow:
-        """The row of a precision; raises `KeyError` where it has none."""
+        """Return the row of a precision. Raises `KeyError` if there is none."""
         for row in self.rows:
             if row.precision == precision:
                 return row
         raise KeyError(precision)
 
     def to_json(self) -> str:
-        """The document; a missing number is null, never NaN."""
+        """Return the JSON document; a missing number is null, never NaN."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
 
     def explain(self) -> str:
-        """The parts, the largest modules, what fits and what would free memory, as lines of plain text."""
+        """Return the parts, the largest modules, the batch sizes that fit and the savings, as lines of plain text."""
         lines = [heading(self)]
         for table in (parts(self), modules(self)):
             lines += [f"{label}: {', '.join(cells)}" for label, *cells in table]
@@ -100,19 +100,19 @@ class MemoryProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def heading(profile: MemoryProfile) -> str:
-    """What was measured, and where."""
+    """Return a title that names the workload, the step and the device."""
     batches = "" if profile.accumulation_steps == 1 else f"{profile.accumulation_steps} batches of "
     device = f"{profile.device} ({one_line(profile.device_name)})"
     return f"{one_line(profile.workload)}: a step of {batches}{count(profile.batch_size, 'sample')} on {device}"
 
 
 def measured_rows(profile: MemoryProfile) -> list[tuple[MemoryRow, MemoryBreakdown]]:
-    """The rows that have a breakdown."""
+    """Return the rows that have a breakdown."""
     return [(row, row.breakdown) for row in profile.rows if row.breakdown is not None]
 
 
 def parts(profile: MemoryProfile) -> list[list[str]]:
-    """Each part with its bytes in every precision that ran, and the peak last; a part that none has is left out."""
+    """Return a table of the parts' bytes in every precision that ran, with the peak last and without empty parts."""
     found = [breakdown for _, breakdown in measured_rows(profile)]
     table = [
         ("parameters", [b.parameters_bytes for b in found]),
@@ -130,8 +130,10 @@ def parts(profile: MemoryProfile) -> list[list[str]]:
 
 
 def modules(profile: MemoryProfile) -> list[list[str]]:
-    """The modules whose activations take the most, in every precision that ran; those that differ in an index alone
-    are one: ``layers.*.norm (12)``."""
+    """Return a table of the modules with the largest activations in every precision that ran.
+
+    Modules whose names differ only in an index are one row: ``layers.*.norm (12)``.
+    """
     groups = [activations_by_group(breakdown) for _, breakdown in measured_rows(profile)]
     order = sorted({name for group in groups for name in group}, key=lambda name: -max(g[name] for g in groups))
     table = [[name, *(size(group[name]) for group in groups)] for name in order[:_NUM_GROUPS]]
@@ -142,7 +144,7 @@ def modules(profile: MemoryProfile) -> list[list[str]]:
 
 
 def activations_by_group(breakdown: MemoryBreakdown) -> Counter[str]:
-    """Bytes of the activations of modules that differ in an index alone, by their name with a star for it."""
+    """Return the bytes of activations by module name, with a star for an index and the number of modules."""
     found: Counter[str] = Counter()
     members: Counter[str] = Counter()
     for module in breakdown.modules:
@@ -153,7 +155,7 @@ def activations_by_group(breakdown: MemoryBreakdown) -> Counter[str]:
 
 
 def facts(profile: MemoryProfile) -> list[tuple[str, str]]:
-    """Label and text of what failed, what fits and what would free memory."""
+    """Return (label, text) pairs for failures, batch sizes that fit and savings."""
     lines: list[tuple[str, str]] = []
     for row in profile.rows:
         if row.reason is not None:
@@ -174,7 +176,10 @@ def facts(profile: MemoryProfile) -> list[tuple[str, str]]:
 
 
 def largest_line(largest: LargestBatch, limit_bytes: int) -> str:
-    """``batch 412 in 16.0 GiB by the model, which was 3 % too low at batch 128; 398 with that allowed for``."""
+    """Return a line on the largest batch size that fits, the model's error, and the size that allows for it.
+
+    Example: ``batch 412 in 16.0 GiB; the model was 3 % too low at batch 128, and with that allowed for it is 398``.
+    """
     of_what = f"in {size(limit_bytes)}"
     if largest.batch_size is None:
         return f"any batch {of_what}: what was measured does not grow with it"

@@ -1,4 +1,4 @@
-"""What would free memory of a training, and how much at the most, from what its step held. Pure."""
+"""Ways to free memory of a training step, with upper bounds, from its memory by kind. Pure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def savings(
     breakdowns: Mapping[Precision, MemoryBreakdown],
     largest: LargestBatch | None,
 ) -> tuple[Saving, ...]:
-    """What would free memory of a step in `precision`, the most first.
+    """Return ways to free memory of a step in `precision`, the largest first.
 
-    Another precision was measured; half the batch is by the memory model's slope where there is one, else what its
-    samples held; the others are the bytes that would not be there.
+    The number for another precision is measured; that for half the batch is from the memory model's slope or, without a
+    model, half of the memory of its samples; the others are the bytes of the part that disappears.
     """
     own = breakdowns[precision]
     found = [
@@ -33,7 +33,7 @@ def savings(
     if own.checkpointable_modules:
         blocks = own.checkpointable_modules
         saved = [_inside(own, block) for block in blocks]
-        # One block at a time is computed again.
+        # One block at a time is recomputed.
         what = f"activation checkpointing of {count(len(blocks), 'block')} ({blocks[0]} ... {blocks[-1]})"
         found.append(Saving(kind="activation_checkpointing", num_bytes=sum(saved) - max(saved), what=what))
     kinds = " and ".join(dict.fromkeys(own.optimizers)) or "the optimizer"

@@ -259,7 +259,7 @@ class Sums:
         return self.error(weights) <= self.tolerance(weights)
 
     def tell_apart(self, weights: Tensor) -> bool:
-        """Return whether no other weights fit as well, as they do if the micro-batches' gradients are too similar."""
+        """Return whether the weights are unique; others fit as well if the micro-batches' gradients are too similar."""
         least, num = float(torch.linalg.eigvalsh(self.gram[1:, 1:])[0]), len(weights)
         allowed = self.tolerance(weights) * math.sqrt(float(self.gram[0, 0]))
         return least > 0 and allowed <= _MAX_WEIGHT_ERROR / num * math.sqrt(least)

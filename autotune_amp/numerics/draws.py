@@ -20,7 +20,7 @@ _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", 
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Disable all dropout inside, including forward passes that a checkpoint recomputes."""
+    """Disable all dropout within the context, including forward passes that a checkpoint recomputes."""
     attend: Any = functional.scaled_dot_product_attention
 
     def keep(input: Tensor, *_: Any, **__: Any) -> Tensor:  # noqa: A002 # torch's name for it
@@ -61,7 +61,7 @@ _UNIFORM = ("rand", "rand_like", "uniform", "uniform_")
 
 
 class DrawnInFp32(TorchDispatchMode):
-    """Draw half-precision random numbers in fp32 and round them, and count the draws.
+    """Dispatch mode that draws half-precision random numbers in fp32, rounds them and counts the draws.
 
     One seed gives other numbers in other dtypes: a CPU draws fp32 in groups of 16 and restarts the last group, so that
     everything after an odd number of draws differs.
@@ -98,7 +98,7 @@ def _in_fp32(leaf: Any) -> Any:
 
 @contextmanager
 def comparable_draws(model: nn.Module, drawn: DrawnInFp32 | None = None, *, are_alike: bool) -> Iterator[None]:
-    """Make dropout equal in every precision inside.
+    """Make dropout equal in every precision within the context.
 
     Nothing is changed if draws are alike (`are_alike`), as on a CPU, where one seed mostly gives the same numbers in
     every dtype; `drawn` covers the exceptions. Accelerators draw as many numbers at once as the dtype allows: there

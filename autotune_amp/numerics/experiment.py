@@ -193,7 +193,7 @@ class Experiment:
             if attempt.grade.verdict == "unfaithful" or found.is_cut:
                 return attempt
             plain = self._plain()
-            if not plain.is_finite and not self.fp32.run(plain.last_index, "fp32").is_finite:  # nor without training
+            if not plain.is_finite and not self.fp32.run(plain.last_index, "fp32").is_finite:  # nor before training
                 found = found._replace(is_reference_finite=False, loss_error=None)
                 return Attempt(pins, scale, maxima, found, bad_index=plain.last_index)
             run = train(self.low, self.precision, NUM_PAIRED_STEPS, scale=scale)

@@ -124,7 +124,7 @@ def least_common_error(damage: GradientDamage) -> float:
 
 
 def bias(found: Findings) -> str | None:
-    """Return a clause on a certain and large error common to all batches, None without one.
+    """Return a clause that describes a certain and large error common to all batches, None without one.
 
     A gradient that shrinks has such an error, whatever its noise, which makes it longer.
     """
@@ -138,7 +138,7 @@ def bias(found: Findings) -> str | None:
 
 
 def suspicion(found: Findings) -> str | None:
-    """Return a clause on an open question that needs a longer training run, None if there is none."""
+    """Return a clause that describes an open question for a longer training run; None if there is none."""
     if (biased := bias(found)) is not None:
         return biased
     parameter = found.most_common  # one in hundreds exceeds its interval by chance: it excludes nothing by itself

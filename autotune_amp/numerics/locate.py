@@ -202,7 +202,7 @@ class Recorder:
 
     @contextmanager
     def watching_forward(self) -> Iterator[None]:
-        """Record the forward pass inside; recomputation by a checkpoint in the backward pass does not count."""
+        """Record the forward pass within the context, without recomputation by a checkpoint in the backward pass."""
         with ExitStack() as hooks:
             for name, module in self._modules.items():
                 beginning = module.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True)

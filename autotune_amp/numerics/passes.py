@@ -97,7 +97,7 @@ class Pass:
 
 
 class Passes:
-    """Passes over one model, each from its first state unless told otherwise; counts them.
+    """Repeatable passes over one model, by default from its first state; `num_passes` counts them.
 
     `drawn` makes random draws in half precision comparable. For a loop, `num_steps_per_call` is how often the latest
     call stepped one optimizer, `reuses_casts` whether any call did so inside one autocast in half precision, whose
@@ -243,8 +243,7 @@ class Passes:
 
     @contextmanager
     def pinned(self, names: Sequence[str]) -> Iterator[None]:
-        """Run these modules in fp32 inside. Raises `InvalidRequestError` for one that does not exist or cannot be
-        pinned."""
+        """Pin these modules in fp32 within the context. Raises `InvalidRequestError` if one is missing or cannot be."""
         with ExitStack() as stack:
             # Pins that the user's own model has already are kept.
             for module in [module for module in named(self.model, names) if not is_pinned(module)]:
@@ -328,7 +327,7 @@ class CatchingAmp(StepAmp):
             self._catch(optimizer, self._factor if is_finite is None else 1.0)
         return True
 
-    def update(self, new_scale: float | Tensor | None = None) -> None:  # noqa: ARG002 # the interface's
+    def update(self, new_scale: float | Tensor | None = None) -> None:  # noqa: ARG002 # as in GradScaler
         """End the step; the factor stays the same."""
         super().update()
         self._unscaled.clear()
@@ -338,8 +337,8 @@ class CatchingAmp(StepAmp):
         self.gradients |= unscaled(gradients, factor)
 
 
-def no_loss(model: nn.Module, batch: Any) -> Tensor:  # noqa: ARG001 # the signature of one
-    """Raise `WorkloadError`; the loss function of a subject with a training loop of its own."""
+def no_loss(model: nn.Module, batch: Any) -> Tensor:  # noqa: ARG001 # a loss function's signature
+    """Raise `WorkloadError`. It stands in for the loss function where a training loop has none."""
     raise WorkloadError("A loop of its own has no loss function to run alone.", "Run its train_step.")
 
 

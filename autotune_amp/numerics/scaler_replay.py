@@ -26,7 +26,7 @@ _MAX_CACHED_SCALES = 64
 
 
 def _log2(scale: float) -> float:
-    """Return log2, or for 0 the least finite number: above the -inf of steps that always overflow."""
+    """Return log2 of a scale, or for 0 the least finite number: above the -inf of steps that always overflow."""
     return math.log2(scale) if scale > 0 else -sys.float_info.max
 
 
@@ -57,7 +57,7 @@ class Trace:
 
 
 class FlushedShares:
-    """F0: the share of gradient entries, true zeros left out, that fp16 flushes to zero at a loss scale.
+    """Share F0 of gradient entries, true zeros left out, that fp16 flushes to zero at a loss scale.
 
     `histogram` maps an octave k to the number of entries with floor(log2|g|) = k at loss scale 1, in fp32.
     `log2_divisor` is log2 of the number by which the loss is divided before scaling, as in gradient accumulation.

@@ -83,7 +83,7 @@ class StepAmp(torch.amp.GradScaler):
 
     @contextmanager
     def validation(self, precision: Precision | None = None) -> Iterator[None]:
-        """Run a forward pass of validation inside, without gradients, in `precision` or the config's precision."""
+        """Run validation within the context: without gradients, in `precision` or the config's precision."""
         asked = precision or self.config.precision
         with torch.no_grad(), self._new_autocast() if asked == self.config.precision else autocast(asked, self._device):
             yield

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: torch.profiler's trace taken apart, and what may gain by it.
+"""Profile of a training step: mixed precision against fp32, the step's time by kind of operation, and possible gains.
 
 ```python
 import torch
@@ -15,11 +15,11 @@ found = profile_amp(workload, num_batches=20, batch_size=32)
 print(found.best_precision, found.speedup, found.verdict, found.next_step)
 ```
 
-The quick question, without a search: fp32 against bf16 and fp16 (and TF32 where a GPU has it) on the same batches in
-turn, with step time, speed-up and its interval, memory, and a verdict; then where a step's time goes, from the
-machine's measured matrix rate down to what was attained, and what to try next, in the words of a search, which tries
-it: of the best low precision where that is faster than fp32, else of fp32. Its parts are medians over several
-profiled steps, shown with the least and the largest share, and only a part that is large in all of them is advised
-on. The steps that are timed are divided among three fresh processes, whose spread the interval rests on. Nothing of
-yours is changed.
+A quick answer without a search: fp32 is compared with bf16 and fp16 (and TF32 on a GPU that has it) on the same batches
+in turn, with step time, speed-up and its interval, memory, and a verdict. Then the step's time is divided into parts,
+from the machine's measured matrix rate down to the rate attained, with the next steps to try, which a search tries
+too. The step is that of the best low precision if it is faster than fp32, otherwise that of fp32. Parts are medians
+over several profiled steps, shown with the smallest and the largest share, and advice is given only on parts that are
+large in all of them. The timed steps are divided among three fresh processes, whose spread gives the interval. None
+of your objects is changed.
 """

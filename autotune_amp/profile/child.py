@@ -1,4 +1,4 @@
-"""Child side of a profile: a training warmed up, a few steps of it traced, and their FLOPs counted."""
+"""Child process of a profile: warms up a training run, traces a few steps and counts their FLOPs."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from autotune_amp.trial.timing import num_backoffs, require_step
 from autotune_amp.trial.training import BaseTraining, Training, make_training
 from autotune_amp.trial.worker import guarded, prepare
 
-NUM_PROFILED_STEPS = 3, 7  # at least and at most, after the first, which starts the profiler and does not count
+NUM_PROFILED_STEPS = 3, 7  # least and most steps, after the first, which starts the profiler and does not count
 _ABOVE_ALL_LEVELS = "99"  # Kineto writes a line to standard error at every start and end
-PROFILED_SECONDS = 1.0  # after which no step is begun that is more than the least
+PROFILED_SECONDS = 1.0  # no further steps are begun after this time, once the least number is done
 
 Window: TypeAlias = list[Any]  # the batches of one optimizer step
 
 
 def profile(context: Context, spec: Profile, tell: Tell) -> Profiled | Failure:
-    """Take the steps of a training apart; a training that fails is a `Failure`."""
+    """Profile a few steps of a training run by kind of operation; return a `Failure` if it fails."""
     return guarded(context, spec.trial, lambda: _profile(context, spec, tell))
 
 
@@ -78,7 +78,7 @@ def _step(training: BaseTraining, window: Window) -> None:
 
 
 def warm_up(training: BaseTraining) -> None:
-    """As a trial does: more steps while fp16's scale comes down, and until a loop takes its first update."""
+    """Warm up as a trial does: longer while fp16's scale comes down, and until a loop takes its first update."""
     steps: list[StepLosses] = []
     while len(steps) < NUM_WARMUP_STEPS or steps[-1].is_skipped or not training.has_stepped:
         scale = training.loss_scale()
@@ -90,18 +90,18 @@ def warm_up(training: BaseTraining) -> None:
 
 
 def _traced(training: BaseTraining, trace_file: str) -> tuple[Split | None, str | None]:
-    """A few steps under the profiler, taken apart; None with the reason where no trace can be written."""
+    """Trace a few steps and divide them by kind of operation; None with the reason if no trace can be written."""
     precision, device = training.spec.candidate.precision, training.device
     activities = [ProfilerActivity.CPU]
     if device.type in ("cuda", "xpu"):
         activities.append(getattr(ProfilerActivity, device.type.upper()))
     least, most = NUM_PROFILED_STEPS
     os.environ.setdefault("KINETO_LOG_LEVEL", _ABOVE_ALL_LEVELS)
-    # Else CUPTI stays: what a kept process ran next took a third longer (studies/real_card).
+    # Otherwise CUPTI stays active: the next job in a kept process took a third longer (studies/real_card).
     os.environ.setdefault("TEARDOWN_CUPTI", "1")
     started = time.perf_counter()
-    # Events that are to outlast a cycle become Python objects at its end: for a Llama of 12 layers ten times what the
-    # trace itself takes. There is one cycle.
+    # Events that are to outlive a cycle become Python objects at its end: for a Llama of 12 layers ten times the size
+    # of the trace itself. There is only one cycle.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning: Profiler clears events at the end of each cycle")
         profiler = torch.profiler.profile(activities=activities, record_shapes=True)
@@ -112,7 +112,7 @@ def _traced(training: BaseTraining, trace_file: str) -> tuple[Split | None, str 
                 started = time.perf_counter()
             elif number > least and time.perf_counter() - started > PROFILED_SECONDS:
                 break
-            window = _next_window(training)  # the wait for it was timed without the profiler
+            window = _next_window(training)  # the wait for data was timed without the profiler
             with record_function(step_mark(precision, number)):
                 _step(training, window)
                 synchronize(device)
@@ -121,13 +121,13 @@ def _traced(training: BaseTraining, trace_file: str) -> tuple[Split | None, str 
     try:
         profiler.export_chrome_trace(trace_file)
         trace = msgspec.json.decode(Path(trace_file).read_bytes(), type=Trace)
-    except (OSError, msgspec.DecodeError) as error:  # a full disk leaves none, or a part of it
+    except (OSError, msgspec.DecodeError) as error:  # with a full disk the file is missing or incomplete
         return None, f"the profiler's trace could not be written ({error})"
     return split(trace, precision, range(1, 1 + most)), None
 
 
 def unfused_optimizer(training: BaseTraining) -> str | None:
-    """The class of the first optimizer that could step in fused kernels and does not."""
+    """Return the class of the first optimizer that supports fused kernels but does not use them, or None."""
     optimizers: list[torch.optim.Optimizer] = []
     if isinstance(training.model, LoopState):
         optimizers = list(training.model.optimizers.values())
@@ -141,19 +141,19 @@ def unfused_optimizer(training: BaseTraining) -> str | None:
 
 
 def count_flops(step: Callable[[], object], device_type: str) -> tuple[int | None, str | None]:
-    """Run `step` without compiling and count; None with the reason where that cannot be.
+    """Run `step` without compiling and return its FLOPs; None with the reason if they cannot be counted.
 
-    A product of m x k by k x n counts 2mkn; the numbers' format changes nothing. Recurrent layers run in kernels that
-    torch's counter does not know; so does attention on a CPU, which therefore runs as the products that it is made of.
+    A product of m x k by k x n counts 2mkn, in any format. Recurrent layers run in kernels that torch's counter does
+    not know; so does attention on a CPU, which is therefore run as separate products.
     """
     counter = FlopCounterMode(display=False)
     attention = sdpa_kernel(SDPBackend.MATH) if device_type == "cpu" else nullcontext()
     try:
         with torch.compiler.set_stance("force_eager"), attention, counter, warnings.catch_warnings():
-            # The counter's own hooks, which a module that torch.compile wrapped warns of and calls twice.
+            # Caused by the counter's own hooks, which a module that torch.compile wrapped warns of and calls twice.
             warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
             step()
-    except Exception as error:  # the counter runs operations through a mode that not all models' bear
+    except Exception as error:  # not every model supports the mode in which the counter runs operations
         return None, (str(error) or type(error).__name__).splitlines()[0]
     flops = counter.get_total_flops()
     return (flops, None) if flops else (None, "torch's FLOP counter knows none of its operations")

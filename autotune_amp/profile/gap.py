@@ -1,4 +1,4 @@
-"""Where a step's time goes: torch.profiler's Chrome trace by kind of operation, as shares, and what to try. Pure."""
+"""Time of a step by kind of operation from torch.profiler's Chrome trace, as shares, with advice. Pure."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from autotune_amp.precision.modes import MODES
 from autotune_amp.profile.results import PART_NAMES, Gap, NextStep, Part, PartName
 from autotune_amp.trial.jobs import Trial, as_failure
 
-# What mixed precision means.
+# The mixed precisions.
 LOW = tuple(name for name, mode in MODES.items() if mode.uses_autocast and autocast_precision(name) == name)
 
 
 class Profile(Job[Profiled], frozen=True, kw_only=True):
-    """A few steps, of the training that `trial` describes, under torch.profiler.
+    """Job that runs a few steps of the training run described by `trial` under torch.profiler.
 
-    The Chrome trace is kept in `trace_file`, nowhere where that is None. The FLOPs of a step are counted after it,
-    where it `counts_flops`.
+    The Chrome trace is kept in `trace_file`, or discarded if that is None. With `counts_flops` the FLOPs of a step are
+    counted afterwards.
     """
 
     answer: ClassVar[Any] = Profiled
@@ -43,11 +43,11 @@ class Profile(Job[Profiled], frozen=True, kw_only=True):
 
     @property
     def candidate(self) -> Setting:
-        """What it trains in."""
+        """Return the setting of the profiled steps."""
         return self.trial.candidate
 
     def after(self, problem: Failure | AutotuneAmpError, so_far: Profiled | None) -> Failure:  # noqa: ARG002
-        """Nothing is known then, which nothing else hangs on."""
+        """Return a `Failure`: no other job depends on a profile."""
         return as_failure(problem)
 
 
@@ -65,20 +65,23 @@ _CONVERSIONS = ("aten::to", "aten::_to_copy", "aten::copy_")
 _LOW_TYPES = {"c10::BFloat16", "c10::Half"}
 _FLOAT_TYPES = {*_LOW_TYPES, "float", "double"}
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
-# torch marks each step of an optimizer, whoever takes it; our own mark has the scaler's work around it too.
+# torch marks each step of an optimizer, whoever calls it; our own mark includes the scaler's work.
 _OPTIMIZER_MARKS = ("Optimizer.", f"{MARK} update")
 _SECONDS = 1e-6  # the unit of a trace is the microsecond
-_start = attrgetter("ts")  # of an event
+_start = attrgetter("ts")  # start time of an event
 
 
 def step_mark(precision: Precision, number: int) -> str:
-    """The name that a profiled step has in the trace."""
+    """Return the name of a profiled step in the trace."""
     return f"{MARK} {precision} step {number}"
 
 
 class Event(msgspec.Struct, frozen=True):
-    """An event as the trace has it; `ts` and `dur` in microseconds. An operation's tensors are typed by ``Input type``
-    in `args`, and ``External id`` joins a kernel to the operation that launched it."""
+    """An event of a Chrome trace; `ts` and `dur` in microseconds.
+
+    In `args`, ``Input type`` lists the types of an operation's tensors, and ``External id`` joins a kernel to the
+    operation that launched it.
+    """
 
     ph: str
     name: str = ""
@@ -90,23 +93,23 @@ class Event(msgspec.Struct, frozen=True):
 
     @property
     def end(self) -> float:
-        """Where it ends, in microseconds."""
+        """Return the end of the event in microseconds."""
         return self.ts + self.dur
 
     @property
     def types(self) -> list[str]:
-        """Those of its arguments, as torch names them."""
+        """Return the types of the operation's arguments in torch's words."""
         return [kind for kind in self.args.get("Input type", ()) if isinstance(kind, str)]
 
 
 class Trace(msgspec.Struct, frozen=True, rename={"events": "traceEvents"}):
-    """A whole trace."""
+    """A whole Chrome trace."""
 
     events: list[Event]
 
 
 def split(trace: Trace, precision: Precision, numbers: Iterable[int]) -> Split | None:
-    """The profiled steps with these numbers taken apart; None where the trace has none of them."""
+    """Return the time of these profiled steps by kind of operation; None if the trace has none of them."""
     marks = {step_mark(precision, number) for number in numbers}
     spans = sorted((event for event in trace.events if event.ph == "X"), key=_start)
     marked = [event for event in spans if event.cat == "user_annotation" and event.name in marks]
@@ -147,7 +150,10 @@ def _largest_names(microseconds: Mapping[str, float]) -> tuple[str, ...]:
 
 
 def _on_host(inside: Sequence[Event], step: Event, precision: Precision) -> Iterator[tuple[Kind, str, float]]:
-    """Kind, name and own microseconds of the step's operations; all of the optimizer's time is known by its marks."""
+    """Yield kind, name and own microseconds of the step's operations on the host.
+
+    The optimizer's time is that of its marks.
+    """
     for node, kind in _classified(inside, precision):
         if node.event.tid == step.tid and kind != "optimizer":  # loader threads take none of the step's own time
             yield kind, node.event.name, node.event.dur - sum(child.event.dur for child in node.children)
@@ -155,13 +161,16 @@ def _on_host(inside: Sequence[Event], step: Event, precision: Precision) -> Iter
 
 
 def _on_device(inside: Sequence[Event], _: Event, precision: Precision) -> Iterator[tuple[Kind, str, float]]:
-    """Kind and name of what launched each kernel, and the kernel's microseconds; a step ends with a synchronisation."""
+    """Yield kind and name of the operation that launched each kernel, and the kernel's microseconds.
+
+    A step ends with a synchronisation, so that its kernels end before it does.
+    """
     launchers = {
         node.event.args.get("External id"): (kind, node.event.name) for node, kind in _classified(inside, precision)
     }
     for kernel in inside:
         if kernel.cat in _KERNELS:
-            # What a CUDA graph launches has no operation.
+            # Kernels launched by a CUDA graph have no operation.
             yield *launchers.get(kernel.args.get("External id"), ("other", kernel.name)), kernel.dur
 
 
@@ -171,13 +180,13 @@ def _updates(inside: Sequence[Event]) -> list[tuple[float, float]]:
 
 @dataclass
 class _Node:
-    """An operation and those that it called."""
+    """An operation and the operations that it called."""
 
     event: Event
     children: list[_Node] = field(default_factory=list)
 
     def converts(self) -> bool:
-        """Whether it, or what it calls, copies from one floating format to another."""
+        """Return whether the operation, or one that it calls, copies from one floating-point format to another."""
         if self.event.name == "aten::copy_":
             into_and_source = set(self.event.types[:2])
             return len(into_and_source) == 2 and into_and_source <= _FLOAT_TYPES
@@ -185,7 +194,7 @@ class _Node:
 
 
 def _classified(inside: Sequence[Event], precision: Precision) -> Iterator[tuple[_Node, Kind]]:
-    """Every operation with its kind: its own, else that of the one that called it."""
+    """Yield every operation with its kind: its own, or that of the calling operation."""
     updates = _updates(inside)
 
     def walk(node: _Node, inherited: Kind) -> Iterator[tuple[_Node, Kind]]:
@@ -208,12 +217,12 @@ def _kind(node: _Node, precision: Precision, inherited: Kind) -> Kind:
         return "fp32_operations"
     if _MATRIX_PRODUCT.fullmatch(node.event.name):
         return "matrix_products"
-    # Autocast casts the inputs of an operation inside of it, and then calls it again.
+    # Autocast casts the inputs inside of an operation, and then calls the operation again.
     return "other" if is_low and inherited == "fp32_operations" else inherited
 
 
 def _trees(operations: Iterable[Event]) -> list[_Node]:
-    """The operations of each thread as trees: one that begins before another has ended was called by it."""
+    """Return each thread's operations as trees: one that begins before another has ended was called by it."""
     roots: list[_Node] = []
     open_nodes: dict[int | str, list[_Node]] = defaultdict(list)
     for event in sorted(operations, key=lambda event: (event.ts, -event.dur)):
@@ -226,7 +235,7 @@ def _trees(operations: Iterable[Event]) -> list[_Node]:
 
 
 def _merged(events: Iterable[Event]) -> list[tuple[float, float]]:
-    """The time that they cover, as spans that do not overlap, in microseconds."""
+    """Return the time covered by the events as disjoint spans in microseconds."""
     merged: list[tuple[float, float]] = []
     for event in sorted(events, key=_start):
         if merged and event.ts <= merged[-1][1]:
@@ -236,15 +245,15 @@ def _merged(events: Iterable[Event]) -> list[tuple[float, float]]:
     return merged
 
 
-MIN_SHARE = 0.05  # of the step; less is not worth a change of code
+MIN_SHARE = 0.05  # share of the step; smaller parts are not worth a change of code
 _FROM_PROFILE: tuple[PartName, ...] = ("matrix_products", "casts", "fp32_operations", "optimizer")
 
 
 def gap(processes: Sequence[Measurement], profiled: Profiled, rate: float | None) -> Gap | None:
-    """Take the step of these processes apart: its profile says how to divide the time that it took without one.
+    """Divide the mean step of these processes into parts, in the proportions of the profile.
 
-    `rate` is the machine's in matrix products, in FLOP/s, None where unknown. On a CPU the profiled operations are
-    stretched or shrunk to the step; on an accelerator the time that no kernel fills is idle. None without a profile.
+    `rate` is the machine's rate of matrix products in FLOP/s, None if unknown. On a CPU the profiled operations are
+    scaled to the step; on an accelerator the time without a kernel is idle. None without a profile.
     """
     split, flops, device_type = profiled.split, profiled.flops_per_step, profiled.device_type
     if split is None:
@@ -288,7 +297,7 @@ def gap(processes: Sequence[Measurement], profiled: Profiled, rate: float | None
 
 
 def _convolution_share(steps: Sequence[ProfiledStep], parts: Mapping[PartName, float], whole: float) -> float:
-    """Of the step, what convolutions take of its matrix products."""
+    """Return the share of the step that convolutions take, as part of its matrix products."""
     products = sum(step.operation_seconds.get("matrix_products", 0.0) for step in steps)
     convolutions = sum(step.convolution_seconds for step in steps)
     seconds = parts.get("matrix_products", 0.0) + parts.get("slow_matrix_products", 0.0)
@@ -296,7 +305,7 @@ def _convolution_share(steps: Sequence[ProfiledStep], parts: Mapping[PartName, f
 
 
 def _median(steps: Sequence[ProfiledStep]) -> ProfiledStep:
-    """A step whose every part takes the median of what it takes in these; it lasts what they add up to."""
+    """Return a step in which every part takes the median of its times in these steps, and the whole their sum."""
     kinds = {kind for step in steps for kind in step.operation_seconds}
     parts = {kind: median(step.operation_seconds.get(kind, 0.0) for step in steps) for kind in kinds}
     others = median(step.step_seconds - sum(step.operation_seconds.values()) for step in steps)
@@ -308,19 +317,19 @@ def _median(steps: Sequence[ProfiledStep]) -> ProfiledStep:
 
 
 def _compute_parts(seconds: float, step: ProfiledStep, device_type: str) -> dict[PartName, float]:
-    """The parts of `seconds` of computing."""
+    """Return the parts of `seconds` of computing, in the proportions of a profiled step."""
     scale, idle = seconds / step.step_seconds, dict[PartName, float]()
     if device_type != "cpu":
-        summed = sum(step.operation_seconds.values())  # kernels side by side count for the time they had together
+        summed = sum(step.operation_seconds.values())  # overlapping kernels share the time in which both ran
         busy = min(step.busy_seconds, seconds)
         scale, idle = busy / summed if summed else 0.0, {"idle": seconds - busy}
     return idle | {name: step.operation_seconds.get(name, 0.0) * scale for name in _FROM_PROFILE}
 
 
 def next_steps(found: Gap, precision: Precision, unfused_optimizer: str | None) -> tuple[NextStep, ...]:
-    """What is worth trying, the largest gain first; the gain is what would be left of the step without that part.
+    """Return the next steps to try, the largest gain first; the gain is the speed-up if the part took no time.
 
-    A part that is small in any of the profiled steps is not worth it, and casts are only where autocast makes them.
+    Parts that are small in any of the profiled steps are left out, and so are casts except under autocast.
     """
     skipped = ("matrix_products",) if precision in LOW else ("matrix_products", "casts")
     steps = [
@@ -338,20 +347,22 @@ def next_steps(found: Gap, precision: Precision, unfused_optimizer: str | None) 
     return tuple(sorted(steps, key=lambda step: -step.share))
 
 
-# The parts of a step that a dimension of the search bears on.
+# Parts of a step that a dimension of the search affects.
 _PARTS_OF: dict[str, tuple[PartName, ...]] = {
     "num_workers": ("loader",),
-    "optimizer_impl": ("optimizer", "idle"),  # what the host takes to launch its kernels
+    "optimizer_impl": ("optimizer", "idle"),  # includes the time in which the host launches its kernels
     "compile": ("casts", "fp32_operations", "idle", "rest"),
 }
 DIMENSIONS_OF_A_PROFILE: Final = frozenset({*_PARTS_OF, "memory_format", "cudnn_benchmark", "fp8_recipe"})
-_FP8_SHARE = 0.5  # of bf16's time, that a product takes on fp8 tensor cores at the least
-_MAX_SHARE = 0.99  # a whole step does not vanish
+_FP8_SHARE = 0.5  # least share of bf16's time that a product takes on fp8 tensor cores
+_MAX_SHARE = 0.99  # upper bound of a share: a whole step does not vanish
 
 
 def max_speedups(found: Gap) -> dict[str, float]:
-    """By dimension of the search, what a step gains at most by it: what would be left without the parts that it bears
-    on. Only of those that a profile says something of."""
+    """Return an upper bound of the speed-up for each dimension: the step time if the parts it affects took no time.
+
+    Dimensions about which a profile says nothing are left out.
+    """
     shares = {name: sum(map(found.share, parts)) for name, parts in _PARTS_OF.items()}
     shares["memory_format"] = shares["cudnn_benchmark"] = found.convolution_share
     products = found.share("matrix_products") + found.share("slow_matrix_products") - found.convolution_share
@@ -360,13 +371,13 @@ def max_speedups(found: Gap) -> dict[str, float]:
 
 
 def _dimensions(part: Part, found: Gap, unfused_optimizer: str | None) -> tuple[str, ...]:
-    """Those of the search that bear on a part, in the order in which they are worth a thought."""
+    """Return the dimensions of the search that affect a part, the most promising first."""
     ours = [name for name, parts in _PARTS_OF.items() if part.name in parts]
     if part.name == "optimizer" and unfused_optimizer is None:
         ours = []
     if part.name == "slow_matrix_products" and found.convolution_share >= MIN_SHARE:
         ours.append("memory_format")
-    # A larger batch has fewer updates, more for each product and kernel to do, and casts its weights once.
+    # A larger batch has fewer updates, more work per product and kernel, and casts its weights once.
     if part.name in ("optimizer", "slow_matrix_products", "casts", "idle"):
         ours.append("batch_size")
     return tuple(ours)

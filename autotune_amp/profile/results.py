@@ -1,4 +1,4 @@
-"""AmpProfile: what a profile found, as plain data and in words. No torch."""
+"""AmpProfile: the result of a profile, as plain data and text. No torch."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _NUM_NEXT_STEPS = 3
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """What a part of the step takes: `seconds` of one step and their `share` of it; the shares of a step sum to 1.
+    """A part of a step: `seconds` of one step and their `share` of it; the shares of a step sum to 1.
 
-    ``matrix_products`` is what the step's products would take at the machine's measured rate, ``slow_matrix_products``
-    what they take beyond that; without a rate or a count the former is all of them. ``casts`` convert between formats,
-    ``fp32_operations`` are those that autocast leaves in fp32, ``loader`` is the wait for data, ``idle`` the time in
-    which an accelerator has no kernel to run, and ``rest`` all else. `largest` names the operations that take most.
-    A part is the median of several profiled steps, `share_range` its least and largest share in any of them; of the
-    loader it is that in any of the processes.
+    ``matrix_products`` is the time that the step's products would take at the machine's measured rate,
+    ``slow_matrix_products`` their time beyond that; without a rate or a count the former is all of it. ``casts``
+    convert between formats, ``fp32_operations`` are those that autocast leaves in fp32, ``loader`` is the wait for
+    data, ``idle`` the time in which an accelerator has no kernel to run, and ``rest`` all else. `largest` names the
+    operations that take most time. A part is the median of several profiled steps, `share_range` its smallest and
+    largest share in any of them; for the loader, in any of the processes.
     """
 
     name: PartName
@@ -49,13 +49,13 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gap(msgspec.Struct, frozen=True, kw_only=True):
-    """From the machine's matrix rate down to what a step attains, and where the difference goes.
+    """Difference between the machine's matrix rate and the rate that a step attains, divided into parts of the step.
 
-    Rates are in floating-point operations a second: `machine_flops_per_second` that of large matrix products in this
-    precision, `attained_flops_per_second` is `flops_per_step` over the step's seconds. Each is None where it could not
-    be measured or counted. `parts` are in the order of `PartName`; one that does not apply is left out. Convolutions
-    are matrix products, and take `convolution_share` of the step. `note` says what could not be told, None where all
-    could.
+    Rates are in floating-point operations per second: `machine_flops_per_second` is that of large matrix products in
+    this precision, `attained_flops_per_second` is `flops_per_step` over the step's seconds. Each is None if it could
+    not be measured or counted. `parts` are in the order of `PartName`; parts that do not apply are left out.
+    Convolutions are matrix products, and take `convolution_share` of the step. `note` describes missing information,
+    None if there is none.
     """
 
     machine_flops_per_second: float | None
@@ -66,15 +66,15 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True):
     note: str | None = None
 
     def share(self, name: PartName) -> float:
-        """The part's share of the step, 0 where it does not apply."""
+        """Return the part's share of the step, 0 if it does not apply."""
         return sum(part.share for part in self.parts if part.name == name)
 
 
 class NextStep(msgspec.Struct, frozen=True, kw_only=True):
-    """Something worth trying: the step would be at most `max_speedup` times as fast, if `part` vanished.
+    """Advice on one part of a step: without `part` the step would be at most `max_speedup` times as fast.
 
-    `dimensions` are those of the search that bear on it. `share` and `share_range` are the part's: even the least is
-    worth acting on.
+    `dimensions` are the dimensions of the search that affect the part. `share` and `share_range` are the part's: even
+    the smallest share is worth acting on.
     """
 
     precision: Precision
@@ -86,15 +86,16 @@ class NextStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrecisionRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One precision. What could not be measured is None, and `reason` says why; `failure` is how it failed if it ran.
+    """Result for one precision. Numbers that were not measured are None; `failure` is the kind of failure if it ran.
 
-    `num_steps` training steps were timed, in the processes of `process_step_seconds`, a step in each of them with the
-    wait for its data. `step_seconds` is the geometric mean of those, `step_seconds_interval` its 95 % interval
-    (`intervals.ratio_interval`). `speedup` over fp32 is the geometric mean over processes of one round, in which both
-    trained on the same batches, `speedup_interval` its 95 % interval with the process as its unit, `verdicts` what the
-    two ends of that would be called. A precision that failed has none of these.
-    `was_cut`: it was left after a few steps as hopelessly slow; without an interval `speedup` is at most that.
-    `peak_memory_bytes` was measured in a process of its own: resident memory on a CPU, allocated on an accelerator.
+    `reason` says why numbers are missing. `num_steps` training steps were timed, in the processes of
+    `process_step_seconds`, the mean step in each including the wait for its data. `step_seconds` is their geometric
+    mean, `step_seconds_interval` its 95 % interval (`intervals.ratio_interval`). `speedup` over fp32 is the geometric
+    mean over pairs of processes in one round, which trained on the same batches, `speedup_interval` its 95 % interval
+    with the process as its unit, `verdicts` those on the two ends of the interval. A precision that failed has none of
+    these. `was_cut`: it was stopped after a few steps as hopelessly slow; without an interval `speedup` is an upper
+    bound. `peak_memory_bytes` was measured in a separate process: resident memory on a CPU, allocated on an
+    accelerator.
     """
 
     precision: Precision
@@ -114,13 +115,12 @@ class PrecisionRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AmpProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether mixed precision pays for one workload on one device, and where a step's time goes.
+    """Profile of one workload on one device: the gain of mixed precision, and the step's time by kind of operation.
 
-    A step trains `accumulation_steps` batches of `batch_size` samples; `num_batches` steps of each precision were asked
-    for, and each row says how many were timed.
-    `rows` begin with fp32. `best_precision` is the fastest of bf16 and fp16, `speedup` and `verdict` are its; they are
-    None where neither could be compared with fp32. `next_steps` are for `gap_precision`, the largest gain first.
-    `trace` is the file written for Perfetto, None without one.
+    A step trains `accumulation_steps` batches of `batch_size` samples; `num_batches` steps of each precision were
+    requested, and each row gives the number timed. `rows` begin with fp32. `best_precision` is the fastest of bf16 and
+    fp16, with `speedup` and `verdict`; None if neither could be compared with fp32. `next_steps` are for
+    `gap_precision`, the largest gain first. `trace` is the file written for Perfetto, None without one.
     """
 
     format: int = 1
@@ -139,7 +139,7 @@ class AmpProfile(msgspec.Struct, frozen=True, kw_only=True):
     trace: str | None = None
 
     def row(self, precision: str) -> PrecisionRow:
-        """The row of a precision; raises `KeyError` where it has none."""
+        """Return the row of a precision. Raises `KeyError` if there is none."""
         for row in self.rows:
             if row.precision == precision:
                 return row
@@ -147,21 +147,18 @@ class AmpProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gap(self) -> Gap | None:
-        """The step of `gap_precision` taken apart; None where it could not be."""
+        """Return the parts of `gap_precision`'s step; None if unknown."""
         return self.row(self.gap_precision).gap
 
     @property
     def gap_precision(self) -> Precision:
-        """The precision whose step is to be mended: the best low one where that is faster than fp32, else fp32."""
+        """Return the precision whose step needs advice: the best low one if it is faster than fp32, otherwise fp32."""
         best = self.best_precision
         return best if best is not None and (self.speedup or 0.0) > 1 else "fp32"
 
     @property
     def next_step(self) -> str | None:
-        """What is worth trying first, with the gain that it could bring.
-
-        None where no part stands out in every step that was profiled.
-        """
+        """Return the most promising advice, with its possible gain; None if no part is large in every profiled step."""
         return next_step_line(self.next_steps[0]) if self.next_steps else None
 
     def _repr_html_(self) -> str:
@@ -171,18 +168,18 @@ class AmpProfile(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def to_json(self) -> str:
-        """The document; a missing number is null, never NaN."""
+        """Return the JSON document; a missing number is null, never NaN."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
 
     def explain(self) -> str:
-        """The verdict, the numbers, where the time goes and what to try, as a few lines of plain text."""
+        """Return the verdict, the numbers, the parts of the step and the advice, as a few lines of plain text."""
         lines = [heading(self)]
         lines += [f"{row.precision}: {', '.join(filter(None, row_cells(row)))}" for row in self.rows]
         return "\n".join([*lines, *(f"{label}: {text}" for label, text in facts(self))])
 
 
 def facts(profile: AmpProfile) -> list[tuple[str, str]]:
-    """Label and text of what the numbers come to."""
+    """Return (label, text) pairs for the verdict, the rates, the parts of the step and the advice."""
     lines = [("verdict", _verdict(profile))]
     for row in profile.rows:
         if row.gap is not None and row.precision in ("fp32", profile.best_precision):
@@ -201,15 +198,18 @@ _WORDS = {"batch_size": "a larger batch size", "num_workers": "more num_workers"
 
 
 def next_step_line(step: NextStep) -> str:
-    """``optimizer, 17 % (15 to 19) of a step in bf16: optimizer_impl or a larger batch size; at most 1.2x if it
-    vanished``."""
+    """Return a line of advice.
+
+    Example: ``optimizer, 17 % (15 to 19) of a step in bf16: optimizer_impl or a larger batch size; at most 1.2x if it
+    vanished``.
+    """
     share = f"{_percent(step)} of a step in {step.precision}"
     tried = " or ".join(_WORDS.get(name, name) for name in step.dimensions)
     return f"{PART_NAMES[step.part]}, {share}: {tried}; at most {times(step.max_speedup)} if it vanished"
 
 
 def profiled_line(found: Profiled) -> str:
-    """What took most of the profiled steps: ``41 % matrix products, 22 % optimizer, 9 % casts``."""
+    """Return the kinds that took most of the profiled steps: ``41 % matrix products, 22 % optimizer, 9 % casts``."""
     if found.split is None:
         return found.split_problem or "no step was seen"
     seconds: Counter[str] = Counter()
@@ -223,7 +223,7 @@ def profiled_line(found: Profiled) -> str:
 
 
 def heading(profile: AmpProfile) -> str:
-    """What was profiled, where, and how many steps of it."""
+    """Return a title that names the workload, the number and size of the steps, and the device."""
     steps = count(max((row.num_steps for row in profile.rows), default=0), "step")
     batches = "" if profile.accumulation_steps == 1 else f"{profile.accumulation_steps} batches of "
     of_what = f"{batches}{count(profile.batch_size, 'sample')} in each precision"
@@ -235,14 +235,14 @@ ROW_COLUMNS = ("precision", "step", "speed-up", "memory", "verdict")
 
 
 def row_cells(row: PrecisionRow) -> tuple[str, str, str, str]:
-    """Step, speed-up, memory and verdict; empty where there is none."""
+    """Return the table cells for step, speed-up, memory and verdict; "" for missing ones."""
     step = "" if row.step_seconds is None else duration(row.step_seconds)
     memory = "" if row.peak_memory_bytes is None else size(row.peak_memory_bytes)
     return step, _speedup(row), memory, _row_verdict(row)
 
 
 def _speedup(row: PrecisionRow) -> str:
-    """With its interval; at most that where there is none."""
+    """Return the speed-up with its interval, or as an upper bound without one."""
     if row.speedup is None:
         return ""
     if row.speedup_interval is None:
@@ -279,13 +279,13 @@ def _rate(gap: Gap, attained: float) -> str:
 
 
 def _percent(part: Part | NextStep) -> str:
-    """Its share with the least and the largest, where they differ."""
+    """Return the part's share, with its range if the ends differ."""
     least, largest = (f"{100 * share:.0f}" for share in part.share_range)
     return f"{100 * part.share:.0f} %" + (f" ({least} to {largest})" if least != largest else "")
 
 
 def _gap(gap: Gap) -> str:
-    """The parts of a step that are worth a number, the largest first."""
+    """Return the parts of a step that take at least 1 %, the largest first."""
     return ", ".join(
         f"{_percent(part)} {PART_NAMES[part.name]}" + (f" ({', '.join(part.largest)})" if part.largest else "")
         for part in sorted(gap.parts, key=lambda part: -part.seconds)

@@ -1,4 +1,4 @@
-"""Whether a model's blocks keep what the backward pass needs, or compute it again there."""
+"""Activation checkpointing: a model's blocks recompute activations in the backward pass instead of keeping them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.variants.subject import Trained
 
-# Transformers' names, those of before 5.23 last.
+# Names in Transformers, those before 5.23 last.
 _SWITCHES = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
 _STATES = ("is_activation_checkpointing", "is_gradient_checkpointing")
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-def has(value: str, trained: Trained) -> bool:  # noqa: ARG001 - the signature of all
-    """Whether blocks are checkpointed already, as far as that shows."""
+def has(value: str, trained: Trained) -> bool:  # noqa: ARG001 - the interface of a variant
+    """Return whether blocks are checkpointed already, as far as that is visible."""
     return any(isinstance(module, CheckpointWrapper) for module in trained.modules) or any(
         getattr(model, next((name for name in _STATES if hasattr(model, name)), ""), False)
         for model in _switched(trained)
     )
 
 
-def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the signature of all
-    """Why no block can be checkpointed, None where some can."""
+def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the interface of a variant
+    """Return the reason why no block can be checkpointed, None if some can."""
     blocks = _switched(trained) or [block for _, _, block in repeated_blocks(trained)]
     if not blocks:
         return "the model has no repeated blocks: two or more modules of one class in a ModuleList or Sequential"
@@ -36,17 +36,17 @@ def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the s
     return None
 
 
-def apply(value: str, trained: Trained) -> None:  # noqa: ARG001 - there is but one
-    """Have each block recompute its forward pass in the backward pass, with the same draws.
+def apply(value: str, trained: Trained) -> None:  # noqa: ARG001 - the only value
+    """Make each block recompute its forward pass in the backward pass, with the same random draws.
 
-    By Transformers' own switch where the model has it. The names in a ``state_dict`` stay as they are.
+    Uses Transformers' own switch if the model has it. The names in a ``state_dict`` do not change.
     """
     for model in (switched := _switched(trained)):
         enable = next(getattr(model, name) for name in _SWITCHES if hasattr(model, name))
         enable({"use_reentrant": False})
     if switched:
         return
-    wrapped: dict[nn.Module, nn.Module] = {}  # a block may stand in several places
+    wrapped: dict[nn.Module, nn.Module] = {}  # a block may occur in several places
     for container, name, block in list(repeated_blocks(trained)):
         if block not in wrapped:
             wrapped[block] = checkpoint_wrapper(block)
@@ -54,14 +54,15 @@ def apply(value: str, trained: Trained) -> None:  # noqa: ARG001 - there is but 
 
 
 def _switched(trained: Trained) -> list[Any]:
-    """The models with Transformers' own switch."""
+    """Return the models with Transformers' own switch."""
     models: list[Any] = [unwrap(model) for model in trained.models]
     return [model for model in models if getattr(model, "supports_gradient_checkpointing", False)]
 
 
 def repeated_blocks(trained: Trained) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Of the outermost containers the elements that share their class with another and hold modules themselves: the
-    container, the element's name in it, and the element.
+    """Yield the repeated blocks of the outermost containers: the container, the block's name in it, and the block.
+
+    A block has submodules and shares its class with another element of its container.
     """
     inside: set[nn.Module] = set()
     for container in trained.modules:

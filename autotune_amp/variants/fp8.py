@@ -1,6 +1,6 @@
-"""Linear layers that multiply in fp8 under bf16's autocast, by torchao; their weights stay as they are.
+"""Linear layers that multiply in fp8 under bf16's autocast, by torchao; their weights do not change.
 
-The first and the last Linear stay in bf16, as Accelerate has it too: a model is most sensitive there.
+The first and the last Linear stay in bf16, as in Accelerate: a model is most sensitive there.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import nn
 from autotune_amp.precision.forward_wrapper import Roles, own_class, roles_of, set_roles, unwrap
 from autotune_amp.variants.subject import Trained
 
-_MULTIPLE = 16  # of the sizes of what fp8 tensor cores multiply (torch._scaled_mm)
-_STATE = "_autotune_amp_fp8"  # the recipe, and the names of what torchao keeps on the layer
+_MULTIPLE = 16  # divisor of the sizes of fp8 tensor cores' operands (torch._scaled_mm)
+_STATE = "_autotune_amp_fp8"  # the recipe, and the names of torchao's attributes of the layer
 
 
 def has(value: str, trained: Trained) -> bool:
-    """Whether layers multiply in fp8 by this recipe already, or by one of the user's own."""
+    """Return whether layers multiply in fp8 already, by this recipe or converted by the user."""
     if "torchao.float8.float8_linear" not in sys.modules:
         return False
     from torchao.float8.float8_linear import Float8Linear
@@ -32,8 +32,8 @@ def has(value: str, trained: Trained) -> bool:
     return any(layer.__dict__.get(_STATE, (value,))[0] == value for layer in layers)
 
 
-def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the signature of all
-    """Why no layer can multiply in fp8, None where some can."""
+def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the interface of a variant
+    """Return the reason why no layer can multiply in fp8, None if some can."""
     if importlib.util.find_spec("torchao") is None:
         return "torchao is not installed: pip install 'torchao>=0.18'"
     if not _linears(trained.models):
@@ -42,15 +42,15 @@ def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the s
 
 
 def apply(value: str, trained: Trained) -> None:
-    """Have the layers multiply in fp8 wherever autocast is on."""
+    """Make the layers multiply in fp8 wherever autocast is on."""
     switch(trained.models, value, trained.device)
 
 
 def switch(models: Sequence[nn.Module], recipe: str | None, device: torch.device) -> None:
-    """Have the Linear layers of these models multiply in fp8 by this recipe, or (None) as plain ones do; they stay the
-    objects that they are, over the same parameters.
+    """Make the Linear layers of these models multiply in fp8 by `recipe`, or as plain ones do for None.
 
-    Where the device has no fp8 tensor cores, torchao emulates them: that shows what fp8 learns, and not how fast.
+    The layers stay the same objects, with the same parameters. On a device without fp8 tensor cores torchao emulates
+    them: that shows fp8's effect on training, but not its speed.
     """
     if recipe == recipe_of(models):
         return
@@ -65,7 +65,7 @@ def switch(models: Sequence[nn.Module], recipe: str | None, device: torch.device
 
     from autotune_amp.variants.fp8_linear import Fp8Linear
 
-    # Padded: the number of samples, which the gradient of the weight sums over, need not be a multiple.
+    # Padded: the number of samples, over which the weight's gradient sums, need not be a multiple.
     emulates = not _has_fp8(device)
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulates, pad_inner_dim=True)
     for linear in _linears(models):
@@ -77,7 +77,7 @@ def switch(models: Sequence[nn.Module], recipe: str | None, device: torch.device
 
 @contextmanager
 def running(models: Sequence[nn.Module], recipe: str | None, device: torch.device) -> Iterator[None]:
-    """`switch`, and back again in the end."""
+    """Switch the layers to `recipe` within the context, and back at its end; see `switch`."""
     before = recipe_of(models)
     switch(models, recipe, device)
     try:
@@ -87,7 +87,7 @@ def running(models: Sequence[nn.Module], recipe: str | None, device: torch.devic
 
 
 def recipe_of(models: Sequence[nn.Module]) -> str | None:
-    """The recipe that `switch` gave them, None without one."""
+    """Return the recipe that `switch` applied, None without one."""
     return next((module.__dict__[_STATE][0] for module in _modules(models) if _STATE in module.__dict__), None)
 
 
@@ -96,13 +96,16 @@ def _modules(models: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _linears(models: Sequence[nn.Module]) -> list[nn.Linear]:
-    """Of each model the layers between its first Linear and its last that can be converted, or are."""
+    """Return the layers between each model's first and last Linear that can be, or are, converted."""
     own = ([module for module in _modules([model]) if isinstance(module, nn.Linear)] for model in models)
     return [linear for linears in own for linear in linears[1:-1] if _can_be_converted(linear)]
 
 
 def _can_be_converted(linear: nn.Linear) -> bool:
-    """Not where something else than Linear computes it, or its weight: a subclass, a forward of its own, pruning."""
+    """Return whether a layer can be converted: a plain Linear with an fp32 weight whose sizes are multiples of 16.
+
+    A subclass, a forward of its own, or a pruned or otherwise computed weight is not plain.
+    """
     weight = linear._parameters.get("weight")
     is_plain = (own_class(linear) is nn.Linear and "forward" not in linear.__dict__) or _STATE in linear.__dict__
     if weight is None or not is_plain or weight.dtype != torch.float32:

@@ -1,6 +1,4 @@
-"""How the weights of convolutions lie in memory; a convolution's output follows its weight, and so do the layers after
-it.
-"""
+"""Memory format of convolution weights; a convolution's output has its weight's format, and so do later layers."""
 
 from __future__ import annotations
 
@@ -16,20 +14,20 @@ _FORMATS = {
 
 
 def has(value: str, trained: Trained) -> bool:
-    """Whether all the weights lie so already."""
+    """Return whether all convolution weights have this format already."""
     memory_format, weights = _FORMATS[value][0], _weights(value, trained)
     return bool(weights) and all(weight.is_contiguous(memory_format=memory_format) for weight in weights)
 
 
 def why_not(value: str, trained: Trained) -> str | None:
-    """Why the weights cannot lie so, None where they can."""
+    """Return the reason why no weight can have this format, None if some can."""
     if not _weights(value, trained):
         return f"the model has no convolution over {_FORMATS[value][1] - 2} dimensions"
     return None
 
 
 def apply(value: str, trained: Trained) -> None:
-    """Lay the weights of these convolutions out anew, in place, and what an optimizer holds of them."""
+    """Convert the weights of these convolutions in place, and the optimizer's state for them."""
     memory_format, num_dimensions, _ = _FORMATS[value]
     for parameter in trained.parameters:
         if parameter.dim() == num_dimensions:

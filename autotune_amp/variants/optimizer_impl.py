@@ -1,4 +1,4 @@
-"""Whose loop an optimizer's step is: one kernel a tensor, one for many tensors, or one for the whole update."""
+"""Implementation of an optimizer's step: one kernel per tensor, one for many tensors, or one for the whole update."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from autotune_amp.variants.subject import Trained
 
 
 def has(value: str, trained: Trained) -> bool:
-    """Whether all the optimizers step so already."""
+    """Return whether all optimizers use this implementation already."""
     groups = [group for optimizer in trained.optimizers for group in optimizer.param_groups]
     return bool(groups) and all(_implementation(group, trained.device) == value for group in groups)
 
 
 def why_not(value: str, trained: Trained) -> str | None:
-    """Why the optimizers cannot step so, None where they can."""
+    """Return the reason why the optimizers do not support this implementation, None if they do."""
     if not trained.optimizers:
         return "no optimizer is known"
     for optimizer in trained.optimizers:
@@ -37,9 +37,10 @@ def why_not(value: str, trained: Trained) -> str | None:
 
 
 def apply(value: str, trained: Trained) -> None:
-    """Have the optimizers step so from now on, their state and hyperparameters kept; raises what torch raises.
+    """Switch the optimizers to this implementation, keeping their state and hyperparameters.
 
-    A checkpoint brings its own implementation along, which may be another: after loading one it is set up again.
+    Passes on torch's errors. A checkpoint contains an implementation, which may be another: after loading one the
+    switch is repeated.
     """
     for optimizer in trained.optimizers:
         _checked(value, optimizer)
@@ -51,7 +52,7 @@ def _set(optimizer: Any, value: str) -> None:
     offered = inspect.signature(type(optimizer)).parameters.keys() & {"foreach", "fused"}
     for options in (optimizer.defaults, *optimizer.param_groups):
         options.update({name: value == name for name in offered})
-    # What GradScaler asks before it leaves unscaling and skipping to the optimizer; torch sets it where it is made.
+    # Checked by GradScaler before it leaves unscaling and skipping to the optimizer; torch sets it on construction.
     optimizer._step_supports_amp_scaling = value == "fused"
     for parameter, state in optimizer.state.items():  # a fused step counts on the device, others on the host
         if isinstance(step := state.get("step"), Tensor):
@@ -61,13 +62,13 @@ def _set(optimizer: Any, value: str) -> None:
 def _implementation(group: dict[str, Any], device: torch.device) -> str | None:
     if group.get("fused"):
         return "fused"
-    # Left open, torch takes it on an accelerator (torch.optim.optimizer._default_to_fused_or_foreach).
+    # If not set, torch uses it on an accelerator (torch.optim.optimizer._default_to_fused_or_foreach).
     is_default = group.get("foreach") is None and device.type != "cpu"
     return "foreach" if group.get("foreach") or is_default else None
 
 
 def _checked(value: str, optimizer: Any) -> None:
-    """Torch's own constructor, with the optimizer's hyperparameters, on one of its parameters without their number."""
+    """Call torch's constructor with the optimizer's hyperparameters and a dummy parameter, to raise its errors."""
     kind = type(optimizer)
     chosen = {**optimizer.defaults, "foreach": value == "foreach", "fused": value == "fused"}
     options = {name: chosen[name] for name in inspect.signature(kind).parameters.keys() & chosen.keys()}

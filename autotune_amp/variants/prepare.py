@@ -1,4 +1,4 @@
-"""prepare(): sets up on live objects what a config says of them; the trials of a search run the same code."""
+"""prepare(): applies a config's variants to live objects; the trials of a search run the same code."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ _PLACES: dict[str, _Place] = {
 
 
 def prepare(config: Setting, model: Model, optimizer: Optimizers) -> tuple[Model, Optimizers]:
-    """Set up on a model and its optimizer, or several in a list, what `config` says of them; returns the same objects.
+    """Apply the variants in `config` to a model and its optimizer, or list of optimizers, and return the same objects.
 
-    The model's weights, their memory format, its layers in fp8, its checkpointed blocks and its compilation, the
-    implementation of the optimizer's step, and for the whole process cuDNN's benchmark and CUDA's allocator. All else
-    is for the loop, the loader and a `PrecisionController`. Call it once the model is on its device, before
-    ``DistributedDataParallel``; the optimizer may have taken steps. The names in both ``state_dict`` are those of
-    before, so that a checkpoint loads with and without it. An optimizer's own holds its implementation: loaded
-    elsewhere it brings that along.
+    It sets the dtype of the model's weights, their memory format, its fp8 layers, its checkpointed blocks and its
+    compilation, the implementation of the optimizer's step, and for the whole process cuDNN's benchmark and CUDA's
+    allocator. The other settings are up to the training loop, the loader and a `PrecisionController`. Call it once the
+    model is on its device, before ``DistributedDataParallel``; the optimizer may have taken steps. The names in both
+    ``state_dict`` do not change, so that a checkpoint loads with and without it. An optimizer's ``state_dict`` contains
+    its implementation, which is therefore restored with it.
 
-    What is so already stays. Raises `InvalidRequestError` for what this model or optimizer cannot have, before anything
-    is changed.
+    Variants that are set already are left alone. Raises `InvalidRequestError` for a variant that this model or
+    optimizer does not support, before any change.
     """
     several = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -76,17 +76,17 @@ def prepare(config: Setting, model: Model, optimizer: Optimizers) -> tuple[Model
 
 
 def set_up(name: str, value: str, trained: Trained) -> Callable[[], None] | None:
-    """Set up one dimension, unless it is so already; the answer takes back what is the whole process's."""
+    """Apply one variant unless it is set already; return a function that undoes a process-wide change, or None."""
     return None if _PLACES[name].has(value, trained) else _PLACES[name].apply(value, trained)
 
 
 def values_for(trained: Trained) -> dict[str, dict[str, str | None]]:
-    """For each dimension its values beside the default: None where it can be set up, else why not."""
+    """Return the non-default values of each variant: None if supported, otherwise the reason why not."""
 
     def why_not(place: _Place, value: str) -> str | None:
         try:
             return SO_ALREADY if place.has(value, trained) else place.why_not(value, trained)
-        except Exception as error:  # a look at code of the user's, which a search can do without
+        except Exception as error:  # user code may raise anything; a search can do without the answer
             return f"looking at the model raised {type(error).__name__}: {error}"
 
     return {v.name: {value: why_not(_PLACES[v.name], value) for value in v.others} for v in VARIANTS}

@@ -1,4 +1,4 @@
-"""What a dimension is set up on."""
+"""Trained: the live objects that variants are applied to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autotune_amp.precision.forward_wrapper import unwrap
 
 @dataclass(frozen=True)
 class Trained:
-    """The `models` that a training calls, one as a rule, and the optimizers over their parameters, on `device`."""
+    """The `models` that a training step calls, usually one, and the optimizers of their parameters, on `device`."""
 
     models: Sequence[nn.Module]
     optimizers: Sequence[torch.optim.Optimizer]
@@ -22,16 +22,16 @@ class Trained:
 
     @cached_property
     def modules(self) -> list[nn.Module]:
-        """All of them, the user's own models first."""
+        """Return all modules, the user's own models first."""
         return list(dict.fromkeys(module for model in self.models for module in unwrap(model).modules()))
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All of them, each once."""
+        """Return all parameters, each once."""
         return list(dict.fromkeys(parameter for model in self.models for parameter in model.parameters()))
 
     def follow(self) -> None:
-        """Give the optimizers' state the dtype and the memory format that their parameters have now."""
+        """Convert the optimizers' state to the present dtype and memory format of its parameters."""
         for parameter, state in (item for optimizer in self.optimizers for item in optimizer.state.items()):
             for name, value in state.items():
                 if not isinstance(value, Tensor) or name == "step" or value.shape != parameter.shape:

@@ -1,4 +1,4 @@
-"""What fp32 parameters are kept in."""
+"""Data type in which fp32 parameters are kept."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ from torch import nn
 
 from autotune_amp.variants.subject import Trained
 
-# Statistics that run over a training are sums of small parts, which bf16 loses; torch wants the weights beside them
-# in the same dtype.
+# Running statistics are sums of small terms, which bf16 loses; torch requires the weights beside them to have the same
+# dtype.
 _KEPT = (nn.modules.batchnorm._NormBase,)
 
 
-def has(value: str, trained: Trained) -> bool:  # noqa: ARG001 - the signature of all
-    """Whether the parameters are kept so already."""
+def has(value: str, trained: Trained) -> bool:  # noqa: ARG001 - the interface of a variant
+    """Return whether the parameters are kept in bf16 already."""
     return not _to_cast(trained) and any(parameter.dtype == torch.bfloat16 for parameter in trained.parameters)
 
 
-def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the signature of all
-    """Why the parameters cannot be kept so, None where they can."""
+def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the interface of a variant
+    """Return the reason why the parameters cannot be kept in bf16, None if they can."""
     if any(parameter.dtype == torch.float16 for parameter in trained.parameters):
         return "some are kept in fp16"
     return None
 
 
-def apply(value: str, trained: Trained) -> None:  # noqa: ARG001 - there is but one
-    """Cast each fp32 parameter to bf16, and what an optimizer holds of it, in place; norms with running statistics keep
-    theirs.
+def apply(value: str, trained: Trained) -> None:  # noqa: ARG001 - the only value
+    """Cast each fp32 parameter to bf16 in place, and the optimizer's state for it.
+
+    Norms with running statistics keep their dtype.
     """
     for parameter in _to_cast(trained):
         parameter.grad = None
