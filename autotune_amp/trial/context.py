@@ -242,7 +242,7 @@ class Optimizers(torch.optim.Optimizer):
         self.param_groups = groups
         self.parts = tuple(parts)
 
-    def step(self, closure: Any = None) -> None:  # no closure is ever passed
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure is ever passed
         """Step each optimizer."""
         for part in self.parts:
             part.step(closure)
