@@ -73,7 +73,7 @@ It adds:
 `status()` returns the state of the run: precision, loss scale and growth tracker, steps and skips (*overflows* and *bad
 batches* apart), the share of gradient entries that fp16 flushed, seconds and steps by precision, memory saved compared
 with the fp32 fallback's plan, the epoch (`controller.epoch(n)`), every move with its reason. `reset_stats()` restarts
-the counts, `save_stats(path)` writes them. The logger `autotune_amp.runtime` writes a line at the start and one for each
-move (`logging.basicConfig(level=logging.INFO)` shows them), and at DEBUG each change of the loss scale with its cause,
-and a GPU's temperature and clock.
+the counts, `save_stats(path)` writes them. The logger `autotune_amp.runtime` writes a line at the start and one for
+each move (`logging.basicConfig(level=logging.INFO)` shows them), and at DEBUG each change of the loss scale with its
+cause, and a GPU's temperature and clock.
 """
