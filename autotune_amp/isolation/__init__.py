@@ -7,9 +7,9 @@ confirmation. A job's deadline starts when its process is ready; loading has a d
 
 With several devices (`--devices`, `--slots`, `--ranks`):
 
-* Trials and checks run on all of them at the same time, one on each GPU; each sees no other GPU. Running jobs are assumed
-  to end as the throughput model predicts, so that the next trial is the most valuable one in addition. Four slots reach
-  a choice as good as one's in 31 to 42 % of the seconds (`studies/scale`, scripted).
+* Trials and checks run on all of them at the same time, one on each GPU; each sees no other GPU. Running jobs are
+  assumed to end as the throughput model predicts, so that the next trial is the most valuable one in addition. Four
+  slots reach a choice as good as one's in 31 to 42 % of the seconds (`studies/scale`, scripted).
 * **The promise** holds for a run alone. On GPUs the baseline is confirmed alone first, then whole rounds at once, one
   on each GPU. If these were slower beyond chance (GPUs that share a CPU, PCIe or power), they do not count and rounds
   are run alone; the report says by how much they differed. On a CPU all rounds run alone, with all of it.
