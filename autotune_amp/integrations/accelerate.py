@@ -140,9 +140,7 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
         self._window = _Scaler(self)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Free memory as in Accelerator. The model is no longer pinned or watched, and models prepared next start
-        anew.
-        """
+        """Free memory as in Accelerator. The model is detached, and models prepared next start anew."""
         self.controller.detach()
         self._begin()
         return super().free_memory(*objects)
@@ -184,7 +182,7 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
 
     @contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
-        """Context of the current rung's autocast; without autocast for a handler with ``enabled=False``."""
+        """Run under the current rung's autocast; without autocast for a handler with ``enabled=False``."""
         is_off = autocast_handler is not None and not autocast_handler.enabled
         with torch.autocast(self.device.type, enabled=False) if is_off else self._rung():
             before, self._holds_loss = self._holds_loss, not is_off

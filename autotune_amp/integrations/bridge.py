@@ -32,7 +32,7 @@ def refuse_other(name: str, given: object, wanted: object) -> None:
 def refuse_other_window(controller: PrecisionController, own: AmpConfig, why: str, next_step: str) -> None:
     """Raise `DemotedError` if the current rung was measured with another batch size or accumulation than the run's own.
 
-    `why` says in the message why this ends the run.
+    `why` is the message's explanation of why this ends the run.
     """
     plan = controller.config
     if (plan.batch_size, plan.accumulation_steps) == (own.batch_size, own.accumulation_steps):
@@ -53,9 +53,7 @@ def numbers(controller: PrecisionController) -> dict[str, float]:
 
 
 def lasting(scheduler: Any) -> Any:
-    """Return the scheduler, changed to stay at its end instead of raising: a trial may take more steps than the
-    training run.
-    """
+    """Return the scheduler, changed to stay at its end instead of raising: a trial may take more steps."""
     step = scheduler.step
 
     def step_on(*args: Any, **kwargs: Any) -> None:

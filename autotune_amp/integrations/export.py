@@ -94,7 +94,7 @@ def export(setting: Exportable, to: str) -> Export:
 def accelerate_file(setting: Exportable) -> Export:
     """Return the file for ``accelerate launch --config_file``, with comments for the parts that belong to the script.
 
-    `notes` name what a plain Accelerator cannot train.
+    `notes` name the settings that a plain Accelerator cannot train.
     """
     written = accelerate_config(setting.config, setting.device_type)
     written.pop("dynamo_config", None)  # the script compiles
@@ -152,9 +152,7 @@ class Exportable:
     origin: str = ""
 
     def divided_by(self, framework: str) -> list[str]:
-        """Return comments on scaling the loss, if the framework's division by the accumulation steps does not
-        suffice.
-        """
+        """Return comments on scaling the loss, if the framework's division by the steps does not suffice."""
         steps = self.config.accumulation_steps
         if steps == 1 or self.loss == "mean":
             return []
@@ -167,7 +165,7 @@ class Exportable:
 class Script:
     """Source text under construction: comments, imports, lines. Fields of the config not in `said` become a comment.
 
-    holder, way_out: names in that comment, of what has no place for the fields and of what does.
+    holder, way_out: names in that comment: the text without a place for the fields, and one that has it.
     """
 
     def __init__(self, setting: Exportable, target: str, holder: str = "", way_out: str = "") -> None:
@@ -325,9 +323,7 @@ def torch(setting: Exportable) -> str:
 
 
 def accelerate(setting: Exportable) -> str:
-    """Return a training loop with `AutotuneAccelerator`, which trains as measured: loss under autocast, pins,
-    fallbacks.
-    """
+    """Return a loop with `AutotuneAccelerator`, which trains as measured: loss under autocast, pins, fallbacks."""
     script = Script(setting, "accelerate")
     script.imports.add("from autotune_amp.integrations.accelerate import AutotuneAccelerator")
     script.add_config()
@@ -370,9 +366,7 @@ def lightning(setting: Exportable) -> str:
 
 
 def transformers(setting: Exportable) -> str:
-    """Return TrainingArguments and an `AutotuneTrainer`, which adds the loss scale, the fallbacks and the pinned
-    modules.
-    """
+    """Return TrainingArguments and an `AutotuneTrainer`, which adds loss scale, fallbacks and pinned modules."""
     script = Script(setting, "transformers")
     script.imports.add("from autotune_amp.integrations.transformers import AutotuneTrainer")
     script.imports.add("from transformers import TrainingArguments")

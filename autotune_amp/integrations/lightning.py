@@ -203,7 +203,7 @@ class AutotunePrecision(Precision):
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
-        """Context of a training step's forward pass; with manual optimization of the whole step."""
+        """Run a training step's forward pass; with manual optimization the whole step."""
         # A move that waited for the end of a manual training_step may end the run here.
         with self.handing_over(self.controller.autocast) or self.controller.autocast():
             yield
@@ -211,9 +211,7 @@ class AutotunePrecision(Precision):
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Context of forward passes in validation, test and prediction: the current precision, without touching the
-        scaler.
-        """
+        """Run a forward pass of validation, test or prediction in the current precision, without the scaler."""
         with self.controller.validation():
             yield
 
@@ -225,9 +223,7 @@ class AutotunePrecision(Precision):
     def optimizer_step(  # type: ignore[override] # as Lightning's
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run the closure, unscale, clip, and step unless a gradient or the loss is not finite. The result is true if
-        it stepped.
-        """
+        """Run the closure, unscale, clip, and step if gradients and loss are finite. Return true if it stepped."""
         loss = closure()
         if loss is None and model.automatic_optimization:  # training_step returned None: Lightning drops the window
             self._after_closure(model, optimizer)

@@ -54,8 +54,8 @@ def workload(
         the same as for ``Workload(data=...)``. ``prepare_data()`` and ``setup("fit")`` are called here, on a copy.
     trainer: your Trainer, whose clipping, accumulation, precision, callbacks and logging interval are used; a
         ``Trainer()`` if left out. It is not changed.
-    options: other arguments of `Workload`: ``accumulation_steps`` and ``precision``, if your Trainer has other ones today,
-        ``name``, ``worst_batch``, ``evaluate``, ``checkpoint``.
+    options: other arguments of `Workload`: ``accumulation_steps`` and ``precision``, if your Trainer has other ones
+        today, ``name``, ``worst_batch``, ``evaluate``, ``checkpoint``.
 
     A trial calls the module's ``setup``, ``configure_model``, ``configure_optimizers`` and ``training_step``, and the
     hooks around the batch's transfer of the module or the DataModule; it clips, and steps the schedules that go by
@@ -154,7 +154,7 @@ def _opened(data: Any) -> tuple[LightningDataModule | None, Any]:
 
 
 class _Fit:
-    """Functions of a `Workload` that do what ``Trainer.fit`` does. Sent to trials, each of which makes its own Trainer.
+    """Functions of a `Workload` that imitate ``Trainer.fit``. Sent to trials, each of which makes its own Trainer.
 
     `arguments` are those of the user's Trainer that affect its steps.
     """
@@ -173,9 +173,7 @@ class _Fit:
 
     @functools.cached_property
     def trainer(self) -> Trainer:
-        """Return a Trainer that has the loader already: asked for the number of batches, Lightning would start its
-        workers.
-        """
+        """Return a Trainer with the loader set; asked for its length, Lightning would start the loader's workers."""
         trainer = _trainer(self.datamodule)
         trainer.fit_loop._combined_loader = CombinedLoader(self.data)
         trainer.fit_loop.max_batches = (isinstance(self.data, DataLoader) and sized_len(self.data)) or math.inf
@@ -280,9 +278,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 class _StepEnds(Callback):
-    """Callback that calls `stepped` with the loss after each optimizer step, and removes schedulers that need a
-    validation.
-    """
+    """Callback that calls `stepped` with the loss after each step, and removes schedulers that need a validation."""
 
     def __init__(self, stepped: Callable[[Any, int], None]) -> None:
         self._stepped = stepped
@@ -310,9 +306,7 @@ class _StepEnds(Callback):
 
 
 def _trainer(datamodule: LightningDataModule | None) -> Trainer:
-    """Return a Trainer for modules that query it, in the state of fitting. It runs and writes nothing, and ignores
-    launchers.
-    """
+    """Return a Trainer in the state of fitting for modules to query. It runs nothing and ignores launchers."""
     trainer = _new_trainer(
         accelerator="cpu",
         devices=1,

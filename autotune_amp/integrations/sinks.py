@@ -31,9 +31,7 @@ _UPDATE, _PRECISION = METRICS["update"].name, METRICS["precision"].name
 
 
 def _on_first_rank(make: Callable[P, Sink]) -> Callable[P, Sink]:
-    """Make a sink only on rank 0, where the controller calls it: other ranks may have no run, and must not write a
-    second file.
-    """
+    """Make a sink only on rank 0, where the controller calls it: other ranks must not open a run or file."""
 
     @wraps(make)
     def made(*args: P.args, **kwargs: P.kwargs) -> Sink:
@@ -44,9 +42,7 @@ def _on_first_rank(make: Callable[P, Sink]) -> Callable[P, Sink]:
 
 @_on_first_rank
 def tensorboard(where: str | os.PathLike[str] | Any) -> Sink:
-    """Return a sink for TensorBoard. `where` is a ``SummaryWriter`` or the folder for one. Moves are text. Extra:
-    ``tensorboard``.
-    """
+    """Return a sink for TensorBoard, to a ``SummaryWriter`` or its folder. Moves are text. Extra: ``tensorboard``."""
     writer: Any = where
     if isinstance(where, str | os.PathLike):
         writer = _needed("torch.utils.tensorboard", "tensorboard").SummaryWriter(os.fspath(where))

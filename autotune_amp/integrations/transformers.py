@@ -129,7 +129,7 @@ class AutotuneTrainer(Trainer):
         refuse_other_window(self.controller, self._amp_config, why, f"Go on with {_NEXT_TRAINER}.")
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the optimizer as in Trainer, and set up on it and the model what the arguments cannot express."""
+        """Create the optimizer as in Trainer, and set up the dimensions that the arguments cannot express."""
         optimizer = super().create_optimizer(*args, **kwargs)
         prepare(_beside_arguments(self._amp_config), cast("nn.Module", self.model), optimizer)
         return optimizer
@@ -205,9 +205,7 @@ def _beside_arguments(config: AmpConfig) -> Setting:
 
 
 class _KeepingController(PrecisionController):
-    """Controller that keeps an error instead of raising it, since the Trainer has to save a checkpoint before it
-    ends.
-    """
+    """Controller that keeps an error instead of raising it, so that the Trainer can save a checkpoint first."""
 
     stopped: TrainingStoppedError | None = None
 

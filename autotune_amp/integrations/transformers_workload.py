@@ -33,9 +33,7 @@ from autotune_amp.precision.modes import MODES
 
 __all__ = ["workload"]
 
-NUM_STEPS = (
-    10_000  # assumed length of the training run, for schedules that ask; a trial is always its beginning
-)
+NUM_STEPS = 10_000  # assumed length of the training run, for schedules that ask; a trial is always its beginning
 
 # Attributes that training_step does not use, and those that report, write or cannot leave this process.
 _LEFT_BEHIND = (
@@ -96,9 +94,7 @@ def _refuse(trainer: Trainer) -> None:
 
 
 def _precision(trainer: Trainer) -> Precision | None:
-    """Return the precision of Accelerate's autocast if it sets one (fp16 on a CPU does not); else None: torch's flags
-    count.
-    """
+    """Return the precision of Accelerate's autocast; None without one (as fp16 on a CPU): torch's flags count."""
     mode = MODES.get(trainer.accelerator.mixed_precision)
     return mode.precision if trainer.accelerator.native_amp and mode is not None and mode.uses_autocast else None
 
@@ -208,9 +204,7 @@ class _Step:
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _make_ready(self, model: nn.Module) -> None:
-        """Apply all that ``train()`` does to a model before its loop: activation checkpointing, NEFTune, Liger
-        kernels.
-        """
+        """Apply all that ``train()`` does to a model before its loop: checkpointing, NEFTune, Liger kernels."""
         self._trainer.model = self._trainer.model_wrapped = model
         vars(self._trainer)["_inner_training_loop"] = lambda **_: None
         Trainer.train(self._trainer)
@@ -235,9 +229,7 @@ class _Schedule:
 
 
 class _Fit:
-    """Function ``fit(fitting)`` that runs the trainer's own ``train()`` without saving, evaluation, reports and
-    uploads.
-    """
+    """Function ``fit(fitting)`` that runs the trainer's own ``train()`` without saving, evaluation and reports."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = left = _travelling(trainer)

@@ -82,7 +82,7 @@ class Slot(NamedTuple):
 
 
 class SlotLostError(Exception):
-    """Error: a slot is gone, with its job, whose outcome is unknown."""
+    """Raised when a slot is gone, with its job, whose outcome is unknown."""
 
     def __init__(self, slot: Slot, reason: str) -> None:
         super().__init__(reason)
@@ -94,9 +94,7 @@ class Handle(Protocol[Found_co]):
     """Interface of a submitted job."""
 
     def result(self) -> Found_co | Failure:
-        """Wait for the job's result or failure. Raises our own errors that the job does not handle, and
-        `SlotLostError`.
-        """
+        """Wait for the result or failure. Raises our own errors that the job does not handle, and `SlotLostError`."""
 
     @property
     def start_seconds(self) -> float | None:
@@ -155,9 +153,7 @@ class WorkloadBackend(Backend, Protocol):
         """Load the workload and return the torch state afterwards. Raises `WorkloadError` if it cannot be loaded."""
 
     def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:
-        """Call the workload's function once on the device, with `num_threads`; None keeps the number set by the user's
-        code.
-        """
+        """Call the workload's function once on the device; with `num_threads` None its code sets the number."""
 
     def open_others(self, deadline_seconds: float) -> None:
         """Load and call the workload on the other slots too."""
@@ -165,9 +161,7 @@ class WorkloadBackend(Backend, Protocol):
 
 
 class Payload(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of the workload for a trial process: a target to import, or packed bytes, and the caller's import
-    path.
-    """
+    """Workload for a trial process: a target to import, or packed bytes, and the caller's import path."""
 
     target: str | None
     packed: bytes = b""
@@ -182,7 +176,7 @@ def can_fork() -> bool:
 class Opened(NamedTuple):
     """Torch state after the user's function was called, and why jobs cannot be forked, None if they can.
 
-    `ready_seconds` is the time that a fresh process takes up to here, None if it is what this one took.
+    `ready_seconds` is the time that a fresh process takes up to here, None if this process is fresh itself.
     """
 
     torch_state: dict[str, Any]
@@ -363,9 +357,7 @@ class LocalBackend(WorkloadBackend):
         return self._process
 
     def _has_taken_standby(self, until: float | None) -> bool:
-        """Switch to the standby process once it has loaded. Return False if there is none, or if it fails to load
-        beside another.
-        """
+        """Switch to the standby process once it has loaded. Return False if there is none or it fails to load."""
         if self.isolation == "forked":
             return False
         self._process, self._has_run = self._standby.take(self._environment, self._watcher, until), False
@@ -471,7 +463,7 @@ class Submitted(Generic[Found]):
             follows = self._job.after(problem, so_far)
             if not isinstance(follows, Job):
                 return follows
-            self._start(follows)  # in another process, since what a failed allocation left must not count
+            self._start(follows)  # in another process: remains of a failed allocation must not count
 
 
 def converted(job: Job[Found], value: Any) -> Found:

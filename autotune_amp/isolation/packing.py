@@ -47,9 +47,7 @@ def pack(source: WorkloadSource) -> bytes:
 
 
 def _pickle_module() -> Any:
-    """Return cloudpickle with adaptations for trials, such as leaving out the running iterator of persistent
-    workers.
-    """
+    """Return cloudpickle adapted to trials, which for instance get no running iterator of persistent workers."""
     import cloudpickle
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
@@ -79,9 +77,7 @@ def _same(value: Any) -> Any:
 
 
 def unpack(packed: bytes) -> WorkloadSource:
-    """Return the workload from the bytes of `pack`, with every tensor on the CPU. Call it only on bytes from the
-    parent's own pipe.
-    """
+    """Return the workload of `pack`, with every tensor on the CPU. Use it only on bytes from the parent's own pipe."""
     import torch
 
     # Plain pickle reads what cloudpickle wrote.

@@ -129,9 +129,7 @@ def on_ranks(
     environment: dict[str, str] | None,
     standby: Standby | None = None,
 ) -> WorkloadBackend:
-    """Return a backend on these ranks together, or without ranks on the device itself, with its next process in
-    `standby`.
-    """
+    """Return a backend on all these ranks; without ranks one on the device, with its next process in `standby`."""
     if not ranks:
         return start(watcher, isolation, environment, None, standby)
     return RankedBackend(ranks, lambda rank, heard: start(heard, isolation, environment, rank, None), watcher)
@@ -174,9 +172,7 @@ class OnSlots(Places):
     def confirming(
         self, device: str, *, are_shared: bool, num_rounds: int
     ) -> ConfirmingProcesses | Slots[ConfirmingProcesses]:
-        """Return the backend for the confirmation: on every GPU, or with the whole CPU, since the user's run will have
-        all of it.
-        """
+        """Return the confirmation's backend: on every GPU, or with the whole CPU, as in the user's own run."""
 
         def make(slot: Slot, heard: Watcher) -> ConfirmingProcesses:
             start = partial(self._start, heard, "kept")

@@ -74,7 +74,7 @@ class Pausable(Protocol):
 
 
 class ProcessEndedError(Exception):
-    """Error: the process ended, or was ended, before it sent a result."""
+    """Raised when the process ended, or was ended, before it sent a result."""
 
     def __init__(self, failure: Failure, so_far: Any = None) -> None:
         super().__init__(failure.message)

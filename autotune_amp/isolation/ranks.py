@@ -96,9 +96,7 @@ class _Described:
         self.start_seconds: float | None = None
 
     def result(self) -> Description | Failure:
-        """Return the description. Raises `WorkloadError` for a loop of the user's own, which exchanges gradients
-        itself.
-        """
+        """Return the description. Raises `WorkloadError` for a loop that exchanges gradients itself."""
         found = self._handle.result()
         if isinstance(found, Failure):
             return found

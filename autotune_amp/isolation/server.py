@@ -106,9 +106,7 @@ class Server:
         self._channel.send(answer)
 
     def load(self, target: str | None, path: list[str], num_packed_bytes: int) -> dict[str, Any]:
-        """Import or unpack the workload, and return the torch state afterwards. A workload function is not called
-        before `open`.
-        """
+        """Import or unpack the workload, and return the torch state then. A function is only called by `open`."""
         sys.path[:] = path
         self._origin = target or "workload"
         packed = self._channel.input.read(num_packed_bytes)
@@ -123,7 +121,7 @@ class Server:
         """Call the user's function once. Return the torch state afterwards, and why forked children could not work, or
         None.
 
-        `num_threads` is what trials will use; None is the number set by the user's code.
+        `num_threads` is the number for trials; None is the one set by the user's code.
         """
         if not self._is_template:  # a template must not use an accelerator
             make_current(device)
@@ -159,9 +157,7 @@ class Server:
             self._context.open(self._origin)
 
     def share(self, device: str, state: dict[str, Any], seed: int) -> str | None:
-        """Build the model once, as a trial would, for all children. Return why they could not work afterwards, or
-        None.
-        """
+        """Build the model once, as a trial would, for all children. Return why they could not work then, or None."""
         self._hold_threads()
         torch_state.apply(state)
         torch_state.seed(seed)
@@ -190,7 +186,7 @@ class Server:
         """Use a single thread while the user's code runs here, and record the number that it sets for the trials.
 
         A thread pool does not survive a fork, so that children would hang on it, and a standby process leaves the other
-        cores to what is measured.
+        cores to the measurement.
         """
 
         def note(num_threads: int) -> None:
@@ -208,9 +204,7 @@ class Server:
 
 
 def _needs_choosing(device: str) -> bool:
-    """Return whether "cuda" in the user's code means this device only after making it current, which starts its
-    driver.
-    """
+    """Return whether "cuda" means this device only after making it current, which starts its driver."""
     return bool(parse(device)[1])
 
 
@@ -273,7 +267,7 @@ def _note_starts() -> None:
 def why_not_fork(device: str, num_threads: int, done: str) -> str | None:
     """Return why a child of this process could not use the accelerator and all threads, or None, by trying it.
 
-    `done` names what the process did with the workload before.
+    `done` names the last action with the workload, for the message.
     """
     for device_type in ("cuda", "xpu"):
         if getattr(torch, device_type).is_initialized():
@@ -309,10 +303,8 @@ def _try_everything(device: str, num_threads: int) -> int:
 
 
 def run_template(channel: Channel, server: Server) -> bool:
-    """Fork a child for each job, and watch it and the parent. Return whether to run jobs in this process from now
-    on.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # to end what a trial leaves running
+    """Fork and watch a child for each job. Return whether this process has to run jobs itself from now on."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # to end a trial's orphans
     while (command := channel.read()) is not None:
         if command["cmd"] == "run":
             own = {process.pid for process in psutil.Process().children(recursive=True)}
@@ -420,9 +412,7 @@ def _die_with(parent: int) -> None:
 
 
 def _hold_sockets(folder: str) -> None:
-    """Make multiprocessing put its sockets into `folder`, which the parent removes: killed loader workers leave
-    theirs.
-    """
+    """Make multiprocessing put its sockets into `folder`, which the parent removes, unlike killed workers."""
 
     def get_temp_dir() -> str:
         config = multiprocessing.current_process()._config  # type: ignore[attr-defined]

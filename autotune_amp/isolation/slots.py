@@ -155,9 +155,7 @@ class _ClosedError(Exception):
 
 
 class _InThread(Watcher):
-    """Watcher in a slot's thread, which passes calls on to the main thread and stops waiting when all slots are
-    closed.
-    """
+    """Watcher in a slot's thread, which passes calls on to the main thread and stops waiting on closing."""
 
     def __init__(self, watcher: Watcher, calls: queue.SimpleQueue[Callable[[], None]], is_closed: threading.Event):
         self._watcher, self._calls, self._is_closed = watcher, calls, is_closed

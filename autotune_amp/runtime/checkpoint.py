@@ -67,9 +67,7 @@ class _Own(msgspec.Struct):
 
 
 def save(executor: Executor, window: Window) -> dict[str, Any]:
-    """Return the state in plain types only, loadable with ``torch.load(weights_only=True)``. `window` is the current
-    one.
-    """
+    """Return the state in plain types, for ``torch.load(weights_only=True)``. `window` is the current one."""
     scaler, metrics = executor.scaler, executor.metrics
     return {
         "scale": scaler.current_scale(),

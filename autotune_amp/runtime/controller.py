@@ -48,8 +48,7 @@ Batch = TypeVar("Batch")
 
 
 class PrecisionController(torch.amp.GradScaler):
-    """Drop-in replacement for ``torch.amp.GradScaler`` that steps the precision down when precision is the cause of
-    failures.
+    """Drop-in replacement for ``torch.amp.GradScaler`` that steps the precision down when it causes failures.
 
     Use `train_step`; or `autocast()` around the forward pass, then `backward`, `unscale_` to clip, `step` and `update`,
     as with GradScaler. `config` names the precision and its fallbacks; a fallback is taken only if its measured plan
@@ -61,8 +60,7 @@ class PrecisionController(torch.amp.GradScaler):
     max_slowdown: refuse fallbacks measured to take more than this many times as long.
     promote: go back up, after 2000 clean steps, if a rerun (see `attach`) at 16 times the loss scale is finite.
     on_signal: called in `update()` at the end of the window in which SIGTERM came, as Slurm ends a job; on accelerators
-        of the next window. Give it on every rank or on none. Afterwards, and by `detach`, the previous handler of
-        SIGTERM is restored.
+        of the next. Give it on every rank or on none. Afterwards, and by `detach`, the previous handler is restored.
     process_group: the ranks that decide together; all ranks if None.
     sinks: called in threads of their own, on rank 0, with the metrics (`autotune_amp.runtime.readings`) of every 64th
         update, change of the loss scale and move. `autotune_amp.integrations.sinks` has ready-made ones.
@@ -169,8 +167,7 @@ class PrecisionController(torch.amp.GradScaler):
         `clip_norm` limits the norm of all gradients together; with several optimizers each is stepped by itself. Inside
         `windows` a call is one pass, and its share of the loss is taken automatically. The result is true if the window
         stepped, and has the ``loss`` and the ``grad_norm`` before clipping, on the device. An exception clears the
-        gradients and discards the window. Raises `InvalidRequestError` for a loop or a loss that cannot be trained this
-        way.
+        gradients and discards the window. Raises `InvalidRequestError` for a loop or a loss that cannot be trained.
         """
         return self._train_step.take(self, self._windows.current, closure, optimizer, clip_norm)
 
@@ -212,9 +209,7 @@ class PrecisionController(torch.amp.GradScaler):
         state["found_inf_per_device"] = {} if skipped is None else {skipped.device: skipped}
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Run ``optimizer.step(*args, **kwargs)`` unless a gradient or the loss was not finite, or there are no
-        gradients.
-        """
+        """Run ``optimizer.step(*args, **kwargs)`` if there are gradients and they and the loss are finite."""
         check = self._check
         if not self._enabled:
             self._executor.meet(number := check.number_of(optimizer), optimizer)
@@ -365,7 +360,7 @@ class PrecisionController(torch.amp.GradScaler):
 
     @contextmanager
     def validation(self, precision: Precision | None = None) -> Iterator[None]:
-        """Context for the forward pass of validation: no gradients, in the current precision or in `precision`."""
+        """Run the forward pass of validation without gradients, in `precision` or the current one."""
         with torch.no_grad(), self._executor.running_in(precision):
             yield
 
@@ -391,9 +386,7 @@ class PrecisionController(torch.amp.GradScaler):
 
     @property
     def window_size(self) -> int:
-        """Return the number of backward passes in the current window of `windows`, else the config's accumulation
-        steps.
-        """
+        """Return the backward passes in the current window of `windows`, else the config's accumulation steps."""
         return len(self._windows.current.shares) or self.config.accumulation_steps
 
     @property
@@ -422,8 +415,7 @@ class PrecisionController(torch.amp.GradScaler):
         self._executor.listeners.append(listener)
 
     def attach(self, model: nn.Module, rerun: Callable[[], Tensor] | None = None) -> None:
-        """Attach the model: watch its activations, undo batch-norm statistics of skipped steps, and pin modules in
-        fp32.
+        """Attach the model: watch its activations, undo batch-norm statistics of skipped steps, pin modules in fp32.
 
         `rerun` recomputes the loss of the latest batch: it is used to diagnose failures before the precision changes,
         unless an earlier pass of the accumulation window failed. Code that opens its own autocast can be stepped down
@@ -489,8 +481,7 @@ class PrecisionController(torch.amp.GradScaler):
         write_status(self.status(), path)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the controller's whole state in plain types, with GradScaler's keys on top. Synchronizes with the
-        device.
+        """Return the whole state in plain types, with GradScaler's keys on top. Synchronizes with the device.
 
         Pending verdicts are saved too, and acted on after loading, so one rank may save alone. Inside an accumulation
         window also save the gradients: they belong to the model, not to the controller.

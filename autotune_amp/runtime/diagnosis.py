@@ -1,6 +1,4 @@
-"""Diagnosis of failing steps by rerunning the batch in other precisions: the cause, where it begins, and which change
-helps.
-"""
+"""Diagnosis of failing steps by rerunning the batch in other precisions: cause, place and remedy."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ _MAX_PIN_ROUNDS = 3
 
 @dataclass(frozen=True)
 class Pass:
-    """Result of one forward and backward pass. `is_finite` and `fits` hold for all ranks; the rest is this rank's
-    own.
-    """
+    """Result of a forward and backward pass. `is_finite` and `fits` hold for all ranks, the rest for this one."""
 
     is_finite: bool
     fits: bool  # False: out of memory, or not run in the requested precision; the other fields are unknown
@@ -56,9 +52,7 @@ class Pass:
 
 
 def checked_loss(loss: object, whose: str) -> Tensor:
-    """Return the loss that a closure returned. Raises `InvalidRequestError` unless it is a single number with a
-    gradient.
-    """
+    """Return a closure's loss. Raises `InvalidRequestError` unless it is a single number with a gradient."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.grad_fn is None:
         raise InvalidRequestError(
             f"{whose} must return the loss, one number with a gradient; it returned {loss!r:.80}.",
@@ -128,7 +122,7 @@ def _find_pins(rerunner: Rerunner, bad: Pass, healthy: Recorder | None, loss_sca
 
 
 class Rerunner:
-    """Repeats the batch whose loss `rerun` computes, in a run whose precision is `current`, without a step.
+    """Runner that repeats the batch whose loss `rerun` computes, in a run whose precision is `current`, without a step.
 
     Collectives are called equally often on every rank, whatever happens on one.
     """
@@ -238,9 +232,7 @@ class Rerunner:
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
-        """Restore random states, buffers and DDP's flags after a pass. Gradients are restored where they are
-        written.
-        """
+        """Restore random states, buffers and DDP's flags after a pass, but not gradients."""
         with ExitStack() as stack:
             tensors = [*self._model.parameters(), *self._model.buffers()]
             devices = {tensor.device.index for tensor in tensors if tensor.device.type == self._device_type}
@@ -274,7 +266,7 @@ def _keep_buffers(module: nn.Module, stack: ExitStack) -> None:
 
 
 class ForwardWatch:
-    """Check, once in a burst of non-finite losses, whether the forward pass overflows.
+    """Watch that checks, once in a burst of non-finite losses, whether the forward pass overflows.
 
     A hook on every module, which synchronizes with the device, is active for the one update after the first such loss.
     `culprit` is the first module whose inputs and parameters are finite and whose half-precision output is not.

@@ -93,9 +93,7 @@ class Executor:
 
     @property
     def config(self) -> AmpConfig:
-        """Return the config in use: the current rung's precision, batch size and accumulation steps, and the rungs
-        below.
-        """
+        """Return the config in use: the current rung's precision and batch size, and the rungs below."""
         rung = self.policy.rung
         if rung == 0 and not (self.model and self.model.pinned):
             return self.own_config
@@ -134,9 +132,7 @@ class Executor:
             self._force_model()
 
     def _force_model(self) -> None:
-        """Force the model into the current precision, unless the loop uses the controller's autocast, which
-        suffices.
-        """
+        """Force the model into the current precision, unless the loop uses the controller's autocast."""
         if self.model is not None:
             self.model.run_fp8(self.own_config.fp8_recipe if self.precision == "fp8" else None)
             is_as_written = self.uses_own_autocast or self.precision == self.own_config.precision
@@ -207,9 +203,7 @@ class Executor:
         self.apply()
 
     def rerun_by(self, closure: Callable[[], Tensor] | None) -> None:
-        """Use `closure` for later diagnoses, or none. After one closure has failed no diagnosis is attempted any
-        more.
-        """
+        """Use `closure`, or none, for later diagnoses. Once a closure has failed there are none."""
         if self.model is not None:
             self.model.rerun = closure
             self.policy.can_rerun = closure is not None and not self._rerun_has_failed
@@ -231,7 +225,7 @@ class Executor:
 
     @contextmanager
     def running_in(self, precision: Precision | None) -> Iterator[None]:
-        """Context for a forward pass in `precision`, whatever the loop runs in; with None in the current precision."""
+        """Run a forward pass in `precision`, whatever the loop runs in; with None in the current precision."""
         if precision is None:
             with self.autocast():
                 yield
@@ -255,9 +249,7 @@ class Executor:
                 self._force_model()
 
     def end_window(self, skipped: bool | Tensor) -> None:
-        """Update the model's running statistics and observers at the end of a window. `skipped`: the step was not
-        taken.
-        """
+        """Update the model's running statistics and observers after a window, whose step may be `skipped`."""
         model = self.model
         if model is None:
             return
@@ -367,9 +359,7 @@ class Executor:
         self._note("advice", below[0] if below else policy.precision, told)
 
     def _stop_for_weights(self, action: Action) -> bool:
-        """Stop if weights are not finite already, so that neither precision nor data is at fault. Return whether it
-        did.
-        """
+        """Stop if weights are not finite already: neither precision nor data is at fault. Return whether it did."""
         names = self.ranks.union(self.optimizers.bad_weights(None if self.model is None else self.model.model))
         if not names:
             return False
@@ -436,9 +426,7 @@ class Executor:
         raise NotPrecisionError(what, next_step or halt)
 
     def _give_up_moving(self) -> None:
-        """Stop changing the precision, since the loop was seen to ignore it; keep scaling and checking as the loop is
-        written.
-        """
+        """Stop changing the precision, since the loop ignores it; keep scaling and checking."""
         self.policy.can_move = False
         why = "an autocast inside the attached model, or around another method than its forward, keeps its precision. "
         if self.model is not None and not self.model.can_be_forced:
@@ -447,10 +435,7 @@ class Executor:
         self._move_by_hand(self.own_config.precision, why + way_out, "advice")
 
     def meet(self, number: int, optimizer: torch.optim.Optimizer) -> None:
-        """Register an optimizer before its first step, and report problems that would show up later.
-
-        Raises `InvalidRequestError` for half-precision parameters under fp16, and for fp8 without an attached model.
-        """
+        """Register an optimizer before its first step; log or raise problems that would show up later."""
         self._refuse_fp8_without_model(self.precision)
         if number in self.optimizers:
             return

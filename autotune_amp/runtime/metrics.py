@@ -160,7 +160,7 @@ class Metrics:
         self.num_unexplained = 0
 
     def end_update(self, found: Found, *, knows_loss: bool) -> None:
-        """Report what is due once the policy has counted the update."""
+        """Report due changes once the policy has counted the update."""
         self._loss = found.loss if knows_loss and math.isfinite(found.loss) else None
         is_sampled = self._policy.num_updates % SAMPLE_EVERY == 0
         if self._scale_has_changed:

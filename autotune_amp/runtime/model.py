@@ -51,9 +51,7 @@ class Attachment:
         self._hook = holder.register_load_state_dict_post_hook(_OnLoad(self))  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without a closure found by `train_step`: a copy belongs to another training, which brings
-        its own.
-        """
+        """Return the state without a closure found by `train_step`: a copy's training brings its own."""
         return vars(self) | ({"rerun": None} if self.is_found else {})
 
     def detach(self) -> None:
@@ -67,9 +65,7 @@ class Attachment:
 
     @property
     def has_frozen_half_weights(self) -> bool:
-        """Whether frozen weights are in half precision, which without autocast cannot be multiplied with fp32
-        activations.
-        """
+        """Whether frozen weights are in half precision, which fp32 activations cannot be multiplied with."""
         return any(p.dtype in torch_state.HALF_DTYPES and not p.requires_grad for p in self.model.parameters())
 
     @property
@@ -79,9 +75,7 @@ class Attachment:
 
     @property
     def holds_script(self) -> bool:
-        """Whether the model contains TorchScript modules, whose compiled code keeps the first half precision it ran
-        in.
-        """
+        """Whether TorchScript modules are in it, whose compiled code keeps its first half precision."""
         return any(not forward_wrapper.takes_roles(module) for module in self.model.modules())
 
     def begin_window(self) -> None:
@@ -134,9 +128,7 @@ class Attachment:
         self.pinned = tuple(dict.fromkeys((*self.pinned, *names)))
 
     def forward_max(self) -> float | None:
-        """Return the largest magnitude in any watched module's output so far, or None without any. Synchronizes with
-        the device.
-        """
+        """Return the largest magnitude in a watched module's output, or None. Synchronizes with the device."""
         maxima = self.observer.read()
         return float(maxima.amax()) if maxima.numel() else None
 

@@ -206,9 +206,7 @@ class Policy(PolicyState):
         return None
 
     def _overflow(self) -> Action | None:
-        """Handle T2 and T3. In STARTUP only T2 counts: the first descent to a working scale is normal, however long it
-        is.
-        """
+        """Handle T2 and T3, in STARTUP only T2: the first descent to a working scale is normal, however long."""
         crosses = self.scale.would_cross_floor
         self.octaves.append([self.num_updates, self.scale.overflow()])
         self.last_overflow = self.num_updates
@@ -226,9 +224,7 @@ class Policy(PolicyState):
         return self._trip(f"{num_skips} skips in {SKIP_WINDOW} steps, and {net:g} octaves of loss scale lost")
 
     def _underflow(self, lost_share: float) -> Action | None:
-        """Handle T4, from STEADY. A higher scale is tried first: it costs one skip at worst, while stepping down costs
-        speed.
-        """
+        """Handle T4, from STEADY. First try a higher scale: it costs a skip at worst, stepping down costs speed."""
         if self.num_updates < self.quiet_until:
             return None
         reason = f"{lost_share:.1%} of the gradient is too small for fp16 at scale {self.scale.scale:g}"
@@ -239,9 +235,7 @@ class Policy(PolicyState):
         return self._step_down(reason, None)
 
     def flushed(self, lost_share: float | None) -> float | None:
-        """Return the lost share, or None if the whole gradient is zero, as with a constant loss: that is no
-        underflow.
-        """
+        """Return the lost share, or None if the whole gradient is zero, as with a constant loss."""
         return None if lost_share == 1.0 and self.scale.scale >= EMPTY_SCALE else lost_share
 
     def _trip(self, reason: str, *, is_failing: bool = False) -> Action | None:
@@ -277,7 +271,7 @@ class Policy(PolicyState):
         """Return the action that follows from the finding of a *diagnose*. Leaves STARTUP and STEADY."""
         if not finding.reproduced:
             self.num_unreproduced += 1
-            if self.num_unreproduced > 1:  # without a step since: the closure does not rerun what fails
+            if self.num_unreproduced > 1:  # without a step since: the closure misses the failure
                 return self._step_down(f"{reason}, and rerunning the latest batch does not show why", None)
             self.decline(NUM_BLAMED_STEPS)
             return Action("warn", f"{reason}, but the batch rerun was finite: nothing changed")

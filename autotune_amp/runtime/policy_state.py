@@ -34,9 +34,7 @@ Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 
 
 class Signal(NamedTuple):
-    """Observation of one `update()`. `lost_share` is an occasional estimate of the share of the gradient that fp16
-    lost.
-    """
+    """Observation of one `update()`. `lost_share` is an occasional estimate of the gradient's share lost by fp16."""
 
     overflow: bool = False
     loss_nonfinite: bool = False
@@ -222,9 +220,7 @@ class SavedState(msgspec.Struct):
 
 
 def held(part: str, name: str, kind: Any = None) -> Any:
-    """Return a property for an attribute of GradScaler that a part of the controller holds, limited to values of
-    `kind`.
-    """
+    """Return a property for an attribute of GradScaler that a part of the controller holds, of this `kind`."""
 
     def set_it(controller: Any, value: Any) -> None:
         try:

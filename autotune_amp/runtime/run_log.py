@@ -47,9 +47,7 @@ class BeginLine(Readings, frozen=True, kw_only=True, tag_field="event", tag="beg
 
 
 class SampleLine(Readings, frozen=True, kw_only=True, tag_field="event", tag="sample"):
-    """Line written every 64 updates and when the loss scale changed. `loss` is None if it was not finite or not
-    seen.
-    """
+    """Line written every 64 updates and when the loss scale changed. `loss` is None if not finite or not seen."""
 
 
 class MoveLine(Readings, frozen=True, kw_only=True, tag_field="event", tag="move"):

@@ -1,6 +1,4 @@
-"""Loss scaling without host syncs: the gradient check, the loss scale on the device, and verdicts on their way to the
-host.
-"""
+"""Loss scaling without host syncs: gradient check, loss scale on the device, verdicts on their way to the host."""
 
 from __future__ import annotations
 
@@ -107,9 +105,7 @@ class Stepped:
 
     @classmethod
     def all_of(cls, steps: Sequence[Stepped], loss: Tensor, grad_norm: Tensor | None) -> Stepped:
-        """Return the joint result of several steps: true if each optimizer with gradients stepped. Does not
-        synchronize.
-        """
+        """Return the joint result of steps: true if each optimizer with gradients stepped. Does not synchronize."""
         if len(steps) == 1:  # without launching a kernel
             return cls(steps[0]._verdict, steps[0].value, loss, grad_norm)
         return cls(worst_of(step._verdict for step in steps), [step.value for step in steps], loss, grad_norm)
@@ -184,9 +180,7 @@ class GradientCheck:
         return self.window.verdicts.get(self.number_of(optimizer), NO_GRADIENTS)
 
     def wait_for(self, optimizer: torch.optim.Optimizer) -> int:
-        """Return `verdict_of` on the host. A single sync also fetches the loss and the lost share, if they are on the
-        device.
-        """
+        """Return `verdict_of` on the host. One sync fetches the loss and the lost share too."""
         verdict, window = self.verdict_of(optimizer), self.window
         if not isinstance(verdict, Tensor):
             return verdict
@@ -239,9 +233,7 @@ class GradientCheck:
         return skipped
 
     def needs_second_look(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether clipping by a norm over several optimizers may have spread non-finite values from another
-        optimizer.
-        """
+        """Whether clipping by a norm over several optimizers may have spread non-finite values to this one."""
         window, number = self.window, self.number_of(optimizer)
         others = (verdict for other, verdict in window.verdicts.items() if other != number)
         is_clean = isinstance(own := window.verdicts.get(number, NO_GRADIENTS), Tensor) or own == CLEAN
@@ -389,9 +381,7 @@ class LossScaler:
         return self._inverse
 
     def step_fused(self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Step a fused optimizer as GradScaler does, but without inspecting the signature of ``optimizer.step``, which
-        takes 50 microseconds.
-        """
+        """Step a fused optimizer as GradScaler does, without 50 microseconds for inspecting its signature."""
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         given = getattr(optimizer, "grad_scale", None)

@@ -104,9 +104,7 @@ def from_plain(record: Mapping[str, object]) -> MoveRecord:
 
 
 def write_status(status: Status, path: str | os.PathLike[str]) -> None:
-    """Write a status as a JSON document, atomically. Numbers that are not finite become null; metrics keep their
-    names.
-    """
+    """Write a status as a JSON document, atomically. Numbers that are not finite become null."""
     document = msgspec.to_builtins(msgspec.structs.replace(status, history=()))
     document |= {"history": [to_plain(record) for record in status.history]}
     write_atomically(Path(path), msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n")

@@ -49,9 +49,7 @@ class Steering(Protocol):
 
 
 class TrainStep:
-    """Training step by closure. The latest closure is the rerun if the user gave none; its model is searched for
-    once.
-    """
+    """Training step by closure. The latest closure is the rerun if the user gave none; its model is sought once."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -109,7 +107,7 @@ class TrainStep:
         return Stepped.all_of(steps, loss.detach(), norm)
 
     def _refuse(self, current: Pass, optimizers: Sequence[Optimizer]) -> None:
-        """Raise `InvalidRequestError` for a loop that does not train what its config says."""
+        """Raise `InvalidRequestError` for a loop that contradicts its config."""
         num_passes = self._executor.own_config.accumulation_steps
         if not current.shares and num_passes > 1:
             raise InvalidRequestError(
@@ -168,9 +166,7 @@ class TrainStep:
             executor.rerun_by(self._closure)
 
     def _attachment(self, model: nn.Module | None, closure: Callable[[], Tensor]) -> Attachment | None:
-        """Return the model under observation, or None, with a warning, if it cannot be watched. It is trained all the
-        same.
-        """
+        """Return the model under observation; None, with a warning, if it cannot be watched, only trained."""
         if model is None:
             return None
         try:
@@ -204,9 +200,7 @@ def holds_any(module: nn.Module, optimizers: Sequence[Optimizer]) -> bool:
 
 
 def _named_by(closure: Callable[[], Tensor]) -> Iterator[nn.Module]:
-    """Yield the modules that a closure refers to by names in code and objects, the nearest first, without calling
-    anything.
-    """
+    """Yield the modules that a closure's code and objects name, the nearest first, without calling anything."""
     waiting: deque[tuple[Any, int]] = deque([(closure, 0)])
     seen: set[int] = set()
     while waiting:

@@ -66,9 +66,7 @@ def _digest(file: Path) -> str:
 
 
 def fingerprint_parts(line: LaunchLine) -> tuple[dict[str, str], bool]:
-    """Return the parts of a command's fingerprint other than the machine, and whether all of its `sources` are in
-    it.
-    """
+    """Return a command's fingerprint parts (without the machine), and whether all of its `sources` are in them."""
     files, are_all = sources(line.arguments)
     parts = {"command": f"={shlex.join(line.arguments)}"}
     parts |= {f"--value {name}": f"={word}" for name, word in line.values.items()}

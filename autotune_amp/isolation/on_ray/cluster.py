@@ -39,7 +39,7 @@ _SET_BY_RAY = ("OMP_NUM_THREADS",)
 
 
 class PlaceLostError(Exception):
-    """Error: a process on a node is gone."""
+    """Raised when a process on a node is gone."""
 
 
 class Cluster:

@@ -163,7 +163,7 @@ class RaySlots(WorkloadSlots):
         return None if shared is None else backend.share_build(*shared)
 
     def _fingerprint_on(self, backend: WorkloadBackend, slot: Slot, state: dict[str, Any]) -> Fingerprint:
-        """Return the fingerprint of the workload on a place, without what differs between devices of one model."""
+        """Return the fingerprint of the workload on a place, without the device's own ID and index."""
         assert self._fleet.first is not None
         job = FingerprintJob(
             device=slot.device,
@@ -219,18 +219,14 @@ class OnRay(Places):
         self._backend: RaySlots | None = None
 
     def identity(self) -> DeviceIdentity:
-        """Return the first place's device without its own ID and index: a recommendation holds for any device of the
-        model.
-        """
+        """Return the first place's device without its own ID and index: an answer holds for its whole model."""
         assert self._fleet.first is not None
         found = self._fleet.first.identity
         memory_bytes = round(found.total_memory_bytes / GIB) * GIB
         return replace(found, index=None, uuid=None, total_memory_bytes=memory_bytes)
 
     def backend(self) -> WorkloadBackend:
-        """Connect, and return a backend of the places that come up soon. Raises `InvalidRequestError` if there is
-        none.
-        """
+        """Connect, and return a backend of the places that come up soon. Raises `InvalidRequestError` without any."""
         tick = self._watcher_of(Slot(self.device)).tick
         self._cluster.connect(self._payload.target, self._payload.packed, self._num_ranks, tick)
         until = time.monotonic() + START_SECONDS

@@ -1,4 +1,4 @@
-"""Check of an optimizer's gradients: whether they are finite, what fp16 lost of them, and which cannot be unscaled."""
+"""Check of an optimizer's gradients for non-finite values, for the share that fp16 lost, and for fp16 parameters."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ NEGLIGIBLE = 2.0**-20
 
 
 def refuse_half_parameters(optimizer: torch.optim.Optimizer, precision: Precision) -> None:
-    """Raise `InvalidRequestError` for half-precision parameters under fp16, whose scaled gradients cannot be
-    unscaled.
-    """
+    """Raise `InvalidRequestError` for half-precision parameters under fp16, whose gradients cannot be unscaled."""
     for parameter in parameters_of(optimizer):
         if MODES[precision].takes_scaler and parameter.requires_grad and parameter.dtype.to_real() in HALF_DTYPES:
             raise InvalidRequestError(

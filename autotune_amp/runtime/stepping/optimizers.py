@@ -121,9 +121,7 @@ class KnownOptimizers:
         )
 
     def bad_weights(self, model: nn.Module | None) -> tuple[str, ...]:
-        """Return the names of parameters of the optimizers and the model that are not finite. Synchronizes with the
-        device.
-        """
+        """Return the names of non-finite parameters of optimizers and model. Synchronizes with the device."""
         names = () if model is None else bad_parameters(model)
         own = {id(parameter) for parameter in (() if model is None else model.parameters())}
         held = [(known(), number) for number, known in self._known.items()]
