@@ -1,1 +1,1 @@
-"""Thin adapters to training frameworks: hooks translated and nothing else. Each is imported by its user alone."""
+"""Thin adapters to training frameworks, which only translate hooks. Each is imported only by its users."""

@@ -1,7 +1,7 @@
 """Accelerate: an Accelerator whose scaler is the PrecisionController, and Accelerate's settings from a config.
 
-`AutotuneAccelerator` is an Accelerator whose autocast and scaler are the controller's; `windows`
-takes up the batch size of a fallback.
+`AutotuneAccelerator` is an Accelerator whose autocast and scaler are the controller's; `windows` follows the batch
+size of a fallback.
 
 ```python
 import torch
@@ -32,7 +32,7 @@ for batch in accelerator.windows(loader):
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-accelerator.save_state("checkpoint")  # load_state goes on at the rung that it had
+accelerator.save_state("checkpoint")  # load_state resumes at its rung
 print(accelerator.controller.status().precision)
 ```
 """
@@ -69,32 +69,32 @@ __all__ = ["AutotuneAccelerator", "accelerate_config", "grad_scaler_kwargs"]
 
 Batch = TypeVar("Batch")
 
-# The rest scales losses, casts models or makes optimizers by itself.
+# Other types scale losses, cast models or make optimizers themselves.
 _KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
 
 
 class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships no types
-    """An ``accelerate.Accelerator`` that trains in the config's precision and steps it down when that fails.
+    """Accelerator that trains in the config's precision and steps it down when that fails.
 
-    It is used as the original: ``prepare``, ``accumulate``, ``backward``, ``clip_grad_norm_``, ``save_state`` and
-    ``load_state`` (which goes on at the rung that was saved). The forward pass of every prepared model runs under the
-    controller's autocast, on a CPU too, where Accelerate's own fp16 has neither autocast nor scaler. Outputs come back
-    in fp32, as Accelerate has it; inside ``with accelerator.autocast():`` a training pass leaves them as they are, and
-    the loss runs under the autocast too: that is what a search measures. `controller` is the PrecisionController; the
-    first prepared model with anything to train is attached to it. After ``free_memory`` or ``clear`` it is another, for
-    the models that are prepared next.
+    It is used like ``accelerate.Accelerator``: ``prepare``, ``accumulate``, ``backward``, ``clip_grad_norm_``,
+    ``save_state`` and ``load_state`` (which continues at the saved rung). The forward pass of every prepared model runs
+    under the controller's autocast, on a CPU too, where Accelerate's own fp16 has neither autocast nor scaler. Outputs
+    are returned in fp32, as in Accelerate; inside ``with accelerator.autocast():`` a training pass leaves them as they
+    are, and the loss runs under the autocast too: that is how a search measures. `controller` is the
+    PrecisionController; the first prepared model with trainable parameters is attached to it. After ``free_memory`` or
+    ``clear`` there is a new controller, for the models that are prepared next.
 
     config: precision, fallbacks, loss scale and accumulation steps, or the recommendation that holds them. The batch
         size is the DataLoader's.
-    rerun: recomputes the loss of the latest batch as the loop does, inside ``autocast()`` if that is; see
-        `PrecisionController.attach`. It may name objects that are made later.
+    rerun: recomputes the loss of the latest batch as the loop does, inside ``autocast()`` if the loop uses it; see
+        `PrecisionController.attach`. It may refer to objects that are made later.
     controller_options: more arguments for the `PrecisionController`: ``guard``, ``halt``, ``on_demotion``, ...
     others: arguments for the ``Accelerator``.
 
-    Raises `InvalidRequestError` for arguments that contradict the config, and where DeepSpeed, FSDP, Megatron-LM or XLA
-    would scale and cast by themselves. Raises `DemotedError`, with the config to start again with, where a fallback was
-    measured with another batch size or accumulation and the loop does not use `windows`, which takes them up: at the
-    move, and at the first training pass after `load_state` has come back to that fallback.
+    Raises `InvalidRequestError` for arguments that contradict the config, and under DeepSpeed, FSDP, Megatron-LM or
+    XLA, which scale and cast themselves. Raises `DemotedError`, with the config to start again with, if a fallback was
+    measured with another batch size or accumulation and the loop does not use `windows`, which follows them: at the
+    move, or at the first training pass after `load_state` returned to that fallback.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
                     f"{type(handler).__name__} was given to an accelerator whose controller scales and casts.",
                     "Leave it out and put a loss scale into the config.",
                 )
-        # Explicitly: what `accelerate launch` put into the environment would else be taken.
+        # Given explicitly, since otherwise the environment set by `accelerate launch` would count.
         super().__init__(mixed_precision="no", gradient_accumulation_plugin=plugin, **others)
         if self.distributed_type not in _KNOWN:
             raise InvalidRequestError(
@@ -127,8 +127,8 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
             )
         self._controller_options = dict(controller_options or {})
         self._rerun = rerun
-        self._holds_loss = False  # in `autocast`
-        self._is_last: bool | None = None  # pass of the window in `windows`; None outside of it
+        self._holds_loss = False  # while inside `autocast`
+        self._is_last: bool | None = None  # whether the pass is its window's last, in `windows`; None outside
         self._windowed: Iterable[Any] | None = None  # the loader in `windows`
         self._begin()
 
@@ -140,7 +140,7 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
         self._window = _Scaler(self)
 
     def free_memory(self, *objects: Any) -> Any:
-        """As the original's; the model is no longer pinned or watched, and what is prepared next begins anew."""
+        """Free memory as in Accelerator. The model is detached, and models prepared next start anew."""
         self.controller.detach()
         self._begin()
         return super().free_memory(*objects)
@@ -148,9 +148,9 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """As the original's; the model's forward follows the rung from here on."""
+        """Prepare a model as in Accelerator. Its forward follows the rung from then on."""
         if not getattr(model, "_is_accelerate_prepared", False):
-            # As Accelerate wraps it, so that ``unwrap_model(keep_fp32_wrapper=False)`` finds its way back.
+            # Wrapped as Accelerate does, so that ``unwrap_model(keep_fp32_wrapper=False)`` can undo it.
             changed: Any = model
             changed._original_forward = forward = model.forward
             if isinstance(forward, MethodType):
@@ -182,7 +182,7 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
 
     @contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
-        """The current rung's autocast; none with a handler that says ``enabled=False``."""
+        """Run under the current rung's autocast; without autocast for a handler with ``enabled=False``."""
         is_off = autocast_handler is not None and not autocast_handler.enabled
         with torch.autocast(self.device.type, enabled=False) if is_off else self._rung():
             before, self._holds_loss = self._holds_loss, not is_off
@@ -194,20 +194,20 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """As the original's; the controller takes the steps."""
+        """Prepare an optimizer as in Accelerator. The controller takes its steps."""
         prepared = super().prepare_optimizer(optimizer, device_placement)
         prepared.scaler = self._window
         return prepared
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Scale the loss, divided by the accumulation steps, and run the backward pass."""
+        """Scale the loss, divide it by the accumulation steps, and run the backward pass."""
         self._window.end()
         super().backward(loss, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Unscale the gradients of these optimizers, or all; a second time in the same window does nothing.
+        """Unscale the gradients of these optimizers, or of all; a second call in the same window does nothing.
 
-        Raises `InvalidRequestError` inside an accumulation window, whose gradients are not complete.
+        Raises `InvalidRequestError` inside an accumulation window, whose gradients are incomplete.
         """
         if not self.sync_gradients:
             raise InvalidRequestError(
@@ -220,12 +220,11 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
     def windows(
         self, loader: Iterable[Batch], weigh: Callable[[Batch], float | torch.Tensor] | None = None
     ) -> Iterator[Batch]:
-        """The passes of a prepared loader, in the batch size and accumulation of the current rung.
+        """Yield the passes of a prepared loader, at the batch size and accumulation steps of the current rung.
 
-        Use ``accumulate`` inside as ever. `weigh` is as in the controller's `windows`: multiply the loss by
-        ``controller.window_share`` and, since Accelerate divides by them, by ``gradient_accumulation_steps``. A
-        fallback with a smaller batch splits the loader's batches; raises `InvalidRequestError` where they cannot be
-        split.
+        Use ``accumulate`` inside as usual. `weigh` is as in the controller's `windows`: multiply the loss by
+        ``controller.window_share`` and by ``gradient_accumulation_steps``, since Accelerate divides by them. A fallback
+        with a smaller batch size splits the loader's batches; raises `InvalidRequestError` if they cannot be split.
         """
         self._windowed = loader
         try:
@@ -236,10 +235,10 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
             self._is_last = self._windowed = None
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As the original's, for an evaluation loop inside `windows` too.
+        """Gather as in Accelerator, also for an evaluation loop inside `windows`.
 
-        Raises `InvalidRequestError` for the loader in `windows`: its batches are fetched ahead, and Accelerate knows
-        only of the latest which samples fill it up.
+        Raises `InvalidRequestError` for the loader in `windows`: its batches are prefetched, and Accelerate only knows
+        which samples pad the latest one.
         """
         if self._is_last is None or self.gradient_state.active_dataloader not in (None, self._windowed):
             return super().gather_for_metrics(input_data, use_gather_object)
@@ -251,7 +250,7 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """As the original's; inside `windows` the gradients are complete at the end of the rung's window."""
+        """Accumulate as in Accelerator; inside `windows` the gradients are complete at the end of the rung's window."""
         with ExitStack() as stack:
             if self._is_last is None:
                 stack.enter_context(super().accumulate(*models))
@@ -263,7 +262,7 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """What `backward` divides the loss by: inside `windows` the passes of the current window."""
+        """Return the divisor of the loss in `backward`: inside `windows` the number of passes of the current window."""
         return self.controller.window_size if self._is_last is not None else int(self.gradient_state.num_steps)
 
     @gradient_accumulation_steps.setter
@@ -281,20 +280,20 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
             )
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As the original's, the controller's state in its ``scaler.pt``."""
+        """Save the state as in Accelerator, with the controller's state in its ``scaler.pt``."""
         self._window.end()
         return super().save_state(*args, **kwargs)
 
 
 class _Scaler(Window):
-    """What prepared optimizers take for their scaler; where not all of them step, the next pass ends the window."""
+    """Scaler of prepared optimizers. If not all of them step, the next pass ends the window."""
 
     def __init__(self, accelerator: AutotuneAccelerator) -> None:
         super().__init__(accelerator.controller)
         self._accelerator = accelerator
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Take the step unless it is to be skipped; Accelerate hands a closure on, None without one."""
+        """Step the optimizer unless the step is to be skipped. Raises `InvalidRequestError` for a closure."""
         if any(given is not None for given in (*args, *kwargs.values())):
             raise InvalidRequestError(
                 "An optimizer's step was given a closure, whose gradients nobody would check.",
@@ -303,16 +302,16 @@ class _Scaler(Window):
         return super().step(optimizer)
 
     def update(self) -> None:
-        """Called after every step."""
+        """End the window if all optimizers have stepped; called after every step."""
         if self.num_stepped >= len(self._accelerator._optimizers):
             self.end()
 
 
 def grad_scaler_kwargs(config: AmpConfig) -> GradScalerKwargs:
-    """What the scaler of a plain ``Accelerator(kwargs_handlers=[...])`` is to be made with; not enabled without fp16.
+    """Return the scaler's arguments for a plain ``Accelerator(kwargs_handlers=[...])``; disabled without fp16.
 
-    It has no place for `hysteresis`, `min_scale` and `max_scale`, and on a CPU Accelerate makes no scaler at all:
-    `AutotuneAccelerator` has both.
+    They cannot express `hysteresis`, `min_scale` and `max_scale`, and on a CPU Accelerate makes no scaler at all:
+    `AutotuneAccelerator` supports both.
     """
     scale = config.loss_scale
     if scale is None:
@@ -321,7 +320,7 @@ def grad_scaler_kwargs(config: AmpConfig) -> GradScalerKwargs:
 
 
 def plain_optimizers(given: Any) -> list[torch.optim.Optimizer]:
-    """One optimizer, or several, out of Accelerate's wrappers."""
+    """Return one or several optimizers without Accelerate's wrappers."""
     found = []
     for one in given if isinstance(given, tuple | list) else [given]:
         while isinstance(one, AcceleratedOptimizer):

@@ -1,4 +1,4 @@
-"""What every adapter to a framework needs: its config, contradictions to it, other windows, and metrics."""
+"""Common parts of all adapters to frameworks: the config, contradictions to it, accumulation windows, and metrics."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from autotune_amp.runtime.readings import metrics
 
 
 def config_of(given: AmpConfig | Recommendation) -> AmpConfig:
-    """The config itself, or the one that a recommendation holds."""
+    """Return the config itself, or the config of a recommendation."""
     return given if isinstance(given, AmpConfig) else given.config
 
 
 def refuse_other(name: str, given: object, wanted: object) -> None:
-    """Raise `InvalidRequestError` where a framework's argument is given and says something else than the config."""
+    """Raise `InvalidRequestError` if a framework's argument is given and differs from the config's value."""
     if given is not None and given != wanted:
         raise InvalidRequestError(
             f"{name}={given!r} contradicts the config, which says {wanted!r}.",
@@ -30,7 +30,10 @@ def refuse_other(name: str, given: object, wanted: object) -> None:
 
 
 def refuse_other_window(controller: PrecisionController, own: AmpConfig, why: str, next_step: str) -> None:
-    """Raise `DemotedError` at a rung measured with another batch size or accumulation, which `why` ends the run."""
+    """Raise `DemotedError` if the current rung was measured with another batch size or accumulation than the run's own.
+
+    `why` is the message's explanation of why this ends the run.
+    """
     plan = controller.config
     if (plan.batch_size, plan.accumulation_steps) == (own.batch_size, own.accumulation_steps):
         return
@@ -45,12 +48,12 @@ def refuse_other_window(controller: PrecisionController, own: AmpConfig, why: st
 
 
 def numbers(controller: PrecisionController) -> dict[str, float]:
-    """The metrics that are numbers, by their names, for a framework's loggers; waits for the device."""
+    """Return the numeric metrics by name, for a framework's loggers. Synchronizes with the device."""
     return {name: value for name, value in metrics(controller.status()).items() if not isinstance(value, str)}
 
 
 def lasting(scheduler: Any) -> Any:
-    """The scheduler, which stays where it ends in place of raising: a trial may take more steps than the training."""
+    """Return the scheduler, changed to stay at its end instead of raising: a trial may take more steps."""
     step = scheduler.step
 
     def step_on(*args: Any, **kwargs: Any) -> None:
@@ -63,7 +66,7 @@ def lasting(scheduler: Any) -> Any:
 
 @contextlib.contextmanager
 def replaced(holder: Any, **attributes: Any) -> Iterator[None]:
-    """Have it hold these attributes of its own meanwhile."""
+    """Set attributes on an object temporarily."""
     own = vars(holder)
     before = {name: own[name] for name in attributes if name in own}
     own.update(attributes)
@@ -76,10 +79,12 @@ def replaced(holder: Any, **attributes: Any) -> Iterator[None]:
 
 
 class Window:
-    """One accumulation window of a controller: each optimizer is unscaled once, and the window ends once they stepped.
+    """Accumulation window of a controller, in which each optimizer is unscaled once, and which ends when all have
+    stepped.
 
-    A framework asks to unscale before clipping and again before the step, and updates its scaler after each optimizer:
-    the scale, and here the precision, would change between two whose gradients come from one backward pass.
+    A framework requests unscaling before clipping and again before the step, and updates its scaler after each
+    optimizer: the scale, and here the precision, would change between two optimizers whose gradients come from one
+    backward pass.
     """
 
     def __init__(self, controller: PrecisionController) -> None:
@@ -89,28 +94,28 @@ class Window:
 
     @property
     def num_stepped(self) -> int:
-        """Optimizers that have stepped in it, or left their step out."""
+        """Return the number of optimizers that have stepped or skipped their step in the window."""
         return len(self._stepped)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale its gradients and check them; a second time does nothing."""
+        """Unscale and check an optimizer's gradients; a second call in the window does nothing."""
         if id(optimizer) not in self._unscaled:
             self._unscaled.add(id(optimizer))
             self._controller.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Take the step unless it is to be skipped; what the controller returns of it."""
+        """Step the optimizer unless the step is to be skipped, and return the controller's result."""
         taken = self._controller.step(optimizer, *args, **kwargs)
         self._stepped.add(id(optimizer))
         return taken
 
     def clear(self) -> None:
-        """Begin another."""
+        """Start a new window without ending this one."""
         self._unscaled.clear()
         self._stepped.clear()
 
     def end(self) -> None:
-        """End it, if an optimizer has stepped in it: the scale and the precision may change."""
+        """End the window if any optimizer has stepped in it: the scale and the precision may change."""
         if self._stepped:
             self.clear()
             self._controller.update()

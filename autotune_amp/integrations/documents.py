@@ -1,4 +1,4 @@
-"""A config as the documents that frameworks read: what ``accelerate config`` writes, DeepSpeed's JSON. Pure."""
+"""Conversion of a config to frameworks' documents: the file of ``accelerate config`` and DeepSpeed's JSON. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from autotune_amp.core.evidence import AUTOCAST_DTYPES
 
 
 def accelerate_config(config: AmpConfig, device_type: str = "cuda") -> dict[str, Any]:
-    """What ``accelerate config`` would write for one process on one device; keys as of Accelerate 1.15.
+    """Return the content of the file that ``accelerate config`` writes, for one process on one device (keys as of
+    Accelerate 1.15).
 
-    It holds the precision, the device and the dynamo plugin; Accelerate refuses other keys. A plain Accelerator keeps
-    no modules pinned, and on a CPU it neither casts to fp16 nor scales: there the precision is ``"no"``, fp32 rather
-    than what was not measured. Of fp8 it holds the bf16 around the layers, which ``prepare`` sets up.
+    It holds the precision, the device and the dynamo plugin; Accelerate refuses other keys. A plain Accelerator pins no
+    modules, and on a CPU it neither casts to fp16 nor scales: there the precision is ``"no"``, fp32 instead of a
+    precision that was not measured. For fp8 it holds the bf16 of the other layers; ``prepare`` sets up the fp8 layers.
     """
     is_cast = config.precision in AUTOCAST_DTYPES and (device_type, config.precision) != ("cpu", "fp16")
     return {
@@ -36,20 +37,20 @@ def accelerate_config(config: AmpConfig, device_type: str = "cuda") -> dict[str,
 
 
 def dynamo_config(config: AmpConfig) -> dict[str, Any]:
-    """The part of ``accelerate config`` that compiles; empty where the config does not."""
+    """Return the compiler's part of ``accelerate config``; empty if the config does not compile."""
     if not config.is_compiled:
         return {}
     return {"dynamo_backend": "INDUCTOR", "dynamo_mode": config.compile, "dynamo_use_dynamic": False}
 
 
 def deepspeed_config(config: AmpConfig) -> dict[str, Any]:
-    """DeepSpeed's configuration document (``ds_config.json``) for a config; keys as of DeepSpeed 0.19.
+    """Return DeepSpeed's configuration document (``ds_config.json``) for a config; keys as of DeepSpeed 0.19.
 
-    DeepSpeed keeps the weights themselves in bf16 or fp16, with an fp32 copy in the optimizer, where autocast casts
-    fp32 weights. `init_scale` is rounded down to a power of two, the least scale to a whole number from 1 up. The scale
+    DeepSpeed keeps the weights themselves in bf16 or fp16, with an fp32 copy in the optimizer, while autocast casts
+    fp32 weights. `init_scale` is rounded down to a power of two, the least scale to an integer of at least 1. The scale
     doubles and halves, whatever the growth and backoff factors, and has no upper bound.
 
-    Raises `InvalidRequestError` for an initial loss scale below 1, which DeepSpeed cannot go on from.
+    Raises `InvalidRequestError` for an initial loss scale below 1, which DeepSpeed cannot represent.
     """
     scale = config.loss_scale
     fp16: dict[str, Any] = {"enabled": False}
@@ -65,7 +66,7 @@ def deepspeed_config(config: AmpConfig) -> dict[str, Any]:
             "initial_scale_power": math.floor(math.log2(scale.init_scale)),
             "loss_scale_window": scale.growth_interval,
             "hysteresis": scale.hysteresis,
-            "consecutive_hysteresis": False,  # counted anew when the scale grows, as `LossScale` has it
+            "consecutive_hysteresis": False,  # restarted when the scale grows, as in `LossScale`
             "min_loss_scale": max(1, math.floor(scale.floor)),
         }
     return {

@@ -1,12 +1,11 @@
-"""A recommendation as a training framework takes it: text to paste, a file to launch with, lines for the shell.
+"""Export of a recommendation for training frameworks: text to paste, a file to launch with, or lines for the shell.
 
 Pure, and without importing the framework. Each Python text leaves `dataset`, `model`, `optimizer` and
-`compute_loss(model, batch)` to the script it is pasted into, and `count(batch)` where the batches of a window weigh
-unequally. What of a config a text does not say itself stands in a comment: a field that is new, too.
+`compute_loss(model, batch)` to the script it is pasted into, and `count(batch)` if the batches of a window have unequal
+weights. Parts of a config that a text does not express are named in a comment, including fields added later.
 
-A file is written over an earlier export and over nothing else. What a framework has no place for is said in
-comments, for DeepSpeed on standard error. A training with a `train_step` of its own goes to `torch` and `accelerate`
-alone.
+A file is only written over an earlier export. Values that a framework has no place for are named in comments, for
+DeepSpeed on standard error. A training with its own `train_step` can only be exported to `torch` and `accelerate`.
 """
 
 from __future__ import annotations
@@ -42,14 +41,15 @@ if TYPE_CHECKING:
 
 Target: TypeAlias = Literal["lightning", "transformers", "accelerate", "deepspeed", "torch", "env"]
 TARGETS: tuple[Target, ...] = get_args(Target)
-_MARK = "autotune-amp export of"  # begins a text's first line, which says where it comes from
-_STEPPING = ("lightning", "transformers", "deepspeed")  # their trainers and engines take the training steps
+_MARK = "autotune-amp export of"  # start of a text's first line, which names its origin
+_STEPPING = ("lightning", "transformers", "deepspeed")  # targets whose trainers and engines take the training steps
 
 
 class Export(msgspec.Struct, frozen=True, kw_only=True):
-    """The text for one target, as a JSON document with `format`.
+    """Text for one target, as a JSON document with `format`.
 
-    `notes` say what a text without comments has no room for, and what a plain Accelerator does under a launch file.
+    `notes` name parts of the config that a text without comments cannot express, and for a launch file the differences
+    of a plain Accelerator.
     """
 
     format: int = 1
@@ -59,7 +59,7 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def setting_of(recommendation: Recommendation, origin: str) -> Exportable:
-    """What of a recommendation a text is made from; `origin` is a line that says where it comes from."""
+    """Return the parts of a recommendation that are exported. `origin` is a line that names its origin."""
     evidence, workload = recommendation.evidence, recommendation.workload
     found = evidence.accumulation
     return Exportable(
@@ -73,9 +73,9 @@ def setting_of(recommendation: Recommendation, origin: str) -> Exportable:
 
 
 def export(setting: Exportable, to: str) -> Export:
-    """The text for the target named `to`.
+    """Return the text for the target named `to`.
 
-    Raises `InvalidRequestError` for a name that is none of `TARGETS`, and for what the framework cannot train at all.
+    Raises `InvalidRequestError` for a name not in `TARGETS`, and for a training that the framework cannot do at all.
     """
     target = next((name for name in TARGETS if name == to), None)
     if target is None:
@@ -92,9 +92,9 @@ def export(setting: Exportable, to: str) -> Export:
 
 
 def accelerate_file(setting: Exportable) -> Export:
-    """The file that ``accelerate launch --config_file`` reads; its comments say what belongs to the script.
+    """Return the file for ``accelerate launch --config_file``, with comments for the parts that belong to the script.
 
-    `notes` say what a plain Accelerator does not train of it.
+    `notes` name the settings that a plain Accelerator cannot train.
     """
     written = accelerate_config(setting.config, setting.device_type)
     written.pop("dynamo_config", None)  # the script compiles
@@ -104,7 +104,7 @@ def accelerate_file(setting: Exportable) -> Export:
         pinned = "".join(f", with {name} in fp32" for name in setting.config.pinned_modules)
         what = f"{setting.config.precision} on {setting.device_type}{pinned}"
         notes = (f"A plain Accelerator cannot train {what}: under this file it trains all in fp32.",)
-    elif setting.config.precision != "fp8":  # whose layers the script makes
+    elif setting.config.precision != "fp8":  # the script makes its layers
         script.said.add("precision")
     script.comments[:0] = [
         f"The script has to make its accelerator with {_ACCELERATOR}, which sets the precision itself.",
@@ -117,7 +117,7 @@ def accelerate_file(setting: Exportable) -> Export:
 
 
 def is_exported(text: str) -> bool:
-    """Whether a file with this text was written by an export: its first line says so, DeepSpeed's JSON by its keys."""
+    """Return whether a text was written by an export: by its first line, or for DeepSpeed's JSON by its keys."""
     if text.removeprefix(SHEBANG).startswith(f"# {_MARK}"):
         return True
     try:
@@ -129,19 +129,19 @@ def is_exported(text: str) -> bool:
 
 
 SHEBANG = "#!/usr/bin/env bash\n"
-WIDTH = 100  # of a line, where it can be broken
+WIDTH = 100  # of a line, if it can be broken
 KEPT_FLAGS = "Measured with the script's own TF32 flags and autocast: they stay as they are."
 SCALER_ARGUMENTS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 
 
 @dataclass(frozen=True)
 class Exportable:
-    """A config and what else of a recommendation belongs to it.
+    """Config with the other parts of a recommendation that are exported.
 
     loss: how the losses of an accumulation window add up to that of the whole batch.
-    share: in words, what a batch's weight is a share of, where `loss` is "weighted".
-    is_loop: the training has a ``train_step(state, batch, amp)`` of its own.
-    origin: a line that says where the config comes from.
+    share: in words, the quantity that a batch's weight is a share of, if `loss` is "weighted".
+    is_loop: the training has its own ``train_step(state, batch, amp)``.
+    origin: a line that names the origin of the config.
     """
 
     config: AmpConfig
@@ -152,7 +152,7 @@ class Exportable:
     origin: str = ""
 
     def divided_by(self, framework: str) -> list[str]:
-        """What to know of the loss where the framework divides it by the accumulation steps, and that is not all."""
+        """Return comments on scaling the loss, if the framework's division by the steps does not suffice."""
         steps = self.config.accumulation_steps
         if steps == 1 or self.loss == "mean":
             return []
@@ -163,9 +163,9 @@ class Exportable:
 
 
 class Script:
-    """Source as it grows: comments, imports, lines. What of the config is not in `said` becomes a comment.
+    """Source text under construction: comments, imports, lines. Fields of the config not in `said` become a comment.
 
-    holder, way_out: who has no place for that, and what has.
+    holder, way_out: names in that comment: the text without a place for the fields, and one that has it.
     """
 
     def __init__(self, setting: Exportable, target: str, holder: str = "", way_out: str = "") -> None:
@@ -173,7 +173,7 @@ class Script:
         self.comments: list[str] = []
         self.lines: list[str] = []
         self.imports: set[str] = set()
-        self.said = {"environment"}  # fields of the config
+        self.said = {"environment"}  # fields of the config that need no comment
         self.unsaid: list[str] = []
         self._holder, self._way_out = holder, way_out
         for dimension in DIMENSIONS:
@@ -185,7 +185,7 @@ class Script:
             self.comments += ["Before Python starts, in the shell:", *(f"  {line}" for line in exports)]
 
     def source(self) -> str:
-        """The whole text."""
+        """Return the whole text."""
         if unsaid := [*self.unsaid, *unsaid_of(self.setting.config, self.said)]:
             self.comments.append(f"{self._holder} has no place for {'; '.join(unsaid)}: {self._way_out} has.")
         imports = sorted(self.imports, key=lambda line: (line.startswith("from "), line))
@@ -195,14 +195,14 @@ class Script:
         return "\n".join([*origin, "\n\n".join(filter(None, parts)), ""])
 
     def add_prepared(self, config: str) -> None:
-        """``prepare(...)`` of what the config says of model and optimizer; `config` is its source."""
+        """Add ``prepare(...)`` for the config's changes to model and optimizer; `config` is its source."""
         if self.setting.config.set_up:
             self.said.update(variant.name for variant in VARIANTS)
             self.imports.add("from autotune_amp import prepare")
             self.lines.append(f"model, optimizer = prepare({config}, model, optimizer)  # on their device")
 
     def add_config(self) -> None:
-        """``config = AmpConfig(...)``."""
+        """Add ``config = AmpConfig(...)``."""
         self.said.update(self.setting.config.__struct_fields__)
         source = f"config = {_source(self.setting.config)}"
         self.lines.append(source)
@@ -210,32 +210,32 @@ class Script:
         self.imports.add(f"from autotune_amp.core.config import {', '.join(classes)}")
 
     def add_loader(self) -> None:
-        """``loader = DataLoader(...)``."""
+        """Add ``loader = DataLoader(...)``."""
         self.said |= {"batch_size", "num_workers"}
         self.imports.add("from torch.utils.data import DataLoader")
         self.lines += [LOADER_COMMENT, loader_line(self.setting.config)]
 
 
 def unsaid_of(config: AmpConfig, said: Collection[str]) -> list[str]:
-    """The config's other fields in a few words each, those at their default left out."""
+    """Return short texts for the config's fields that are not in `said`, without those at their default."""
     others = {name: value for name, value in _set_fields(config) if name not in said}
     plans = ", ".join(plan.precision for plan in config.plans)
     return [f"the fallback to {plans}" if n == "fallback" else f"{n}={_inline(v)}" for n, v in others.items()]
 
 
 def _set_fields(value: msgspec.Struct) -> list[tuple[str, object]]:
-    """Names and values of the fields that have none by default, or another."""
+    """Return the names and values of the fields that have no default or another value."""
     fields = ((one, getattr(value, one.name)) for one in msgspec.structs.fields(value))
     return [(one.name, found) for one, found in fields if one.required or found not in (one.default, (), {})]
 
 
 def keywords(arguments: Iterable[tuple[str, object]], indent: str = "") -> list[str]:
-    """Keyword arguments as source, of names and values."""
+    """Return keyword arguments as source, from names and values."""
     return [f"{name}={_source(value, indent)}" for name, value in arguments]
 
 
 def call(head: str, arguments: Sequence[str], tail: str = ")", indent: str = "") -> str:
-    """``head``, the arguments and ``tail``: on one line where they fit, else each on its own."""
+    """Return ``head``, the arguments and ``tail`` on one line if they fit, else each argument on its own line."""
     line = f"{head}{', '.join(arguments)}{tail}"
     if len(indent) + len(line) <= WIDTH and "\n" not in line:
         return line
@@ -243,7 +243,7 @@ def call(head: str, arguments: Sequence[str], tail: str = ")", indent: str = "")
 
 
 def wrapped(comment: str) -> list[str]:
-    """A comment's lines, in Python, YAML or the shell."""
+    """Return a comment's lines, for Python, YAML or the shell."""
     if comment.startswith(" "):
         return [f"# {comment}"]  # a line to copy
     wrapper = textwrap.TextWrapper(
@@ -253,12 +253,12 @@ def wrapped(comment: str) -> list[str]:
 
 
 def origin_comment(origin: str) -> list[str]:
-    """The lines that a text begins with, by which `is_exported` knows it."""
+    """Return the first lines of a text, by which `is_exported` recognizes it."""
     return wrapped(f"{_MARK} {origin}")
 
 
 def _source(value: object, indent: str = "") -> str:
-    """`value` as source, fields at their default left out."""
+    """Return a value as source, without fields at their default."""
     inner = f"{indent}    "
     if isinstance(value, msgspec.Struct):
         return call(f"{type(value).__name__}(", keywords(_set_fields(value), inner), indent=indent)
@@ -276,7 +276,7 @@ _ACCELERATOR = "autotune_amp.integrations.accelerate.AutotuneAccelerator"
 
 
 def torch(setting: Exportable) -> str:
-    """A loop in plain PyTorch; with the controller where plain PyTorch cannot keep what was measured."""
+    """Return a training loop in plain PyTorch, or with the controller if plain PyTorch cannot train as measured."""
     script, config = Script(setting, "torch", "PyTorch", "autotune_amp.PrecisionController"), setting.config
     if setting.is_loop:
         attached = [f"controller.{_ATTACH}"] * (config.precision == "fp8")
@@ -297,7 +297,7 @@ def torch(setting: Exportable) -> str:
         script.imports.add("import torch")
     if config.as_found:
         script.comments.append(KEPT_FLAGS)
-    elif setting.device_type == "cuda":  # where alone the TF32 flags matter
+    elif setting.device_type == "cuda":  # TF32 flags matter only there
         script.lines += strict_flag_lines(config.precision)
     script.add_loader()
     forward = [f"loss = {LOSS if steps == 1 else pass_loss(setting.loss, 'len(window)', '')}"]
@@ -323,7 +323,7 @@ def torch(setting: Exportable) -> str:
 
 
 def accelerate(setting: Exportable) -> str:
-    """A loop with our Accelerator, which trains what was measured: loss under autocast, pins, fallbacks."""
+    """Return a loop with `AutotuneAccelerator`, which trains as measured: loss under autocast, pins, fallbacks."""
     script = Script(setting, "accelerate")
     script.imports.add("from autotune_amp.integrations.accelerate import AutotuneAccelerator")
     script.add_config()
@@ -350,7 +350,7 @@ def accelerate(setting: Exportable) -> str:
 
 
 def lightning(setting: Exportable) -> str:
-    """A Trainer with our precision plugin, which holds all of the config but batch size and workers."""
+    """Return a Trainer with `AutotunePrecision`, which holds all of the config except batch size and workers."""
     script = Script(setting, "lightning")
     script.imports.add("from autotune_amp.integrations.lightning import trainer_arguments")
     script.imports.add("from lightning.pytorch import Trainer")
@@ -366,7 +366,7 @@ def lightning(setting: Exportable) -> str:
 
 
 def transformers(setting: Exportable) -> str:
-    """TrainingArguments, and our Trainer, which keeps to the loss scale, the fallbacks and the pinned modules."""
+    """Return TrainingArguments and an `AutotuneTrainer`, which adds loss scale, fallbacks and pinned modules."""
     script = Script(setting, "transformers")
     script.imports.add("from autotune_amp.integrations.transformers import AutotuneTrainer")
     script.imports.add("from transformers import TrainingArguments")
@@ -382,7 +382,7 @@ def transformers(setting: Exportable) -> str:
 
 
 def env(setting: Exportable) -> str:
-    """Lines for the shell that starts the training, and a comment on what is not the shell's."""
+    """Return lines for the shell that starts the training run, with a comment on the rest of the config."""
     script = Script(setting, "env", "The shell", "the script that another --to prints")
     script.comments.clear()
     script.lines = export_lines(setting.config) or ["# The config sets no environment variables."]
@@ -390,7 +390,7 @@ def env(setting: Exportable) -> str:
 
 
 def beside_deepspeed(setting: Exportable) -> list[str]:
-    """Where DeepSpeed's JSON comes from and what of the config it has no place for, a sentence each."""
+    """Return sentences on the origin of DeepSpeed's JSON and on parts of the config that it cannot express."""
     config, found = setting.config, [f"{setting.origin}."] if setting.origin else []
     if config.precision in AUTOCAST_DTYPES:
         name = config.autocast_precision
@@ -416,7 +416,7 @@ _TEXTS: dict[str, Callable[[Exportable], str]] = {
 
 
 def _controlled(script: Script, lines: Sequence[str]) -> str:
-    """A loop with the PrecisionController, which sets the TF32 flags itself."""
+    """Return a training loop with the PrecisionController, which sets the TF32 flags itself."""
     script.imports.add("from autotune_amp import PrecisionController")
     script.add_config()
     script.add_loader()
@@ -430,15 +430,15 @@ def _block(head: str, body: Sequence[str]) -> list[str]:
 
 
 def _windows(setting: Exportable) -> str:
-    """The arguments of `windows`."""
+    """Return the source of the arguments of `windows`."""
     return "loader, weigh=count" if setting.loss == "weighted" and accumulates(setting.config) else "loader"
 
 
 def _loss(script: Script, steps: str, share: str, *, is_divided: bool = False) -> str:
-    """The expression to run backward from, `steps` and `share` the source of the current rung's accumulation steps and
-    of a batch's part of what counts in its window.
+    """Return the source of the expression to run backward from.
 
-    `is_divided`: the framework divides it by the steps.
+    `steps` is the source of the current rung's accumulation steps, `share` that of a batch's share of its window.
+    `is_divided`: the framework divides the loss by the steps.
     """
     setting = script.setting
     if not accumulates(setting.config):

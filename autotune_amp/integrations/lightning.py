@@ -1,15 +1,15 @@
 """Lightning: the controller as a Precision plugin, a callback, and Trainer arguments.
 
-Trials run your module's own `training_step` and `configure_optimizers`, clip, and step the schedule.
-What is promised is what a Trainer reaches: a confirmation is a short `fit` of its own, with its callbacks and what
-`self.log` costs, without validation, checkpoints and loggers. Give yours, `Workload.from_lightning(model, Data(),
-trainer)`; it is left as it was. The Trainer then trains with the controller as its precision plugin, and its
-checkpoints resume at the rung that they had. `AutotuneCallback`, which comes with it, logs scale and moves, and ends
-the run with a checkpoint where a fallback needs another batch size or no precision is left. The controller's options
-go to the plugin: `trainer_arguments(config, plugins=[AutotunePrecision(config, run_log="run.jsonl", halt=False)])`.
-All of it is for `import lightning`: a Trainer of the standalone `pytorch_lightning` refuses the plugin. Where
-Lightning runs your script again for its other devices, these take the answer that the first process saved; an
-effective batch size is that of one process there.
+Trials run your module's own `training_step` and `configure_optimizers`, clip, and step the schedule. The predicted
+throughput is a Trainer's: a confirmation is a short `fit` of its own, with its callbacks and the cost of `self.log`,
+without validation, checkpoints and loggers. Pass your Trainer, `Workload.from_lightning(model, Data(), trainer)`; it
+is not changed. The Trainer then trains with the controller as its precision plugin, and its checkpoints resume at
+their rung. `AutotuneCallback`, which is added too, logs scale and moves, and ends the run with a checkpoint if a
+fallback needs another batch size or no precision is left. The controller's options go to the plugin:
+`trainer_arguments(config, plugins=[AutotunePrecision(config, run_log="run.jsonl", halt=False)])`. All of it is for
+`import lightning`: a Trainer of the standalone `pytorch_lightning` refuses the plugin. If Lightning runs your script
+again for its other devices, they take the recommendation that the first process saved; an effective batch size is
+that of one process there.
 
 ```python
 import lightning
@@ -88,23 +88,23 @@ _NAMES = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp8": "bf16-mixed"}
 
 
 class AutotunePrecision(Precision):
-    """Lightning's precision plugin with a `PrecisionController` for a scaler, on any device.
+    """Precision plugin for Lightning whose scaler is a `PrecisionController`, on any device.
 
-    ``Trainer(plugins=[AutotunePrecision(recommendation)])``; see `trainer_arguments` for the settings beside it. It is
-    for ``import lightning``, not for ``pytorch_lightning``, and takes the place of ``Trainer(precision=...)``, whose
-    fp16 on a CPU is bf16 without a scaler. A checkpoint holds the controller's state and resumes at its rung.
+    Use ``Trainer(plugins=[AutotunePrecision(recommendation)])``; see `trainer_arguments` for the other settings. It is
+    for ``import lightning``, not for ``pytorch_lightning``, and replaces ``Trainer(precision=...)``, whose fp16 on a
+    CPU is bf16 without a scaler. A checkpoint holds the controller's state and resumes at its rung.
 
-    With automatic optimization a trip is diagnosed by running ``training_step`` again on the latest batch; what it logs
-    and adds to torchmetrics then is left out. With manual optimization the precision is stepped down on trial, and
-    ``optimizer.step()`` gives what is true if it stepped. Lightning steps schedulers for skipped steps too.
+    With automatic optimization failing steps are diagnosed by running ``training_step`` again on the latest batch; its
+    logging and its updates of torchmetrics are left out. With manual optimization the precision is stepped down on
+    trial, and ``optimizer.step()`` returns true if it stepped. Lightning steps schedulers for skipped steps too.
 
-    Where a fallback of the config was measured with another batch size or accumulation, which a DataLoader cannot take
-    up, `fit` raises `DemotedError` with the config to start again with, as it does everywhere with
+    If a fallback of the config was measured with another batch size or accumulation, which a DataLoader cannot change
+    to, `fit` raises `DemotedError` with the config to start again with, as it always does with
     ``on_demotion="checkpoint_and_stop"``; with an `AutotuneCallback` it ends with a checkpoint instead. A checkpoint of
-    such a rung does not go on with the config from before: `fit` raises that error at once. `fit` also raises
+    such a rung cannot continue with the earlier config: `fit` raises that error at once. `fit` also raises
     `NotPrecisionError` and `NoRungFitsError` (unless ``halt=False``).
 
-    config: what the run is to use, or the recommendation that holds it.
+    config: the config of the run, or the recommendation that holds it.
     options: those of `PrecisionController`: ``guard``, ``halt``, ``on_demotion``, ``run_log`` and so on.
     """
 
@@ -114,11 +114,11 @@ class AutotunePrecision(Precision):
         self._controller: PrecisionController | None = None
         self._module: LightningModule | None = None
         self._latest = LatestBatch()
-        self._window: Any = None  # a `Window` of the controller's
+        self._window: Any = None  # a `Window` of the controller
 
     @property
     def controller(self) -> PrecisionController:
-        """The controller of the current or the latest run. Raises `InvalidRequestError` before the first."""
+        """Return the controller of the current or latest run. Raises `InvalidRequestError` before the first."""
         if self._controller is None:
             raise InvalidRequestError(
                 "AutotunePrecision has no controller yet: it is made when the Trainer has put the model on its device.",
@@ -128,11 +128,11 @@ class AutotunePrecision(Precision):
 
     @property
     def precision(self) -> Any:  # type: ignore[override] # an attribute of Lightning's, which only reads it
-        """Lightning's name for the precision of now: ``"16-mixed"``, ``"bf16-mixed"`` or ``"32-true"``."""
+        """Return Lightning's name for the current precision: ``"16-mixed"``, ``"bf16-mixed"`` or ``"32-true"``."""
         return _NAMES.get((self._controller.config if self._controller else self.config).precision, "32-true")
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """What the config says of the weights is set up before DistributedDataParallel looks at them."""
+        """Set up the config's dimensions that concern weights, before DistributedDataParallel reads the module."""
         of_weights = {variant.name: getattr(self.config, variant.name) for variant in (WEIGHTS, MEMORY_FORMAT)}
         prepare(msgspec.structs.replace(Setting.of(self.config).with_nothing_set_up, **of_weights), module, None)
         return module
@@ -140,9 +140,9 @@ class AutotunePrecision(Precision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Make the controller, now that the model is on its device; for a module that was here before it goes on.
+        """Make the controller, now that the model is on its device. For the same module as before its state is kept.
 
-        What else the config says of model and optimizers is set up on them.
+        The config's other dimensions are set up on the model and the optimizers.
         """
         module = unwrap(model)
         assert isinstance(module, LightningModule)
@@ -154,14 +154,14 @@ class AutotunePrecision(Precision):
         callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined] # set without a type
         if self._latest not in callbacks:
             callbacks.append(self._latest)
-        # A training_step that takes the steps itself cannot be run again.
+        # A training_step that takes the steps itself cannot be rerun.
         self._controller.attach(model, self._loss_again if module.automatic_optimization else None)
         if before is not None:
             self.load_state_dict(before)
         return model, optimizers, lr_schedulers
 
     def _loss_again(self) -> Tensor:
-        """The loss of the latest batch as the backward pass got it; what the step logs and counts is left out."""
+        """Return the loss of the latest batch as the backward pass had it, without the step's logging and counting."""
         module, latest = self._module, self._latest
         assert module is not None
         trainer = module.trainer
@@ -172,10 +172,10 @@ class AutotunePrecision(Precision):
                 elif isinstance(part, Metric):
                     stack.enter_context(_kept(part))
             loss = training_loss(module, trainer.strategy.training_step, latest.batch, latest.batch_idx)
-        return loss / trainer.accumulate_grad_batches if isinstance(loss, Tensor) else loss  # None, too
+        return loss / trainer.accumulate_grad_batches if isinstance(loss, Tensor) else loss  # a None is returned too
 
     def _refuse_other_batches(self) -> None:
-        """Raise `DemotedError` in a rung that was measured with another batch size or accumulation."""
+        """Raise `DemotedError` if the current rung was measured with another batch size or accumulation."""
         refuse_other_window(
             self.controller,
             self.config,
@@ -184,9 +184,10 @@ class AutotunePrecision(Precision):
         )
 
     def handing_over(self, action: Callable[[], Result]) -> Result | None:
-        """Do what may move the controller, outside of accumulation windows.
+        """Run an action that may move the controller, outside of accumulation windows.
 
-        Raises a `TrainingStoppedError` where that ends the run, or gives it to an `AutotuneCallback` and returns None.
+        Raises a `TrainingStoppedError` if the action ends the run, or passes it to an `AutotuneCallback` and returns
+        None.
         """
         try:
             result = action()
@@ -202,7 +203,7 @@ class AutotunePrecision(Precision):
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
-        """The forward pass of training; with manual optimization all of the step."""
+        """Run a training step's forward pass; with manual optimization the whole step."""
         # A move that waited for the end of a manual training_step may end the run here.
         with self.handing_over(self.controller.autocast) or self.controller.autocast():
             yield
@@ -210,21 +211,21 @@ class AutotunePrecision(Precision):
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """The forward pass of validation, test and prediction: the precision of now, the scaler left alone."""
+        """Run a forward pass of validation, test or prediction in the current precision, without the scaler."""
         with self.controller.validation():
             yield
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override] # as Lightning's
-        """Scale the loss. After a step of manual optimization another backward pass begins another window."""
+        """Scale the loss. After a step of manual optimization, another backward pass begins a new window."""
         self._end_window()
         return super().pre_backward(self.controller.scale(tensor), module)
 
     def optimizer_step(  # type: ignore[override] # as Lightning's
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run the closure, unscale, clip, and step unless a gradient or the loss is not finite; true if it stepped."""
+        """Run the closure, unscale, clip, and step if gradients and loss are finite. Return true if it stepped."""
         loss = closure()
-        if loss is None and model.automatic_optimization:  # training_step gave None: Lightning drops the window
+        if loss is None and model.automatic_optimization:  # training_step returned None: Lightning drops the window
             self._after_closure(model, optimizer)
             self._window.clear()
             self.handing_over(self.controller.discard_window)
@@ -246,20 +247,20 @@ class AutotunePrecision(Precision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip what the gradients are without the loss scale; with manual optimization before the step, too."""
+        """Clip the unscaled gradients, with manual optimization before the step too."""
         if clip_val > 0:
             self._window.unscale_(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
         super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
     def state_dict(self) -> dict[str, Any]:
-        """The controller's state, for Lightning's checkpoint."""
+        """Return the controller's state, for Lightning's checkpoint."""
         return {} if self._controller is None else self._controller.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on at the saved rung.
+        """Restore the saved state and rung.
 
-        Raises `FormatError` where this run's config does not have it and, before a training, `DemotedError` where it
-        was measured with another batch size or accumulation.
+        Raises `FormatError` if this run's config does not have the rung and, before training, `DemotedError` if it was
+        measured with another batch size or accumulation.
         """
         self.controller.load_state_dict(state_dict)
         assert self._module is not None  # it came with the controller
@@ -268,23 +269,23 @@ class AutotunePrecision(Precision):
 
 
 class LatestBatch(Callback):
-    """Holds the batch of the training step that runs, on its device, and nothing between the steps."""
+    """Callback that holds the batch of the running training step, on its device, and nothing between steps."""
 
     def __init__(self) -> None:
         self.batch: Any = None
         self.batch_idx = 0
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
-        """Keep it."""
+        """Keep the batch."""
         self.batch, self.batch_idx = batch, batch_idx
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Let it go."""
+        """Release the batch."""
         self.batch = None
 
 
 def training_loss(module: LightningModule, step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
-    """What `step`, the module's training_step, returns: the loss itself, or under the key "loss"."""
+    """Return the loss that `step`, the module's training_step, returns directly or under the key "loss"."""
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     output = step(batch, batch_idx) if takes_index else step(batch)
     return output.get("loss") if isinstance(output, Mapping) else output
@@ -295,7 +296,7 @@ SILENT: dict[str, Any] = dict.fromkeys(("log", "log_dict"), lambda *_, **__: Non
 
 @contextmanager
 def _kept(metric: Metric) -> Iterator[None]:
-    """Put back what it has counted."""
+    """Restore a metric's state afterwards."""
     replaced = {name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")}
     counted = copy.deepcopy(metric.metric_state)
     try:
@@ -306,16 +307,16 @@ def _kept(metric: Metric) -> Iterator[None]:
 
 
 class AutotuneCallback(Callback):
-    """Goes with `AutotunePrecision`, which works without it: logs, a warning of another batch size, and a clean end.
+    """Optional companion of `AutotunePrecision`: logs, warns of a wrong batch size, and ends a run with a checkpoint.
 
     Writes ``autotune_amp/rung`` (0 is the config's own precision, then its fallbacks), ``scale``, ``skips``, ``steps``
     and ``moves`` to the Trainer's loggers every ``log_every_n_steps`` optimizer steps and with every move.
 
-    Where the run has to start again (see `AutotunePrecision`) it saves a checkpoint at the end of that batch and stops
-    the Trainer: `fit` returns, `demotion` is the `DemotedError` with the config to go on with, and `checkpoint_path`
-    names the checkpoint for ``fit(ckpt_path=...)`` under a Trainer and a DataLoader made from it. Where the Trainer's
-    ``min_epochs`` or ``min_steps`` keep it from stopping, `fit` raises that error after saving, as it does with
-    `NotPrecisionError` and `NoRungFitsError`.
+    If the run has to start again (see `AutotunePrecision`) it saves a checkpoint at the end of that batch and stops the
+    Trainer: `fit` returns, `demotion` is the `DemotedError` with the config to continue with, and `checkpoint_path`
+    names the checkpoint for ``fit(ckpt_path=...)`` under a Trainer and a DataLoader made from that config. If the
+    Trainer's ``min_epochs`` or ``min_steps`` keep it from stopping, `fit` raises that error after saving, as it does
+    with `NotPrecisionError` and `NoRungFitsError`.
 
     checkpoint_path: where to save it; ``autotune_amp.ckpt`` in the Trainer's ``default_root_dir`` if None.
     """
@@ -323,33 +324,33 @@ class AutotuneCallback(Callback):
     def __init__(self, checkpoint_path: str | os.PathLike[str] | None = None) -> None:
         self.checkpoint_path = None if checkpoint_path is None else Path(checkpoint_path)
         self.demotion: DemotedError | None = None
-        self.stopped: TrainingStoppedError | None = None  # set by the plugin, after which the Trainer is to end
+        self.stopped: TrainingStoppedError | None = None  # set by the plugin when the Trainer has to end
         self._logged_step = 0
         self._has_saved = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 # a hook
-        """Listen to the controller. Raises `InvalidRequestError` for a Trainer without `AutotunePrecision`."""
+        """Register with the controller. Raises `InvalidRequestError` for a Trainer without `AutotunePrecision`."""
         self.demotion = self.stopped = None
         self._has_saved, self._logged_step = False, 0
         _plugin(trainer).controller.on_move(lambda _: self._write(trainer))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 # a hook
-        """Warn where the DataLoader's batch size is not what the config says."""
+        """Warn if the DataLoader's batch size differs from the config's."""
         wanted, loader = _plugin(trainer).controller.config.batch_size, trainer.train_dataloader
         if isinstance(loader, DataLoader) and loader.batch_size not in (None, wanted):
             rank_zero_warn(f"DataLoader(batch_size) is {loader.batch_size}; what the config promises needs {wanted}.")
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Write the log where it is due; end the training where it has to start again."""
+        """Log when it is due, and end training if the run has to start again."""
         step = trainer.global_step
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined] # set without a type; 0 for never
         if every and step != self._logged_step and step % every == 0:
             self._logged_step = step
-            # A verdict that was still on its way from the device may end the run here.
+            # A pending verdict from the device may end the run here.
             _plugin(trainer).handing_over(lambda: self._write(trainer))
         if self.stopped is None:
             return
-        if self._has_saved:  # a batch before; min_epochs or min_steps has kept the Trainer from stopping
+        if self._has_saved:  # saved a batch before: min_epochs or min_steps kept the Trainer from stopping
             raise self.stopped
         self.checkpoint_path = self.checkpoint_path or Path(trainer.default_root_dir) / "autotune_amp.ckpt"
         trainer.save_checkpoint(self.checkpoint_path)
@@ -376,13 +377,13 @@ def _plugin(trainer: Trainer) -> AutotunePrecision:
 
 
 def trainer_arguments(config: AmpConfig | Recommendation, **others: Any) -> dict[str, Any]:
-    """Keyword arguments for ``lightning.Trainer``: the config's own beside `others`, which are the Trainer's too.
+    """Return keyword arguments for ``lightning.Trainer``: the config's own in addition to `others`.
 
-    ``Trainer(**trainer_arguments(config, max_epochs=3, callbacks=[mine]))``: `AutotunePrecision` joins the plugins and
-    `AutotuneCallback` the callbacks, each unless there is one. What a Trainer cannot hold is left to you: batch
-    size and workers go to the DataLoader, ``config.environment`` to the shell.
+    Use as ``Trainer(**trainer_arguments(config, max_epochs=3, callbacks=[mine]))``. `AutotunePrecision` is added to the
+    plugins and `AutotuneCallback` to the callbacks, unless there is one. Set the rest yourself: batch size and workers
+    in the DataLoader, ``config.environment`` in the shell.
 
-    Raises `InvalidRequestError` where `others` contradict the config: another precision plugin, another accumulation.
+    Raises `InvalidRequestError` if `others` contradict the config: another precision plugin, another accumulation.
     """
     own = config_of(config)
     plugins, callbacks = _listed(others.pop("plugins", None)), _listed(others.pop("callbacks", None))

@@ -1,4 +1,4 @@
-"""Lightning: a workload from a module, whose promise is measured in the steps of a Trainer's own fit."""
+"""Lightning workload from a module. Its confirmation is measured in the steps of a Trainer's own fit."""
 
 from __future__ import annotations
 
@@ -47,28 +47,29 @@ __all__ = ["workload"]
 def workload(
     module: LightningModule | Callable[[], LightningModule], data: Any, trainer: Trainer | None = None, **options: Any
 ) -> Workload:
-    """What ``trainer.fit(module, data)`` trains, for `recommend_config`.
+    """Return the `Workload` of ``trainer.fit(module, data)``, for `recommend_config`.
 
     module: the LightningModule, or a function that makes one with automatic optimization. Trials train copies of it.
     data: the LightningDataModule, whose ``train_dataloader()`` is the baseline and is tried with other batch sizes; or
-        what ``Workload(data=...)`` takes. ``prepare_data()`` and ``setup("fit")`` are called here, on a copy.
-    trainer: your Trainer, of which clipping, accumulation, precision, callbacks and logging interval are taken; a
-        ``Trainer()`` if left out. It is left as it was.
-    options: others of `Workload`'s: ``accumulation_steps`` and ``precision``, where your Trainer has other ones today,
-        ``name``, ``worst_batch``, ``evaluate``, ``checkpoint``.
+        the same as for ``Workload(data=...)``. ``prepare_data()`` and ``setup("fit")`` are called here, on a copy.
+    trainer: your Trainer, whose clipping, accumulation, precision, callbacks and logging interval are used; a
+        ``Trainer()`` if left out. It is not changed.
+    options: other arguments of `Workload`: ``accumulation_steps`` and ``precision``, if your Trainer has other ones
+        today, ``name``, ``worst_batch``, ``evaluate``, ``checkpoint``.
 
     A trial calls the module's ``setup``, ``configure_model``, ``configure_optimizers`` and ``training_step``, and the
-    hooks around the batch's transfer, which the module or the DataModule may have; it clips, and steps the schedules
-    that go by steps. ``self.log`` does nothing there, ``self.logger`` swallows everything. ``self.trainer`` is a
-    Trainer of 1,000 epochs and at most 10,000 steps on one device, which has the copy of the DataModule and its loader,
-    and is ``training``.
+    hooks around the batch's transfer of the module or the DataModule; it clips, and steps the schedules that go by
+    steps. ``self.log`` does nothing there, and ``self.logger`` discards everything. ``self.trainer`` is a Trainer of
+    1,000 epochs and at most 10,000 steps on one device, which has the copy of the DataModule and its loader, and is
+    ``training``.
 
-    What is promised is measured in the steps of such a Trainer's own ``fit``: its loop, its progress bar, what
-    ``self.log`` costs, its callbacks. Loggers swallow everything there too, and there is no validation; callbacks that
-    write checkpoints or need a validation (`Checkpoint`, `EarlyStopping`) and those that change the batch size or the
-    accumulation are left out. It is ended in the midst of a step, so that nothing of its end is run.
+    The confirmation is measured in the steps of such a Trainer's own ``fit``: its loop, its progress bar, the cost of
+    ``self.log``, its callbacks. Loggers discard everything there too, and there is no validation; callbacks that write
+    checkpoints or need a validation (`Checkpoint`, `EarlyStopping`) and those that change the batch size or the
+    accumulation are left out. It is ended in the middle of a step, so that nothing that follows the training is run.
 
-    Raises `WorkloadError` for what is no LightningModule, for manual optimization, and for data with several loaders.
+    Raises `WorkloadError` for anything but a LightningModule, for manual optimization, and for data with several
+    loaders.
     """
     if isinstance(module, LightningModule) or not callable(module):
         _check_module(module)
@@ -91,7 +92,7 @@ def workload(
     )
 
 
-# What has no part in a step: they write, need a validation, print, or decide what the search decides.
+# Callbacks that take no part in a step: they write, need a validation, print, or decide what the search decides.
 _LEFT_OUT = (
     *(Checkpoint, EarlyStopping, ModelSummary),
     *(BatchSizeFinder, LearningRateFinder, GradientAccumulationScheduler),
@@ -100,12 +101,12 @@ _PRECISIONS: dict[str, dimensions.Precision] = {"bf16-mixed": "bf16", "16-mixed"
 
 
 def _arguments_of(trainer: Trainer | None) -> dict[str, Any]:
-    """Those of Trainer that have a part in its steps, as its own Trainer was given them."""
+    """Return those arguments of the user's Trainer that affect its steps."""
     if trainer is None:
         return {"logger": True, "callbacks": []}
     given: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set without a type
     callbacks = [copy.copy(callback) for callback in given if not isinstance(callback, _LEFT_OUT)]
-    for callback in callbacks:  # a progress bar holds its trainer
+    for callback in callbacks:  # a progress bar refers to its trainer
         vars(callback).update({name: None for name, value in vars(callback).items() if value is trainer})
     return {
         "callbacks": callbacks,
@@ -120,7 +121,7 @@ def _arguments_of(trainer: Trainer | None) -> dict[str, Any]:
 
 
 def _check_module(module: Any) -> None:
-    """Raise `WorkloadError` for what is no LightningModule, and for one that steps its optimizers itself."""
+    """Raise `WorkloadError` unless `module` is a LightningModule with automatic optimization."""
     if not isinstance(module, LightningModule):
         raise WorkloadError(
             f"Workload.from_lightning got a {type_name(module)}; it must be a LightningModule, or a function of one.",
@@ -134,7 +135,7 @@ def _check_module(module: Any) -> None:
 
 
 def _opened(data: Any) -> tuple[LightningDataModule | None, Any]:
-    """A copy of the DataModule, if there is one, as it is after its setup, and the data as `Workload` takes it."""
+    """Return a copy of the DataModule after its setup, or None without one, and the data for `Workload`."""
     if not isinstance(data, LightningDataModule):
         return None, data
     own = copy.copy(data)
@@ -143,7 +144,7 @@ def _opened(data: Any) -> tuple[LightningDataModule | None, Any]:
         own.prepare_data()
         own.setup("fit")
         loader = own.train_dataloader()
-    own.trainer = None  # it is to travel
+    own.trainer = None  # it has to be sent to trials
     if isinstance(loader, Mapping | list | tuple):
         raise WorkloadError(
             f"{type(data).__name__}.train_dataloader() returned several loaders, as a {type_name(loader)}.",
@@ -153,9 +154,9 @@ def _opened(data: Any) -> tuple[LightningDataModule | None, Any]:
 
 
 class _Fit:
-    """``Trainer.fit`` in the words of a `Workload`; it travels to trials, each of which makes a Trainer of its own.
+    """Functions of a `Workload` that imitate ``Trainer.fit``. Sent to trials, each of which makes its own Trainer.
 
-    `arguments` are those of the user's own Trainer that have a part in its steps.
+    `arguments` are those of the user's Trainer that affect its steps.
     """
 
     def __init__(
@@ -167,19 +168,19 @@ class _Fit:
     ) -> None:
         self.module, self.datamodule, self.data, self.arguments = module, datamodule, data, arguments
         self.batch_idx = 0
-        self._made: list[Optimizer] = []  # latest, and what schedules them by steps
+        self._made: list[Optimizer] = []  # the latest optimizers, and their schedules by steps
         self._schedulers: list[Any] = []
 
     @functools.cached_property
     def trainer(self) -> Trainer:
-        """It has the loader already: asked for the number of batches, Lightning would start the loader's workers."""
+        """Return a Trainer with the loader set; asked for its length, Lightning would start the loader's workers."""
         trainer = _trainer(self.datamodule)
         trainer.fit_loop._combined_loader = CombinedLoader(self.data)
         trainer.fit_loop.max_batches = (isinstance(self.data, DataLoader) and sized_len(self.data)) or math.inf
         return trainer
 
     def model(self) -> LightningModule:
-        """The module as a Trainer has it before its first step."""
+        """Return the module as a Trainer has it before its first step."""
         module = self.module if isinstance(self.module, LightningModule) else self.module()
         _check_module(module)
         module.trainer = self.trainer
@@ -190,7 +191,7 @@ class _Fit:
         return module
 
     def optimizers(self, module: LightningModule) -> list[Optimizer]:
-        """Those of configure_optimizers."""
+        """Return the optimizers of the module's configure_optimizers."""
         module.trainer = self.trainer
         made: Any = module.configure_optimizers()
         self._made, schedulers, monitor = _configure_optimizers(made)
@@ -200,31 +201,31 @@ class _Fit:
         return self._made
 
     def schedule(self, _: Optimizer) -> list[Any]:
-        """Those of configure_optimizers that go by single steps and need no validation."""
+        """Return the schedulers of configure_optimizers that go by single steps and need no validation."""
         return self._schedulers
 
     def clip(self, module: LightningModule) -> None:
-        """As its own Trainer does before a step."""
+        """Clip the gradients as the user's Trainer does before a step."""
         value, algorithm = (self.arguments.get(f"gradient_clip_{name}") for name in ("val", "algorithm"))
         for optimizer in self._made:
             module.configure_gradient_clipping(optimizer, value, algorithm)
 
     def loss(self, module: LightningModule, batch: Any) -> Tensor:
-        """That of training_step."""
-        module.trainer = self.trainer  # which a copy of the module does not have
+        """Return the loss of the module's training_step."""
+        module.trainer = self.trainer  # a copy of the module lacks it
         with torch.autocast(module.device.type, enabled=False):
             for name in ("on_before_batch_transfer", "on_after_batch_transfer"):
                 is_of_data = self.datamodule is not None and is_overridden(name, self.datamodule)
                 batch = getattr(self.datamodule if is_of_data else module, name)(batch, 0)
-        self.batch_idx += 1  # what a training_step does only for the first batch is not done
+        self.batch_idx += 1  # skip actions of a training_step for the first batch only
         loss: Tensor = training_loss(module, module.training_step, batch, self.batch_idx)
         return loss
 
     def run(self, fitting: Fitting) -> None:
-        """The Trainer's own ``fit``, on a module and a DataModule that are set up."""
+        """Run the Trainer's own ``fit``, on a module and a DataModule that are set up already."""
         module: LightningModule = fitting.model
         callbacks = [copy.copy(callback) for callback in self.arguments["callbacks"]]
-        logger = DummyLogger() if self.arguments["logger"] else False  # a copy of one has lost its contents
+        logger = DummyLogger() if self.arguments["logger"] else False  # a copy of a logger has lost its contents
         device = next(module.parameters()).device
         trainer = _new_trainer(
             **self.arguments | {"callbacks": [*callbacks, _StepEnds(fitting.stepped)], "logger": logger},
@@ -256,7 +257,7 @@ def _parts(module: LightningModule) -> list[LightningModule]:
 
 
 def _precision_plugins(fitting: Fitting, device: torch.device) -> list[Precision]:
-    """Lightning's own, but for fp16 on a CPU, which it takes for bf16."""
+    """Return Lightning's own precision plugin, except for fp16 on a CPU, which Lightning replaces by bf16."""
     if fitting.setting.precision == "bf16":
         return [MixedPrecision("bf16-mixed", device.type)]
     if fitting.setting.precision != "fp16":
@@ -267,7 +268,7 @@ def _precision_plugins(fitting: Fitting, device: torch.device) -> list[Precision
 
 
 def _with_part(callbacks: Any) -> list[Callback]:
-    """What a module's configure_callbacks returned, as far as it has a part in a step."""
+    """Return those callbacks of a module's configure_callbacks that take part in a step."""
     listed = callbacks if isinstance(callbacks, Sequence) else [callbacks]
     return [callback for callback in listed if not isinstance(callback, _LEFT_OUT)]
 
@@ -277,23 +278,23 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 class _StepEnds(Callback):
-    """Calls `stepped` with the loss at the end of each optimizer step, and takes out what needs a validation."""
+    """Callback that calls `stepped` with the loss after each step, and removes schedulers that need a validation."""
 
     def __init__(self, stepped: Callable[[Any, int], None]) -> None:
         self._stepped = stepped
         self._num_steps = self._num_batches = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 # a hook
-        """Leave the schedulers that can go on."""
+        """Keep only the schedulers that work without a validation."""
         configs = [config for config in trainer.strategy.lr_scheduler_configs if not config.reduce_on_plateau]
         trainer.strategy.lr_scheduler_configs = configs
         for config in configs:
             lasting(config.scheduler)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:  # noqa: ARG002
-        """Say so, and where that ends the run let nobody hear of it but progress bars, which have threads to end."""
+        """Call `stepped`. If it ends the run, only progress bars are notified, which have threads to stop."""
         self._num_batches += 1
-        if trainer.global_step == self._num_steps:  # it accumulates
+        if trainer.global_step == self._num_steps:  # no optimizer step: it accumulates
             return
         num_batches, self._num_batches, self._num_steps = self._num_batches, 0, trainer.global_step
         try:
@@ -305,7 +306,7 @@ class _StepEnds(Callback):
 
 
 def _trainer(datamodule: LightningDataModule | None) -> Trainer:
-    """For modules that ask it something, as if it fitted: it runs nothing, writes nothing, and knows of no launcher."""
+    """Return a Trainer in the state of fitting for modules to query. It runs nothing and ignores launchers."""
     trainer = _new_trainer(
         accelerator="cpu",
         devices=1,
@@ -322,10 +323,10 @@ def _trainer(datamodule: LightningDataModule | None) -> Trainer:
 
 
 def _new_trainer(**arguments: Any) -> Trainer:
-    """One that writes no checkpoint."""
+    """Return a Trainer that writes no checkpoint."""
     with _silenced():
         return Trainer(
-            max_epochs=1000,  # for schedules that ask; Lightning's own where it is told nothing
+            max_epochs=1000,  # for schedules that ask; Lightning's own default
             max_steps=10_000,
             enable_checkpointing=False,
             enable_model_summary=False,
@@ -335,7 +336,7 @@ def _new_trainer(**arguments: Any) -> Trainer:
 
 @contextmanager
 def _silenced() -> Iterator[None]:
-    """Without what Lightning says of devices and loaders, which are not this training's."""
+    """Silence Lightning's messages about devices and loaders, which do not concern the user's own training run."""
     log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     level = log.level
     log.setLevel(logging.ERROR)

@@ -1,14 +1,14 @@
-"""Ready-made sinks: the controller's metrics and moves to where a run is watched. Each needs its own package.
+"""Ready-made sinks, which send the controller's metrics and moves to experiment trackers. Each needs its own package.
 
-``PrecisionController(config, sinks=[tensorboard("runs/1"), wandb()])``. What they write is named as in
-`autotune_amp.runtime.readings.METRICS`. Any callable that takes a mapping of such names is a sink, too.
+Use as ``PrecisionController(config, sinks=[tensorboard("runs/1"), wandb()])``. Names are those of
+`autotune_amp.runtime.readings.METRICS`. Any callable that takes a mapping of such names is a sink too.
 
-`wandb()` and `mlflow()` take the run that is active. W&B has one step for all that a run logs, so `wandb()` adds its
-metrics to the rows that your training logs; where that logs seldom, `wandb(own_rows=True)`. Sinks are told of every
-64th update, each change of scale and each move, from rank 0. A sink has a thread of its own: one that raises or hangs
-is warned of once, and the training goes on. Each needs its package: `pip install -e '.[tensorboard]'`, `wandb`,
-`mlflow` or `opentelemetry`. `autotune-amp report run.jsonl` draws the log, with `--follow` again and again while the
-run goes on.
+`wandb()` and `mlflow()` use the active run. W&B has one step for everything that a run logs, so `wandb()` adds its
+metrics to the rows that your training run logs; if it logs seldom, use `wandb(own_rows=True)`. Sinks are called for
+every 64th update, each change of the loss scale and each move, on rank 0. A sink has a thread of its own: if one raises
+or hangs a warning is logged once, and training goes on. Each needs its package: `pip install -e '.[tensorboard]'`,
+`wandb`, `mlflow` or `opentelemetry`. `autotune-amp report run.jsonl` draws the log, with `--follow` repeatedly while
+the run goes on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UPDATE, _PRECISION = METRICS["update"].name, METRICS["precision"].name
 
 
 def _on_first_rank(make: Callable[P, Sink]) -> Callable[P, Sink]:
-    """The controller tells on rank 0 alone; on the others there may be no run, and must be no second file."""
+    """Make a sink only on rank 0, where the controller calls it: other ranks must not open a run or file."""
 
     @wraps(make)
     def made(*args: P.args, **kwargs: P.kwargs) -> Sink:
@@ -42,7 +42,7 @@ def _on_first_rank(make: Callable[P, Sink]) -> Callable[P, Sink]:
 
 @_on_first_rank
 def tensorboard(where: str | os.PathLike[str] | Any) -> Sink:
-    """To TensorBoard: `where` is a ``SummaryWriter`` or the folder for one. Moves are text. Extra: ``tensorboard``."""
+    """Return a sink for TensorBoard, to a ``SummaryWriter`` or its folder. Moves are text. Extra: ``tensorboard``."""
     writer: Any = where
     if isinstance(where, str | os.PathLike):
         writer = _needed("torch.utils.tensorboard", "tensorboard").SummaryWriter(os.fspath(where))
@@ -60,11 +60,12 @@ def tensorboard(where: str | os.PathLike[str] | Any) -> Sink:
 
 @_on_first_rank
 def wandb(run: Any = None, *, own_rows: bool = False) -> Sink:
-    """To a W&B run, by default the active one, over ``autotune_amp/update``; moves go to its summary. Extra: wandb.
+    """Return a sink for a W&B run, by default the active one, over ``autotune_amp/update``. Moves go to its summary.
+    Extra: wandb.
 
-    W&B has one step for all that a run logs, so metrics go with the next row that the training logs, the latest of them
-    where several wait. `own_rows` logs each at once instead: for a training that seldom logs, and passes no ``step=``,
-    which W&B would drop where it is behind. Raises `InvalidRequestError` where no run is active.
+    W&B has one step for everything that a run logs, so metrics are logged with the training run's next row, only the
+    latest if several wait. With `own_rows` each is logged at once: for a run that logs seldom, and passes no ``step=``,
+    which W&B would drop if it lags behind. Raises `InvalidRequestError` if no run is active.
     """
     run = run or _needed("wandb", "wandb").run
     if run is None:
@@ -82,9 +83,9 @@ def wandb(run: Any = None, *, own_rows: bool = False) -> Sink:
 
 @_on_first_rank
 def mlflow(run_id: str | None = None) -> Sink:
-    """To an MLflow run, by default the active one; precision and moves are tags. Extra: ``mlflow``.
+    """Return a sink for an MLflow run, by default the active one; precision and moves are tags. Extra: ``mlflow``.
 
-    Raises `InvalidRequestError` where no run is active.
+    Raises `InvalidRequestError` if no run is active.
     """
     package = _needed("mlflow", "mlflow")
     active = package.active_run()
@@ -107,9 +108,10 @@ def mlflow(run_id: str | None = None) -> Sink:
 
 @_on_first_rank
 def opentelemetry(meter_provider: Any = None, logger_provider: Any = None) -> Sink:
-    """To OpenTelemetry: counts of the whole run as counters, the rest as gauges with the precision, moves as events.
+    """Return a sink for OpenTelemetry: counts of the run as counters, other metrics as gauges with the precision, moves
+    as events.
 
-    The providers are the global ones where None. Extra: ``opentelemetry``.
+    With None the global providers are used. Extra: ``opentelemetry``.
     """
     measuring = _needed("opentelemetry.metrics", "opentelemetry")
     meter = measuring.get_meter("autotune_amp", meter_provider=meter_provider)
@@ -146,7 +148,7 @@ def _numbers(values: Values) -> dict[str, float]:
 
 
 def _sentence(values: Values) -> str:
-    """A move in words."""
+    """Return a move in words."""
     return f"{values[MOVE]} at update {values[_UPDATE]}, {values[BEFORE]} -> {values[_PRECISION]}: {values[REASON]}"
 
 

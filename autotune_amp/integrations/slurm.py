@@ -1,9 +1,9 @@
-"""A search and the training after it as two jobs of Slurm: one script for the shell that submits both.
+"""A search and the training run after it as two Slurm jobs, in one shell script that submits both.
 
-The search comes with its options and, once it has an answer, the training by `autotune-amp run`. A minute before its
-time is up a job saves and is queued again: a search goes on where it was, on the same card, and your training from
-what `on_signal` saved. `--storage` is left out of it: add it. Of a job with several nodes (`--nodes=4`) the search
-uses all, through Ray, where what was asked for allows it. Tried with stand-ins for Slurm's commands.
+The search job has the search's options; once it has an answer, the training run starts by `autotune-amp run`. A minute
+before its time limit a job saves and is requeued: a search resumes where it was, on the same GPU, and your training run
+from the checkpoint saved by `on_signal`. `--storage` is left out: add it. If the job has several nodes (`--nodes=4`)
+the search uses all of them through Ray, if its options allow it. Tried with stand-ins for Slurm's commands.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from autotune_amp.integrations.export import SHEBANG, Export, origin_comment
 
 _TRAINING = ("python", "train.py")
 
-# Slurm signals the shell of the job alone (B:), which has to pass it on; a trap ends a `wait`, not what is waited for.
-# srun must not get it: it would kill its tasks at once. A job that was cancelled is not to come back (Incomplete).
+# Slurm signals only the shell of the job (B:), which has to pass the signal on; a trap ends `wait`, not the process
+# waited for. srun must not get the signal, since it would kill its tasks at once. A cancelled job must not come back
+# (Incomplete).
 _HEAD = """\
 #!/bin/bash
 again() {{ # the time is up, or the job makes way for another: {what}
@@ -29,7 +30,7 @@ trap again TERM"""
 _TAIL = """\
 running=$!
 wait "$running\""""
-# A cluster on all nodes of the job, which ends with it; its head is on the node where this script runs.
+# A Ray cluster on all nodes of the job, which ends with it; its head is on the node that runs this script.
 _CLUSTER = """\
 ray=()
 if [ "${SLURM_JOB_NUM_NODES:-1}" -gt 1 ]; then
@@ -57,11 +58,11 @@ def slurm(
     origin: str,
     can_use_ray: bool = False,
 ) -> Export:
-    """The script for a study in the folder `study`, whose jobs are called `name`.
+    """Return the script for a study in the folder `study`, with jobs called `name`.
 
-    searching: the arguments of the search, None for that of a script which searches itself. It runs on all nodes of its
-        job where it `can_use_ray`.
-    training: the training's command as the search was given it, None where nobody has said it.
+    searching: the arguments of the search, None for a script that searches itself. The search runs on all nodes of its
+        job if it `can_use_ray`.
+    training: the training command as it was given to the search, None if it is unknown.
     """
     started = shell_line(training or _TRAINING)
     what = "a training that searches itself" if searching is None else "a search, then a training with its answer"
@@ -85,7 +86,7 @@ def slurm(
         before = [_CLUSTER] if can_use_ray else []
         lines += [*_job("searched=$(", options, search, 'kill -TERM "$running"', kept, before), ")"]
         started = f"autotune-amp run {shell_line([study])} -- {started}"
-        # The name of a cluster may follow the job's number.
+        # The cluster's name may follow the job ID.
         depends = ' --dependency="afterok:${searched%%;*}" --kill-on-invalid-dep=yes'
     options = f"{shell_line([f'--job-name={name}'])}{depends}"
     to_its_tasks = 'scancel --signal=TERM "$SLURM_JOB_ID"'

@@ -1,16 +1,16 @@
 """Transformers: a Trainer whose scaler is the PrecisionController, and its callback.
 
-`Workload.from_trainer` searches what your Trainer trains, and promises what it reaches: a
-confirmation is a short `train()` of its own, with your callbacks and your logging, without evaluation, checkpoints,
-uploads and `report_to`. Nothing of it is run at its end. `AutotuneTrainer` is a Trainer whose scaler is the
-controller. Its checkpoints hold the controller's state; it logs rung, scale, skips and moves. It is what guards bf16
-and fp32 runs too: a plain Trainer with `config.to_training_arguments(like=today)` trains in the config's precision,
-but takes a step that is not finite. `like=` keeps the class of your arguments and what the config does not decide:
-learning rate, optimizer, schedule. So `class MyTrainer(AutotuneTrainer, Seq2SeqTrainer)` trains with your
-`Seq2SeqTrainingArguments`. The controller's options go in `AutotuneTrainer(..., controller_options={"run_log":
-"run.jsonl", "on_demotion": "checkpoint_and_stop"})`, and likewise for `AutotuneAccelerator`. A fallback with another
-batch size or accumulation ends `train()` in any case: with a checkpoint, and the `DemotedError` whose config goes
-on.
+`Workload.from_trainer` makes a workload of your Trainer. The predicted throughput is the Trainer's: a confirmation is a
+short `train()` of its own, with your callbacks and your logging, without evaluation, checkpoints, uploads and
+`report_to`. It is ended early, so that nothing that follows the training is run. `AutotuneTrainer` is a Trainer whose
+scaler is the controller. Its checkpoints hold the controller's state; it logs rung, scale, skips and moves. It guards
+bf16 and fp32 runs too: a plain Trainer with `config.to_training_arguments(like=today)` trains in the config's
+precision, but takes steps that are not finite. `like=` keeps the class of your arguments and the values that the config
+does not set: learning rate, optimizer, schedule. So `class MyTrainer(AutotuneTrainer, Seq2SeqTrainer)` trains with your
+`Seq2SeqTrainingArguments`. Pass the controller's options by `AutotuneTrainer(..., controller_options={"run_log":
+"run.jsonl", "on_demotion": "checkpoint_and_stop"})`, and likewise to `AutotuneAccelerator`. A fallback with another
+batch size or accumulation always ends `train()`, with a checkpoint and a `DemotedError` that has the config to continue
+with.
 
 ```python
 import torch
@@ -67,28 +67,28 @@ _NEXT_TRAINER = (
 
 
 class AutotuneTrainer(Trainer):
-    """A ``transformers.Trainer`` that trains in the config's precision and steps it down when that fails.
+    """Trainer that trains in the config's precision and steps it down when that fails.
 
-    It is used as the original. Other trainers are made so by inheriting from both, this one first:
-    ``class MyTrainer(AutotuneTrainer, Seq2SeqTrainer)``. The forward pass runs under the controller's autocast, on a
-    CPU too, where Accelerate's own fp16 has neither autocast nor scaler; bf16 and fp32 steps that are not finite are
-    skipped. `controller` is the PrecisionController; the model is attached to it at the first step, with a rerun of the
-    latest batch. Checkpoints hold its state in their ``scaler.pt``, and `resume_from_checkpoint` goes on at the rung
-    that was saved. A second ``train()`` goes on with the controller as the first left it, stopped and interrupted ones
-    too; a model that ``model_init`` makes anew gets a controller of its own.
+    It is used like ``transformers.Trainer``. Adapt other trainers by inheriting from both, this one first: ``class
+    MyTrainer(AutotuneTrainer, Seq2SeqTrainer)``. The forward pass runs under the controller's autocast, on a CPU too,
+    where Accelerate's own fp16 has neither autocast nor scaler; bf16 and fp32 steps that are not finite are skipped.
+    `controller` is the PrecisionController; the model is attached to it at the first step, with a rerun of the latest
+    batch. Checkpoints hold its state in their ``scaler.pt``, and `resume_from_checkpoint` continues at the saved rung.
+    A second ``train()`` continues with the controller's state, also after a stop or an interruption; a new model by
+    ``model_init`` gets a new controller.
 
-    Where the run has to stop, ``train()`` saves a checkpoint, ends as it always does, and then raises
-    `NotPrecisionError` or `NoRungFitsError`, or `DemotedError` for a fallback in another batch size or accumulation,
-    and for any with ``{"on_demotion": "checkpoint_and_stop"}``.
+    If the run has to stop, ``train()`` saves a checkpoint, ends as usual, and then raises `NotPrecisionError` or
+    `NoRungFitsError`, or `DemotedError` for a fallback with another batch size or accumulation, and for any fallback
+    with ``{"on_demotion": "checkpoint_and_stop"}``.
 
     amp_config: precision, fallbacks, loss scale, batch size and accumulation, or the recommendation that holds them.
-        `args` is to say the same, as ``config.to_training_arguments(like=today)`` does, of today's class.
+        `args` must agree with it; ``config.to_training_arguments(like=today)`` makes such arguments, of today's class.
     controller_options: more arguments for the `PrecisionController`: ``guard``, ``halt``, ``on_demotion``,
         ``run_log`` and so on.
     The rest is the ``Trainer``'s.
 
-    Raises `InvalidRequestError` for arguments that contradict the config, and where DeepSpeed or ``nn.DataParallel``
-    would cast by themselves.
+    Raises `InvalidRequestError` for arguments that contradict the config, and under DeepSpeed or ``nn.DataParallel``,
+    which cast themselves.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class AutotuneTrainer(Trainer):
         self._attached: nn.Module | None = None
         super().__init__(*args, **kwargs)
         refuse_baked_autocast(self, InvalidRequestError)
-        # First of all: what it adds to the logs is then there for the callbacks that report them.
+        # Before all others, so that its additions to the logs reach the callbacks that report them.
         self.callback_handler.callbacks.insert(0, AutotuneCallback(self))
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the original's, with the controller for its scaler."""
+        """Create the accelerator as in Trainer, with the controller as its scaler."""
         refuse_contradictions(self.args, self._amp_config)
         super().create_accelerator_and_postprocess()
         if self.is_deepspeed_enabled:
@@ -129,13 +129,13 @@ class AutotuneTrainer(Trainer):
         refuse_other_window(self.controller, self._amp_config, why, f"Go on with {_NEXT_TRAINER}.")
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """As the original's, with what the arguments have no place for set up on it and on the model."""
+        """Create the optimizer as in Trainer, and set up the dimensions that the arguments cannot express."""
         optimizer = super().create_optimizer(*args, **kwargs)
         prepare(_beside_arguments(self._amp_config), cast("nn.Module", self.model), optimizer)
         return optimizer
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """As the original's; the rung of a model before says nothing of a new one."""
+        """Create a model as in Trainer. A new model gets a new controller, since the old rung does not hold for it."""
         if self._attached is not None:
             self.controller.detach()
             self._make_controller()
@@ -147,11 +147,11 @@ class AutotuneTrainer(Trainer):
         return prepared
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        # Accelerate's own would bake an autocast into the model's forward.
+        # Accelerate's own autocast would be baked into the model's forward.
         return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
 
     def _unscale_gradients(self, optimizer: Any = None) -> None:
-        """In the place of the accelerator's, which unscales in its own fp16 alone."""
+        """Unscale gradients in place of the accelerator's method, which only unscales in its own fp16."""
         for one in plain_optimizers(self.accelerator._optimizers if optimizer is None else optimizer):
             self.controller.unscale_(one)
 
@@ -159,13 +159,13 @@ class AutotuneTrainer(Trainer):
         self,
         cache_enabled: bool | None = True,  # noqa: ARG002 # the Trainer's signature
     ) -> AbstractContextManager[object]:
-        """The current rung's autocast."""
+        """Return the current rung's autocast."""
         return self.controller.autocast() if torch.is_grad_enabled() else self.controller.validation()
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """As the original's; its loss can be computed again."""
+        """Run a training step as in Trainer, and keep its arguments to rerun it."""
         if self._attached is not model:
             self.controller.attach(model, self._rerun)
             self._attached = model
@@ -173,19 +173,19 @@ class AutotuneTrainer(Trainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _rerun(self) -> Tensor:
-        """The loss of the latest pass, for the controller's diagnosis."""
+        """Return the loss of the latest pass, for the controller's diagnosis."""
         with caught_losses(self.accelerator) as losses:
             super().training_step(*self._latest)
         return torch.stack(losses).sum()
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As the original's; what the model puts out is in fp32, as Accelerate has it."""
+        """Run a prediction step as in Trainer, with logits in fp32, as in Accelerate."""
         loss, logits, labels = super().prediction_step(*args, **kwargs)
         return loss, convert_to_fp32(logits), labels
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the original's. Raises the errors of `TrainingStoppedError` besides."""
-        self.controller.discard_window()  # of a training that was interrupted: the Trainer drops its gradients
+        """Train as in Trainer. Raises subclasses of `TrainingStoppedError` too."""
+        self.controller.discard_window()  # of an interrupted training run, whose gradients the Trainer drops
         self.controller.stopped = None
         output = super().train(*args, **kwargs)
         stopped = self.controller.stopped
@@ -200,21 +200,21 @@ class AutotuneTrainer(Trainer):
 
 
 def _beside_arguments(config: AmpConfig) -> Setting:
-    """Of a config's setting what ``TrainingArguments`` do not set up themselves."""
+    """Return the parts of a config's setting that ``TrainingArguments`` do not set up themselves."""
     return msgspec.structs.replace(Setting.of(config), compile=COMPILE.default)
 
 
 class _KeepingController(PrecisionController):
-    """Keeps the error that it would raise: the Trainer has a checkpoint to save before it ends."""
+    """Controller that keeps an error instead of raising it, so that the Trainer can save a checkpoint first."""
 
     stopped: TrainingStoppedError | None = None
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """As the original's."""
+        """End the window as in PrecisionController; an error is kept in `stopped`."""
         self._keeping(functools.partial(super().update, new_scale))
 
     def synchronize(self) -> None:
-        """As the original's; what was on its way from the device may end the run, too."""
+        """Synchronize as in PrecisionController; an error is kept in `stopped`."""
         self._keeping(super().synchronize)
 
     def _keeping(self, action: Callable[[], object]) -> None:
@@ -225,14 +225,14 @@ class _KeepingController(PrecisionController):
 
 
 class AutotuneCallback(TrainerCallback):
-    """Reports where the trainer's controller stands, and ends the training once that asks for it.
+    """Callback that logs the state of the trainer's controller, and ends training when the controller requires it.
 
-    Logs, and what is reported of them, get the metrics that are numbers (`autotune_amp.runtime.readings.METRICS`),
-    ``state.log_history`` also ``autotune_amp/precision``. An `AutotuneTrainer` brings its own.
+    Logs, and reports of them, get the numeric metrics (`autotune_amp.runtime.readings.METRICS`), ``state.log_history``
+    also ``autotune_amp/precision``. An `AutotuneTrainer` adds this callback itself.
     """
 
     def __init__(self, trainer: AutotuneTrainer) -> None:
-        self._trainer = trainer  # which may get another controller
+        self._trainer = trainer  # the trainer may get another controller
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Add the controller's state to the logs and to the last entry of the history."""
@@ -241,14 +241,14 @@ class AutotuneCallback(TrainerCallback):
         state.log_history[-1].update(found)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Have a checkpoint saved and the training ended."""
+        """Request a checkpoint and the end of training if the controller has stopped the run."""
         if self._trainer.controller.stopped is not None:
             control.should_save = control.should_training_stop = True
 
 
 @contextmanager
 def caught_losses(accelerator: Accelerator) -> Iterator[list[Tensor]]:
-    """The losses that a ``training_step`` hands to ``accelerator.backward``, which does not go back from them."""
+    """Collect the losses that ``training_step`` passes to ``accelerator.backward``, which does nothing meanwhile."""
     losses: list[Tensor] = []
     accelerator.backward = lambda loss, **_: losses.append(loss)
     try:
@@ -270,15 +270,15 @@ def refuse_baked_autocast(trainer: Trainer, error: type[InvalidRequestError]) ->
 
 
 def refuse_contradictions(args: Any, config: AmpConfig) -> None:
-    """Raise `InvalidRequestError` for TrainingArguments that say something else than the config."""
+    """Raise `InvalidRequestError` for TrainingArguments that differ from the config."""
     wanted = training_arguments(config)
     names = ["per_device_train_batch_size", "gradient_accumulation_steps"]
     if config.is_compiled:
         names.append("torch_compile")
-    if args.tf32 is not None and "tf32" in wanted:  # a config that keeps the flags as found decides none
+    if args.tf32 is not None and "tf32" in wanted:  # a config as found decides none
         names.append("tf32")
     found = [(name, getattr(args, name), wanted[name]) for name in names]
-    if args.mixed_precision != "no":  # none asked for is none: the controller sets it
+    if args.mixed_precision != "no":  # "no" is fine: the controller sets the precision
         found.append(("mixed_precision", args.mixed_precision, config.autocast_precision))
     found.append(("auto_find_batch_size", args.auto_find_batch_size, False))
     wrong = [f"{name}={given!r}, not {asked!r}" for name, given, asked in found if given != asked]

@@ -1,4 +1,4 @@
-"""Transformers: a workload from a Trainer, whose promise is measured in the steps of the Trainer itself."""
+"""Transformers workload from a Trainer. Its confirmation is measured in the steps of the Trainer itself."""
 
 from __future__ import annotations
 
@@ -33,11 +33,9 @@ from autotune_amp.precision.modes import MODES
 
 __all__ = ["workload"]
 
-NUM_STEPS = (
-    10_000  # of the training that a trial is the beginning of, for schedules that ask: it begins again and again
-)
+NUM_STEPS = 10_000  # assumed length of the training run, for schedules that ask; a trial is always its beginning
 
-# What training_step has no part in, and what reports, writes or cannot leave this process.
+# Attributes that training_step does not use, and those that report, write or cannot leave this process.
 _LEFT_BEHIND = (
     "accelerator",
     "gather_function",
@@ -52,15 +50,15 @@ _QUIET = {
     **{"eval_strategy": IntervalStrategy.NO, "eval_on_start": False, "save_strategy": SaveStrategy.NO},
     **{"load_best_model_at_end": False, "max_steps": NUM_STEPS},
 }
-# What a callback of the user's may ask for all the same.
+# Methods disabled because the user's callbacks may still request them.
 _LEFT_OUT = ("_save_checkpoint", "save_model", "evaluate", "push_to_hub", "create_model_card")
-# Those that report or upload, and what an evaluation would have to end.
+# Callbacks that report or upload, and those that rely on an evaluation.
 _OUTSIDE = "transformers.integrations."
 _WITHOUT_EVALUATION = (EarlyStoppingCallback, JITCheckpointCallback)
 
 
 def workload(trainer: Trainer) -> Workload:
-    """See `Workload.from_trainer`."""
+    """Return the `Workload` of a Trainer; see `Workload.from_trainer`."""
     _refuse(trainer)
     left = _travelling(trainer)
     return Workload(
@@ -99,15 +97,15 @@ def _refuse(trainer: Trainer) -> None:
 
 
 def _precision(trainer: Trainer) -> Precision | None:
-    """That of Accelerate's autocast where it sets one (fp16 on a CPU does not); else torch's flags say it."""
+    """Return the precision of Accelerate's autocast; None without one (as fp16 on a CPU): torch's flags count."""
     mode = MODES.get(trainer.accelerator.mixed_precision)
     return mode.precision if trainer.accelerator.native_amp and mode is not None and mode.uses_autocast else None
 
 
 def _weighs_passes(trainer: Trainer) -> bool:
-    """Whether a loss is divided by the items of all passes of its step, as ``training_step`` sees it.
+    """Return whether ``training_step`` divides a loss by the number of items in all passes of its step.
 
-    Items are counted under "labels" alone; without them a mean loss is divided by the number of passes.
+    Items are counted only under "labels"; without them a mean loss is divided by the number of passes.
     """
     if trainer.loss_is_scaled_for_ga is not None:
         return trainer.loss_is_scaled_for_ga
@@ -116,10 +114,10 @@ def _weighs_passes(trainer: Trainer) -> bool:
 
 
 def _loader(trainer: Trainer) -> DataLoader[Any]:
-    """The trainer's own train loader, its collator and sampler, at the batch size of one device."""
+    """Return the trainer's own train loader, with its collator and sampler, at the batch size of one device."""
     maker = copy.copy(trainer)
     maker.accelerator = copy.copy(trainer.accelerator)
-    maker.accelerator.prepare = lambda loader: loader  # it is wanted as it is
+    maker.accelerator.prepare = lambda loader: loader  # it is needed unprepared
     maker._train_batch_size = trainer.args.per_device_train_batch_size
     if type(trainer)._remove_unused_columns is Trainer._remove_unused_columns:
         vars(maker)["_remove_unused_columns"] = functools.partial(_with_used_columns, maker)
@@ -127,29 +125,32 @@ def _loader(trainer: Trainer) -> DataLoader[Any]:
 
 
 def _with_used_columns(trainer: Trainer, dataset: Any, description: str | None = None) -> Any:
-    """Without the unused columns, in one order: the Trainer's is a set's, and the dataset's own digest counts it."""
+    """Return the dataset without unused columns, removed in a fixed order.
+
+    The Trainer removes them in the order of a set, which changes the dataset's own digest.
+    """
     if trainer.args.remove_unused_columns:
         trainer._set_signature_columns_if_needed()
         unused = sorted(set(dataset.column_names) - set(trainer._signature_columns or ()))
-        if len(unused) < len(dataset.column_names):  # otherwise the Trainer raises
+        if len(unused) < len(dataset.column_names):  # otherwise the Trainer raises an error
             dataset = dataset.remove_columns(unused)
     return Trainer._remove_unused_columns(trainer, dataset, description)
 
 
 def _optimizer(trainer: Trainer) -> torch.optim.Optimizer:
-    """The trainer's own, or one as it would make it; only its class and hyperparameters are taken."""
+    """Return the trainer's own optimizer, or one made the same way; only its class and hyperparameters are used."""
     maker = copy.copy(trainer)
     optimizer = maker.create_optimizer()
-    return getattr(optimizer, "optimizer", optimizer)  # out of Accelerate's wrapper, after a training
+    return getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it in training
 
 
 def _travelling(trainer: Trainer) -> Trainer:
-    """A copy, which shares the model and the dataset, without what only this process can have."""
+    """Return a copy of the trainer that can be sent to trials, sharing the model and the dataset."""
     left = copy.copy(trainer)
     left.__dict__.update(dict.fromkeys(_LEFT_BEHIND))
     left.args = copy.copy(trainer.args)
     left.args.__dict__.update(_QUIET, distributed_state=None, gradient_accumulation_steps=1)
-    left.args.__dict__.pop("_setup_devices", None)  # found again where it runs
+    left.args.__dict__.pop("_setup_devices", None)  # recomputed where it runs
     flow = [DefaultFlowCallback()]
     left.callback_handler = CallbackHandler(flow, left.model, left.processing_class, None, None)  # type: ignore[no-untyped-call] # transformers does not type it
     left.state, left.control = TrainerState(), TrainerControl()
@@ -157,9 +158,12 @@ def _travelling(trainer: Trainer) -> Trainer:
 
 
 def _arrive(trainer: Trainer, device: torch.device, mixed_precision: str = "no") -> None:
-    """Have it be where the trials run, on `device`; without a precision of its own the trial sets that."""
+    """Set the trainer up on `device`. Without a mixed precision of its own, the trial sets the precision.
+
+    Raises `WorkloadError` if the Trainer would train on another device.
+    """
     args = trainer.args
-    args.__dict__.pop("_setup_devices", None)  # found again
+    args.__dict__.pop("_setup_devices", None)  # recomputed
     args.use_cpu = device.type == "cpu"
     found = args.device
     if found.type != device.type or (found.index or 0) != (device.index or 0):
@@ -173,15 +177,15 @@ def _arrive(trainer: Trainer, device: torch.device, mixed_precision: str = "no")
 
 
 class _Step:
-    """``loss(model, batch)``: the loss that the trainer's training_step would go back from."""
+    """Function ``loss(model, batch)`` that returns the loss on which the trainer's training_step runs backward."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._made_ready: WeakSet[nn.Module] | None = None  # in the process that runs it
-        self._prepared: tuple[nn.Module, nn.Module] | None = None  # the latest model, and as Accelerate has it
+        self._made_ready: WeakSet[nn.Module] | None = None  # models set up in this process
+        self._prepared: tuple[nn.Module, nn.Module] | None = None  # the latest model, and its prepared wrapper
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        """That of one pass over `batch`, as if it were all of an optimizer step."""
+        """Return the loss of one pass over `batch`, as if it were the whole optimizer step."""
         trainer = self._trainer
         if self._made_ready is None:
             _arrive(trainer, next(model.parameters()).device)
@@ -203,19 +207,19 @@ class _Step:
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _make_ready(self, model: nn.Module) -> None:
-        """All that ``train()`` does to a model before its loop: activation checkpointing, NEFTune, Liger kernels."""
+        """Apply all that ``train()`` does to a model before its loop: checkpointing, NEFTune, Liger kernels."""
         self._trainer.model = self._trainer.model_wrapped = model
         vars(self._trainer)["_inner_training_loop"] = lambda **_: None
         Trainer.train(self._trainer)
 
 
 def _clip(max_norm: float, model: nn.Module) -> None:
-    """As the Trainer does before each step; where it does not clip, it takes the norm for its logs all the same."""
+    """Clip as the Trainer does before each step; without clipping the norm is still computed, as for its logs."""
     nn.utils.clip_grad_norm_(model.parameters(), max_norm if max_norm > 0 else torch.inf)
 
 
 class _Schedule:
-    """``schedule(optimizer)``: the trainer's own, unless an evaluation steps it."""
+    """Function ``schedule(optimizer)`` that returns the trainer's own scheduler, unless an evaluation steps it."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -228,7 +232,7 @@ class _Schedule:
 
 
 class _Fit:
-    """``fit(fitting)``: the trainer's own ``train()``, which saves, evaluates, reports and uploads nothing."""
+    """Function ``fit(fitting)`` that runs the trainer's own ``train()`` without saving, evaluation and reports."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = left = _travelling(trainer)
@@ -242,7 +246,7 @@ class _Fit:
         trainer.args.__dict__.update(training_arguments(config))
         trainer.model = trainer.model_wrapped = model
         callbacks = [copy.copy(callback) for callback in self._callbacks]
-        if config.precision == "fp16" and device.type == "cpu":  # where Accelerate has none
+        if config.precision == "fp16" and device.type == "cpu":  # where Accelerate has no fp16
             callbacks.insert(0, _take_controller(trainer, config))
         mode = MODES[config.precision]
         _arrive(trainer, device, mode.precision if mode.uses_autocast else "no")
@@ -270,14 +274,14 @@ def _is_left_out(callback: TrainerCallback) -> bool:
 
 
 def _told_of(callback: TrainerCallback, trainer: Trainer, left: Trainer) -> TrainerCallback:
-    """A copy whose trainer, if it holds it, is `left`."""
+    """Return a copy of a callback that refers to `left` instead of `trainer`."""
     own = copy.copy(callback)
     vars(own).update({name: left for name, value in vars(callback).items() if value is trainer})
     return own
 
 
 def _take_controller(trainer: Trainer, config: AmpConfig) -> TrainerCallback:
-    """Make it an AutotuneTrainer in place; returns the callback that one has."""
+    """Turn the trainer into an AutotuneTrainer in place, and return the callback that it needs."""
     tuned: Any = trainer
     if not isinstance(trainer, AutotuneTrainer):
         tuned.__class__ = type(type(trainer).__name__, (AutotuneTrainer, type(trainer)), {})
@@ -290,7 +294,7 @@ def _nothing(*_: Any, **__: Any) -> dict[str, Any]:
 
 
 class _LatestLoss:
-    """A training_step that keeps what it returned last."""
+    """Wrapper of a training_step that keeps the loss it returned last."""
 
     def __init__(self, own: Callable[..., Tensor]) -> None:
         self._own = own
@@ -302,11 +306,11 @@ class _LatestLoss:
 
 
 class _StepEnds(TrainerCallback):
-    """Calls `stepped` at the end of each optimizer step."""
+    """Callback that calls `stepped` at the end of each optimizer step."""
 
     def __init__(self, stepped: Callable[[], None]) -> None:
         self._stepped = stepped
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Say so."""
+        """Call `stepped`."""
         self._stepped()

@@ -1,24 +1,24 @@
-"""Where jobs run: processes of their own, forked or kept.
+"""Processes in which jobs run, forked or kept.
 
-On a CPU, where the workload starts neither an accelerator nor threads, each job is forked from a process that has
-loaded it. Everywhere else jobs run one after the other in one process, until one fails in it. Where there are four
-cores and memory for it, a second process loads meanwhile and stands by (`standby`): it takes over, and is the fresh
-process of the confirmation. A job has its deadline from the moment that its process is ready; loading has one of its
-own.
+On a CPU, if the workload starts neither an accelerator nor threads, each job is forked from a process that has loaded
+it. Everywhere else jobs run one after the other in one process, until a job fails in it. With four cores and enough
+memory a second process loads meanwhile and stands by (`standby`): it takes over, and is the fresh process of the
+confirmation. A job's deadline starts when its process is ready; loading has a deadline of its own.
 
 With several devices (`--devices`, `--slots`, `--ranks`):
 
-* Trials and checks run on all of them at the same time, one on a card; each sees no other card. What runs is taken
-  to end as the model of the throughput expects, so that the next trial is worth most beside it. Four slots reach a
-  choice as good as one's in 31 to 42 % of the seconds (`studies/scale`, scripted).
-* **The promise** is for a run alone. On cards the baseline is confirmed alone first, then whole rounds at once, one
-  on each card. Where these were slower beyond chance (cards that share a CPU, PCIe or power), they do not count and
-  rounds are run alone; the answer says by how much. On a CPU all rounds run alone, with all of it.
-* Cards of another model than the first, and with `all` those that others use, are left out, and it is said. Results
-  of unlike cards are never compared.
-* **Ranks**: with `--ranks N` the exchange of gradients is in the step (gloo on shares of a CPU, NCCL on cards, which
-  was not tried). Speeds and the effective batch size are those of all together, batch sizes those of each (left out,
-  each has today's: it is said), memory that of the rank that takes the most. The answer says what they reach of N
-  times one alone, and how to start such a training. A rank that fails is the trial's failure, by its number.
-  Parameters without a gradient are noticed. Loops of your own, FSDP and several hosts: search the command.
+* Trials and checks run on all of them at the same time, one on each GPU; each sees no other GPU. Running jobs are
+  assumed to end as the throughput model predicts, so that the next trial is the most valuable one in addition. Four
+  slots reach a choice as good as one's in 31 to 42 % of the seconds (`studies/scale`, scripted).
+* **The promise** holds for a run alone. On GPUs the baseline is confirmed alone first, then whole rounds at once, one
+  on each GPU. If these were slower beyond chance (GPUs that share a CPU, PCIe or power), they do not count and rounds
+  are run alone; the report says by how much they differed. On a CPU all rounds run alone, with all of it.
+* GPUs of another model than the first, and with `all` those that others use, are left out, with a note. Results of
+  different models are never compared.
+* **Ranks**: with `--ranks N` the step includes the exchange of gradients (gloo on shares of a CPU, NCCL on GPUs, which
+  was not tried). Speeds and the effective batch size are the total over the ranks, batch sizes those of each (if left
+  out, each rank has the user's own, with a note), memory that of the rank that takes the most. The report compares N
+  ranks with N times one alone, and shows how to start such a training run. A rank that fails is the trial's failure,
+  with its number. Parameters without a gradient are noticed. For loops of your own, FSDP and several hosts, search the
+  command.
 """

@@ -1,4 +1,4 @@
-"""Backend: where jobs run; and the one of this machine, in processes that are forked or kept. No torch here."""
+"""Backend interface, and the backend of this machine, whose jobs run in forked or kept processes. No torch."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ Found = TypeVar("Found")
 Found_co = TypeVar("Found_co", covariant=True)
 Value = TypeVar("Value")
 Isolation: TypeAlias = Literal["forked", "kept"]
-# fidelity, calibration, accumulation, profile: it answers such jobs, later: fidelity on trained weights too.
-# share_build: it can build the model once for all. energy: its trials say what the device drew. load_together: it can
-# load the processes of a confirmation at the same time.
+# fidelity, calibration, accumulation, profile: it runs such jobs; later: fidelity on trained weights too. share_build:
+# it can build the model once for all jobs. energy: its trials measure the device's energy. load_together: it can load
+# the processes of a confirmation at the same time.
 Ability: TypeAlias = Literal[
     "fidelity", "later", "calibration", "accumulation", "profile", "share_build", "energy", "load_together"
 ]
 
 _LOCAL: frozenset[Ability] = frozenset({"fidelity", "later", "calibration", "accumulation", "profile", "energy"})
 CANNOT_BE_LOADED = "cannot be loaded"
-_CLOCK_TICK = 1e-6  # seconds: what was waited for a process that was ready is small, and not nothing
+_CLOCK_TICK = 1e-6  # seconds: waiting for a ready process is short, but not 0.0
 TRIAL_ENVIRONMENT = {
     "AUTOTUNE_AMP_TRIAL": "1",
-    # User code asks torch.cuda.is_available() on import; answered by the CUDA runtime, no forked child could use it.
+    # User code asks torch.cuda.is_available() on import. If the CUDA runtime answered, no forked child could use it.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    # Experiment trackers that can be turned off by a variable: a trial is no run of the user's.
+    # Experiment trackers that a variable turns off: a trial is not a run of the user's.
     "WANDB_MODE": "disabled",
-    "COMET_MODE": "DISABLED",  # of Transformers' callback; the next is comet_ml's own
+    "COMET_MODE": "DISABLED",  # for Transformers' callback; the next one is comet_ml's own
     "COMET_AUTO_LOG_DISABLE": "true",
     "NEPTUNE_MODE": "debug",
     "SWANLAB_MODE": "disabled",
@@ -58,10 +58,10 @@ TRIAL_ENVIRONMENT = {
 
 
 class Slot(NamedTuple):
-    """A device, or a share of the CPU, on which one job runs at a time.
+    """Device, or share of the CPU, on which one job runs at a time.
 
-    `device` is what a job on it names; `name` tells it from the others, None where there is one alone. `uuid` is the
-    card's, `cpus` are the numbers of the CPUs that are its share. `is_here`: on this host.
+    `device` is the name used in its jobs; `name` distinguishes it from other slots, None if it is the only one. `uuid`
+    is the GPU's, `cpus` are the indices of the CPUs in its share. `is_here`: it is on this host.
     """
 
     device: str
@@ -72,17 +72,17 @@ class Slot(NamedTuple):
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a process on it starts with."""
+        """Return the environment variables for a process on the slot."""
         return {} if self.uuid is None else {"CUDA_VISIBLE_DEVICES": self.uuid}
 
     @property
     def shares_memory(self) -> bool:
-        """Whether it has its memory together with the other slots of the host."""
+        """Whether the slot shares its memory with the other slots of the host."""
         return bool(self.cpus)
 
 
 class SlotLostError(Exception):
-    """A slot is there no more, with whatever ran on it: nothing is known of its job."""
+    """Raised when a slot is gone, with its job, whose outcome is unknown."""
 
     def __init__(self, slot: Slot, reason: str) -> None:
         super().__init__(reason)
@@ -91,50 +91,50 @@ class SlotLostError(Exception):
 
 
 class Handle(Protocol[Found_co]):
-    """A job that was submitted."""
+    """Interface of a submitted job."""
 
     def result(self) -> Found_co | Failure:
-        """Wait for what it found, or for how it failed. Raises our own errors where the job gives them no other
-        meaning, and `SlotLostError`."""
+        """Wait for the result or failure. Raises our own errors that the job does not handle, and `SlotLostError`."""
 
     @property
     def start_seconds(self) -> float | None:
-        """What it waited for its process: 0.0 only for one that has run a job before, None if it was forked."""
+        """Return the seconds waited for its process: 0.0 only if it had run a job before, None if it was forked."""
 
 
 class Backend(Protocol):
-    """Runs jobs for one workload, each isolated from the others; a failure is a result, and the next job runs.
+    """Interface for running jobs of one workload, isolated from each other. A failure is a result, and later jobs still
+    run.
 
-    As a context manager it ends whatever it started on the way out.
+    As a context manager it ends all processes that it started.
     """
 
     @property
     def abilities(self) -> frozenset[Ability]:
-        """What can be asked of it now."""
+        """Return the kinds of jobs and options available at present."""
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """Where jobs can run at the same time."""
+        """Return the slots that can run jobs at the same time."""
 
     @property
     def is_build_shared(self) -> bool:
         """Whether the model is built once for all jobs."""
 
     def submit(self, job: Job[Found], slot: Slot | None = None) -> Handle[Found]:
-        """Start a job, on one of several slots where no other runs; None is the first."""
+        """Start a job on a free slot; None is the first."""
 
     def wait(self, handles: Sequence[Handle[Any]]) -> Handle[Any]:
-        """Wait until one of the jobs is over. Where they run one at a time its `result` does."""
+        """Wait until one of the jobs is over and return it. If they run one at a time, `result` does the waiting."""
         return handles[0]
 
     def share_build(self, job: Job[Found], deadline_seconds: float) -> str | None:
-        """Build the model once, as `job` would, for all jobs to come.
+        """Build the model once, as `job` would, for all later jobs.
 
-        Returns why that cannot be, None where it can; after a reason the backend is to be closed, or a process kept.
+        Return None, or why it is impossible; then close the backend, or keep a process.
         """
 
     def keep(self) -> None:
-        """Go on with one process that is kept from job to job until one fails."""
+        """Use a single process for all later jobs, until a job fails."""
 
     def close(self) -> None:
         """End every process."""
@@ -147,21 +147,21 @@ class Backend(Protocol):
 
 
 class WorkloadBackend(Backend, Protocol):
-    """A `Backend` that has a workload of the user's to load before it runs jobs."""
+    """Interface of a `Backend` that has to load a user's workload before it runs jobs."""
 
     def load(self, deadline_seconds: float) -> dict[str, Any]:
-        """Load the workload; returns the torch state found after it. Raises `WorkloadError` where it cannot be."""
+        """Load the workload and return the torch state afterwards. Raises `WorkloadError` if it cannot be loaded."""
 
     def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:
-        """Call it once on the device, with `num_threads`, None for the number that the user's code asks for."""
+        """Call the workload's function once on the device; with `num_threads` None its code sets the number."""
 
     def open_others(self, deadline_seconds: float) -> None:
-        """Have it loaded and called where there are other slots, too."""
+        """Load and call the workload on the other slots too."""
         del deadline_seconds
 
 
 class Payload(msgspec.Struct, frozen=True, kw_only=True):
-    """How a trial process gets the workload: a target to import, or packed bytes; with the caller's import path."""
+    """Workload for a trial process: a target to import, or packed bytes, and the caller's import path."""
 
     target: str | None
     packed: bytes = b""
@@ -169,14 +169,14 @@ class Payload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def can_fork() -> bool:
-    """Whether trials can be forked: on Linux, where fork, pidfd and the parent-death signal are sound."""
+    """Return whether trials can be forked: on Linux, which has pidfd and the parent-death signal."""
     return sys.platform == "linux" and hasattr(os, "pidfd_open")
 
 
 class Opened(NamedTuple):
-    """The torch state found after the user's function was called, and why jobs cannot be forked, None if they can.
+    """Torch state after the user's function was called, and why jobs cannot be forked, None if they can.
 
-    `ready_seconds` is what a fresh process takes until then, None where that is what this one took.
+    `ready_seconds` is the time that a fresh process takes up to here, None if this process is fresh itself.
     """
 
     torch_state: dict[str, Any]
@@ -185,12 +185,12 @@ class Opened(NamedTuple):
 
 
 class LocalBackend(WorkloadBackend):
-    """A `Backend` whose jobs run in processes of their own.
+    """`Backend` whose jobs run in processes of their own on this host.
 
     `isolation`: ``forked`` from a template that holds the workload, or ``kept`` in one worker until a job fails or has
-    to be alone; None forks where that is sound, else keeps. `environment` is laid over the caller's. They see no other
-    card than that of the `slot`, where there are several. A worker that is needed comes from the `standby`, which has
-    another one loaded while jobs run.
+    to be alone; with None jobs are forked if that is sound, else kept. `environment` is added to the caller's. With
+    several slots, jobs see only the GPU of their `slot`. A new worker is taken from `standby`, which loads another one
+    while jobs run.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class LocalBackend(WorkloadBackend):
         self._environment = {**inherited, **TRIAL_ENVIRONMENT, **(environment or {}), **of_slot}
         self._standby = standby or Standby(room_for=lambda _: 0)
         self._process: Process | None = None
-        self._has_run = False  # a job in this process
+        self._has_run = False  # whether this process has run a job
         self._device = "cpu"
         self._num_threads: int | None = None
         self._share_command: dict[str, Any] | None = None
@@ -222,10 +222,10 @@ class LocalBackend(WorkloadBackend):
 
     @property
     def abilities(self) -> frozenset[Ability]:  # noqa: D102 - see Backend
-        # Only a process that others are forked from builds for them.
+        # only a template can build for its children
         if self.isolation == "forked":
             return _LOCAL | {"share_build"}
-        is_card, process = self._device != "cpu", self._process  # on a CPU each run of a confirmation has its own
+        is_card, process = self._device != "cpu", self._process  # on a CPU each confirming run has its own
         has_room = is_card and process is not None and self._standby.has_room(process)
         return _LOCAL | {"load_together"} if has_room else _LOCAL
 
@@ -259,18 +259,18 @@ class LocalBackend(WorkloadBackend):
         return reason
 
     def load(self, deadline_seconds: float) -> dict[str, Any]:
-        """Start the process and import or unpack the workload; returns the torch state found after it.
+        """Start the process, import or unpack the workload, and return the torch state afterwards.
 
-        Raises `WorkloadError` where the workload cannot be loaded, with the user's own traceback, and
-        `BudgetTooSmallError` where that takes longer than the deadline.
+        Raises `WorkloadError` with the user's own traceback if the workload cannot be loaded, and `BudgetTooSmallError`
+        if that takes longer than the deadline.
         """
         state: dict[str, Any] = _within(deadline_seconds, self._load)
         return state
 
     def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:
-        """Call the user's function once; `num_threads` None leaves the number to the user's code.
+        """Call the user's function once; with `num_threads` None the user's code sets the number.
 
-        A process that did so, and from which jobs cannot be forked, runs them itself.
+        If jobs cannot be forked from the process, it runs them itself.
         """
         self._device, self._num_threads = device, num_threads
 
@@ -287,17 +287,20 @@ class LocalBackend(WorkloadBackend):
         return Submitted(self, job, () if slot is None else slot.cpus)
 
     def start(self, job: Job[Any], until: float | None, cpus: Sequence[int]) -> float | None:
-        """Have a process run it, on these CPUs alone where there are some; returns what the process took to start, None
-        where it is forked. Raises `ProcessEndedError` where that is not there by `until`."""
+        """Start a job in a process, limited to these CPUs if given. Return the seconds its process took to start, None
+        if forked.
+
+        Raises `ProcessEndedError` if the process is not ready by `until`.
+        """
         began = time.monotonic()
-        self._device = job.device  # known by its number once it was probed
+        self._device = job.device  # its index is known after the probe
         if job.is_alone and self._has_run:
             self.close()
         command = {"cmd": "run", "kind": job.kind(), "job": msgspec.to_builtins(job), "cpus": cpus}
         process = self._ready_process(until)
         if isinstance(job, Trial) and (number := self._standby.num_wanted):
             self._have_stand_by(process, job, number)
-            now = time.monotonic()  # what never loads beside another one leaves half the time
+            now = time.monotonic()  # a process that never finishes loading leaves half the time
             self._standby.load(self._watcher, None if until is None else (now + until) / 2)
         process.send(command)
         if self.isolation == "forked":
@@ -314,8 +317,10 @@ class LocalBackend(WorkloadBackend):
         self._standby.begin(process, self._environment, command, self._payload.packed, number)
 
     def finish(self, job: Job[Found], until: float | None) -> tuple[Found | Failure, Found | None]:
-        """What the process found, which has to be ready by `until`; with a failure that ended it also what it had found
-        so far."""
+        """Return the job's result or failure, and with a failure that ended the process also its result so far.
+
+        The process has to be ready by `until`.
+        """
         assert self._process is not None
         is_forked = self.isolation == "forked"
         try:
@@ -324,7 +329,7 @@ class LocalBackend(WorkloadBackend):
             self.close()
             raise
         except ProcessEndedError as ended:
-            if self.isolation != "forked":  # a template outlives its children; if it has not, the next job sees it
+            if self.isolation != "forked":  # a template outlives its children; if not, the next job notices
                 self.close()
             return ended.failure, None if ended.so_far is None else converted(job, ended.so_far)
         finally:
@@ -337,7 +342,7 @@ class LocalBackend(WorkloadBackend):
             return value, None
         try:
             return converted(job, value), None
-        except msgspec.ValidationError as error:  # a number that is none, where there must be one
+        except msgspec.ValidationError as error:  # such as null in the place of a number
             return Failure(kind="crash", message=f"it gave a result that cannot be read: {error}"), None
 
     def _ready_process(self, until: float | None) -> Process:
@@ -352,8 +357,7 @@ class LocalBackend(WorkloadBackend):
         return self._process
 
     def _has_taken_standby(self, until: float | None) -> bool:
-        """Have the process that stands by run the jobs from now on, once it is loaded; false where there is none, or it
-        does not load beside another."""
+        """Switch to the standby process once it has loaded. Return False if there is none or it fails to load."""
         if self.isolation == "forked":
             return False
         self._process, self._has_run = self._standby.take(self._environment, self._watcher, until), False
@@ -375,14 +379,14 @@ class LocalBackend(WorkloadBackend):
 
     def _load(self, until: float | None) -> Any:
         self._process, self._has_run = Process(self.isolation, self._environment, self._watcher), False
-        self._expect(None, until)  # ready: what is written to one that never reads would block us
+        self._expect(None, until)  # wait for ready: writing to a process that never reads would block
         return self._expect({"cmd": "load", **self._load_arguments}, until, self._payload.packed)
 
     def _open(self, until: float | None) -> Any:
         return self._expect({"cmd": "open", "device": self._device, "num_threads": self._num_threads}, until)
 
     def _expect(self, command: dict[str, Any] | None, until: float | None, data: bytes = b"") -> Any:
-        """What the process answers; raises `ProcessEndedError` where it does not by `until`."""
+        """Return the answer of the process. Raises `ProcessEndedError` if there is none by `until`."""
         assert self._process is not None
         try:
             if command is not None:
@@ -404,7 +408,10 @@ class LocalBackend(WorkloadBackend):
 
 
 def _within(seconds: float, load: Callable[[float], Value]) -> Value:
-    """What `load` returns, which is given the time to be ready by. Raises `BudgetTooSmallError` where it is not."""
+    """Call `load` with the time by which it has to be ready, and return its result.
+
+    Raises `BudgetTooSmallError` if it is not ready in time.
+    """
     try:
         return load(time.monotonic() + seconds)
     except ProcessEndedError:
@@ -419,7 +426,7 @@ def _too_slow(seconds: float) -> str:
 
 
 class Submitted(Generic[Found]):
-    """A job in a process of this machine, and what the job asks for in its place."""
+    """Job in a process of this machine, followed by the job that it requests after a failure."""
 
     def __init__(self, backend: LocalBackend, job: Job[Found], cpus: Sequence[int]) -> None:
         seconds = job.loading_seconds
@@ -440,7 +447,7 @@ class Submitted(Generic[Found]):
             self._problem = error
 
     def result(self) -> Found | Failure:
-        """Wait for it, and run what the job asks for in its place after a failure."""
+        """Wait for the result, running the follow-up job after a failure."""
         while True:
             problem, so_far = self._problem, None
             if problem is None:
@@ -456,10 +463,10 @@ class Submitted(Generic[Found]):
             follows = self._job.after(problem, so_far)
             if not isinstance(follows, Job):
                 return follows
-            self._start(follows)  # in another process: what a failed allocation leaves must not count against it
+            self._start(follows)  # in another process: remains of a failed allocation must not count
 
 
 def converted(job: Job[Found], value: Any) -> Found:
-    """What a job found, from what came as plain data."""
-    found: Found = msgspec.convert(value, type=job.answer, str_keys=True)  # JSON has no whole numbers as keys
+    """Return a job's result converted from plain data."""
+    found: Found = msgspec.convert(value, type=job.answer, str_keys=True)  # JSON has no integer keys
     return found

@@ -1,4 +1,4 @@
-"""A live workload as bytes that another process can read, and what of it cannot travel."""
+"""Conversion of a live workload to bytes that another process can read, with errors for parts that cannot be sent."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _ONE_DEVICE = "Pass the bare model: one device is measured, without the exchange
 _IN_A_FUNCTION = "Make it inside a function that the trial calls (model, data and optimizer may all be functions)."
 _NOT_IN_PLACE = "Call compile() inside a function that makes the model, or pass torch.compile(model)."
 
-# What has a share in a process group, which a trial has none of, where its module is imported; FSDP is made of them.
+# Objects tied to a process group, which a trial does not have; FSDP is made of them. Looked up only if imported.
 _OF_A_GROUP = (("torch.distributed.tensor", "DTensor"), ("torch.distributed", "ProcessGroup"))
 
 
 def pack(source: WorkloadSource) -> bytes:
-    """Everything of the workload in one piece, so that tied weights and optimizer groups keep their identity.
+    """Return the workload as bytes, in one piece, so that tied weights and optimizer groups keep their identity.
 
-    Tensors on an accelerator travel as CPU copies, a model without the DistributedDataParallel around it. Raises
-    `WorkloadError` naming which part cannot travel, as a module that ``module.compile()`` compiled.
+    Tensors on an accelerator are sent as CPU copies, a model without its DistributedDataParallel wrapper. Raises
+    `WorkloadError` that names a part that cannot be sent, such as a module compiled in place by ``module.compile()``.
     """
     import torch
 
@@ -49,8 +49,8 @@ def pack(source: WorkloadSource) -> bytes:
 
 
 def _pickle_module() -> Any:
-    """Return cloudpickle as a trial needs it: code keeps the name of its file, which cloudpickle replaces, and its text
-    where no file holds that; a DataLoader with persistent workers has no running iterator."""
+    """Return cloudpickle adapted to trials: code keeps the name of its file, which cloudpickle replaces, and its text
+    if no file holds it; a DataLoader with persistent workers has no running iterator."""
     import cloudpickle
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
@@ -94,9 +94,9 @@ def _same(value: Any) -> Any:
 
 
 def unpack(packed: bytes) -> WorkloadSource:
-    """What `pack` packed, with every tensor on the CPU. Only ever called on bytes from the parent's own pipe."""
+    """Return the workload of `pack`, with every tensor on the CPU. Use it only on bytes from the parent's own pipe."""
     import torch
 
-    # What cloudpickle wrote, plain pickle reads.
+    # Plain pickle reads what cloudpickle wrote.
     source: WorkloadSource = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
     return source

@@ -1,4 +1,4 @@
-"""Where the jobs of a search run: on one device, on slots of this host, or on the nodes of a Ray cluster."""
+"""Places where a search's jobs run: one device, slots of this host, or the nodes of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from autotune_amp.trial.jobs import Trial
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Starts a backend of the workload's: who hears it, how it isolates jobs, variables beyond the caller's, its slot, and
-# where its next process stands by.
+# Function that starts a backend of the workload. Its arguments: the watcher, the isolation, variables added to the
+# caller's, the slot, and the standby for its next process.
 Start: TypeAlias = Callable[
     [Watcher, Isolation | None, dict[str, str] | None, Slot | None, Standby | None], WorkloadBackend
 ]
@@ -29,9 +29,9 @@ WatcherOf: TypeAlias = Callable[[Slot], Watcher]
 
 
 class ConfirmingProcesses:
-    """Where the confirmation's trials run: each in a process of its own, or those of a round in one (`are_shared`).
+    """Processes for the confirmation's trials: one for each trial, or with `are_shared` one for each round.
 
-    `make` starts a backend whose processes are kept, with such variables.
+    `make` starts a backend with these variables whose processes are kept.
     """
 
     def __init__(self, make: Callable[[dict[str, str]], Backend], slot: Slot, *, are_shared: bool) -> None:
@@ -43,7 +43,7 @@ class ConfirmingProcesses:
 
     def submit(self, job: Trial, slot: Slot | None = None) -> Handle[Any]:  # noqa: ARG002 - there is one
         """Start a trial."""
-        is_of_round = job.round == self._round or job.purpose == "outlook"  # which confirms nothing
+        is_of_round = job.round == self._round or job.purpose == "outlook"  # an outlook confirms nothing
         if self._current is None or not self._are_shared or not is_of_round:
             self.close()
             self._current = self._make(job.environment)
@@ -51,36 +51,36 @@ class ConfirmingProcesses:
         return self._current.submit(replace(job, is_alone=not self._are_shared))
 
     def wait(self, handles: Sequence[Handle[Any]]) -> Handle[Any]:
-        """The one that runs: its `result` waits."""
+        """Return the running job, whose `result` waits."""
         return handles[0]
 
     def close(self) -> None:
-        """End the process that is open."""
+        """End the open process."""
         if self._current is not None:
             self._current.close()
 
 
 class Places(Protocol):
-    """Where a search's jobs run; as a context manager it ends what it holds of it."""
+    """Interface of the places where a search's jobs run. As a context manager it closes them."""
 
-    device: str  # which a job is asked for before the probe has said which it is
+    device: str  # named in a job before the probe has found which it is
     num_slots: int
-    notes: Sequence[str]  # what is to be said of it
-    is_here: bool  # on this host
+    notes: Sequence[str]  # to be shown to the user
+    is_here: bool  # whether the jobs run on this host
 
     def identity(self) -> DeviceIdentity:
-        """The device that is probed."""
+        """Return the identity of the device to probe."""
 
     def backend(self) -> WorkloadBackend:
-        """Where the jobs of a search run."""
+        """Return the backend for the jobs before the confirmation."""
 
     def confirming(
         self, device: str, *, are_shared: bool, num_rounds: int
     ) -> ConfirmingProcesses | Slots[ConfirmingProcesses]:
-        """Where those of its confirmation run, on the device that the probe found: so many rounds are foreseen."""
+        """Return the backend for the confirmation, on the device that the probe found; `num_rounds` are planned."""
 
     def close(self) -> None:
-        """End what it holds."""
+        """Release all held resources."""
 
     def __enter__(self) -> Self:
         return self
@@ -90,7 +90,7 @@ class Places(Protocol):
 
 
 class OneDevice(Places):
-    """One device of this host, or all `num_ranks` of a training together."""
+    """Place with one device of this host, or all `num_ranks` of a training together."""
 
     num_slots, notes, is_here = 1, (), True
 
@@ -113,7 +113,7 @@ class OneDevice(Places):
         return ConfirmingProcesses(partial(self._begin, "kept"), Slot(device), are_shared=are_shared)
 
     def close(self) -> None:
-        """End the process that stands by."""
+        """End the standby process."""
         if self._standby is not None:
             self._standby.close()
 
@@ -129,20 +129,23 @@ def on_ranks(
     environment: dict[str, str] | None,
     standby: Standby | None = None,
 ) -> WorkloadBackend:
-    """A backend on these ranks together; without any on the device as it is, with its next process in `standby`."""
+    """Return a backend on all these ranks; without ranks one on the device, with its next process in `standby`."""
     if not ranks:
         return start(watcher, isolation, environment, None, standby)
     return RankedBackend(ranks, lambda rank, heard: start(heard, isolation, environment, rank, None), watcher)
 
 
 def isolation_on(device_type: str) -> Isolation | None:
-    """How jobs are isolated: on a card in one process that is kept, since each fork would start the card, and import
-    and build the model, anew; on a CPU as forks where that is sound."""
+    """Return the isolation of jobs on a device type.
+
+    On a GPU one process is kept, since each fork would start the driver, import and build anew; on a CPU jobs are
+    forked if that is sound.
+    """
     return None if device_type == "cpu" else "kept"
 
 
 class OnSlots(Places):
-    """Several slots of this host, of which `device` is the first or has it."""
+    """Place with several slots of this host. `device` is the first slot's, or the device that it is a share of."""
 
     is_here = True
 
@@ -169,7 +172,7 @@ class OnSlots(Places):
     def confirming(
         self, device: str, *, are_shared: bool, num_rounds: int
     ) -> ConfirmingProcesses | Slots[ConfirmingProcesses]:
-        """On every card; on a CPU with all of it, since the run to come has no less."""
+        """Return the confirmation's backend: on every GPU, or with the whole CPU, as in the user's own run."""
 
         def make(slot: Slot, heard: Watcher) -> ConfirmingProcesses:
             start = partial(self._start, heard, "kept")
@@ -181,4 +184,4 @@ class OnSlots(Places):
         return Slots(self._slots, make, self._watcher_of)
 
     def close(self) -> None:
-        """There is nothing."""
+        """Do nothing: nothing is held."""

@@ -1,4 +1,4 @@
-"""One server process as the parent sees it: what it says, what it prints, how it ends. No torch here."""
+"""Parent side of one server process: its messages, its printed output, and how it ends. No torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TICK_SECONDS = 0.1
 ENDED = "it was ended, as nobody waits for it"
 _OUTPUT_TAIL_CHARACTERS = 4000
 _EXIT_SECONDS = 10.0
-MAX_PAUSE_SECONDS = 10.0  # without a step, where nothing foretells how long one takes
+MAX_PAUSE_SECONDS = 10.0  # pause without a step, if nothing predicts a step's time
 _SIGNAL_SECONDS = 1.0
 _SERVER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -43,57 +43,57 @@ _SERVER = (
 
 
 class Watcher:
-    """What a backend tells while it waits; the base class ignores it."""
+    """Interface for events of a backend while it waits. The base class ignores them."""
 
     def tick(self) -> None:
-        """Called at least every TICK_SECONDS."""
+        """Handle the passing of time; called at least every TICK_SECONDS."""
 
     def step(self, num_steps: int, step_seconds: float) -> None:
-        """The trial finished a step; `num_steps` is 0 while it warms up."""
+        """Handle a finished training step. `num_steps` is 0 during the warm-up."""
 
     def activity(self, text: str) -> None:
         """The process says what it does now."""
 
     def output(self, text: str) -> None:
-        """The user's own code printed something."""
+        """Handle text printed by the user's own code."""
 
     def is_over(self) -> bool:
-        """Whether what is waited for is wanted no more, and is to be ended."""
+        """Whether the result is no longer wanted, so that the job is to be ended."""
         return False
 
     def ending(self) -> None:
-        """The process and all that came of it are about to be killed."""
+        """Handle that the process and its descendants are about to be killed."""
 
 
 class Pausable(Protocol):
-    """Something that runs beside a process and can be made to stand still."""
+    """Interface of something that runs beside a process and can be paused."""
 
     def pause(self) -> None:
-        """Stand still until `go_on`."""
+        """Pause until `go_on`."""
 
     def go_on(self) -> None:
-        """Run on."""
+        """Continue."""
 
 
 class ProcessEndedError(Exception):
-    """The process ended, or was ended, before it answered."""
+    """Raised when the process ended, or was ended, before it sent a result."""
 
     def __init__(self, failure: Failure, so_far: Any = None) -> None:
         super().__init__(failure.message)
         self.failure = failure
-        self.so_far = so_far  # what it had found before that, None for nothing
+        self.so_far = so_far  # its result so far, None for nothing
 
 
 class Process:
-    """One server process under a keeper, and the two threads that read what it says and what it prints."""
+    """Server process under a keeper, with two threads that read its messages and its printed output."""
 
     def __init__(self, mode: str, environment: dict[str, str], watcher: Watcher) -> None:
-        self.watcher = watcher  # who hears what it tells from now on
+        self.watcher = watcher  # receives its events from now on
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._printed: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._tail: deque[str] = deque(maxlen=64)
         self._num_oom_kills = 0
-        self._folder = make_folder()  # of its temporary files, and those of all that comes of it
+        self._folder = make_folder()  # for temporary files of the process and its descendants
         arguments, pipe = [sys.executable, "-c", _SERVER, json.dumps(sys.path), mode], subprocess.PIPE
         try:
             self._program = Program(arguments, environment, self._folder, stdin=pipe, stdout=pipe, stderr=pipe)
@@ -107,34 +107,34 @@ class Process:
 
     @property
     def pid(self) -> int | None:
-        """Its number, None where it has not yet started, or has ended."""
+        """Return the process ID; None before the process has started and after it has ended."""
         return next((process.pid for process in self._program.processes()), None)
 
     def is_alive(self) -> bool:
-        """Whether it runs. One that was killed is heard no more before the system says that it has ended."""
+        """Return whether it runs. Messages of a killed process end before the system reports its end."""
         return self._popen.poll() is None and self._threads[0].is_alive()
 
     def send(self, message: dict[str, Any], data: bytes = b"") -> None:
-        """Write one message, with raw bytes behind it."""
+        """Write a message, followed by raw bytes."""
         assert self._popen.stdin is not None
         try:
             self._popen.stdin.write(msgspec.json.encode(message) + b"\n" + data)
             self._popen.stdin.flush()
         except BrokenPipeError:
-            pass  # it died; `wait` says how
+            pass  # it died; `wait` reports how
 
     def send_beside(self, message: dict[str, Any], data: bytes) -> None:
-        """Write one message without waiting until the process has started and reads it."""
+        """Write a message in a thread, without waiting until the process has started and reads it."""
         writer = threading.Thread(target=self.send, args=(message, data), daemon=True)
         self._threads.append(writer)
         writer.start()
 
     def pause(self) -> None:
-        """Stop it until `go_on`."""
+        """Stop the process until `go_on`, on systems where it would still end with its parent."""
         self._program.pause()
 
     def go_on(self) -> None:
-        """Let it run on."""
+        """Let the process continue."""
         self._program.go_on()
 
     def wait(
@@ -145,11 +145,13 @@ class Process:
         ends_with_exit: bool = False,
         beside: Pausable | None = None,
     ) -> Any:
-        """The answer to the last message; raises `ProcessEndedError` if there is none, whoever ended the process.
+        """Return the answer to the last message. Raises `ProcessEndedError` if there is none, whoever ended the
+        process.
 
         `until` is a time on the monotonic clock before which the process has to be ready for its job, which has the
-        `deadlines` from then on. A template's children answer and then exit; `ends_with_exit` waits for that too.
-        What is `beside` it is paused while it takes steps, but for one that takes long: it may wait for what is paused.
+        `deadlines` from then on. A template's children answer and then exit; with `ends_with_exit` wait for the exit
+        too. `beside` is paused while the process takes steps, except in a step that takes long: it may wait for
+        `beside`.
         """
         answer: dict[str, Any] | None = None
         so_far: Any = None
@@ -170,8 +172,8 @@ class Process:
             elif event == "first step":
                 phase, allowed = "in the first step", deadlines.first_step_seconds
             elif event == "compiling" and allowed is not None:
-                # Half of what is left, since a cache of the compiler's may have made quick the steps that the deadlines
-                # are taken from.
+                # Half of the rest, since the compiler's cache may have sped up the steps that the deadlines are based
+                # on.
                 left_seconds = math.inf if until is None else until - now
                 allowed = deadlines.compiling_seconds or max(deadlines.first_step_seconds or 0.0, left_seconds / 2)
                 phase = "compiling"
@@ -215,7 +217,7 @@ class Process:
                 raise ProcessEndedError(_judged(Evidence(overdue=overdue, is_loading=is_loading)), so_far)
 
     def _next_message(self) -> dict[str, Any] | None:
-        """The next message, an empty one if nothing came within a tick, None at the end of the process."""
+        """Return the next message, an empty one if none came within a tick, None at the end of the process."""
         self._drain_output()
         heed()
         self.watcher.tick()
@@ -230,7 +232,7 @@ class Process:
                 self.watcher.output(self._printed.get_nowait())
 
     def _kill_child(self) -> None:
-        """Have the template kill the child it watches; a template that does not answer is killed itself."""
+        """Make the template kill its child; a template that does not answer is killed itself."""
         self.send({"cmd": "kill"})
         try:
             while (message := self._messages.get(timeout=KILL_SECONDS)) is not None:
@@ -240,7 +242,7 @@ class Process:
             self._popen.kill()
 
     def _failure(self, status: int, phase: str) -> Failure:
-        if status == -signal.SIGTERM:  # as Slurm ends a job, by a signal to every process: ours is on its way
+        if status == -signal.SIGTERM:  # Slurm ends a job by a signal to every process: ours is on its way
             time.sleep(_SIGNAL_SECONDS)
         evidence = Evidence(
             has_ended=True,
@@ -257,7 +259,7 @@ class Process:
         return self._popen.returncode
 
     def end(self) -> None:
-        """Kill the process and all that came of it, what left its group and outlived it too; then it is gone."""
+        """Kill the process and all its descendants, including those that left its group, and wait for them."""
         self.watcher.ending()
         terminate_programs(self._program.processes)
         self._program.end()
@@ -273,7 +275,7 @@ class Process:
     def _hear(self) -> None:
         assert self._popen.stdout is not None
         for line in self._popen.stdout:
-            with contextlib.suppress(msgspec.MsgspecError):  # the remains of a killed writer's line
+            with contextlib.suppress(msgspec.MsgspecError):  # an incomplete line of a killed process
                 message = decode(line, dict[str, Any])
                 if isinstance(message.get("event"), str):
                     self._messages.put(message)

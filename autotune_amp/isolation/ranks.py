@@ -1,4 +1,4 @@
-"""RankedBackend: trials that several processes of this host train together, one a rank."""
+"""Trials that several processes of this host train together, one for each rank."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from autotune_amp.isolation.slots import WorkloadSlots
 from autotune_amp.trial.jobs import Describe, Follow, Followed, Trial
 from autotune_amp.trial.judge import Evidence, culprit, judge
 
-GRACE_SECONDS = 3.0  # between the end of one rank and that of the others, which hear of it as a lost connection
-NUM_MEETINGS = 3  # tried: the port that was free may have been taken meanwhile
+GRACE_SECONDS = 3.0  # time for the other ranks after one has ended, which they notice as a lost connection
+NUM_MEETINGS = 3  # attempts, since the free port may be taken meanwhile
 _TAKEN = "EADDRINUSE"
 NOTE = (
     "Trials ran on {0} ranks of this host under DistributedDataParallel: speeds are those of all together, batch sizes "
@@ -33,9 +33,9 @@ NOTE_UNUSED = (
 
 
 class RankedBackend(WorkloadBackend):
-    """A `WorkloadBackend` whose trials run on as many `slots` as they have ranks; anything else runs on the first.
+    """`WorkloadBackend` whose trials run on as many `slots` as they have ranks; other jobs run on the first.
 
-    `make` starts the backend of a rank.
+    `make` starts the backend of one rank.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class RankedBackend(WorkloadBackend):
 
     @property
     def abilities(self) -> frozenset[Ability]:
-        """Without what one rank alone says nothing of: where the time of a step goes, and what all of them draw."""
+        """Return the abilities of a rank without those that a single rank cannot answer for all: profile and energy."""
         return self.ranks.abilities - {"profile", "energy"}
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """One: all ranks together."""
+        """Return a single slot, which stands for all ranks together."""
         return (Slot(self._device),)
 
     @property
@@ -62,14 +62,14 @@ class RankedBackend(WorkloadBackend):
         return self.ranks.load(deadline_seconds)
 
     def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:
-        """See `WorkloadBackend`; on every rank."""
+        """See `WorkloadBackend`. Opens the workload on every rank."""
         until = time.monotonic() + deadline_seconds
         opened = self.ranks.open(device, num_threads, deadline_seconds)
         self.ranks.open_others(until - time.monotonic())
         return opened
 
     def submit(self, job: Job[Any], slot: Slot | None = None) -> Any:  # noqa: ARG002 - there is one
-        """Start a job: a trial on all of its ranks."""
+        """Start a job; a trial starts on all of its ranks."""
         if isinstance(job, Describe):
             return _Described(self.ranks.submit(replace(job, is_ranked=True)), len(self.ranks.slots))
         if not isinstance(job, Trial):
@@ -89,14 +89,14 @@ class RankedBackend(WorkloadBackend):
 
 
 class _Described:
-    """What the workload is on so many ranks."""
+    """Description of the workload for several ranks."""
 
     def __init__(self, handle: Any, num_ranks: int) -> None:
         self._handle, self._num_ranks = handle, num_ranks
         self.start_seconds: float | None = None
 
     def result(self) -> Description | Failure:
-        """Raises `WorkloadError` for a loop of the user's own, whose exchange is its own too."""
+        """Return the description. Raises `WorkloadError` for a loop that exchanges gradients itself."""
         found = self._handle.result()
         if isinstance(found, Failure):
             return found
@@ -111,7 +111,7 @@ class _Described:
 
 
 class _OnRanks:
-    """A trial on its ranks."""
+    """Trial running on its ranks."""
 
     def __init__(self, ranks: WorkloadSlots, job: Trial) -> None:
         self._ranks, self._job = ranks, job
@@ -120,9 +120,9 @@ class _OnRanks:
 
     def _start(self) -> None:
         job, meeting = self._job, f"127.0.0.1:{free_port()}"
-        if job.candidate.is_compiled:  # rank 0 waits for a compiler on another one, of which its parent does not hear
+        if job.candidate.is_compiled:  # rank 0 waits for other ranks' compilers, of which its parent is not told
             job = replace(job, step_deadline_seconds=None)
-        # Rank 0's steps are everybody's.
+        # Rank 0's step deadlines cover all ranks.
         following = {**asdict(job), "first_step_deadline_seconds": None, "step_deadline_seconds": None}
         slots = self._ranks.slots[: job.num_ranks]
         jobs = [replace(job, meeting=meeting, device=slots[0].device)]
@@ -132,12 +132,12 @@ class _OnRanks:
 
     @property
     def start_seconds(self) -> float | None:
-        """That of the rank which took the longest."""
+        """Return the longest start of any rank, in seconds."""
         seconds = [handle.start_seconds for handle in self._handles]
         return max((took for took in seconds if took is not None), default=None)
 
     def result(self) -> Measurement | Failure:
-        """What rank 0 measured, with the memory of the one that took the most; or the failure that it comes from."""
+        """Return rank 0's measurement with the highest memory of any rank, or the failure that caused the others."""
         outcomes = self._outcomes()
         for _ in range(NUM_MEETINGS - 1):
             if not any(isinstance(found, Failure) and _TAKEN in found.message for found in outcomes):
@@ -162,11 +162,11 @@ class _OnRanks:
             reserved_memory_bytes=max(
                 measured.reserved_memory_bytes, *(found.reserved_memory_bytes for found in followed)
             ),
-            joules_per_sample=None,  # of one rank, or of all that its host does
+            joules_per_sample=None,  # a counter covers one rank, or everything on its host
         )
 
     def _outcomes(self) -> list[Any]:
-        """What came of each rank; then none of them runs any more."""
+        """Wait for all ranks and return their outcomes. None of them runs any more then."""
         left = list(self._handles)
         try:
             while self._handles[0] in left:
@@ -186,7 +186,7 @@ class _OnRanks:
 
 
 def _culprit(outcomes: Sequence[Any]) -> Failure:
-    """Return the failure that those of the other ranks come from, with its rank."""
+    """Return the failure that caused those of the other ranks, with its rank in the message."""
     failures = [(rank, found) for rank, found in enumerate(outcomes) if isinstance(found, Failure)]
     own = [(rank, found) for rank, found in failures if found.message != ENDED] or failures
     cause = culprit(found for _, found in own)

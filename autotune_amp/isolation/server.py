@@ -1,9 +1,9 @@
-"""The process that trials run in or are forked from; started by process.py, spoken to in lines of JSON.
+"""Process that runs trials or forks them. Started by process.py; messages are lines of JSON.
 
 As a *template* (Linux) it loads the workload once with one thread and forks a child for each job; as a *worker* it runs
 jobs itself, one after the other. A worker may stand by first: it loads and builds with one thread, at low priority,
-without the accelerator, and waits to take over from another one. The parent speaks on standard input and hears on what
-was standard output when the process started; what the user's code prints goes to standard error.
+without the accelerator, and waits to take over from another one. The parent writes to its standard input and reads its
+original standard output; printed output of the user's code goes to standard error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 import msgspec
 import psutil
 import torch
-import torch._dynamo  # optimizers import it, and it takes a second that no trial should pay again
+import torch._dynamo  # optimizers import it, which takes a second that no trial should spend again
 
 from autotune_amp.core import workload
 from autotune_amp.core.errors import AutotuneAmpError
@@ -49,12 +49,15 @@ from autotune_amp.trial.worker import raise_oom_score
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _set_num_threads = torch.set_num_threads
-_CANARY_SECONDS, _ACCELERATOR_CANARY_SECONDS = 10.0, 60.0  # the latter starts the driver
+_CANARY_SECONDS, _ACCELERATOR_CANARY_SECONDS = 10.0, 60.0  # the latter includes starting the driver
 
 
 class Channel:
-    """Lines of JSON in, lines of JSON out; every line out is one write with a newline before and after it, so that
-    the remains of a killed writer's line cannot spoil the next."""
+    """Channel of JSON lines to the parent.
+
+    Each line is written at once with a newline before and after it, so that an incomplete line of a killed process
+    cannot damage the next.
+    """
 
     def __init__(self) -> None:
         self.input = os.fdopen(os.dup(0), "rb")
@@ -70,23 +73,23 @@ class Channel:
             data = data[os.write(self._output, data) :]
 
     def read(self) -> dict[str, Any] | None:
-        """The next message, None at the end of the input."""
+        """Return the next message, or None at the end of the input."""
         line = self.input.readline()
         return json.loads(line) if line else None
 
 
 class Server:
-    """Loads the workload and runs jobs."""
+    """Command handler that loads the workload and runs jobs."""
 
     def __init__(self, channel: Channel, *, is_template: bool) -> None:
         self._channel = channel
         self._is_template = is_template
         self._origin = ""
         self._context: Any = None
-        self._num_threads: int | None = None  # what the user's code asked for, while it is held at one
+        self._num_threads: int | None = None  # requested by the user's code, while only one is used
 
     def handle(self, command: dict[str, Any]) -> None:
-        """Answer one command in this process, or say what went wrong; the user's code may raise anything."""
+        """Run one command in this process and send its result or error. The user's code may raise anything."""
         action = getattr(self, command.pop("cmd"))
         try:
             answer = {"event": "result", "value": action(**command)}
@@ -101,8 +104,7 @@ class Server:
         self._channel.send(answer)
 
     def load(self, target: str | None, path: list[str], num_packed_bytes: int) -> dict[str, Any]:
-        """Import or unpack the workload, and return the torch state after it; a function that makes one is not called
-        before `open`."""
+        """Import or unpack the workload, and return the torch state then. A function is only called by `open`."""
         sys.path[:] = path
         self._origin = target or "workload"
         packed = self._channel.input.read(num_packed_bytes)
@@ -114,11 +116,12 @@ class Server:
         return self._torch_state()
 
     def open(self, device: str, num_threads: int | None) -> dict[str, Any]:
-        """Call the user's function once; returns the torch state after it, and why children could not work.
+        """Call the user's function once. Return the torch state afterwards, and why forked children could not work, or
+        None.
 
-        `num_threads` is what trials will use; None is what the user's code asked for.
+        `num_threads` is the number for trials; None is the one set by the user's code.
         """
-        if not self._is_template:  # an accelerator is not for a process that others are forked from
+        if not self._is_template:  # a template must not use an accelerator
             make_current(device)
         self._context.open(self._origin)
         state = self._torch_state()
@@ -128,7 +131,7 @@ class Server:
         return {"torch_state": state, "why_not_forked": reason}
 
     def stand_by(self, device: str, state: dict[str, Any], seed: int, **load: Any) -> None:
-        """Do all that comes before a job on the device, as far as the device is not needed for it."""
+        """Do everything before a job that does not need the device."""
         _lower_priority()
         self._hold_threads()
         self.load(**load)
@@ -152,7 +155,7 @@ class Server:
             self._context.open(self._origin)
 
     def share(self, device: str, state: dict[str, Any], seed: int) -> str | None:
-        """Build the model once, as a trial would, for all children; returns why they could not work after it."""
+        """Build the model once, as a trial would, for all children. Return why they could not work then, or None."""
         self._hold_threads()
         torch_state.apply(state)
         torch_state.seed(seed)
@@ -160,7 +163,7 @@ class Server:
         return self._why_not_fork(device, self._num_threads or 1, "building")
 
     def run(self, kind: str, job: dict[str, Any], cpus: Sequence[int]) -> Any:
-        """Run a job in this process, on these CPUs alone and with no more threads, where there are some."""
+        """Run a job in this process, limited to these CPUs and that many threads if given."""
         if cpus:
             state = job["torch_state"]
             if "num_threads" in state:
@@ -178,9 +181,11 @@ class Server:
         return state if self._num_threads is None else {**state, "num_threads": self._num_threads}
 
     def _hold_threads(self) -> None:
-        """Stay at one thread while the user's code runs here: a thread pool does not survive a fork, so that children
-        would hang on it, and what stands by leaves the other cores to what is measured. What that code asks for is only
-        noted: trials take it over."""
+        """Use a single thread while the user's code runs here, and record the number that it sets for the trials.
+
+        A thread pool does not survive a fork, so that children would hang on it, and a standby process leaves the other
+        cores to the measurement.
+        """
 
         def note(num_threads: int) -> None:
             self._num_threads = num_threads
@@ -197,20 +202,20 @@ class Server:
 
 
 def _needs_choosing(device: str) -> bool:
-    """Whether "cuda" in the user's code means this device only once it was made current, which starts its driver."""
+    """Return whether "cuda" means this device only after making it current, which starts its driver."""
     return bool(parse(device)[1])
 
 
 # -- a process that stands by ------------------------------------------------------------------------------------------
 
 _LOWEST_PRIORITY = 19
-_priority_before: list[int] = []  # while it is lowered
+_priority_before: list[int] = []  # while the priority is lowered
 
 
 def _lower_priority() -> None:
-    """Give way to what is measured, where the system lets this be undone: without CAP_SYS_NICE, Linux does not.
+    """Lower this process's priority, if the system allows to undo it: Linux does not without CAP_SYS_NICE.
 
-    Found out on a thread, whose priority is its own there.
+    This is tried out on a thread, which has a priority of its own.
     """
     own = os.getpriority(os.PRIO_PROCESS, 0) if sys.platform == "linux" else _LOWEST_PRIORITY
     can_undo: list[bool] = []
@@ -231,7 +236,7 @@ def _lower_priority() -> None:
 
 
 def _put_priority_back() -> None:
-    """Give every thread its former priority back: those started meanwhile have inherited the lowered one."""
+    """Restore the priority of every thread, including those started meanwhile, which inherited the lower one."""
     while _priority_before:
         own = _priority_before.pop()
         for thread in Path("/proc/self/task").iterdir():
@@ -246,7 +251,7 @@ _started_at: dict[str, str] = {}
 
 
 def _note_starts() -> None:
-    """Where an accelerator is started: mostly in a package that looks at the card when it is imported."""
+    """Record the line of code that starts an accelerator, mostly in a package that looks at the GPU on import."""
 
     def note(device_type: str) -> None:
         ours = f"{Path(torch.__file__).parent}{os.sep}", "<frozen"
@@ -258,9 +263,9 @@ def _note_starts() -> None:
 
 
 def why_not_fork(device: str, num_threads: int, done: str) -> str | None:
-    """None if a child of this process can use the accelerator and all threads; found out by trying.
+    """Return why a child of this process could not use the accelerator and all threads, or None, by trying it.
 
-    `done` is what the process did with the workload before.
+    `done` names the last action with the workload, for the message.
     """
     for device_type in ("cuda", "xpu"):
         if getattr(torch, device_type).is_initialized():
@@ -281,12 +286,12 @@ def why_not_fork(device: str, num_threads: int, done: str) -> str | None:
 
 
 def _try_everything(device: str, num_threads: int) -> int:
-    """In a forked child: 0 if the thread pool and the accelerator, where there is one, can be used."""
+    """Return 0, in a forked child, if the thread pool and the accelerator (if any) can be used, else 1."""
     try:
         torch.set_num_threads(num_threads)
         torch.ones(1 << 20).add_(1).sum()
         if device != "cpu" and torch.accelerator.is_available():
-            # Another card than the one asked for may be full.
+            # Other GPUs than the requested one may be full.
             wanted = torch.accelerator.current_accelerator() if device == "auto" else torch.device(device)
             torch.ones(1, device=wanted).add_(1).cpu()
     except Exception:
@@ -296,8 +301,8 @@ def _try_everything(device: str, num_threads: int) -> int:
 
 
 def run_template(channel: Channel, server: Server) -> bool:
-    """Fork a child for each job and watch it and the parent at once. Whether it is to run jobs itself from now on."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what a trial leaves running becomes ours, to end
+    """Fork and watch a child for each job. Return whether this process has to run jobs itself from now on."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # to end a trial's orphans
     while (command := channel.read()) is not None:
         if command["cmd"] == "run":
             own = {process.pid for process in psutil.Process().children(recursive=True)}
@@ -311,7 +316,7 @@ def run_template(channel: Channel, server: Server) -> bool:
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
             server.handle(command)
             return True
-        elif command["cmd"] != "kill":  # of a child that has just ended
+        elif command["cmd"] != "kill":  # else for a child that has just ended
             server.handle(command)
     return False
 
@@ -339,13 +344,13 @@ def _fork(server: Server, command: dict[str, Any], folder: str) -> int:
 
 
 def _watch(channel: Channel, pid: int, own: set[int]) -> int | None:
-    """Wait for the child's end, killing it when told to; returns its exit status, None when the parent is gone.
+    """Wait for the child's end, killing it on request; return its exit status, None if the parent is gone.
 
-    `own` are processes that the user's code started while it was loaded; they are there for every trial.
+    `own` are processes that the user's code started while it was loaded; every trial uses them.
     """
 
     def of_the_trial() -> list[psutil.Process]:
-        # Whatever the child left, too: as the subreaper, we have inherited it.
+        # Including orphans of the child, which we inherit as the subreaper.
         return [process for process in psutil.Process().children(recursive=True) if process.pid not in own]
 
     pidfd = os.pidfd_open(pid)
@@ -357,7 +362,7 @@ def _watch(channel: Channel, pid: int, own: set[int]) -> int | None:
         _kill_group(pid)
         os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
     os.close(pidfd)
-    _kill_group(pid)  # its loader workers; before it is reaped, so that the number is still its own
+    _kill_group(pid)  # its loader workers; before it is reaped, while its process ID is still its own
     _, status = os.waitpid(pid, 0)
     left = of_the_trial()
     for process in left:
@@ -371,7 +376,7 @@ def _watch(channel: Channel, pid: int, own: set[int]) -> int | None:
 
 
 def run_worker(channel: Channel, server: Server, *, is_loaded: bool) -> None:
-    """Load, or stand by, then run jobs in this process while a thread listens for the parent's end."""
+    """Load, or stand by, then run jobs in this process while a thread watches for the parent's end."""
     commands: queue.Queue[dict[str, Any]] = queue.Queue()
 
     def listen() -> None:
@@ -381,7 +386,7 @@ def run_worker(channel: Channel, server: Server, *, is_loaded: bool) -> None:
         os._exit(1)
 
     _enter_trial()
-    if not is_loaded and (load := channel.read()) is not None:  # its packed bytes follow, before any other command
+    if not is_loaded and (load := channel.read()) is not None:  # packed bytes follow it, before any other command
         server.handle(load)
     threading.Thread(target=listen, daemon=True).start()
     while True:
@@ -401,16 +406,16 @@ def _kill_group(pid: int) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent is gone, at whatever it is then (Linux only)."""
+    """Make the kernel kill this process when its parent is gone, whatever it is doing then (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # gone before we asked
+        if os.getppid() != parent:  # gone before the call
             os._exit(1)
 
 
 def main(mode: str) -> None:
-    """Serve until our input is closed, as template of ``forked`` children or as ``kept`` worker; the keeper of this
-    process ends it where the parent cannot."""
+    """Serve until our input is closed, as template of ``forked`` children or as ``kept`` worker. If the parent is gone,
+    the keeper of this process ends it."""
     channel = Channel()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a text stream: nobody replaced it yet
     is_template = mode == "forked"

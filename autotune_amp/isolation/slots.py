@@ -1,4 +1,4 @@
-"""Several slots of one host: which there are, and backends beside one another, each waited for in its own thread."""
+"""Several slots of one host: which exist, and a backend on each, served by a thread of its own."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ T = TypeVar("T")
 
 
 class Found(NamedTuple):
-    """The slots of this host that a search may use, and what is to be said of those that it may not."""
+    """Slots of this host that a search may use, with notes on those that it may not."""
 
     slots: tuple[Slot, ...]
     notes: tuple[str, ...] = ()
 
 
 def found(devices: Sequence[int] | Literal["all"] | None, num_shares: int | None) -> Found:
-    """The slots that a user asks for; none where that is one device."""
+    """Return the slots that the user asks for; empty if it is a single device."""
     if num_shares is not None:
         return shares_of_the_cpu(num_shares)
     return Found(()) if devices is None else cards(devices)
 
 
 def of_ranks(num_ranks: int, device: str) -> tuple[Slot, ...]:
-    """A place for each rank of a training on the device's kind: a share of the CPU, or a card, all of which it sees.
+    """Return a slot for each rank of a training: a share of the CPU, or a GPU, each rank seeing all GPUs.
 
-    Raises `InvalidRequestError` where there are too few, and where the cards are of several models.
+    Raises `InvalidRequestError` if there are too few, or if the GPUs are of several models.
     """
     if device == "cpu":
         return shares_of_the_cpu(num_ranks, "--ranks").slots
@@ -47,10 +47,10 @@ def of_ranks(num_ranks: int, device: str) -> tuple[Slot, ...]:
 
 
 def cards(devices: Sequence[int] | Literal["all"], option: str = "--devices") -> Found:
-    """A slot for each NVIDIA card, by its number as CUDA counts the visible ones, or for all that are like the first.
+    """Return a slot for each NVIDIA GPU given by its index among the visible ones, or for all that are like the first.
 
-    Of all those are left out that are of another model, and on which other processes compute. Raises
-    `InvalidRequestError` where a card is not there or of another model than the first.
+    With "all", GPUs of another model or with other computing processes are left out. Raises `InvalidRequestError` if a
+    GPU does not exist or is of another model than the first.
     """
     uuids = nvml.visible_uuids()
     if not uuids:
@@ -97,9 +97,9 @@ def _model(uuid: str) -> str | None:
 
 
 def shares_of_the_cpu(num_slots: int, option: str = "--slots") -> Found:
-    """Slots that divide the CPUs of this process among them, whole cores where their topology is known.
+    """Return slots that divide the CPUs of this process, in whole cores if their topology is known.
 
-    Raises `InvalidRequestError` where there are fewer CPUs than slots.
+    Raises `InvalidRequestError` if there are fewer CPUs than slots.
     """
     cpus = _by_core()
     if num_slots > len(cpus):
@@ -113,7 +113,7 @@ def shares_of_the_cpu(num_slots: int, option: str = "--slots") -> Found:
 
 
 def _by_core() -> list[int]:
-    """The CPUs of this process, those of one core beside one another."""
+    """Return the CPUs of this process, with those of the same core next to each other."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
     def place(cpu: int) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ def _by_core() -> list[int]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Such as 0-3,8."""
+    """Return sorted numbers as a text like 0-3,8."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -138,7 +138,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 class OnOneSlot(Protocol):
-    """What runs the jobs of a slot, one at a time."""
+    """Interface for running the jobs of a slot, one at a time."""
 
     def submit(self, job: Any, slot: Slot | None, /) -> Handle[Any]:
         """Start a job."""
@@ -151,15 +151,15 @@ S = TypeVar("S", bound=OnOneSlot)
 
 
 class _ClosedError(Exception):
-    """Ends what a thread waits for."""
+    """Exception that ends a thread's waiting."""
 
 
 class _InThread(Watcher):
-    """Hands what a backend tells in a slot's thread to the main one, and ends its wait where all are to be closed."""
+    """Watcher in a slot's thread, which passes calls on to the main thread and stops waiting on closing."""
 
     def __init__(self, watcher: Watcher, calls: queue.SimpleQueue[Callable[[], None]], is_closed: threading.Event):
         self._watcher, self._calls, self._is_closed = watcher, calls, is_closed
-        self.over = threading.Event()  # while it is set, nobody waits for the slot's job
+        self.over = threading.Event()  # while it is set nobody waits for the slot's job
 
     def tick(self) -> None:
         if self._is_closed.is_set():
@@ -175,11 +175,11 @@ class _InThread(Watcher):
         self._calls.put(partial(self._watcher.output, text))
 
     def ending(self) -> None:
-        self._watcher.ending()  # at once: it looks at processes that are about to be killed
+        self._watcher.ending()  # directly, since it looks at processes that are about to be killed
 
 
 class _Place(Generic[S]):
-    """A slot, what runs its jobs, and the thread that waits for them."""
+    """Slot with its backend and the thread that waits for its jobs."""
 
     def __init__(self, slot: Slot, watcher: _InThread, backend: S) -> None:
         self.slot = slot
@@ -189,7 +189,7 @@ class _Place(Generic[S]):
 
 
 class _Job:
-    """A job on a slot, run to its end by the slot's thread."""
+    """Job on a slot, run to its end by the slot's thread."""
 
     def __init__(self, slots: Slots[Any], future: Future[tuple[Any, float | None]]) -> None:
         self._slots = slots
@@ -201,16 +201,15 @@ class _Job:
 
     @property
     def start_seconds(self) -> float | None:
-        """See `Handle`; known once it is over. None where its slot was lost."""
+        """See `Handle`. Known once the job is over; None if its slot was lost."""
         return None if self.future.exception() is not None else self.future.result()[1]
 
 
 class Slots(Generic[S]):
-    """A backend for each slot, made by `make`, beside one another; `watcher_of` says who hears what a slot tells.
+    """Backends on several slots, one made by `make` for each. `watcher_of` returns the watcher of a slot.
 
-    Every slot has a thread of its own for as long as this is open: on Linux a process ends with the thread that started
-    it. What they tell arrives in the main thread, while that waits. Closed, it ends whatever runs, as a context manager
-    too.
+    Every slot has a thread for as long as this is open: on Linux a process ends with the thread that started it.
+    Watchers are called in the main thread while it waits. Closing it, also as a context manager, ends all jobs.
     """
 
     def __init__(
@@ -232,20 +231,20 @@ class Slots(Generic[S]):
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """Where jobs can run at the same time."""
+        """Return the slots that can run jobs at the same time."""
         return tuple(place.slot for place in self._places)
 
     @property
     def first(self) -> S:
-        """The backend of the first slot."""
+        """Return the backend of the first slot."""
         return self._at(self.slots[0]).backend
 
     def over(self, slot: Slot) -> threading.Event:
-        """What to set while nobody waits for the slot's job, which then is ended."""
+        """Return the event to set when nobody waits for the slot's job any more, which ends the job."""
         return self._at(slot).watcher.over
 
     def submit(self, job: Any, slot: Slot | None = None) -> _Job:
-        """Start a job; without a slot on the first, and with all that this is a share of."""
+        """Start a job. Without a slot it runs on the first one, not limited to its share of the CPU."""
         place = self._at(self.slots[0] if slot is None else slot)
         return _Job(self, self._begin(place, partial(_run, place.backend, job, slot)))
 
@@ -261,7 +260,7 @@ class Slots(Generic[S]):
             self._hear()
 
     def wait_for(self, future: Future[T]) -> T:
-        """What a slot's thread returns, or raises; a slot that is lost is none of the slots any more."""
+        """Return the result of a slot's thread, or raise its error. A lost slot is removed."""
         self.wait_seconds(future, math.inf)
         self._pass_on(0.0)
         try:
@@ -271,14 +270,14 @@ class Slots(Generic[S]):
             raise
 
     def _drop(self, slot: Slot, problem: str) -> None:
-        """Go on without it."""
+        """Remove a slot."""
         for place in [place for place in self._places if place.slot == slot]:
             self._places.remove(place)
             place.thread.shutdown()
         self._require_one(problem)
 
     def _require_one(self, problem: str) -> None:
-        """Raises `ClusterLostError` where none is left, and the last one had this problem."""
+        """Raise `ClusterLostError`, with the last slot's problem, if no slot is left."""
         if not self.slots:
             raise ClusterLostError(
                 f"No node of the cluster is left; of the last one: {problem}",
@@ -286,23 +285,23 @@ class Slots(Generic[S]):
             )
 
     def wait_seconds(self, future: Future[Any], seconds: float) -> None:
-        """Wait so long at the most."""
+        """Wait for the future, for at most this many seconds."""
         until = time.monotonic() + seconds
         while not future.done() and time.monotonic() < until:
             self._hear()
 
     def on_each(self, ask: Callable[[S], T]) -> list[T]:
-        """What the backends answer, each asked in its thread, all at the same time."""
+        """Call `ask` with each backend in its thread, all at the same time, and return the results."""
         futures = [self._begin(self._at(slot), partial(ask, self._at(slot).backend)) for slot in self.slots]
         return [self.wait_for(future) for future in futures]
 
     def on_first(self, ask: Callable[[S], T]) -> T:
-        """What that of the first slot answers, asked in its thread."""
+        """Call `ask` with the first slot's backend in its thread, and return the result."""
         place = self._at(self.slots[0])
         return self.wait_for(self._begin(place, partial(ask, place.backend)))
 
     def close(self) -> None:
-        """End whatever runs; no job can be started after it."""
+        """End all jobs. No job can be started afterwards."""
         if self._is_closed.is_set():
             return
         self._is_closed.set()
@@ -319,7 +318,7 @@ class Slots(Generic[S]):
         return future
 
     def _hear(self) -> None:
-        """Wait for what the threads tell, or a moment."""
+        """Handle calls from the threads, waiting for one tick at most."""
         self._pass_on(TICK_SECONDS)
         heed()
         self._tick()
@@ -339,7 +338,7 @@ def _run(backend: OnOneSlot, job: Any, slot: Slot | None) -> tuple[Any, float | 
 
 
 class WorkloadSlots(Slots[WorkloadBackend], WorkloadBackend):
-    """A `WorkloadBackend` of several slots: the first one loads the workload and probes, then the others load it."""
+    """`WorkloadBackend` of several slots: the first loads the workload and probes, then the others load it."""
 
     @property
     def abilities(self) -> frozenset[Ability]:  # noqa: D102 - see Backend
@@ -371,7 +370,7 @@ class WorkloadSlots(Slots[WorkloadBackend], WorkloadBackend):
             self.keep()
 
     def share_build(self, job: Any, deadline_seconds: float) -> str | None:
-        """See `Backend`; on every slot, or on none."""
+        """See `Backend`. Builds on every slot; returns the first reason against it."""
         reasons = self.on_each(lambda backend: backend.share_build(job, deadline_seconds))
         return next((reason for reason in reasons if reason is not None), None)
 

@@ -1,4 +1,4 @@
-"""Standby: processes that have loaded the workload and wait to take over from the one that runs jobs."""
+"""Standby processes, which have loaded the workload and wait to take over from the one that runs jobs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from autotune_amp.core.outcome import Failure
 from autotune_amp.hardware import host
 from autotune_amp.isolation.process import Process, ProcessEndedError, Watcher
 
-MIN_CORES = 4  # with fewer, loading beside another process would slow it
-MEMORY_FACTOR = 2.0  # of what the first process holds, since loading may hold more for a moment
-MOST = 2  # beside the process that runs jobs: the three of a confirmation
+MIN_CORES = 4  # with fewer, loading beside another process would slow it down
+MEMORY_FACTOR = 2.0  # times the memory of the first process, since loading may take more for a moment
+MOST = 2  # beside the process that runs jobs: together the three of a confirmation
 
 
 def room_for(process_bytes: int) -> int:
-    """Return how many more processes of this size this host's memory holds: none where there are few cores."""
+    """Return how many more processes of this size fit into this host's memory; 0 if it has few cores."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     container = host.container_memory()
     free_bytes = host.available_memory_bytes()
@@ -30,29 +30,32 @@ def room_for(process_bytes: int) -> int:
 
 
 class Standby:
-    """Holds processes that load the workload while another one runs jobs, but not while that one times steps.
+    """Holder of processes that load the workload while another one runs jobs, but not while that one times steps.
 
-    Pages that two processes touch for the first time wait for each other in a virtual machine, whatever the priority of
-    one: on an H200's host a batch took 515 ms beside a process that loaded, and 4 ms after it (studies/real_card).
-    `room_for` says how many processes of so many bytes may be started beside the first.
+    In a virtual machine two processes that touch new memory pages wait for each other, whatever their priorities: on an
+    H200's host a batch took 515 ms beside a process that loaded, and 4 ms after it (studies/real_card). `room_for`
+    returns how many processes of a size may be started in addition to the first.
     """
 
     def __init__(self, room_for: Callable[[int], int] = room_for) -> None:
         self._room_for = room_for
-        self.num_wanted = 0  # that are to be loaded before the next trial runs
+        self.num_wanted = 0  # to be loaded before the next trial runs
         self._environment: dict[str, str] = {}
-        self._are_loaded: dict[Process, bool] = {}  # the oldest first
+        self._are_loaded: dict[Process, bool] = {}  # whether each has loaded, the oldest first
 
     @property
     def processes(self) -> list[Process]:
-        """The processes that stand by, and those that are loading for it."""
+        """Return the processes that stand by or are loading to do so."""
         return list(self._are_loaded)
 
     def begin(
         self, beside: Process, environment: dict[str, str], command: dict[str, Any], data: bytes, number: int = 1
     ) -> None:
-        """Have as many processes as `number`, as far as there is room for such as `beside`, stand by with these
-        variables: each carries out `command`, with raw bytes behind it."""
+        """Start processes until `number` stand by with these variables, if there is room for more of the size of
+        `beside`.
+
+        Each runs `command`, which is followed by raw bytes.
+        """
         if self._environment != environment:
             self.close()
         for process in self.processes:
@@ -66,12 +69,14 @@ class Standby:
             self._are_loaded[process] = False
 
     def has_room(self, process: Process) -> bool:
-        """Whether as many as a confirmation takes can be loaded, each like this one."""
+        """Return whether all processes of a confirmation, each of this size, can be loaded together."""
         return self._room_beside(process) >= MOST
 
     def take(self, environment: dict[str, str], watcher: Watcher, until: float | None) -> Process | None:
-        """Hand over a process that has loaded, which `watcher` hears from now on; None where none loads with these
-        variables. Raises `ProcessEndedError` where it has not loaded by `until`."""
+        """Remove and return a loaded process, reporting to `watcher` from now on; None if none has these variables.
+
+        Raises `ProcessEndedError` if it has not loaded by `until`.
+        """
         if self._environment != environment:
             return None
         for process in self.processes:
@@ -82,7 +87,7 @@ class Standby:
         return None
 
     def load(self, watcher: Watcher, until: float | None) -> None:
-        """Wait until all that are wanted have loaded; what has not by `until` is ended."""
+        """Wait until all processes have loaded. One that has not by `until` is ended."""
         self.num_wanted = 0
         for process in self.processes:
             process.watcher = watcher
@@ -90,12 +95,12 @@ class Standby:
                 self._has_loaded(process, until)
 
     def pause(self) -> None:
-        """Stop what loads, until `go_on`."""
+        """Pause loading until `go_on`."""
         for process in self.processes:
             process.pause()
 
     def go_on(self) -> None:
-        """Let what was stopped load."""
+        """Resume loading."""
         for process in self.processes:
             process.go_on()
 
@@ -116,7 +121,7 @@ class Standby:
         process.end()
 
     def _has_loaded(self, process: Process, until: float | None) -> bool:
-        """Wait for a process to be loaded; one that cannot load beside another is ended."""
+        """Wait for a process to load and return whether it did; one that cannot load beside another is ended."""
         if self._are_loaded[process] and process.is_alive():
             return True
         try:

@@ -1,4 +1,4 @@
-"""The controller's state as plain types: GradScaler's five keys on top, what the controller knows below one key."""
+"""State of the controller as plain types: GradScaler's five keys on top, and the controller's own under one key."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class _Scaler(msgspec.Struct):
-    scale: object  # looked at by `check_scale`
+    scale: object  # checked by `check_scale`
     growth_factor: GrowthFactor
     backoff_factor: BackoffFactor
     growth_interval: GrowthInterval
@@ -56,18 +56,18 @@ class _Counters(msgspec.Struct):
     wishes: list[tuple[Wish, str]]
     waiting: list[tuple[list[float], list[Count]]]
     num_unexplained: Count = 0
-    run_id: str | None = None  # of its log, where it has one
+    run_id: str | None = None  # id in the run log, if there is one
 
 
 class _Own(msgspec.Struct):
-    steering: dict[str, Any]  # the policy's
+    steering: dict[str, Any]  # state of the policy
     pinned: list[str]
     history: list[dict[str, Any]]
     counters: _Counters
 
 
 def save(executor: Executor, window: Window) -> dict[str, Any]:
-    """Plain types only: it loads under ``torch.load(weights_only=True)``. `window` is the one that the loop is in."""
+    """Return the state in plain types, for ``torch.load(weights_only=True)``. `window` is the current one."""
     scaler, metrics = executor.scaler, executor.metrics
     return {
         "scale": scaler.current_scale(),
@@ -98,7 +98,7 @@ def save(executor: Executor, window: Window) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Saved:
-    """A state that was read and can be taken over; `own` and `policy` are None for a plain GradScaler's."""
+    """Validated state, ready for `take_over`. `own` and `policy` are None for a plain GradScaler's."""
 
     scaler: _Scaler
     own: _Own | None = None
@@ -107,10 +107,10 @@ class Saved:
 
 
 def read(executor: Executor, state: object) -> Saved | None:
-    """Read a saved state; None for a disabled GradScaler's. This is the one validation: it changes nothing.
+    """Validate and return a saved state; None for a disabled GradScaler's. Nothing is changed.
 
-    Raises `FormatError` for what is no such state, was written by a newer version or belongs to other rungs, and
-    `InvalidRequestError` for a loss scale that cannot work.
+    Raises `FormatError` for anything that is no such state, was written by a newer version or belongs to other rungs,
+    and `InvalidRequestError` for a loss scale that cannot work.
     """
     if not isinstance(state, Mapping):
         raise FormatError(
@@ -150,7 +150,7 @@ def read(executor: Executor, state: object) -> Saved | None:
 
 
 def take_over(executor: Executor, window: Window, saved: Saved | None) -> None:
-    """Go on from what `read` has let through, in this window."""
+    """Restore a state that `read` has validated, into the executor and the current window."""
     metrics, scaler, rule = executor.metrics, executor.scaler, executor.scaler.rule
     if saved is None:
         metrics.resume(None)
@@ -183,5 +183,5 @@ def take_over(executor: Executor, window: Window, saved: Saved | None) -> None:
     window.loss = counters.loss
     executor.apply()
     scaler.reader.restore(counters.waiting)
-    if counters.waiting:  # the device, at this scale, was that much ahead of the host
+    if counters.waiting:  # the device's scale was this far ahead of the host's
         scaler.place(executor.ranks.device, rule.bounded(scale), plain.growth_tracker)

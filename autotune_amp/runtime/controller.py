@@ -1,4 +1,4 @@
-"""PrecisionController: GradScaler's place in the user's loop, and a run that survives repeated overflow."""
+"""PrecisionController: a replacement for GradScaler with which a run survives repeated overflow."""
 
 from __future__ import annotations
 
@@ -48,27 +48,27 @@ Batch = TypeVar("Batch")
 
 
 class PrecisionController(torch.amp.GradScaler):
-    """A drop-in for ``torch.amp.GradScaler`` that steps the precision down when precision is what fails.
+    """Drop-in replacement for ``torch.amp.GradScaler`` that steps the precision down when it causes failures.
 
     Use `train_step`; or `autocast()` around the forward pass, then `backward`, `unscale_` to clip, `step` and `update`,
-    as with GradScaler. `config` names the precision and its fallbacks; a fallback is taken only where its measured plan
-    fits. Sets the process's TF32 flags to what the precision means, as the search's trials do.
+    as with GradScaler. `config` names the precision and its fallbacks; a fallback is taken only if its measured plan
+    fits. Sets the process's TF32 flags to those of the precision, as the search's trials do.
 
     guard: check bf16 and fp32 steps too and skip those that are not finite. False leaves them alone, and undiagnosed.
     halt: raise `NotPrecisionError` or `NoRungFitsError` when the run must not go on; False skips such steps for ever.
     on_demotion: "checkpoint_and_stop" raises `DemotedError` from `update()` after stepping down.
     max_slowdown: refuse fallbacks measured to take more than this many times as long.
-    promote: go back up, after 2000 clean steps, where a rerun (see `attach`) at 16 times the loss scale is finite.
+    promote: go back up, after 2000 clean steps, if a rerun (see `attach`) at 16 times the loss scale is finite.
     on_signal: called in `update()` at the end of the window in which SIGTERM came, as Slurm ends a job; on accelerators
-        the next. Give it on every rank or on none. What handled SIGTERM before does so again then, and after `detach`.
-    process_group: the ranks that decide alike; all of them where None.
+        of the next. Give it on every rank or on none. Afterwards, and by `detach`, the previous handler is restored.
+    process_group: the ranks that decide together; all ranks if None.
     sinks: called in threads of their own, on rank 0, with the metrics (`autotune_amp.runtime.readings`) of every 64th
         update, change of the loss scale and move. `autotune_amp.integrations.sinks` has ready-made ones.
     run_log: a file to append to, for ``autotune-amp report``: a line of JSON for every move, every change of the loss
-        scale, and every 64th update with the loss. Rank 0 writes it; a resumed run goes on in it.
+        scale, and every 64th update with the loss. Rank 0 writes it; a resumed run continues it.
 
-    Warns in the log ``autotune_amp.runtime`` where this process lacks the config's environment variables. Raises
-    `DeviceError` for a device that is not there and `InvalidRequestError` for options that cannot be kept.
+    Logs a warning to ``autotune_amp.runtime`` if this process lacks the config's environment variables. Raises
+    `DeviceError` for a missing device and `InvalidRequestError` for options that cannot be honoured.
     """
 
     _growth_factor = held("_rule", "growth_factor", GrowthFactor)
@@ -115,7 +115,7 @@ class PrecisionController(torch.amp.GradScaler):
         backoff_factor = self._rule.backoff_factor
         super().__init__(ranks.device.type, self._rule.scale, self._rule.growth_factor, 0.5, self._rule.growth_interval)
         self._rule.backoff_factor = backoff_factor  # the constructor refuses 1.0, which never backs off
-        # In a window: from the first autocast() or scale() until update(). A move may call the user's closure.
+        # A window lasts from the first autocast() or scale() until update(). A move may call the user's closure.
         self._is_in_window = self._is_moving = False
         self._windows = windows.Windows()
         self._train_step = TrainStep(self._executor)
@@ -125,13 +125,13 @@ class PrecisionController(torch.amp.GradScaler):
     def load(
         cls, path: str | os.PathLike[str], device: str | torch.device = "cuda", **options: Any
     ) -> PrecisionController:
-        """A controller for the config in a ``recommendation.json``; `options` are the constructor's."""
+        """Return a controller for the config in a ``recommendation.json``; `options` are the constructor's."""
         return cls(Recommendation.load(path).config, device, **options)
 
     # The loop: autocast, backward, unscale_, step, update.
 
     def autocast(self) -> AbstractContextManager[object]:
-        """The context for the forward pass in the current precision, fresh each time."""
+        """Return a new context for the forward pass in the current precision."""
         if self._is_moving:
             return nullcontext()
         self._executor.use_own_autocast()
@@ -140,12 +140,12 @@ class PrecisionController(torch.amp.GradScaler):
         return self._executor.autocast()
 
     def scale(self, outputs: Any) -> Any:
-        """The outputs times the loss scale, and a look at whether they are finite."""
+        """Return the outputs multiplied by the loss scale, and check whether they are finite."""
         self._begin_window()
         self._check.window.num_passes += 1
         if not self._enabled:
             return outputs
-        if not isinstance(outputs, (Tensor, list, tuple)) and isinstance(outputs, Iterable):  # it may be read but once
+        if not isinstance(outputs, (Tensor, list, tuple)) and isinstance(outputs, Iterable):  # may be a generator
             outputs = list(outputs)
         losses = [outputs] if isinstance(outputs, Tensor) else list(filter(torch.is_tensor, tree_leaves(outputs)))
         if losses and self._scale is None:
@@ -162,21 +162,21 @@ class PrecisionController(torch.amp.GradScaler):
     ) -> Stepped:
         """Train on one batch: zero_grad, `closure` under autocast, backward, unscale_, clip, step and update.
 
-        `closure` gives the loss of the batch, one number, and does nothing else: where `attach` gave no rerun it is
-        called again to find out why steps fail; where nothing is attached yet, the model that its code names is.
-        `clip_norm` is for the norm of all gradients together; optimizers step each by itself. Inside `windows` a call
-        is one pass, whose part of the loss is taken here. True where the window stepped; with the ``loss``, and the
-        ``grad_norm`` before clipping, on the device. What is raised leaves no gradients, and voids its window: also
-        `InvalidRequestError`, where the loop or the loss is none that can be trained so.
+        `closure` returns the loss of the batch, a single number, and does nothing else: if `attach` got no rerun it is
+        called again to find out why steps fail; if no model is attached yet, the one named in the closure's code is.
+        `clip_norm` limits the norm of all gradients together; with several optimizers each is stepped by itself. Inside
+        `windows` a call is one pass, and its share of the loss is taken automatically. The result is true if the window
+        stepped, and has the ``loss`` and the ``grad_norm`` before clipping, on the device. An exception clears the
+        gradients and discards the window. Raises `InvalidRequestError` for a loop or a loss that cannot be trained.
         """
         return self._train_step.take(self, self._windows.current, closure, optimizer, clip_norm)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """``scale(loss).backward(**kwargs)``."""
+        """Run ``scale(loss).backward(**kwargs)``."""
         self.scale(loss).backward(**kwargs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale and check them; at most once per optimizer and update."""
+        """Divide the optimizer's gradients by the loss scale and check them, at most once per optimizer and update."""
         if not self._enabled:
             return
         self._check_scale_growth_tracker("unscale_")
@@ -189,9 +189,9 @@ class PrecisionController(torch.amp.GradScaler):
         state["stage"] = OptState.UNSCALED
 
     def unscale_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> int | Tensor:
-        """`unscale_` all of them, to clip by one norm: what is not finite in one skips every one.
+        """Call `unscale_` on all optimizers, to clip by a single norm: a non-finite gradient in one skips all.
 
-        Returns the verdict on all, see `scaler`.
+        Returns their joint verdict, see `scaler`.
         """
         given = list(optimizers)
         if not self._enabled:
@@ -209,7 +209,7 @@ class PrecisionController(torch.amp.GradScaler):
         state["found_inf_per_device"] = {} if skipped is None else {skipped.device: skipped}
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """``optimizer.step(*args, **kwargs)`` unless a gradient or the loss was not finite; none without gradients."""
+        """Run ``optimizer.step(*args, **kwargs)`` if there are gradients and they and the loss are finite."""
         check = self._check
         if not self._enabled:
             self._executor.meet(number := check.number_of(optimizer), optimizer)
@@ -222,14 +222,14 @@ class PrecisionController(torch.amp.GradScaler):
         is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.READY:
-            if is_fused:  # it unscales by itself
+            if is_fused:  # fused optimizers unscale by themselves
                 self._check_inf_per_device(optimizer)
             else:
                 self.unscale_(optimizer)
         elif state["stage"] is OptState.UNSCALED and check.needs_second_look(optimizer):
             self._examine(optimizer, None, is_first=False)
         verdict = check.wait_for(optimizer) if makes_buffers_unread(optimizer) else check.verdict_of(optimizer)
-        # A fused optimizer reads the verdict by itself, too, but it need not be called where the host knows.
+        # A fused optimizer reads the verdict on the device, but need not be called if the host knows it.
         if state["stage"] is not OptState.STEPPED and isinstance(verdict, int) and verdict != CLEAN:
             state["stage"] = OptState.STEPPED
             return Stepped(verdict)
@@ -240,16 +240,16 @@ class PrecisionController(torch.amp.GradScaler):
         return Stepped(verdict if isinstance(verdict, int) else check.verdict_of(optimizer), value)
 
     def step_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
-        """Step all of them or none: a non-finite gradient of one skips every one. Waits for the device."""
+        """Step all optimizers or none: a non-finite gradient in one skips all. Synchronizes with the device."""
         given = list(optimizers)
         worst = self.unscale_together(given)
         _ = [self.step(optimizer) for optimizer in given]
         return int(worst) == CLEAN
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """End the accumulation window; the scale follows from what was found or is `new_scale`. The precision may move.
+        """End the accumulation window and update the loss scale, to `new_scale` if given. The precision may change.
 
-        Raises the errors of `TrainingStoppedError` when the run must not go on.
+        Raises subclasses of `TrainingStoppedError` when the run must not go on.
         """
         if new_scale is not None:
             scale = check_scale(float(new_scale))
@@ -271,9 +271,9 @@ class PrecisionController(torch.amp.GradScaler):
             self._end_signal.end_window()
 
     def synchronize(self) -> None:
-        """Wait for what is still on its way from the device: every verdict is acted on, every callback called.
+        """Wait for pending verdicts from the device, act on them, and call due callbacks.
 
-        With several ranks, on all of them alike.
+        With several ranks, call it on all of them.
         """
         if len(self._scaler.reader):
             self._read_verdicts(0)
@@ -291,7 +291,7 @@ class PrecisionController(torch.amp.GradScaler):
             self._executor.model.num_window_passes = window.num_passes
         if window.is_late:
             self._executor.end_window(self._scaler.send(window, self._ranks))
-            # Hysteresis is counted on the host alone, which therefore has to keep up.
+            # Hysteresis is counted on the host only, so the host must not lag behind.
             self._read_verdicts(0 if self._rule.hysteresis > 1 else LAG_UPDATES)
         else:
             self.synchronize()
@@ -314,9 +314,9 @@ class PrecisionController(torch.amp.GradScaler):
             self._scaler.write(is_forced=True)
         self._settle()
 
-    # A move waits until the accumulation window is empty, which would else hold gradients of two scales, and until an
-    # autocast of ours has ended, whose cached casts would break. One of the user's own may be on for ever; there the
-    # precision is changed by contexts inside it, which use no cache.
+    # A move waits until the accumulation window is over, which would otherwise mix gradients of two scales, and until
+    # an autocast of ours has ended, whose cached casts would break. A user's own autocast may stay on for ever; there
+    # the precision is changed by contexts inside it, which use no cache.
 
     def _when_idle(self, what: Wish, name: str = "") -> None:
         self._executor.wishes.append((what, name))
@@ -329,7 +329,7 @@ class PrecisionController(torch.amp.GradScaler):
         while executor.wishes and not (self._is_in_window or self._is_moving):
             self._is_moving = True
             try:
-                self.synchronize()  # what is still on its way belongs to the rung that is about to be left
+                self.synchronize()  # pending verdicts belong to the rung about to be left
                 executor.carry_out_next()
             finally:
                 self._is_moving = False
@@ -346,11 +346,11 @@ class PrecisionController(torch.amp.GradScaler):
         *args: Any,
         **kwargs: Any,
     ) -> float | None:
-        # The one wait that GradScaler has here too.
+        # GradScaler synchronizes here too.
         return optimizer.step(*args, **kwargs) if self._check.wait_for(optimizer) == CLEAN else None
 
     def get_scale(self) -> float:
-        """The current loss scale, 1.0 where the loss is not scaled; waits for the device."""
+        """Return the current loss scale, 1.0 if the loss is not scaled. Synchronizes with the device."""
         self._check.window.scale_was_read = self._check.window.num_passes > 0
         return self._scaler.current_scale()
 
@@ -360,19 +360,20 @@ class PrecisionController(torch.amp.GradScaler):
 
     @contextmanager
     def validation(self, precision: Precision | None = None) -> Iterator[None]:
-        """The forward pass of validation, without gradients, in the current precision or in this one."""
+        """Run the forward pass of validation without gradients, in `precision` or the current one."""
         with torch.no_grad(), self._executor.running_in(precision):
             yield
 
     def windows(
         self, loader: Iterable[Batch], weigh: Callable[[Batch], float | Tensor] | None = None
     ) -> Iterator[tuple[Batch, bool]]:
-        """(batch, is_last) for every pass; where `is_last`, step and update: the accumulation window is over.
+        """Yield (batch, is_last) for every pass. When `is_last`, step and update: the accumulation window is over.
 
-        A window has the config's accumulation steps, the last one what is left of the loader. Without `train_step`
-        divide the loss by `window_size`, or multiply it by `window_share` where it is a mean over something of which
-        batches hold unequal parts, which `weigh` counts (the labels other than -100, say); where nothing counts the
-        loss must be 0, not NaN. A smaller batch size splits the loader's batches, `InvalidRequestError` if it cannot.
+        A window has the config's accumulation steps; the last one has the rest of the loader. Without `train_step`
+        divide the loss by `window_size`. If the loss is a mean over something that batches hold unequal amounts of,
+        multiply it by `window_share` instead, and pass a `weigh` function that counts it (the labels other than -100,
+        say); if it counts 0 the loss must be 0, not NaN. A smaller batch size splits the loader's batches; raises
+        `InvalidRequestError` if that is impossible.
         """
 
         def next_shape() -> tuple[int, int]:
@@ -385,41 +386,41 @@ class PrecisionController(torch.amp.GradScaler):
 
     @property
     def window_size(self) -> int:
-        """Backward passes in the current window of `windows`; outside of it, the config's accumulation steps."""
+        """Return the backward passes in the current window of `windows`, else the config's accumulation steps."""
         return len(self._windows.current.shares) or self.config.accumulation_steps
 
     @property
     def window_share(self) -> float:
-        """The current pass's part of what `weigh` counts in its window of `windows`; without it, of the passes."""
+        """Return the current pass's share of the window's total weight by `weigh`; without it, of its passes."""
         share = self._windows.current.share
         return 1 / self.window_size if share is None else share
 
     def discard_window(self) -> None:
-        """End the accumulation window without a step and without a trace, for a loop that drops its gradients."""
+        """End the accumulation window without a step and without counting it, for a loop that drops its gradients."""
         if self._is_in_window:
             self._executor.end_window(True)
             self._check.window, self._is_in_window = Window(), False
             self._per_optimizer_states.clear()
 
     def on_step(self, callback: Callable[[], object], optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Call `callback` once for every step really taken: of `optimizer`, or (None) of any in the update.
+        """Call `callback` once for every step taken: of `optimizer`, or with None of any optimizer in the update.
 
-        Behind a fused optimizer on an accelerator that is `scaler.LAG_UPDATES` updates later, so that nobody waits;
-        `synchronize` and the end of `windows` call those still due, and a run resumed from `state_dict` does.
+        For a fused optimizer on an accelerator it is called `scaler.LAG_UPDATES` updates later, to avoid a sync;
+        `synchronize` and the end of `windows` make pending calls, and so does a run resumed from `state_dict`.
         """
         self._executor.on_step.append((callback, None if optimizer is None else self._check.number_of(optimizer)))
 
     def on_move(self, listener: Callable[[MoveRecord], object]) -> None:
-        """Call `listener` with the record of every move; its config has the new batch size and accumulation."""
+        """Call `listener` with the record of every move, whose config has the new batch size and accumulation steps."""
         self._executor.listeners.append(listener)
 
     def attach(self, model: nn.Module, rerun: Callable[[], Tensor] | None = None) -> None:
-        """Use the model: watch its activations, undo batch norm statistics of skipped steps, pin modules in fp32.
+        """Attach the model: watch its activations, undo batch-norm statistics of skipped steps, pin modules in fp32.
 
-        `rerun` recomputes the loss of the latest batch: with it a trip is diagnosed before anything moves, unless an
-        earlier pass of the accumulation window is what fails. Code that opens an autocast of its own can be demoted
-        only through this. Call it before or after compiling.
-        Raises `InvalidRequestError` for a second model, and for a module to pin that the model does not have.
+        `rerun` recomputes the loss of the latest batch: it is used to diagnose failures before the precision changes,
+        unless an earlier pass of the accumulation window failed. Code that opens its own autocast can be stepped down
+        only with an attached model. Call it before or after compiling. Raises `InvalidRequestError` for a second model,
+        and for a module to pin that the model does not have.
         """
         if self._executor.model is not None:
             if not self._executor.model.is_found:
@@ -428,7 +429,7 @@ class PrecisionController(torch.amp.GradScaler):
         self._executor.attach(Attachment(model, rerun, self._ranks.device))
 
     def detach(self) -> None:
-        """This controller is done with: the attached model, and TF32 flags kept as found, are as they were."""
+        """Restore the attached model and the TF32 flags of a config as found, and close sinks and signal handler."""
         self._executor.detach()
         self._metrics.close()
         if self._end_signal is not None:
@@ -436,19 +437,19 @@ class PrecisionController(torch.amp.GradScaler):
 
     @property
     def config(self) -> AmpConfig:
-        """What the run uses now: precision, batch size and accumulation steps of the current rung."""
+        """Return the config in use, with the precision, batch size and accumulation steps of the current rung."""
         return self._executor.config
 
     def set_precision(self, name: Precision) -> None:
-        """Move to the rung of this precision at the end of the window. Raises `InvalidRequestError` without one."""
+        """Switch to the rung of a precision at the end of the window. Raises `InvalidRequestError` if there is none."""
         self._policy.rung_of(name)
         self._executor.refuse_by_hand(name)
         self._when_idle("set_precision", name)
 
     def disable(self) -> None:
-        """Train in fp32, unscaled and unguarded, from the end of the window until `enable`.
+        """Train in fp32 without loss scaling or checks, from the end of the window until `enable`.
 
-        Raises `InvalidRequestError` where the loop or the model cannot be brought into fp32.
+        Raises `InvalidRequestError` if the loop or the model cannot be switched to fp32.
         """
         self._executor.refuse_by_hand("fp32")
         self._when_idle("disable")
@@ -458,21 +459,21 @@ class PrecisionController(torch.amp.GradScaler):
         self._when_idle("enable")
 
     def status(self) -> Status:
-        """Where the run stands; waits for the device.
+        """Return the status of the run. Synchronizes with the device.
 
-        With several ranks, of which one may ask alone, it is as of the verdicts that all ranks have acted on.
+        With several ranks, one of which may ask alone, it only counts verdicts that all ranks have acted on.
         """
         if not self._ranks.are_many:
             self.synchronize()
         return self._executor.status()
 
     def epoch(self, number: int) -> None:
-        """Say which epoch begins: `status`, the run log and the sinks tell it from then on."""
+        """Set the number of the epoch that begins, for `status`, the run log and the sinks."""
         self._metrics.epoch = number
 
     def reset_stats(self) -> None:
-        """Have `status` count from here on; the run log and the sinks go on counting."""
-        self.status()  # of what is on its way, all that this rank may read alone
+        """Restart the counts of `status`; the run log and the sinks keep counting."""
+        self.status()  # act on the pending verdicts that this rank may read alone
         self._metrics.reset()
 
     def save_stats(self, path: str | os.PathLike[str]) -> None:
@@ -480,18 +481,18 @@ class PrecisionController(torch.amp.GradScaler):
         write_status(self.status(), path)
 
     def state_dict(self) -> dict[str, Any]:
-        """All of the controller's state in plain types, GradScaler's keys on top; waits for the device.
+        """Return the whole state in plain types, with GradScaler's keys on top. Synchronizes with the device.
 
-        What is still on its way from the device is saved with it, and acted on after loading: one rank may save alone.
-        Inside an accumulation window save the gradients too: they are the model's, not the controller's.
+        Pending verdicts are saved too, and acted on after loading, so one rank may save alone. Inside an accumulation
+        window also save the gradients: they belong to the model, not to the controller.
         """
         return checkpoint.save(self._executor, self._check.window)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved state: a controller's, a plain GradScaler's, or ``{}``, which a disabled one saves.
+        """Restore a saved state: a controller's, a plain GradScaler's, or ``{}``, which a disabled one saves.
 
-        Raises `FormatError` for what is no such state, holds what no run can (a negative count) or is of other rungs,
-        `InvalidRequestError` for a loss scale that cannot work (0, infinite); then nothing is changed.
+        Raises `FormatError` for anything else, for impossible values (a negative count) and for a state of other rungs,
+        and `InvalidRequestError` for a loss scale that cannot work (0, infinite). Nothing is changed then.
         """
         saved = checkpoint.read(self._executor, state_dict)
         self.synchronize()

@@ -1,4 +1,4 @@
-"""A batch run again in a given precision, without a step: whose fault a trip is, where it begins, what helps."""
+"""Diagnosis of failing steps by rerunning the batch in other precisions: cause, place and remedy."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ from autotune_amp.runtime.policy_state import Finding
 from autotune_amp.runtime.scaler import Ranks
 from autotune_amp.variants import fp8
 
-_MAX_PINNED_SHARE = 0.05  # of the modules; one module may always be pinned
+_MAX_PINNED_SHARE = 0.05  # share of the modules; one module may always be pinned
 _MAX_PIN_ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward and backward pass. `is_finite` and `fits` hold for all ranks; the rest is this rank's own."""
+    """Result of a forward and backward pass. `is_finite` and `fits` hold for all ranks, the rest for this one."""
 
     is_finite: bool
-    fits: bool  # False: out of memory, or it ran in another precision after all; nothing else is known
+    fits: bool  # False: out of memory, or not run in the requested precision; the other fields are unknown
     is_loss_finite: bool
     recorder: Recorder
 
 
 def checked_loss(loss: object, whose: str) -> Tensor:
-    """The loss that a closure returned; raises `InvalidRequestError` unless it is one number with a gradient."""
+    """Return a closure's loss. Raises `InvalidRequestError` unless it is a single number with a gradient."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.grad_fn is None:
         raise InvalidRequestError(
             f"{whose} must return the loss, one number with a gradient; it returned {loss!r:.80}.",
@@ -70,11 +70,10 @@ def diagnose(
     can_run_fp32: bool = True,
     is_whole: bool = True,
 ) -> Finding:
-    """Rerun the batch in the current precision, in fp32, with modules pinned and in each of `lower`; no step is taken.
+    """Rerun the batch in the current precision, in fp32, with pinned modules and in each of `lower`, without a step.
 
-    `lower` is ordered, first choice first. `is_whole`: the batch is all of the window that failed, not the last of
-    several passes, which tells nothing of the others if it is finite. Raises `InvalidRequestError` where the closure
-    fails.
+    `lower` is ordered by preference. `is_whole`: the batch is the whole window that failed, not the last of several
+    passes, whose success would say nothing about the others. Raises `InvalidRequestError` if the closure fails.
     """
     current = rerunner.current
     first = rerunner.run(current, loss_scale)
@@ -91,7 +90,7 @@ def diagnose(
             passes[precision] = rerunner.run(precision, 1.0)
         return passes[precision]
 
-    # The safest precision that can be run decides whether precision is at fault at all. Without any, pins may show it.
+    # The safest precision that can be run decides whether precision is at fault. If none can be run, pins may show it.
     fp32: tuple[Precision, ...] = ("fp32",) if can_run_fp32 else ()
     decider = next((done for precision in (*fp32, *reversed(lower)) if (done := run_once(precision)).fits), None)
     if decider is not None and not decider.is_finite:
@@ -105,7 +104,7 @@ def diagnose(
 
 
 def _find_pins(rerunner: Rerunner, bad: Pass, healthy: Recorder | None, loss_scale: float) -> tuple[str, ...]:
-    """Modules that make the precision finite once they run in fp32; () where that takes too many, or does not help."""
+    """Return modules that make the precision finite when run in fp32; () if there are too many or it does not help."""
     limit = max(1, int(_MAX_PINNED_SHARE * len(rerunner.modules)))
     pins: tuple[str, ...] = ()
     for _ in range(_MAX_PIN_ROUNDS):
@@ -123,9 +122,9 @@ def _find_pins(rerunner: Rerunner, bad: Pass, healthy: Recorder | None, loss_sca
 
 
 class Rerunner:
-    """Repeats the batch that `rerun` computes the loss of, in a run whose precision is `current`; no step is taken.
+    """Runner that repeats the batch whose loss `rerun` computes, in a run whose precision is `current`, without a step.
 
-    The ranks are asked equally often on every rank, whatever happens there.
+    Collectives are called equally often on every rank, whatever happens on one.
     """
 
     def __init__(
@@ -146,19 +145,19 @@ class Rerunner:
         self._seen: set[Precision] = set()
 
     def culprit(self, bad: Pass) -> str | None:
-        """Where a pass went bad that precision has no part in."""
+        """Return where a pass became non-finite, if precision is not the cause."""
         if parameters := self.ranks.union(bad_parameters(self._model)):
             return f"parameter {parameters[0]}"
         return self.first(bad.recorder.backward_culprit() if bad.is_loss_finite else bad.recorder.forward_culprit())
 
     def first(self, name: str | None) -> str | None:
-        """The first name that any rank has."""
+        """Return the first name given on any rank, or None."""
         return next(iter(self.ranks.union(() if name is None else (name,))), None)
 
     def run(self, precision: Precision, loss_scale: float, pins: Sequence[str] = ()) -> Pass:
-        """One pass in `precision` with the modules named in `pins` in fp32 beside those that are already.
+        """Run one pass in `precision`, with the modules named in `pins` in fp32 in addition to those pinned already.
 
-        Raises `InvalidRequestError`, on every rank, where the closure fails on any.
+        Raises `InvalidRequestError` on every rank if the closure fails on any.
         """
         recorder = Recorder(self.modules)
         has_run_out, error = False, None
@@ -169,7 +168,7 @@ class Rerunner:
                 is_loss_finite, is_finite = self._forward_and_backward(recorder, precision, loss_scale)
         except torch.OutOfMemoryError:
             has_run_out = True
-        except Exception as raised:  # whatever the user's closure raises: passed on below, once all ranks know
+        except Exception as raised:  # any error of the user's closure: raised below, once all ranks know
             error = raised
         if self.ranks.any(error is not None):
             if isinstance(error, InvalidRequestError):
@@ -179,14 +178,15 @@ class Rerunner:
                 f"The rerun closure {what}, in {precision}.",
                 "Give attach() a closure that computes the loss of the batch just trained on, forward pass only.",
             ) from error
-        # A method other than forward, or an autocast inside: the override did not reach it. Layers in fp32 do no harm.
+        # The override did not reach a method other than forward, or was replaced by an inner autocast. fp32 layers are
+        # fine.
         is_elsewhere = precision != self.current and not self._seen <= {autocast_precision(precision), "fp32"}
         if self.ranks.any(has_run_out or is_elsewhere):
             return Pass(False, False, False, recorder)
         return Pass(not self.ranks.any(not is_finite), True, is_loss_finite, recorder)
 
     def _no_autocast(self) -> torch.autocast:
-        """Off, not just absent: the caller may be inside an autocast. No cache: it may hold casts of that."""
+        """Return a context that disables autocast, which the caller may be inside of, and its cache of casts."""
         return torch.autocast(self._device_type, enabled=False, cache_enabled=False)
 
     def _forward_and_backward(self, recorder: Recorder, precision: Precision, loss_scale: float) -> tuple[bool, bool]:
@@ -195,7 +195,7 @@ class Rerunner:
                 loss = self._rerun()
             scaled_loss = scaled(checked_loss(loss, "The rerun closure"), loss_scale)
         with self._no_autocast(), ExitStack() as gradients:
-            # Also those of a nested backward pass, which the graph of the loss does not show.
+            # Including those of a nested backward pass, which are not in the graph of the loss.
             parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
             written = [*recorder.watch_backward(scaled_loss), *parameters]
             for leaf in written:
@@ -211,7 +211,7 @@ class Rerunner:
             self._seen.add(ambient(self._device_type))
 
         root = unwrap(self._model)
-        pinned = [self.modules[name] for name in pins if name in self.modules]  # with pipelines a rank has but some
+        pinned = [self.modules[name] for name in pins if name in self.modules]  # a pipeline's rank has only some
         with ExitStack() as stack:
             for module in (root, *pinned):
                 stack.callback(set_roles, module, roles_of(module))
@@ -220,19 +220,19 @@ class Rerunner:
                 set_flags(precision)
             recipe = self._fp8_recipe if precision == "fp8" else None
             stack.enter_context(fp8.running([root], recipe, self.ranks.device))
-            if takes_roles(root):  # else the autocast around the closure has to do
+            if takes_roles(root):  # else the autocast around the closure has to suffice
                 override(root, precision, self._device_type)
             for module in pinned:
                 pin_fp32(module, self._device_type)
             for module in (each for each in self.modules.values() if is_cast(each) and takes_roles(each)):
                 stack.callback(module.register_forward_pre_hook(note_precision).remove)
-            # Compiled code would not see the hooks of the recorder.
+            # Compiled code would skip the recorder's hooks.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
-        """Put back random states, buffers and what DDP remembers. Gradients are put back where they are written."""
+        """Restore random states, buffers and DDP's flags after a pass, but not gradients."""
         with ExitStack() as stack:
             tensors = [*self._model.parameters(), *self._model.buffers()]
             devices = {tensor.device.index for tensor in tensors if tensor.device.type == self._device_type}
@@ -241,7 +241,8 @@ class Rerunner:
             for module in self._model.modules():
                 _keep_buffers(module, stack)
                 if isinstance(module, DistributedDataParallel):
-                    # Gradients in DDP's buckets would be overwritten by a reduction; the ranks agree by themselves.
+                    # A reduction would overwrite gradients in DDP's buckets. The ranks compare their results
+                    # separately.
                     stack.callback(setattr, module, "require_forward_param_sync", module.require_forward_param_sync)
                     stack.enter_context(module.no_sync())
             yield
@@ -252,7 +253,7 @@ def _keep_buffers(module: nn.Module, stack: ExitStack) -> None:
     values = {name: buffer.detach().clone() for name, buffer in kept.items() if buffer is not None}
 
     def restore() -> None:
-        if takes_roles(module):  # TorchScript's own stay where they are
+        if takes_roles(module):  # TorchScript's buffers stay the same objects
             module._buffers.clear()
             module._buffers.update(kept)
         for name, value in values.items():
@@ -265,26 +266,26 @@ def _keep_buffers(module: nn.Module, stack: ExitStack) -> None:
 
 
 class ForwardWatch:
-    """Looks once in a burst of losses that are not finite whether the forward pass overflows.
+    """Watch that checks, once in a burst of non-finite losses, whether the forward pass overflows.
 
-    A hook on every module, which waits for the device, is there for the one update after the first such loss. `culprit`
-    is the first module whose inputs and parameters are finite and whose output, in half precision, is not. Compiled
-    code does not show its modules, and torch warns of such hooks: where any was compiled nothing is looked at.
+    A hook on every module, which synchronizes with the device, is active for the one update after the first such loss.
+    `culprit` is the first module whose inputs and parameters are finite and whose half-precision output is not.
+    Compiled code hides its modules, and torch warns about such hooks: if anything was compiled no hook is set.
     """
 
     def __init__(self) -> None:
         self.culprit: str | None = None
         self.is_hidden = False  # by compiled code
         self._has_looked = False
-        self._has_seen = False  # a forward pass: verdicts may come updates late
+        self._has_seen = False  # whether a forward pass was seen, since verdicts may come several updates late
         self._remove: Callable[[], object] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy looks by itself."""
+        """Return a new state, since a copy watches its own model."""
         return vars(ForwardWatch())
 
     def saw_bad_loss(self) -> str | None:
-        """Note a loss that is not finite: after the first of a burst look, then return the `culprit` of the burst."""
+        """Note a non-finite loss: watch the update after the first of a burst, then return the burst's `culprit`."""
         if self._has_seen:
             self._unhook()
         self.is_hidden = _is_anything_compiled()
@@ -300,7 +301,7 @@ class ForwardWatch:
         return self.culprit
 
     def end(self) -> None:
-        """Forget the burst: it is over."""
+        """Forget the burst, which is over."""
         self._unhook()
         self._has_looked, self.culprit = False, None
 
@@ -327,9 +328,10 @@ def _is_anything_compiled() -> bool:
 
 
 def _overflowed(module: nn.Module, output: Tensor) -> bool:
-    """Whether it holds what only an overflow gives: infinity; in torch's own layers NaN too, infinity less infinity.
+    """Return whether an output contains a sign of overflow: infinity, or in torch's own layers NaN (infinity minus
+    infinity).
 
-    Negative infinity is what masks are made of, where a module is more than one layer.
+    In a module with children negative infinity does not count, since masks are made of it.
     """
     if next(module.children(), None) is not None:
         return bool(output.isposinf().any())

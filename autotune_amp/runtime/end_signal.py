@@ -1,4 +1,4 @@
-"""SIGTERM in a training: heard at the end of an accumulation window, on all ranks at the same one."""
+"""Handler of SIGTERM during training: it acts at the end of an accumulation window, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ import torch
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.runtime.scaler import LaggedReader, Ranks
 
-_LAG_WINDOWS = 1  # on an accelerator, which has the window after it to compute while the host waits for a flag
+_LAG_WINDOWS = 1  # on an accelerator, which computes the next window while the flag travels to the host
 
 
 class EndSignal:
-    """Calls `callback` once, at the end of the window in which SIGTERM came to any rank; of several ranks on an
-    accelerator, of the window after it.
+    """SIGTERM handler that calls `callback` once, at the end of the window in which SIGTERM reached any rank.
 
-    What handled SIGTERM before does so again once it was called. Raises `InvalidRequestError` outside of the main
-    thread, which alone gets signals.
+    With several ranks on an accelerator it is the end of the following window. Afterwards the previous handler of
+    SIGTERM is active again. Raises `InvalidRequestError` outside of the main thread, which alone receives signals.
     """
 
     def __init__(self, callback: Callable[[], object], ranks: Ranks) -> None:
@@ -41,13 +40,13 @@ class EndSignal:
         self._before: Any = signal.signal(signal.SIGTERM, self._hear)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature of a handler
-        if os.getpid() != self._pid:  # a process forked from this one, which must end when it is told to
+        if os.getpid() != self._pid:  # a process forked from this one, which must end when asked to
             signal.signal(number, self._before)
             signal.raise_signal(number)
-        self._has_come = True  # again where a launcher forwards what came already
+        self._has_come = True  # may be set already if a launcher forwards the same signal
 
     def end_window(self) -> None:
-        """Call back where it is time to. With several ranks, on all of them alike."""
+        """Call the callback if SIGTERM has come. With several ranks, call this on all of them."""
         if self._is_over:
             return
         has_come = self._has_come
@@ -63,7 +62,7 @@ class EndSignal:
                 self.close()
 
     def close(self) -> None:
-        """Leave SIGTERM to what handled it before, and hear no more of it."""
+        """Restore the previous handler of SIGTERM and ignore later signals."""
         self._is_over = True
-        if signal.getsignal(signal.SIGTERM) == self._hear:  # else somebody has set another since
+        if signal.getsignal(signal.SIGTERM) == self._hear:  # else another handler was set meanwhile
             signal.signal(signal.SIGTERM, self._before)

@@ -1,4 +1,4 @@
-"""Carries out what the policy asks for: diagnoses, moves between rungs, stops; keeps the record of it."""
+"""Executor of the policy's actions: diagnoses failures, moves between rungs, stops the run, and records each move."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from autotune_amp.runtime.stepping.optimizers import KnownOptimizers
 
 log = logging.getLogger("autotune_amp.runtime")
 
-_WELCOME = ("by_hand", "promotion", "rescale")  # moves: nothing is wrong
+_WELCOME = ("by_hand", "promotion", "rescale")  # kinds of moves that are no problem
 OnDemotion = Literal["continue", "checkpoint_and_stop"]
 Wish = Literal["act", "give_up", "set_precision", "disable", "enable"]
 
 
 class Executor:
-    """The policy's hands: after each move the loss scale, the TF32 flags and the model follow the rung.
+    """Executor of the policy's actions. After each move the loss scale, the TF32 flags and the model follow the rung.
 
-    `halts` off: what would stop the run is recorded, and its steps go on being skipped.
+    With `halts` off a stop is only recorded, and failing steps go on being skipped.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class Executor:
         max_slowdown: float | None,
     ) -> None:
         self.own_config = config
-        self.plans = config.plans  # of the rungs below the config's own
+        self.plans = config.plans  # for the rungs below the config's own
         self.policy = policy
-        self.precision: Precision = config.precision  # what the loop runs in now
+        self.precision: Precision = config.precision  # precision that the loop runs in
         self.is_checking = True  # whether gradients are checked
         self.is_off = False
-        policy.can_move = False  # until the loop shows a way to change its precision
-        self.uses_own_autocast = False  # the loop uses the controller's
+        policy.can_move = False  # until the loop gives a way to change its precision
+        self.uses_own_autocast = False  # whether the loop uses the controller's autocast
         self.model: Attachment | None = None
         self.history: list[MoveRecord] = []
         self.listeners: list[Callable[[MoveRecord], object]] = []
-        self.on_step: list[tuple[Callable[[], object], int | None]] = []  # of which optimizer, None: any
+        self.on_step: list[tuple[Callable[[], object], int | None]] = []  # callback and optimizer number, None for any
         self.pins_to_come = config.pinned_modules  # until a model is attached
         self.scaler = scaler
         self.metrics = metrics
@@ -75,8 +75,8 @@ class Executor:
         self._halts = halts
         self._on_demotion = on_demotion
         self._found = torch_state.capture() if config.as_found else None
-        self.wishes: list[tuple[Wish, str]] = []  # what to do once the window ends, and with which precision
-        self._action: Action | None = None  # that the policy wishes for
+        self.wishes: list[tuple[Wish, str]] = []  # requests to carry out at the end of the window, with a precision
+        self._action: Action | None = None  # pending action of the policy
         self.optimizers = KnownOptimizers()
         self._forward = diagnosis.ForwardWatch()
         self._rerun_has_failed = False
@@ -93,7 +93,7 @@ class Executor:
 
     @property
     def config(self) -> AmpConfig:
-        """What the run uses now: the current rung's precision, batch size and accumulation, and the rungs below."""
+        """Return the config in use: the current rung's precision and batch size, and the rungs below."""
         rung = self.policy.rung
         if rung == 0 and not (self.model and self.model.pinned):
             return self.own_config
@@ -110,7 +110,7 @@ class Executor:
         )
 
     def apply(self) -> None:
-        """Bring everything in line with the policy's rung."""
+        """Set flags, scaler, model and metrics to the policy's current rung."""
         self.precision = "fp32" if self.is_off else self.policy.precision
         self.metrics.begin_rung(self.precision, len(self.plans) + 1 if self.is_off else self.policy.rung)
         if self._found is not None and self.precision == self.own_config.precision and not self.is_off:
@@ -125,14 +125,14 @@ class Executor:
         self.scaler.write(is_forced=True)
 
     def use_own_autocast(self) -> None:
-        """The loop uses the controller's autocast: there the precision can be changed."""
+        """Note that the loop uses the controller's autocast, so the precision can be changed."""
         if not self.uses_own_autocast:
             self.uses_own_autocast = True
             self.policy.can_move = True
             self._force_model()
 
     def _force_model(self) -> None:
-        """Against an autocast of the user's own; where the loop uses ours, that is all it takes."""
+        """Force the model into the current precision, unless the loop uses the controller's autocast."""
         if self.model is not None:
             self.model.run_fp8(self.own_config.fp8_recipe if self.precision == "fp8" else None)
             is_as_written = self.uses_own_autocast or self.precision == self.own_config.precision
@@ -145,21 +145,21 @@ class Executor:
                 self.model.begin_verifying()
 
     def _cannot_move(self, model: Attachment) -> bool:
-        """Whether the model's layers were seen to run in another precision although they are forced into this one."""
+        """Return whether the model's layers were seen to run in another precision than the one they are forced into."""
         model.is_verifying = False
-        # A layer that the user or a pin keeps in fp32 does no harm.
+        # Layers that the user or a pin keeps in fp32 are fine.
         wanted = {autocast_precision(self.precision), "fp32"}
         is_elsewhere = not model.observer.precisions <= wanted or (model.is_forced and not model.can_be_forced)
         if not self.ranks.any(is_elsewhere):
             return False
-        if not model.is_forced:  # the loop is written in another precision than the config's
+        if not model.is_forced:  # the loop's own precision differs from the config's
             model.run_in(self.precision)
             self._begin_verifying()
             return False
         return True
 
     def status(self) -> Status:
-        """Where the run stands, as far as the host knows."""
+        """Return the status of the run as far as the host knows."""
         model, metrics = self.model, self.metrics
         totals = metrics.totals.since(metrics.totals_at_reset)
         num_amp_steps = sum(num for name, num in totals.num_steps.items() if MODES[name].uses_autocast)
@@ -182,9 +182,9 @@ class Executor:
         )
 
     def attach(self, model: Attachment) -> None:
-        """Use the model: what it cannot run is withdrawn, what the config pins is pinned.
+        """Attach a model: withdraw precisions that it cannot run in, and pin the config's modules.
 
-        Raises `InvalidRequestError` for a config in fp8 where no layer can be, and for a module that is not there.
+        Raises `InvalidRequestError` for a config in fp8 if no layer can run in it, and for a missing module to pin.
         """
         own = self.own_config
         if own.precision == "fp8" and (why_not := model.why_not_fp8(own.fp8_recipe)) is not None:
@@ -203,13 +203,13 @@ class Executor:
         self.apply()
 
     def rerun_by(self, closure: Callable[[], Tensor] | None) -> None:
-        """Diagnose by this from now on, None: not at all; one that has failed once is not asked again."""
+        """Use `closure`, or none, for later diagnoses. Once a closure has failed there are none."""
         if self.model is not None:
             self.model.rerun = closure
             self.policy.can_rerun = closure is not None and not self._rerun_has_failed
 
     def detach(self) -> None:
-        """Leave the model, and TF32 flags that are kept as found, as they were."""
+        """Restore the model, and the TF32 flags if the config keeps the caller's own."""
         self._forward.end()
         if self.model is not None:
             self.model.detach()
@@ -220,12 +220,12 @@ class Executor:
             torch_state.apply_fp32_flags(self._found)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """The context for a forward pass in the current precision, fresh each time."""
+        """Return a new context for a forward pass in the current precision."""
         return nullcontext() if self.is_off else torch_state.autocast(self.precision, self.ranks.device.type)
 
     @contextmanager
     def running_in(self, precision: Precision | None) -> Iterator[None]:
-        """A forward pass in this precision, whatever the loop runs in; None: in that."""
+        """Run a forward pass in `precision`, whatever the loop runs in; with None in the current precision."""
         if precision is None:
             with self.autocast():
                 yield
@@ -249,7 +249,7 @@ class Executor:
                 self._force_model()
 
     def end_window(self, skipped: bool | Tensor) -> None:
-        """The window ends without a step, or with one: the model's running statistics follow."""
+        """Update the model's running statistics and observers after a window, whose step may be `skipped`."""
         model = self.model
         if model is None:
             return
@@ -261,7 +261,7 @@ class Executor:
         model.observer.is_sampling = self.metrics.wants_sample or model.is_verifying
 
     def end_update(self, found: Found) -> None:
-        """Tell the policy of an update, in order and once each, and everybody who wants to know."""
+        """Pass the result of an update to the policy, the metrics and the callbacks, in order and once each."""
         if not found.verdicts:
             return
         found = found._replace(lost_share=self.policy.flushed(found.lost_share))
@@ -269,29 +269,29 @@ class Executor:
         self.metrics.begin_update(found, is_overflow=worst == BAD_LOSS and self._forward_overflowed())
         if worst == CLEAN:
             self._forward.end()
-            self._culprit = self._culprit if self.policy.can_rerun else None  # a rerun looks anew each time
+            self._culprit = self._culprit if self.policy.can_rerun else None  # a rerun starts each search anew
         if self.is_off:
-            self.policy.num_updates += 1  # nothing is checked, but the run goes on
+            self.policy.num_updates += 1  # nothing is checked, but updates go on
         else:
             seen_loss = None if worst == BAD_LOSS else found.loss
             action = self.policy.observe(Signal(worst == OVERFLOW, worst == BAD_LOSS, found.lost_share, seen_loss))
-            if action is not None and self._action is None:  # one at a time, before what the user asked for since
+            if action is not None and self._action is None:  # one at a time, before later requests of the user
                 self._action = action
                 self.wishes.insert(0, ("act", ""))
-        for callback, number in self.on_step:  # last: they may save a checkpoint
+        for callback, number in self.on_step:  # last, since callbacks may save a checkpoint
             if CLEAN in found.verdicts.values() if number is None else found.verdicts.get(number) == CLEAN:
                 callback()
         self.metrics.end_update(found, knows_loss=is_checking)
 
     def _forward_overflowed(self) -> bool:
-        """Whether it is the forward pass that overflows, on any rank, in this burst of losses that are not finite."""
-        seen = None if self.policy.can_rerun else self._forward.saw_bad_loss()  # a rerun says more
+        """Return whether the forward pass overflows on any rank in this burst of non-finite losses."""
+        seen = None if self.policy.can_rerun else self._forward.saw_bad_loss()  # a rerun shows more
         culprit, *_ = *self.ranks.union(() if seen is None else (seen,)), None
         self._culprit = culprit or self._culprit
         return culprit is not None
 
     def carry_out_next(self) -> None:
-        """Carry out the first of `wishes`. Raises the errors of `TrainingStoppedError`."""
+        """Carry out the first of `wishes`. Raises subclasses of `TrainingStoppedError`."""
         what, name = self.wishes.pop(0)
         if what == "act":
             action, self._action = self._action, None
@@ -305,13 +305,13 @@ class Executor:
             self._turn(off=what == "disable")
 
     def _act(self, action: Action) -> Action | None:
-        """Carry out `action`, and give what follows from it."""
+        """Carry out an action and return the action that follows from it, or None."""
         if action.kind in ("diagnose", "advise", "demotion", "not_precision") and self._stop_for_weights(action):
             return None
         if action.kind in ("diagnose", "probe"):
             try:
                 return self._diagnose(action) if action.kind == "diagnose" else self._probe(action)
-            except InvalidRequestError as error:  # of the closure, which must not end a run that goes on without it
+            except InvalidRequestError as error:  # an error of the closure must not end a run that works without it
                 log.error("%s The run goes on without it: %s", error.message, error.next_step, exc_info=error)
                 self._rerun_has_failed, self.policy.can_rerun = True, False
                 return self.policy.answer_diagnosis(action.reason, Finding(True)) if action.kind == "diagnose" else None
@@ -337,7 +337,7 @@ class Executor:
             if (plan.batch_size, plan.accumulation_steps) != (own.batch_size, own.accumulation_steps):
                 reason += f"; batch size {plan.batch_size} with {plan.accumulation_steps} accumulation steps fits"
         if move.kind == "pin":
-            assert self.model is not None  # a pin comes from a diagnosis
+            assert self.model is not None  # a pin follows from a diagnosis, which needs a model
             self.model.pin(move.modules)
         follows = policy.confirm(move)
         self.apply()
@@ -351,7 +351,7 @@ class Executor:
         return follows
 
     def _advise(self, reason: str) -> None:
-        """Say what cannot be done from here, and how it could."""
+        """Report a step-down that the controller cannot make, and how the loop could allow it."""
         policy = self.policy
         below = [name for name in policy.rungs[policy.rung + 1 :] if name not in policy.withdrawn]
         policy.advise()
@@ -359,7 +359,7 @@ class Executor:
         self._note("advice", below[0] if below else policy.precision, told)
 
     def _stop_for_weights(self, action: Action) -> bool:
-        """Stop where weights are not finite already, and say whether: neither precision nor data is at fault then."""
+        """Stop if weights are not finite already: neither precision nor data is at fault. Return whether it did."""
         names = self.ranks.union(self.optimizers.bad_weights(None if self.model is None else self.model.model))
         if not names:
             return False
@@ -371,7 +371,7 @@ class Executor:
         return True
 
     def _why_not(self, plan: FallbackPlan) -> str | None:
-        """Why this rank cannot run the plan, None where it can."""
+        """Return why this rank cannot run the plan, or None if it can."""
         if (reason := why_not_in_memory(plan, self.ranks.device)) is not None:
             return reason
         if self._breaks_script(plan.precision):
@@ -383,14 +383,14 @@ class Executor:
         return len(dtypes) > 1 and self.model is not None and self.model.holds_script
 
     def _rerunner(self) -> diagnosis.Rerunner:
-        assert self.model is not None and self.model.rerun is not None  # noqa: PT018 # else never asked for
-        self.model.observer.is_sampling = False  # a rerun in another precision says nothing of the run
+        assert self.model is not None and self.model.rerun is not None  # noqa: PT018 # else never called
+        self.model.observer.is_sampling = False  # activations of a rerun in another precision are not the run's
         recipe = self.own_config.fp8_recipe
         return diagnosis.Rerunner(self.model.given, self.model.rerun, self.policy.precision, self.ranks, recipe)
 
     def _diagnose(self, asked: Action) -> Action | None:
         policy, model = self.policy, self.model
-        assert model is not None  # what cannot rerun is not asked
+        assert model is not None  # without a model no diagnosis is requested
         self._forward.end()
         finding = diagnosis.diagnose(
             self._rerunner(),
@@ -417,7 +417,7 @@ class Executor:
         self._forward.end()
         if not self._halts:
             return
-        self.policy.decline(num_quiet=0)  # a run that goes on from here all the same is judged anew
+        self.policy.decline(num_quiet=0)  # a run that goes on anyway is judged anew
         what = f"Training was stopped in {self.policy.precision}: {reason}."
         if stop.is_precision:
             on = "Search again for fallback plans that fit, or train in fp32 on smaller batches."
@@ -426,7 +426,7 @@ class Executor:
         raise NotPrecisionError(what, next_step or halt)
 
     def _give_up_moving(self) -> None:
-        """The loop was seen to run in another precision than it was told to: scale and guard as it is written."""
+        """Stop changing the precision, since the loop ignores it; keep scaling and checking."""
         self.policy.can_move = False
         why = "an autocast inside the attached model, or around another method than its forward, keeps its precision. "
         if self.model is not None and not self.model.can_be_forced:
@@ -435,7 +435,7 @@ class Executor:
         self._move_by_hand(self.own_config.precision, why + way_out, "advice")
 
     def meet(self, number: int, optimizer: torch.optim.Optimizer) -> None:
-        """Say before an optimizer's first step what would go wrong later."""
+        """Register an optimizer before its first step; log or raise problems that would show up later."""
         self._refuse_fp8_without_model(self.precision)
         if number in self.optimizers:
             return
@@ -452,9 +452,9 @@ class Executor:
         self.optimizers.add(number, optimizer)
 
     def refuse_by_hand(self, name: Precision) -> None:
-        """Raise `InvalidRequestError` for a precision that the loop or the model cannot be brought into."""
+        """Raise `InvalidRequestError` for a precision that the loop or the model cannot be switched to."""
         if not self.optimizers and self.model is None:
-            return  # nobody knows yet how the loop is written
+            return  # it is not known yet how the loop is written
         self._refuse_fp8_without_model(name)
         if self.is_advisory:
             raise InvalidRequestError(
@@ -481,7 +481,7 @@ class Executor:
         self._note(kind, name, reason, before)
 
     def _turn(self, *, off: bool) -> None:
-        """Train in fp32, unscaled and unguarded, or in the policy's rung again."""
+        """Switch the controller off, to fp32 without scaling and checks, or on again in the policy's rung."""
         if off == self.is_off:
             return
         before = self.precision

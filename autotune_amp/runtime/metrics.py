@@ -1,4 +1,4 @@
-"""What a run has counted and measured, and the updates at which the run log and the sinks hear of it."""
+"""Counts and times of a run, and their reporting to the run log and the sinks."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ log = logging.getLogger("autotune_amp.runtime")
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 
-SAMPLE_EVERY = 64  # updates between looks at the gradients' and activations' magnitudes, and between lines
+SAMPLE_EVERY = 64  # updates between samples of gradient and activation magnitudes, and between lines of the log
 _SAMPLE_AT = 8  # early in the run, but after the loss scale has settled
 
 
 class Totals(msgspec.Struct, kw_only=True):
-    """What was counted. Steps taken, and seconds between updates, are by precision."""
+    """Counts of updates. Steps taken, and seconds between updates, are by precision."""
 
     num_updates: Count = 0
     num_steps: dict[Precision, Count] = {}
@@ -48,16 +48,16 @@ class Totals(msgspec.Struct, kw_only=True):
 
     @property
     def num_all_steps(self) -> int:
-        """Steps taken, in any precision."""
+        """Return the number of steps taken in any precision."""
         return sum(self.num_steps.values())
 
     @property
     def num_skips(self) -> int:
-        """Updates that were no step."""
+        """Return the number of updates without a step."""
         return self.num_overflows + self.num_bad_batches
 
     def since(self, before: Totals) -> Totals:
-        """What came after `before`; a precision in which nothing did is left out."""
+        """Return the counts since `before`; a precision without new ones is left out."""
         steps = {name: num - before.num_steps.get(name, 0) for name, num in self.num_steps.items()}
         seconds = {name: its - before.seconds.get(name, 0.0) for name, its in self.seconds.items()}
         return Totals(
@@ -70,12 +70,12 @@ class Totals(msgspec.Struct, kw_only=True):
         )
 
     def copy(self) -> Totals:
-        """One that goes on by itself."""
+        """Return an independent copy."""
         return self.since(Totals())
 
 
 class Metrics:
-    """Counts updates for the status, and tells the run log and the sinks: rank 0's, on the first rank alone."""
+    """Counts of updates for the status, reported to the run log and the sinks. Only rank 0 reports."""
 
     def __init__(
         self,
@@ -87,11 +87,11 @@ class Metrics:
         sinks: Sequence[Sink],
         run_log: str | os.PathLike[str] | None,
     ) -> None:
-        self.totals = Totals()  # of the run, with what came before a checkpoint
+        self.totals = Totals()  # of the whole run, including the time before a checkpoint
         self.totals_at_reset = Totals()
         self.epoch: int | None = None
         self.flushed_share: float | None = None
-        self.run_id: str | None = None  # as in the log, and in every checkpoint from then on
+        self.run_id: str | None = None  # the run's id in its log and its checkpoints
         self.run_log = None if run_log is None else RunLog(run_log, checks=ranks.rank == 0)
         self.outlets = [Outlet(sink) for sink in sinks]
         self._config = config
@@ -104,34 +104,34 @@ class Metrics:
         self._has_begun = False
         self._told_scale: float | None = None
         self._told_update = 0
-        self.num_unexplained = 0  # losses that were not finite since the last step, as bad batches
+        self.num_unexplained = 0  # non-finite losses since the last step, counted as bad batches
         self._last_update: float | None = None
         self._seconds: deque[float] = deque(maxlen=101)  # between updates since the last move
 
     def begin_rung(self, precision: Precision, rung: int) -> None:
-        """From now on updates are in `precision`."""
+        """Count later updates for `precision`."""
         self._precision, self._rung = precision, rung
         self._seconds.clear()
         self._last_update = None
 
     def resume(self, run_id: str | None) -> None:
-        """The run goes on from a checkpoint, which knows its id in the log."""
+        """Continue the run `run_id` from a checkpoint, or with None a run without an id."""
         self.run_id = run_id
         self._has_begun = False
 
     def reset(self) -> None:
-        """What the status counts begins anew; the run log and the sinks go on counting."""
+        """Restart the status's counts; the run log and the sinks keep counting."""
         self.totals_at_reset = self.totals.copy()
 
     @property
     def wants_sample(self) -> bool:
-        """Whether the magnitudes of the next update are looked at."""
+        """Whether to sample the magnitudes of the next update."""
         return self._policy.num_updates % SAMPLE_EVERY == _SAMPLE_AT
 
     def begin_update(self, found: Found, *, is_overflow: bool) -> None:
-        """An update was judged, before the policy hears of it; `is_overflow`: of its forward pass, which was watched.
+        """Count an update before the policy observes it. `is_overflow`: its watched forward pass overflowed.
 
-        Those before it in the same burst, which were not watched, were overflows then too.
+        Earlier updates of the same burst, which were not watched, count as overflows then too.
         """
         self._begin()
         totals, precision, judged_at = self.totals, self._precision, time.perf_counter()
@@ -154,13 +154,13 @@ class Metrics:
             self.flushed_share = found.lost_share
 
     def explain_by_overflow(self) -> None:
-        """The losses of this burst that were not finite were overflows of the forward pass, not bad batches."""
+        """Count this burst's non-finite losses as overflows of the forward pass instead of bad batches."""
         self.totals.num_bad_batches -= self.num_unexplained
         self.totals.num_overflows += self.num_unexplained
         self.num_unexplained = 0
 
     def end_update(self, found: Found, *, knows_loss: bool) -> None:
-        """The policy has counted the update: tell what is due."""
+        """Report due changes once the policy has counted the update."""
         self._loss = found.loss if knows_loss and math.isfinite(found.loss) else None
         is_sampled = self._policy.num_updates % SAMPLE_EVERY == 0
         if self._scale_has_changed:
@@ -174,13 +174,13 @@ class Metrics:
             log.debug("update %d: the card is at %s degrees Celsius, its clock at %s MHz", *said)
 
     def tell_scale(self, cause: str) -> None:
-        """Tell of the loss scale, with why it is another one, if it is."""
+        """Report the loss scale and the cause of its change, if it changed."""
         if self._has_begun and self._scale_has_changed:
             self._say_scale(cause)
             self._tell(SampleLine(**self.standing()))
 
     def log_move(self, record: MoveRecord) -> None:
-        """Tell of a move."""
+        """Report a move."""
         self._begin()
         self.totals.num_moves += 1
         if self._scale_has_changed:
@@ -190,7 +190,7 @@ class Metrics:
         self._tell(MoveLine(**self.standing(), kind=record.kind, **told, pinned_modules=pinned))
 
     def standing(self, totals: Totals | None = None) -> dict[str, Any]:
-        """The fields of `Readings`, as of now; counts are those of `totals`, None: of the run."""
+        """Return the present fields of `Readings`. Counts are those of `totals`, or with None of the whole run."""
         totals, scale = totals or self.totals, self._scale_in_use
         return {
             "update": self._policy.num_updates,
@@ -210,7 +210,7 @@ class Metrics:
         }
 
     def close(self) -> None:
-        """The run is over: tell how it ended, and wait a little for the sinks."""
+        """Report the last update of the run, and wait briefly for the sinks."""
         if self._has_begun and self._told_update != self._policy.num_updates:
             self._tell(SampleLine(**self.standing()))
         for outlet in self.outlets:
@@ -230,7 +230,7 @@ class Metrics:
 
     def _tell(self, line: Line) -> None:
         self._told_scale, self._told_update = line.scale, line.update
-        self.num_unexplained = 0  # what was told does not become less
+        self.num_unexplained = 0  # a count that was reported must not decrease
         if self.run_log is not None:
             self.run_log.write(line)
         if not self.outlets or isinstance(line, BeginLine):
@@ -243,13 +243,13 @@ class Metrics:
             outlet.send(dict(told))
 
     def _begin(self) -> None:
-        """Only now: by its first update a run knows its ranks and has loaded its checkpoint."""
+        """Write the first line at the first update: by then the run knows its ranks and has loaded its checkpoint."""
         if self._has_begun:
             return
         self._has_begun = True
         ranks = self._ranks
         if ranks.rank != 0:
-            self.run_log, self.outlets = None, []  # another rank tells
+            self.run_log, self.outlets = None, []  # rank 0 reports
         self._told_scale = self._scale_in_use
         if self.run_log is None:
             return

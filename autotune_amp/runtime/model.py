@@ -1,4 +1,4 @@
-"""The user's model as the controller sees it: what it puts out, what is pinned in it, what a skipped step must undo."""
+"""User's model as the controller handles it: its outputs are watched, modules pinned, and skipped steps undone."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from autotune_amp.variants.subject import Trained
 
 
 class Attachment:
-    """`model` under observation. `rerun` recomputes the loss of the latest batch.
+    """Model under observation by the controller. `rerun` recomputes the loss of the latest batch.
 
-    TorchScript modules in it are trained, and neither observed nor pinned; nor is one forced into a precision.
+    TorchScript modules in it are trained, but neither observed nor pinned; a model that is one cannot be forced into a
+    precision.
     """
 
     def __init__(
         self, model: nn.Module, rerun: Callable[[], Tensor] | None, device: torch.device, *, is_found: bool = False
     ) -> None:
-        self.is_found = is_found  # by `train_step`, and not given by the user
+        self.is_found = is_found  # found by `train_step` instead of given by the user
         self.given = model  # as the loop calls it: DDP's wrapper has gradients of its own
         self.model = unwrap(model)
         self.rerun = rerun
         self.pinned: tuple[str, ...] = ()
-        self.num_window_passes = 1  # of the latest update, of which `rerun` repeats the last
-        self.is_verifying = False  # this window is watched for the precisions that the layers run in
+        self.num_window_passes = 1  # of the latest update; `rerun` repeats the last pass
+        self.is_verifying = False  # this window records which precisions the layers run in
         self._device, self._device_type = device, device.type
         self.statistics = RunningStatistics(self.model)
         self._statistics_are_saved = True
         self._own_fp8_recipe = fp8.recipe_of([self.model])
-        self.is_forced = True  # by an earlier controller, which may have left pins behind, too
+        self.is_forced = True  # assumed: an earlier controller may have forced it, and left pins behind too
         self.run_in(None)
         for module in self.model.modules():
             forward_wrapper.unpin(module)
@@ -50,11 +51,11 @@ class Attachment:
         self._hook = holder.register_load_state_dict_post_hook(_OnLoad(self))  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is of another training, whose own closure comes with its next step."""
+        """Return the state without a closure found by `train_step`: a copy's training brings its own."""
         return vars(self) | ({"rerun": None} if self.is_found else {})
 
     def detach(self) -> None:
-        """Leave the model as it was: nothing in it is pinned, forced into a precision or watched any more."""
+        """Restore the model: remove pins, the forced precision and observers."""
         self.run_in(None)
         self.run_fp8(self._own_fp8_recipe)
         for module in self.model.modules():
@@ -64,33 +65,33 @@ class Attachment:
 
     @property
     def has_frozen_half_weights(self) -> bool:
-        """Whether frozen weights are in half precision: without autocast no fp32 activation multiplies by them."""
+        """Whether frozen weights are in half precision, which fp32 activations cannot be multiplied with."""
         return any(p.dtype in torch_state.HALF_DTYPES and not p.requires_grad for p in self.model.parameters())
 
     @property
     def can_be_forced(self) -> bool:
-        """Whether the model's forward can be made to run in another precision than that of the autocast around it."""
+        """Whether the model's forward can run in another precision than the surrounding autocast."""
         return forward_wrapper.takes_roles(self.model)
 
     @property
     def holds_script(self) -> bool:
-        """Whether TorchScript modules are in it, whose compiled code keeps to the first half precision it ran in."""
+        """Whether TorchScript modules are in it, whose compiled code keeps its first half precision."""
         return any(not forward_wrapper.takes_roles(module) for module in self.model.modules())
 
     def begin_window(self) -> None:
-        """Remember the running statistics, once until the window ends."""
+        """Save the running statistics, once per accumulation window."""
         if not self._statistics_are_saved:
             self.statistics.save()
             self._statistics_are_saved = True
 
     def end_window(self, skipped: bool | Tensor) -> None:
-        """Undo the running statistics if the window's step was skipped; once."""
+        """Restore the running statistics if the window's step was skipped, once per window."""
         if self._statistics_are_saved:
             self.statistics.undo_where(skipped)
         self._statistics_are_saved = False
 
     def run_in(self, name: Precision | None) -> None:
-        """Force the model's forward into a precision, against an autocast of the user's own; None leaves it alone."""
+        """Force the model's forward into a precision, overriding the user's own autocast; None removes the override."""
         if name is not None and self.can_be_forced:
             forward_wrapper.override(self.model, name, self._device_type)
         elif self.is_forced:
@@ -98,22 +99,22 @@ class Attachment:
         self.is_forced = name is not None
 
     def run_fp8(self, recipe: str | None) -> None:
-        """Have the linear layers multiply in fp8, or (None) as plain ones do; the parameters stay the same."""
+        """Make the linear layers multiply in fp8, or with None as usual. Their parameters stay the same."""
         fp8.switch([self.model], recipe, self._device)
 
     def why_not_fp8(self, recipe: str) -> str | None:
-        """Why the model's layers cannot, None where they can or do."""
+        """Return why the model's layers cannot run in fp8, or None if they can or already do."""
         trained = Trained([self.model], [], self._device)
         return None if fp8.has(recipe, trained) else fp8.why_not(recipe, trained)
 
     def begin_verifying(self) -> None:
-        """In the next window, watch which precisions the layers run in."""
+        """Record which precisions the layers run in during the next window."""
         self.is_verifying = True
         self.observer.precisions.clear()
         self.observer.is_sampling = True
 
     def pin(self, names: Sequence[str], *, only: bool = False) -> None:
-        """Keep these modules in fp32, and with `only` no others.
+        """Keep the named modules in fp32; with `only`, unpin all others.
 
         Raises `InvalidRequestError` for a name that the model does not have.
         """
@@ -127,15 +128,16 @@ class Attachment:
         self.pinned = tuple(dict.fromkeys((*self.pinned, *names)))
 
     def forward_max(self) -> float | None:
-        """The largest magnitude that a watched module put out so far, None without any; waits for the device."""
+        """Return the largest magnitude in a watched module's output, or None. Synchronizes with the device."""
         maxima = self.observer.read()
         return float(maxima.amax()) if maxima.numel() else None
 
 
 class _OnLoad:
-    """Weights are loaded: the running statistics remembered belong to those before.
+    """Hook that saves the running statistics after weights were loaded, since those saved before belong to other
+    weights.
 
-    A copy or a pickle of the model, which holds this hook, knows nothing of the controller.
+    In a copy or pickle of the model, which includes the hook, it is not connected to the controller.
     """
 
     def __init__(self, attachment: Attachment | None = None) -> None:
@@ -151,7 +153,7 @@ class _OnLoad:
 
 
 class RunningStatistics:
-    """The running statistics of every such layer of `model` (pytorch#88474)."""
+    """Running statistics of all batch-norm layers of `model`, saved to undo skipped steps (pytorch#88474)."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -159,13 +161,14 @@ class RunningStatistics:
         self.save()
 
     def save(self) -> None:
-        """Remember them as they are now: a window begins."""
+        """Save the present statistics at the start of a window."""
         self._saved = {key: _flat(alike) for key, alike in self._alike().items()}
 
     def undo_where(self, skipped: bool | Tensor) -> None:
-        """Put them back where `skipped`; a scalar on the device is so where it is not 0, and the host need not know.
+        """Restore the saved statistics if `skipped`. It may be a scalar on the device, nonzero for skipped, without a
+        host sync.
 
-        What was converted or replaced in between is left alone.
+        Buffers that were converted or replaced meanwhile are left alone.
         """
         for key, alike in self._alike().items() if skipped is not False else ():
             before = self._saved.get(key)
@@ -177,7 +180,7 @@ class RunningStatistics:
             torch._foreach_copy_(alike, [p.reshape(b.shape) for p, b in zip(parts, alike, strict=True)])
 
     def _alike(self) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-        # Read anew each time: model.to() and load_state_dict(assign=True) replace buffers, conversions whole layers.
+        # Collected at each call: model.to() and load_state_dict(assign=True) replace buffers, conversions whole layers.
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         layers = (m for m in self._model.modules() if isinstance(m, _NormBase) and m.track_running_stats)
         for buffer in (buffer for layer in layers for buffer in layer._buffers.values()):

@@ -1,4 +1,4 @@
-"""The pure state machine of the controller: a signal in, an action out. No torch.
+"""Policy of the controller: a pure state machine from signals to actions. No torch.
 
     STARTUP ──4 clean steps──> STEADY ──trip──> (diagnosis) ──precision──> a lower rung, or pins: STEADY
        │                        ^   │                └───────not precision──> BLAMED ──10 bad steps──> stop
@@ -6,9 +6,9 @@
        v                        └──a clean step after 200── BLAMED <──3 bad steps: revert──┘
 
 Trips (T1: losses not finite, T2: the scale at its floor, T3: many skips, T4: gradients lost) end in `_step_down`, the
-demotion, which `Executor._move` carries out unless it does not fit in memory or the controller is advisory.
-What the thresholds rest on is in studies/README.md (Loss scaling); `studies/overflow_survival` shows them at work.
-Every method that takes a step of the machine says which states it leaves.
+demotion, which `Executor._move` carries out unless it does not fit in memory or the controller is advisory. The
+evidence for the thresholds is in studies/README.md (Loss scaling); `studies/overflow_survival` shows them at work.
+Every method that makes a transition names the states that it leaves.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ NUM_SETTLING_STEPS = 4
 NUM_PROBATION_STEPS = 3
 NUM_BLAMED_STEPS = 10
 DWELL_STEPS = 200
-LOSS_WINDOW, LOSS_COUNT = 50, 3  # T1: so often within so many steps, or twice running
+LOSS_WINDOW, LOSS_COUNT = 50, 3  # T1: this many in this many steps, or two in a row
 SKIP_WINDOW, SKIP_COUNT, NET_OCTAVES = 200, 8, 3.0  # T3
 LOST_SHARE_LIMIT = 0.01  # T4
-# Where no entry of the gradient is left at this scale all were below 2**-34: nothing that any precision would train by.
+# If all gradients vanish at this scale they are all below 2**-34, from which no precision could learn.
 EMPTY_SCALE = 2.0**10
-DIVERGED_GROWTH = 4.0  # of the typical loss: no precision mends what the learning rate did
+DIVERGED_GROWTH = 4.0  # times the best loss: no precision fixes a learning rate that is too high
 RAISE_FACTOR = 2.0**6
 PROMOTION_STEPS, MAX_PROMOTIONS, PROMOTION_HEADROOM = 2000, 3, 2.0**4
 
@@ -57,11 +57,11 @@ Names: TypeAlias = Collection[str]
 
 
 class Policy(PolicyState):
-    """Where the controller stands and what it does next.
+    """State machine that decides the controller's next action.
 
-    `rungs` are the config's own precision and its fallbacks, in order. `can_rerun` says that *diagnose* and *probe* can
-    be answered, `can_move` that the precision can be changed at all. An action that moves takes effect with `confirm`,
-    so that the caller can `refuse` it.
+    `rungs` are the config's own precision and its fallbacks, in order. `can_rerun`: *diagnose* and *probe* can be
+    answered; `can_move`: the precision can be changed at all. A move takes effect with `confirm`, so that the caller
+    can `refuse` it.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class Policy(PolicyState):
         self.promotes = promotes
         self.scale = ScaleRule(self.loss_scale)
         self.scale_before_burst = self.scale.scale
-        # Of the trip being dealt with: whether nothing is learned any more, and what a rerun of its batch showed.
+        # About the present trip: whether learning has stopped, and the result of a rerun of its batch.
         self._is_failing = False
         self._finite_in: Names | None = None
 
     @property
     def precision(self) -> Precision:
-        """The current rung's precision."""
+        """Return the current rung's precision."""
         return self.rungs[self.rung]
 
     @property
@@ -96,17 +96,17 @@ class Policy(PolicyState):
 
     @property
     def is_watching(self) -> bool:
-        """Whether the next signals should not wait, since something went wrong lately."""
+        """Whether the next signals must not be delayed, since something failed recently."""
         return self.bad_run > 0 or self.phase in ("PROBATION", "BLAMED") or bool(self.bad_losses)
 
     def forget(self) -> None:
-        """What counts towards a trip counts anew."""
+        """Reset all counts towards a trip."""
         self.bad_losses.clear()
         self.octaves.clear()
         self.bad_run = self.clean_run = 0
 
     def _arrive(self) -> None:
-        """A move was made: to STEADY, unless the move says otherwise."""
+        """Reset the state after a move, to STEADY unless the caller sets another phase."""
         self.forget()
         self.dwell = 0
         self.phase = "STEADY"
@@ -123,7 +123,7 @@ class Policy(PolicyState):
 
     @property
     def _loss_growth(self) -> float:
-        """How many times its best the loss is lately; 1.0 where it is no higher than at first, or cannot be said."""
+        """Return the recent loss divided by the best; 1.0 if it is no higher than at first, or unknown."""
         if self.first_loss is None or self.best_loss is None or self.typical_loss is None or self.best_loss <= 0:
             return 1.0
         is_telling = len(self.recent_losses) > NUM_RECENT_LOSSES // 3
@@ -131,12 +131,12 @@ class Policy(PolicyState):
         return lately / self.best_loss if lately > self.first_loss else 1.0
 
     def withdraw(self, precision: Precision, reason: str) -> None:
-        """Never step to `precision`; the rung that the run is in stays."""
+        """Never step to `precision` from now on; a run that is in it stays."""
         if precision != self.precision:
             self.withdrawn[precision] = reason
 
     def observe(self, signal: Signal) -> Action | None:
-        """One update. Leaves any state."""
+        """Take in the signal of one update, and return the action that it calls for, if any. Leaves any state."""
         self.num_updates += 1
         self.dwell += 1
         if self.dwell == DWELL_STEPS:
@@ -161,15 +161,15 @@ class Policy(PolicyState):
         if self.phase == "STARTUP":
             self.num_settled += 1
             if self.num_settled == NUM_SETTLING_STEPS:
-                self.phase = "STEADY"  # from here on skips count
+                self.phase = "STEADY"  # skips count from here on
                 self.octaves.clear()
                 self._settle_floor()
         elif self.phase == "PROBATION" or self.dwell >= DWELL_STEPS:
-            self.phase = "STEADY"  # from PROBATION: stepping down helped; from BLAMED: the burst is long over
+            self.phase = "STEADY"  # from PROBATION: stepping down helped; from BLAMED: the burst is over
         return None
 
     def _settle_floor(self) -> None:
-        """Leaving STARTUP: the floor is 12 octaves under what the run settled at."""
+        """Set the floor to 12 octaves below the present scale, on leaving STARTUP."""
         if self.loss_scale.min_scale is None:
             self.scale.floor = max(MIN_LOSS_SCALE, min(1.0, float32(self.scale.scale * 2.0**-12)))
 
@@ -196,7 +196,7 @@ class Policy(PolicyState):
         return action
 
     def _bad_loss(self, what: str) -> Action | None:
-        """T1. No backing off: rescaling cannot help a loss, and without a scale there is nothing to rescale."""
+        """Handle T1. No back-off: rescaling cannot help the loss, and without a scale there is nothing to rescale."""
         now = self.num_updates
         self.bad_losses = [*(update for update in self.bad_losses if update > now - LOSS_WINDOW), now]
         if now - 1 in self.bad_losses:
@@ -206,7 +206,7 @@ class Policy(PolicyState):
         return None
 
     def _overflow(self) -> Action | None:
-        """T2 and T3. From STARTUP only T2: the first descent to a scale that works is no fault, however long."""
+        """Handle T2 and T3, in STARTUP only T2: the first descent to a working scale is normal, however long."""
         crosses = self.scale.would_cross_floor
         self.octaves.append([self.num_updates, self.scale.overflow()])
         self.last_overflow = self.num_updates
@@ -224,7 +224,7 @@ class Policy(PolicyState):
         return self._trip(f"{num_skips} skips in {SKIP_WINDOW} steps, and {net:g} octaves of loss scale lost")
 
     def _underflow(self, lost_share: float) -> Action | None:
-        """T4, from STEADY. A higher scale is tried first: it costs a skip at worst, stepping down costs speed."""
+        """Handle T4, from STEADY. First try a higher scale: it costs a skip at worst, stepping down costs speed."""
         if self.num_updates < self.quiet_until:
             return None
         reason = f"{lost_share:.1%} of the gradient is too small for fp16 at scale {self.scale.scale:g}"
@@ -235,7 +235,7 @@ class Policy(PolicyState):
         return self._step_down(reason, None)
 
     def flushed(self, lost_share: float | None) -> float | None:
-        """Return the share without what is no underflow: a gradient that is zero, as a constant loss has it."""
+        """Return the lost share, or None if the whole gradient is zero, as with a constant loss."""
         return None if lost_share == 1.0 and self.scale.scale >= EMPTY_SCALE else lost_share
 
     def _trip(self, reason: str, *, is_failing: bool = False) -> Action | None:
@@ -250,17 +250,17 @@ class Policy(PolicyState):
 
     @property
     def _can_only_advise(self) -> bool:
-        """Whether a lower precision may be the way out, and the caller cannot take it."""
+        """Whether a lower precision may help, but the controller cannot change it."""
         return not self.can_move and (self.is_scaling or self.rung + 1 < len(self.rungs))
 
     def _await_stop(self) -> None:
-        """Leave STARTUP, STEADY: nothing is learned, and nothing can be done about it from here."""
+        """Prepare to stop, leaving STARTUP or STEADY: nothing is learned, and the controller cannot change that."""
         if self.phase in ("STARTUP", "STEADY"):
             self.phase = "ADVISED"
             self.bad_run = min(self.bad_run, 2)  # the first descent of the loss scale may have been long
 
     def advise(self) -> None:
-        """The user was told what to do. Leaves STARTUP, STEADY where nothing is learned any more."""
+        """Note that the user was advised. Leaves STARTUP and STEADY if nothing is learned any more."""
         bad_run = self.bad_run
         self.decline()
         if self._is_failing:
@@ -268,10 +268,10 @@ class Policy(PolicyState):
             self._await_stop()
 
     def answer_diagnosis(self, reason: str, finding: Finding) -> Action | None:
-        """What follows from what a *diagnose* found. Leaves STARTUP, STEADY."""
+        """Return the action that follows from the finding of a *diagnose*. Leaves STARTUP and STEADY."""
         if not finding.reproduced:
             self.num_unreproduced += 1
-            if self.num_unreproduced > 1:  # and no step taken since: the closure does not rerun what fails
+            if self.num_unreproduced > 1:  # without a step since: the closure misses the failure
                 return self._step_down(f"{reason}, and rerunning the latest batch does not show why", None)
             self.decline(NUM_BLAMED_STEPS)
             return Action("warn", f"{reason}, but the batch rerun was finite: nothing changed")
@@ -283,7 +283,7 @@ class Policy(PolicyState):
         return self._step_down(reason, finding.finite_in if finding.is_precision else None)
 
     def _step_down(self, reason: str, finite_in: Names | None) -> Action:
-        """`finite_in` is the evidence of a rerun, None without one."""
+        """Return the action for stepping down. `finite_in` is the result of a rerun, None without one."""
         self._finite_in = finite_in
         if self._is_failing and self._can_only_advise:
             return Action("advise", reason)
@@ -301,17 +301,17 @@ class Policy(PolicyState):
         return Action("warn", f"{reason}; there is no rung to step down to{why}")
 
     def refuse(self, demotion: Action, reason: str) -> Action:
-        """Its rung does not fit; what to do instead."""
+        """Withdraw the rung of a demotion that does not fit, and return the action to take instead."""
         self.withdrawn[self.rungs[demotion.rung]] = reason
         return self._step_down(demotion.reason, self._finite_in)
 
     def decline(self, num_quiet: int = DWELL_STEPS) -> None:
-        """Nothing can be done about a trip (the caller may be advisory): no other for `num_quiet` updates."""
+        """Ignore trips for `num_quiet` updates, since nothing can be done about them (the caller may be advisory)."""
         self.forget()
         self.quiet_until = self.num_updates + num_quiet
 
     def confirm(self, move: Action) -> Action | None:
-        """`move` was carried out. Leaves any state for the one that `move` leads to."""
+        """Update the state after a move was carried out, and return a following action, if any. Leaves any state."""
         if move.kind == "rescale":
             self.octaves.append([self.num_updates, -math.log2(move.scale / self.scale.scale)])
             self.scale.set(move.scale)
@@ -343,7 +343,7 @@ class Policy(PolicyState):
         return Action("stop", move.reason) if move.kind == "revert" else None
 
     def rung_of(self, precision: Precision) -> int:
-        """The rung of `precision`; raises `InvalidRequestError` where there is none."""
+        """Return the rung of a precision. Raises `InvalidRequestError` if there is none."""
         if precision not in self.rungs:
             raise InvalidRequestError(
                 f"{precision!r} is not among this run's rungs, {', '.join(self.rungs)}.",
@@ -367,7 +367,7 @@ class Policy(PolicyState):
         return Action("probe", f"{self.clean_run} clean steps", above[-1], scale)
 
     def probed(self, probe: Action, *, is_finite: bool) -> Action | None:
-        """The answer to *probe*, from STEADY: go up, or wait twice as long."""
+        """Return the action after a *probe*, from STEADY: a promotion, or None and a wait that is twice as long."""
         if is_finite:
             at = f" at scale {probe.scale:g}" if MODES[self.rungs[probe.rung]].takes_scaler else ""
             return Action("promotion", f"{probe.reason}, and finite{at}", probe.rung)
@@ -376,15 +376,15 @@ class Policy(PolicyState):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """All that it remembers, in plain types."""
+        """Return the policy's whole state in plain types."""
         state = copy.deepcopy({entry.name: getattr(self, entry.name) for entry in fields(PolicyState)})
         rule = {name: getattr(self.scale, name) for name in SavedRule.__struct_fields__}
         return {"policy": state, "precision": self.precision, "loss_scale": rule}
 
     def checked(self, state: Mapping[str, Any]) -> SavedState:
-        """Return what `take_over` can take over; raises `FormatError` or `InvalidRequestError`, and changes nothing.
+        """Validate and return a saved state. Raises `FormatError` or `InvalidRequestError`, and changes nothing.
 
-        The rungs may begin further down than those saved: a run goes on from the config of a `DemotedError`.
+        The rungs may begin further down than the saved ones: a run may continue from the config of a `DemotedError`.
         """
         saved = converted(state, SavedState)
         check_scale(saved.loss_scale.scale)
@@ -402,13 +402,13 @@ class Policy(PolicyState):
         return saved
 
     def take_over(self, saved: SavedState) -> None:
-        """Go on from what `checked` has let through."""
+        """Restore a state that `checked` has validated."""
         vars(self.scale).update(msgspec.structs.asdict(saved.loss_scale))
-        self.scale.set(check_scale(saved.loss_scale.scale))  # the bounds may be others now
-        withdrawn = self.withdrawn  # what this machine and model cannot run
+        self.scale.set(check_scale(saved.loss_scale.scale))  # the bounds may have changed
+        withdrawn = self.withdrawn  # precisions that this machine and model cannot run
         vars(self).update(vars(saved.policy))
         self.withdrawn = {**withdrawn, **self.withdrawn}
         rung_saved, self.rung = self.rung, self.rungs.index(saved.precision)
-        if self.rung != rung_saved and self.demoted_from is not None:  # no way back up, so this rung is as any other
+        if self.rung != rung_saved and self.demoted_from is not None:  # no way back up: this rung is an ordinary one
             self.demoted_from = None
             self.phase = "STEADY" if self.phase == "PROBATION" else self.phase

@@ -1,6 +1,6 @@
-"""What the policy is told, what it asks for and what it remembers: plain data, no torch.
+"""Inputs, outputs and memory of the controller's policy: plain data, no torch.
 
-A rung is an index, the config's own precision first.
+A rung is an index into the precisions, with the config's own precision first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LARGEST_SCALE = 2.0**127  # power of two in float32
 _Saved = TypeVar("_Saved")
 
 Phase = Literal["STARTUP", "STEADY", "PROBATION", "ADVISED", "BLAMED"]
-# Ranges that a state is held against where it is read. What is compared is a number then: none of them is NaN.
+# Ranges that a state is checked against when it is read; they exclude NaN.
 GrowthFactor = Annotated[float, msgspec.Meta(ge=1, le=sys.float_info.max)]
 BackoffFactor = Annotated[float, msgspec.Meta(gt=0, le=1)]
 GrowthInterval = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
@@ -34,7 +34,7 @@ Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 
 
 class Signal(NamedTuple):
-    """What one `update()` saw; `lost_share` is an estimate, made now and then, of the gradient that fp16 lost."""
+    """Observation of one `update()`. `lost_share` is an occasional estimate of the gradient's share lost by fp16."""
 
     overflow: bool = False
     loss_nonfinite: bool = False
@@ -43,12 +43,12 @@ class Signal(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What reruns of the batch have shown; the same on every rank.
+    """Result of rerunning the batch, the same on every rank.
 
-    `reproduced`: the batch is not finite again, or an earlier pass of its window may be what was not.
-    `culprit` says for people where the non-finite numbers begin. `finite_in` are those of the rungs below in which
-    loss and gradients are finite. With `pins` kept in fp32 the current precision is finite. `is_precision`: the batch
-    is finite in a safer precision, or with the pins; None where that could not be found out.
+    `reproduced`: the batch is not finite again, or an earlier pass of its window may be the cause. `culprit` names the
+    place where non-finite numbers begin. `finite_in` are the lower rungs' precisions in which loss and gradients are
+    finite. With `pins` kept in fp32 the current precision is finite. `is_precision`: the batch is finite in a safer
+    precision, or with the pins; None if that is unknown.
     """
 
     reproduced: bool
@@ -63,18 +63,18 @@ RecordKind = Literal[MoveKind, "advice", "by_hand", "stop"]
 
 
 class Action(NamedTuple):
-    """What the policy asks for, and why.
+    """Action that the policy requests, with its reason.
 
-    diagnose: rerun the batch and find out whose fault it is; answer with `Policy.answer_diagnosis`.
-    demotion: step down to `rung`. Tentative where no rerun could say that precision is at fault: the next steps decide.
-    revert: go back to the rung before the tentative demotion, since it did not help: it was not precision.
+    diagnose: rerun the batch to find the cause; answer with `Policy.answer_diagnosis`.
+    demotion: step down to `rung`. Tentative if no rerun could show that precision is at fault: the next steps decide.
+    revert: go back to the rung before the tentative demotion, since it did not help: precision was not the cause.
     pin: keep `modules` in fp32 and stay in this rung.
     rescale: set the loss scale to `scale`.
     not_precision: skip such steps, hold the scale from before the burst, and undo a tentative demotion.
     probe: run the current batch in `rung` at `scale` without stepping; answer with `Policy.probed`.
     promotion: go back up to `rung`.
-    stop: end the run; `is_precision` says whose fault it was.
-    advise: a lower precision may help, and the caller cannot change it: say how it could.
+    stop: end the run; `is_precision` tells whether precision was the cause.
+    advise: a lower precision may help, but the controller cannot set it: tell the user how to allow it.
     warn: nothing can be done about it, but the user should know.
     """
 
@@ -88,15 +88,15 @@ class Action(NamedTuple):
 
 
 def float32(value: float) -> float:
-    """`value` rounded as torch's kernel rounds the new scale: computed in double precision, stored in float32."""
+    """Return `value` rounded as torch's kernel rounds a new scale: computed in double precision, stored in float32."""
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
 class ScaleRule:
-    """The loss scale and what an optimizer step does to it, bit for bit as devices compute it: GradScaler's rule.
+    """Loss scale and its update rule, GradScaler's, bit for bit as devices compute it.
 
     An overflow multiplies the scale by `backoff_factor` once `hysteresis` overflows were counted since it last grew;
-    `growth_interval` steps without one multiply it by `growth_factor`. It stays within [`floor`, `max_scale`].
+    `growth_interval` steps without overflow multiply it by `growth_factor`. It stays within [`floor`, `max_scale`].
     """
 
     def __init__(self, loss_scale: LossScale) -> None:
@@ -111,11 +111,11 @@ class ScaleRule:
 
     @property
     def would_cross_floor(self) -> bool:
-        """Whether the next overflow is one that the floor alone keeps from lowering the scale in full."""
+        """Whether the next overflow would lower the scale below the floor."""
         return self.hysteresis_left <= 1 and self.scale * self.backoff_factor < self.floor
 
     def overflow(self) -> float:
-        """Count an overflow; returns the octaves that it costs, those suppressed by the floor included."""
+        """Count an overflow. Return the octaves that the scale loses by it, without the floor's limit."""
         self.growth_tracker = 0
         self.hysteresis_left -= 1
         if self.hysteresis_left > 0:
@@ -124,7 +124,7 @@ class ScaleRule:
         return -math.log2(self.backoff_factor)
 
     def clean(self) -> float:
-        """Count a step without overflow; returns the octaves gained, 0 where the scale did not grow."""
+        """Count a step without overflow. Return the octaves gained, 0 if the scale did not grow."""
         self.growth_tracker += 1
         if self.growth_tracker < self.growth_interval:
             return 0.0
@@ -135,16 +135,16 @@ class ScaleRule:
         return math.log2(self.scale / before)
 
     def set(self, scale: float) -> None:
-        """Set the scale, within its bounds; the tracker is kept, as GradScaler keeps it."""
+        """Set the scale within its bounds. The growth tracker is kept, as in GradScaler."""
         self.scale = self.bounded(scale)
 
     def bounded(self, scale: float) -> float:
-        """Return the number within its bounds that is nearest to `scale`, as float32 holds it."""
+        """Return the number within the scale's bounds that is nearest to `scale`, rounded to float32."""
         return float32(min(self.max_scale, max(self.floor, scale)))
 
 
 def check_scale(scale: object) -> float:
-    """`scale` as a float; raises `InvalidRequestError` unless it is a finite number above 0."""
+    """Return `scale` as a float. Raises `InvalidRequestError` unless it is a finite number above 0."""
     is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
     if not is_number or not 0 < scale <= sys.float_info.max:  # type: ignore[operator] # a number; not NaN either
         raise InvalidRequestError(
@@ -157,7 +157,7 @@ def check_scale(scale: object) -> float:
 
 
 def converted(state: object, what: type[_Saved]) -> _Saved:
-    """What was saved, in these types and copied; raises `FormatError` where a part is missing or another type."""
+    """Return a copy of a saved state in the given types. Raises `FormatError` for a missing part or a wrong type."""
     try:
         return msgspec.convert(state, what)
     except msgspec.ValidationError as error:
@@ -166,10 +166,12 @@ def converted(state: object, what: type[_Saved]) -> _Saved:
 
 @dataclass
 class PolicyState:
-    """Counters are in updates. `bad_losses` are the updates with a non-finite loss, for T1; `octaves` holds
-    [update, octaves of loss scale lost (negative: gained)], for T3. `demoted_from` is the rung before a tentative
-    demotion, until the run has dwelt below it; `first_loss`, `best_loss` and `typical_loss` are medians of
-    NUM_RECENT_LOSSES losses: the first, the lowest and the latest; `withdrawn` precisions not to step to, with why.
+    """State of the policy. Counters are in updates.
+
+    `bad_losses` are the updates with a non-finite loss, for T1; `octaves` holds [update, octaves of loss scale lost
+    (negative: gained)], for T3. `demoted_from` is the rung before a tentative demotion, until the run has stayed below
+    it long enough; `first_loss`, `best_loss` and `typical_loss` are medians of NUM_RECENT_LOSSES losses: the first, the
+    lowest and the latest; `withdrawn` are precisions not to step to, with the reason.
     """
 
     rung: Count = 0
@@ -201,16 +203,16 @@ class PolicyState:
 
 
 class SavedRule(msgspec.Struct):
-    """What changes in a `ScaleRule` while training."""
+    """Parts of a `ScaleRule` that change during training."""
 
-    scale: object  # looked at by `check_scale`
+    scale: object  # checked by `check_scale`
     growth_tracker: DeviceCount
-    hysteresis_left: Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]  # below 0 where the floor holds the scale
+    hysteresis_left: Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]  # negative if the floor holds the scale
     floor: Annotated[float, msgspec.Meta(ge=MIN_LOSS_SCALE, le=LARGEST_SCALE)]
 
 
 class SavedState(msgspec.Struct):
-    """A policy's."""
+    """Saved state of a policy."""
 
     policy: PolicyState
     precision: Precision
@@ -218,7 +220,7 @@ class SavedState(msgspec.Struct):
 
 
 def held(part: str, name: str, kind: Any = None) -> Any:
-    """An attribute of GradScaler's that a part of the controller holds, of this kind only: what a state may hold."""
+    """Return a property for an attribute of GradScaler that a part of the controller holds, of this `kind`."""
 
     def set_it(controller: Any, value: Any) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Where a run stands, in numbers that have one name everywhere: run log, page, sinks, frameworks' logs. No torch."""
+"""State of a run in numbers that have the same name everywhere: run log, page, sinks, frameworks' logs. No torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.documents import NotNegative, Whole
 
 PREFIX = "autotune_amp/"
-# What sinks are told of a move beside the metrics, as text.
+# Text keys that sinks get for a move in addition to the metrics.
 MOVE, BEFORE, REASON, PINNED_MODULES = (PREFIX + name for name in ("move", "before", "reason", "pinned_modules"))
 
 
 def _is(description: str, unit: str = "1") -> msgspec.Meta:
-    """A metric; its unit as UCUM writes it, which OpenTelemetry asks for."""
+    """Return the metadata of a metric. Its unit is written as in UCUM, which OpenTelemetry requires."""
     return msgspec.Meta(description=description, extra={"unit": unit})
 
 
@@ -24,9 +24,9 @@ def _metric_name(field: str) -> str:
 
 
 class Readings(msgspec.Struct, frozen=True, kw_only=True, rename=_metric_name):
-    """Where a run stands after `update` optimizer steps tried, as far as the host knows. Each field is a metric.
+    """State of a run after `update` attempted optimizer steps, as far as the host knows. Each field is a metric.
 
-    Its metric's name is the field's without ``num_``; what is None has no value now.
+    The metric's name is the field's without ``num_``. A field that is None has no value at present.
     """
 
     update: Annotated[Whole, _is("Optimizer steps tried.", "{update}")]
@@ -50,7 +50,7 @@ class Readings(msgspec.Struct, frozen=True, kw_only=True, rename=_metric_name):
 
 
 class Metric(NamedTuple):
-    """What is known of a metric without a run; counts only grow."""
+    """Description of a metric. Values that are a count (`is_count`) never decrease."""
 
     name: str
     description: str
@@ -65,7 +65,7 @@ def _declared() -> dict[str, Metric]:
             PREFIX + _metric_name(field), meta.description, meta.extra["unit"], is_count=field.startswith("num_")
         )
         for field in Readings.__struct_fields__
-        for meta in hints[field].__metadata__[-1:]  # before it stands the range of the numbers
+        for meta in hints[field].__metadata__[-1:]  # the last one; the number's range comes before it
     }
 
 
@@ -73,6 +73,6 @@ METRICS = _declared()  # by the field of `Readings`
 
 
 def metrics(readings: Readings) -> dict[str, float | str]:
-    """The metrics that have a value, by their names. Only the precision is text."""
+    """Return the metrics that have a value, by name. Only the precision is text."""
     values = {metric.name: getattr(readings, field) for field, metric in METRICS.items()}
     return {name: value for name, value in values.items() if value is not None}

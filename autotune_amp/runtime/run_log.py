@@ -1,8 +1,7 @@
-"""The run log: a training run as a file of JSON lines, appended to by the controller and read for its report. No torch.
+"""Run log: a training run as a file of JSON lines, written by the controller and read for its report. No torch.
 
 A run begins with a `BeginLine`, and so does each of its resumptions, with the same `run_id`: several runs may share a
-file. A run that was resumed from an earlier checkpoint trains some updates again: what the log holds of the first time
-is not read.
+file. A run resumed from an earlier checkpoint repeats some updates: their first lines are ignored when reading.
 """
 
 from __future__ import annotations
@@ -25,15 +24,16 @@ from autotune_amp.runtime.readings import Readings
 log = logging.getLogger("autotune_amp.runtime")
 
 FORMAT = 2
-_MAX_BEGIN_BYTES = 1 << 20  # of a log's first line, which is looked at to know the file
+_MAX_BEGIN_BYTES = 1 << 20  # of a log's first line, which is read to recognize the file
 _SIGNATURE = b'{"event":"begin",'
 _HOW_TO_MAKE_ONE = 'Give a file that PrecisionController(config, run_log="run.jsonl") wrote.'
 
 
 class BeginLine(Readings, frozen=True, kw_only=True, tag_field="event", tag="begin"):
-    """A controller begins, or goes on from a checkpoint; `config` is what it was made with, `time` in ISO 8601, UTC.
+    """Line for the start of a controller, or its resumption from a checkpoint. `config` is the controller's, `time` ISO
+    8601 in UTC.
 
-    `run_id` is kept in the checkpoint; one without it begins a run of its own.
+    `run_id` is kept in checkpoints; a checkpoint without it starts a new run.
     """
 
     format: int = FORMAT
@@ -47,11 +47,11 @@ class BeginLine(Readings, frozen=True, kw_only=True, tag_field="event", tag="beg
 
 
 class SampleLine(Readings, frozen=True, kw_only=True, tag_field="event", tag="sample"):
-    """Every 64 updates and where the loss scale changed; `loss` is None where it was not finite or not seen."""
+    """Line written every 64 updates and when the loss scale changed. `loss` is None if not finite or not seen."""
 
 
 class MoveLine(Readings, frozen=True, kw_only=True, tag_field="event", tag="move"):
-    """A move, or what the controller would have done; see `autotune_amp.runtime.status.MoveRecord`."""
+    """Line for a move, or for advice of an advisory controller; see `autotune_amp.runtime.status.MoveRecord`."""
 
     kind: str = msgspec.field(name="move")
     before: Precision
@@ -69,14 +69,14 @@ _DECODER: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
 
 
 class RunLog:
-    """Appends to the file at `path`, which is open only while a line is written.
+    """Writer that appends to the file at `path`, which is open only while a line is written.
 
-    A line that cannot be written is logged as an error, and the training goes on without the log. `checks`: raise
-    `InvalidRequestError` where no run can be added to the file.
+    If a line cannot be written an error is logged, and training goes on without the log. `checks`: raise
+    `InvalidRequestError` if no run can be added to the file.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, checks: bool = False) -> None:
-        self.path = Path(path).absolute()  # the training may change its folder
+        self.path = Path(path).absolute()  # the training may change its working directory
         self._is_writing = True
         if not checks:
             return
@@ -95,7 +95,7 @@ class RunLog:
             )
 
     def write(self, line: Line) -> None:
-        """Append one line, out of this process when this returns."""
+        """Append one line and flush it to the operating system."""
         if not self._is_writing:
             return
         try:
@@ -110,9 +110,10 @@ class RunLog:
 
 @dataclass(frozen=True)
 class Run:
-    """The run that wrote last in a log, in the order of updates; `lines` begin with a `BeginLine`.
+    """Latest run in a log, with its lines in the order of updates; the first is a `BeginLine`.
 
-    They hold none of `num_other_runs`. `num_cut_lines` could not be read: the process was killed as it wrote them.
+    `num_other_runs` is the number of other runs in the file. `num_cut_lines` lines could not be read, since the process
+    was killed while writing them.
     """
 
     lines: tuple[Line, ...]
@@ -121,28 +122,29 @@ class Run:
 
     @property
     def begin(self) -> BeginLine:
-        """How the run began."""
+        """Return the line with which the run began."""
         first = self.lines[0]
         assert isinstance(first, BeginLine)
         return first
 
     @property
     def moves(self) -> list[MoveLine]:
-        """All moves."""
+        """Return all lines of moves."""
         return [line for line in self.lines if isinstance(line, MoveLine)]
 
 
 def read(path: str | os.PathLike[str]) -> Run:
-    """The run that wrote last in the log at `path`.
+    """Return the latest run in the log at `path`.
 
-    Raises `FormatError` where there is no run log, or it is damaged elsewhere than a kill can leave it, or newer.
+    Raises `FormatError` if the file is no run log, has a newer format, or is damaged in a way that a kill cannot
+    explain.
     """
     try:
         written = read_file(path).rstrip(b"\n").split(b"\n")
     except OSError as error:
         raise FormatError(f"{path} cannot be read: {cause(error)}.", _HOW_TO_MAKE_ONE) from error
     runs: dict[str, list[Line]] = {}
-    lines: list[Line] = []  # of the run that is being read
+    lines: list[Line] = []  # of the run being read
     num_cut_lines = 0
     for number, text in enumerate(written, start=1):
         if other := _other_format(text):
@@ -171,7 +173,7 @@ def read(path: str | os.PathLike[str]) -> Run:
 
 
 def _other_format(line: bytes) -> str | None:
-    """What is wrong with the format of a line that begins a run, None where nothing is, or it cannot be read."""
+    """Return the problem with the format of a run's first line, or None if there is none or the line cannot be read."""
     if not line.startswith(_SIGNATURE):
         return None
     try:
@@ -182,7 +184,7 @@ def _other_format(line: bytes) -> str | None:
 
 
 def _is_cut(file: BinaryIO) -> bool:
-    """Whether the last line is not ended: the process was killed while it wrote it."""
+    """Whether the last line is incomplete, since the process was killed while writing it."""
     if file.seek(0, os.SEEK_END) == 0:
         return False
     file.seek(-1, os.SEEK_END)

@@ -1,7 +1,7 @@
-"""Metrics on their way to whoever shows them, each in a thread of its own: the training never waits for one. No torch.
+"""Delivery of metrics to sinks, each in a thread of its own, so that training never waits for one. No torch.
 
-A sink is called with the metrics of an update by their names (see `autotune_amp.runtime.readings`). Of a move they come
-with ``autotune_amp/move`` (its kind), ``/before``, ``/reason`` and ``/pinned_modules``, which are text.
+A sink is called with the metrics of an update by name (see `autotune_amp.runtime.readings`). For a move they include
+``autotune_amp/move`` (its kind), ``/before``, ``/reason`` and ``/pinned_modules`` as text.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ log = logging.getLogger("autotune_amp.runtime")
 Values: TypeAlias = Mapping[str, float | str]
 Sink: TypeAlias = Callable[[Values], object]
 
-MAX_WAITING = 256  # of what a sink has yet to take
-_END_SECONDS = 5.0  # that the last of it has when the run is over
+MAX_WAITING = 256  # metrics queued for a sink
+_END_SECONDS = 5.0  # for delivering the rest when the run is over
 
 
 class Outlet:
-    """Hands metrics to one sink. What it raises is logged once; what it has no time for is dropped, and that, too, is
-    logged once.
+    """Delivery of metrics to one sink, in a thread.
 
-    A copy, as with the controller's, has a thread of its own.
+    An exception of the sink is logged once; metrics that it is too slow for are dropped, which is also logged once. A
+    copy, as of the controller, starts a thread of its own.
     """
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._waiting: queue.Queue[Values | None] = queue.Queue(MAX_WAITING)
         self._has_warned = False
-        self._close: Callable[[], object] | None = None  # while its thread runs
+        self._close: Callable[[], object] | None = None  # set while its thread runs
         self._process = os.getpid()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Outlet, (self._sink,)
 
     def send(self, metrics: Values) -> None:
-        """Have the sink called; returns at once."""
+        """Queue metrics for the sink, without waiting."""
         if self._close is None or self._process != os.getpid():  # a forked child has no threads
             self._waiting, self._process = queue.Queue(MAX_WAITING), os.getpid()
             arguments = self._sink, self._waiting
             thread = threading.Thread(target=_deliver, args=arguments, name="autotune_amp sink", daemon=True)
             thread.start()
-            self._close = weakref.finalize(self, _end, self._waiting, thread)  # at the latest when Python ends
+            self._close = weakref.finalize(self, _end, self._waiting, thread)  # at Python's exit at the latest
         try:
             self._waiting.put_nowait(metrics)
         except queue.Full:
@@ -57,7 +57,7 @@ class Outlet:
             self._has_warned = True
 
     def close(self) -> None:
-        """Wait a few seconds for what is on its way; another `send` begins anew."""
+        """Wait up to a few seconds for queued metrics. A later `send` starts again."""
         if self._close is not None:
             self._close()
             self._close = None
@@ -68,7 +68,7 @@ def _deliver(sink: Sink, waiting: queue.Queue[Values | None]) -> None:
     while (metrics := waiting.get()) is not None:
         try:
             sink(metrics)
-        except BaseException:  # whatever the user's code raises, SystemExit too: the next is delivered all the same
+        except BaseException:  # whatever the user's code raises, even SystemExit: the next metrics are still delivered
             if not has_warned:
                 log.warning("The sink %r raised; the training goes on.", sink, exc_info=True)
             has_warned = True
@@ -79,7 +79,7 @@ def _end(waiting: queue.Queue[Values | None], thread: threading.Thread) -> None:
         try:
             waiting.put_nowait(None)
             break
-        except queue.Full:  # it hangs: what waits is dropped, and it ends once it goes on
+        except queue.Full:  # the sink hangs: drop queued metrics, so that the thread ends once it goes on
             with contextlib.suppress(queue.Empty):
                 waiting.get_nowait()
     thread.join(_END_SECONDS)

@@ -1,4 +1,4 @@
-"""Where a run stands: for people and files, with the moves that led there."""
+"""Status of a run for users and files, including its past moves."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from autotune_amp.runtime.readings import Readings
 
 @dataclass(frozen=True)
 class MoveRecord:
-    """A move of the controller: at which update, what, why, and the config from then on.
+    """Move of the controller: at which update, its kind, its reason, and the config from then on.
 
-    `kind` is one of demotion, promotion, revert, pin, rescale, not_precision, advice (what an advisory controller
-    would have done), by_hand, stop.
+    `kind` is one of demotion, promotion, revert, pin, rescale, not_precision, advice (of an advisory controller),
+    by_hand, stop.
     """
 
     update: Count
@@ -38,12 +38,12 @@ class MoveRecord:
 
 
 class Status(Readings, frozen=True, kw_only=True):
-    """Where a run stands. Counts are since the start or `reset_stats`: `num_updates` optimizer steps were tried.
+    """Status of a run. Counts are since the start or `reset_stats`; `num_updates` optimizer steps were attempted.
 
-    `steps_by_precision` and `seconds_by_precision` (between updates) say where they went; `amp_share` is the share of
-    steps in bf16, fp16 or fp8. `forward_max` is the largest magnitude that the observers of `attach` saw since it was
-    called, None without. `peak_memory_bytes` is the device's, or this process's own on a CPU; `saved_memory_bytes` is
-    by what that is less than the measured plan of the fp32 fallback, None without such a plan.
+    `steps_by_precision` and `seconds_by_precision` (between updates) split them up; `amp_share` is the share of steps
+    in bf16, fp16 or fp8. `forward_max` is the largest magnitude that the observers of `attach` saw since that call,
+    None without. `peak_memory_bytes` is the device's, or on a CPU this process's own; `saved_memory_bytes` is the
+    memory saved compared with the measured plan of the fp32 fallback, None without such a plan.
     """
 
     is_enabled: bool
@@ -60,7 +60,7 @@ class Status(Readings, frozen=True, kw_only=True):
     history: tuple[MoveRecord, ...]
 
     def facts(self) -> list[tuple[str, str]]:
-        """Label and text of where the run stands; what has no value now is left out."""
+        """Return (label, text) rows of the status, without those that have no value at present."""
         causes = f"{count(self.num_overflows, 'overflow')}, {count(self.num_bad_batches, 'bad batch', 'bad batches')}"
         skipped = f"{count(self.num_skips, 'skip')}, {100 * self.skip_share:.2g} % ({causes})"
         scale, flushed, seconds = self.scale, self.flushed_share, self.step_seconds
@@ -94,31 +94,31 @@ class Status(Readings, frozen=True, kw_only=True):
 
 
 def to_plain(record: MoveRecord) -> dict[str, object]:
-    """A record in plain types, the config as its JSON document, as checkpoints and stats files hold it."""
+    """Return a record in plain types, with the config as its JSON document, as in checkpoints and stats files."""
     return asdict(record) | {"config": record.config.to_json()}
 
 
 def from_plain(record: Mapping[str, object]) -> MoveRecord:
-    """What `to_plain` gave. Raises `InvalidRequestError` for anything else."""
+    """Return the record that `to_plain` converted. Raises `InvalidRequestError` for anything else."""
     return converted({**record, "config": AmpConfig.from_json(str(record.get("config")))}, MoveRecord)
 
 
 def write_status(status: Status, path: str | os.PathLike[str]) -> None:
-    """Write it as a JSON document, atomically; what is not finite is null. Metrics have their names."""
+    """Write a status as a JSON document, atomically. Numbers that are not finite become null."""
     document = msgspec.to_builtins(msgspec.structs.replace(status, history=()))
     document |= {"history": [to_plain(record) for record in status.history]}
     write_atomically(Path(path), msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process's tensors took on an accelerator; on a CPU, what the process holds now."""
+    """Return the peak memory of this process's tensors on an accelerator, or on a CPU the process's present memory."""
     if device.type in ("cuda", "xpu"):
         return int(getattr(torch, device.type).max_memory_allocated(device))
     return _held_memory_bytes(device)
 
 
 def available_memory_bytes(device: torch.device) -> int:
-    """What this process may hold on the device in all: what is free and what it already holds."""
+    """Return the memory that this process may use on the device in total: the free memory plus its own."""
     return device_of(device.type).memory(str(device)).available + _held_memory_bytes(device)
 
 

@@ -1,4 +1,4 @@
-"""One call a training step: a closure that gives the loss, the model that it trains, and the loop around both."""
+"""Training step in a single call: from a closure that returns the loss, and the model found in the closure's code."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from autotune_amp.runtime.windows import Pass
 
 log = logging.getLogger("autotune_amp.runtime")
 
-_MAX_DEPTH = 4  # of functions and objects that name one another
-_MAX_ITEMS = 64  # of a container that is looked into
+_MAX_DEPTH = 4  # of functions and objects that refer to one another
+_MAX_ITEMS = 64  # of a container that is searched
 
 
 class Steering(Protocol):
-    """What a step needs of the controller."""
+    """Interface that a step needs of the controller."""
 
     def autocast(self) -> AbstractContextManager[object]:
-        """See `PrecisionController.autocast`, as of the others."""
+        """See `PrecisionController.autocast`, as for the other methods."""
 
     def backward(self, loss: Tensor) -> None: ...  # noqa: D102
 
@@ -49,18 +49,18 @@ class Steering(Protocol):
 
 
 class TrainStep:
-    """Trains on closures. The latest is the rerun where the user gave none; once the model it trains is looked for."""
+    """Training step by closure. The latest closure is the rerun if the user gave none; its model is sought once."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._has_looked = False
-        self._closure: Callable[[], Tensor] | None = None  # that is the model's rerun
+        self._closure: Callable[[], Tensor] | None = None  # the model's rerun, if it is a closure of `train_step`
         self._is_of_model: dict[tuple[int, ...], bool] = {}  # by the optimizers' ids
         self._latest: Pass | None = None
         self._void: Sequence[float] = ()  # the window in which a pass raised
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is of another training, as `Attachment`'s."""
+        """Return the state without the closure: a copy belongs to another training."""
         return vars(self) | {"_closure": None}
 
     def take(
@@ -71,7 +71,7 @@ class TrainStep:
         optimizer: Optimizer | Sequence[Optimizer],
         clip_norm: float | None,
     ) -> Stepped:
-        """One pass, and the step if it is the window's last; see `PrecisionController.train_step`."""
+        """Run one pass, and the step if it is the window's last; see `PrecisionController.train_step`."""
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._refuse(current, optimizers)
         if clip_norm is not None:
@@ -107,7 +107,7 @@ class TrainStep:
         return Stepped.all_of(steps, loss.detach(), norm)
 
     def _refuse(self, current: Pass, optimizers: Sequence[Optimizer]) -> None:
-        """Raise `InvalidRequestError` for a loop that would train something else than it says."""
+        """Raise `InvalidRequestError` for a loop that contradicts its config."""
         num_passes = self._executor.own_config.accumulation_steps
         if not current.shares and num_passes > 1:
             raise InvalidRequestError(
@@ -124,7 +124,7 @@ class TrainStep:
             refuse_closure(one)
 
     def _exchanging(self, is_last: bool) -> AbstractContextManager[object]:
-        """DDP exchanges the gradients of a window once, in its last pass."""
+        """Return a context in which DDP exchanges a window's gradients only in its last pass."""
         stack = ExitStack()
         if not is_last and self._executor.model is not None:
             for module in self._executor.model.given.modules():
@@ -133,7 +133,9 @@ class TrainStep:
         return stack
 
     def _clip(self, optimizers: Sequence[Optimizer], max_norm: float) -> Tensor:
-        """By FSDP's own way where the model has it, since a rank holds but a part of each gradient there."""
+        """Clip the gradients and return their norm, by FSDP's own method if the model has it, since a rank holds only a
+        part of each gradient there.
+        """
         given: Any = None if self._executor.model is None else self._executor.model.given
         if hasattr(given, "clip_grad_norm_"):
             norm: Tensor = given.clip_grad_norm_(max_norm)
@@ -145,7 +147,7 @@ class TrainStep:
         if executor.model is None and not self._has_looked:
             self._has_looked = True
             found = self._attachment(trained_model(closure, optimizers), closure)
-            if executor.ranks.any(found is None) or found is None:  # the ranks diagnose together, or none
+            if executor.ranks.any(found is None) or found is None:  # the ranks diagnose together or not at all
                 log.warning(
                     "The closure's code names no one model that holds the optimizer's parameters and can be watched, "
                     "so steps that fail are not diagnosed: call controller.attach(model) once."
@@ -158,18 +160,18 @@ class TrainStep:
         key = tuple(map(id, optimizers))
         if key not in self._is_of_model:
             self._is_of_model[key] = holds_any(executor.model.given, optimizers)
-        # Of another model the closure would be run again without putting back what that one keeps.
+        # A closure for another model would be rerun without restoring that model's state.
         if executor.model.rerun is self._closure:
             self._closure = closure if self._is_of_model[key] else None
             executor.rerun_by(self._closure)
 
     def _attachment(self, model: nn.Module | None, closure: Callable[[], Tensor]) -> Attachment | None:
-        """The model under observation; None, with a warning, for one that takes none, which is trained all the same."""
+        """Return the model under observation; None, with a warning, if it cannot be watched, only trained."""
         if model is None:
             return None
         try:
             return Attachment(model, closure, self._executor.ranks.device, is_found=True)
-        except Exception as error:  # whatever a class of somebody else's does when it is changed
+        except Exception as error:  # whatever a third-party class does when it is changed
             log.warning("The %s cannot be watched: %s: %s", type(model).__name__, type(error).__name__, error)
             return None
 
@@ -180,8 +182,10 @@ def _zero_gradients(optimizers: Sequence[Optimizer]) -> None:
 
 
 def trained_model(closure: Callable[[], Tensor], optimizers: Sequence[Optimizer]) -> nn.Module | None:
-    """The module that the closure's code names and that holds parameters of the optimizers, the outermost of those
-    inside one another; None without one, and where several stand side by side."""
+    """Return the module named in the closure's code that holds parameters of the optimizers, or None.
+
+    Of nested modules it is the outermost; None also if there are several side by side.
+    """
     named = list(_named_by(closure))
     trained = [module for module in named if holds_any(module, optimizers)]
     inner = {id(child) for module in trained for child in module.modules() if child is not module}
@@ -190,13 +194,13 @@ def trained_model(closure: Callable[[], Tensor], optimizers: Sequence[Optimizer]
 
 
 def holds_any(module: nn.Module, optimizers: Sequence[Optimizer]) -> bool:
-    """Whether any of their parameters is the module's."""
+    """Return whether the module has any parameter of the optimizers."""
     theirs = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
     return any(id(parameter) in theirs for parameter in module.parameters())
 
 
 def _named_by(closure: Callable[[], Tensor]) -> Iterator[nn.Module]:
-    """The modules that code and objects lead to by their names, the nearest first; nothing is called."""
+    """Yield the modules that a closure's code and objects name, the nearest first, without calling anything."""
     waiting: deque[tuple[Any, int]] = deque([(closure, 0)])
     seen: set[int] = set()
     while waiting:
@@ -211,8 +215,8 @@ def _named_by(closure: Callable[[], Tensor]) -> Iterator[nn.Module]:
 
 
 def _parts(found: Any) -> list[Any]:
-    """What an object or a function names."""
-    kind = type(found)  # and not isinstance, which asks objects that may answer with a warning or an import
+    """Return the objects that an object or function refers to."""
+    kind = type(found)  # not isinstance, which some objects answer with a warning or an import
     if issubclass(kind, partial):
         return [found.func, *found.args, *found.keywords.values()]
     if issubclass(kind, MethodType):
@@ -233,7 +237,7 @@ def _is_torchs(module: object) -> bool:
 
 
 def _held_by(function: FunctionType) -> Iterator[Any]:
-    """What its cells, defaults and the globals that its code names hold."""
+    """Yield the values of a function's cells, defaults, and the globals that its code names."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents

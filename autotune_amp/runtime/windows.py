@@ -1,4 +1,4 @@
-"""Accumulation windows: the passes of one optimizer step, in the batch size that the current rung can hold."""
+"""Accumulation windows: the passes of one optimizer step, at the batch size that fits the current rung."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Batch = TypeVar("Batch")
 
 
 class Pass:
-    """Which pass of its accumulation window the loop is in; `shares` are none where it does not loop over `windows`."""
+    """Position of the loop in its accumulation window. `shares` are empty if it does not loop over `windows`."""
 
     def __init__(self, shares: Sequence[float] = (), index: int = 0, *, is_weighed: bool = False) -> None:
         self.shares = shares
@@ -24,28 +24,28 @@ class Pass:
 
     @property
     def is_first(self) -> bool:
-        """Whether gradients are zero before it."""
+        """Whether the pass is the first of its window, so that gradients are zero before it."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the window is over after it."""
+        """Whether the pass is the last of its window."""
         return self.index >= len(self.shares) - 1
 
     @property
     def share(self) -> float | None:
-        """Its part of what is weighed in the window; None outside of `windows`."""
+        """Return the pass's share of the window's total weight, or None outside of `windows`."""
         return self.shares[self.index] if self.shares else None
 
     def share_of(self, loss: Tensor) -> Tensor:
-        """The loss's part in that of the window: exactly ``loss / num_passes`` where nothing is weighed."""
+        """Return the part that the pass's loss has in the window's: exactly ``loss / num_passes`` without weights."""
         if len(self.shares) < 2:
             return loss
         return loss * self.shares[self.index] if self._is_weighed else loss / len(self.shares)
 
 
 class Windows:
-    """Where a loop over accumulation windows stands."""
+    """Position of a loop over accumulation windows, in `current`."""
 
     def __init__(self) -> None:
         self.current = Pass()
@@ -56,23 +56,24 @@ class Windows:
         next_shape: Callable[[], tuple[int, int]],
         weigh: Callable[[Batch], float | Tensor] | None,
     ) -> Iterator[tuple[Batch, bool]]:
-        """(batch, is_last) for every pass of `passes`; `current` follows."""
+        """Yield (batch, is_last) for every pass of `passes`, and keep `current` up to date."""
         shares: Sequence[float] = ()
         try:
             for batch, shares, index in passes(batches, next_shape, weigh):
                 self.current = Pass(shares, index, is_weighed=weigh is not None)
                 yield batch, self.current.is_last
         finally:
-            if self.current.shares is shares:  # another loop may have begun since
+            if self.current.shares is shares:  # another loop may have started meanwhile
                 self.current = Pass()
 
 
 def passes(
     batches: Iterator[Batch], next_shape: Callable[[], tuple[int, int]], weigh: Callable[[Batch], float | Tensor] | None
 ) -> Iterator[tuple[Batch, list[float], int]]:
-    """(batch, shares, index) for every pass, the last window shorter. `next_shape` gives the `shape` of each window.
+    """Yield (batch, shares, index) for every pass. The last window may be shorter. `next_shape` returns each window's
+    `shape`.
 
-    `shares` are the parts of a window's passes of what is weighed in it; the batch is that of pass `index`.
+    `shares` are the shares of all passes in the window's total weight; the batch is that of pass `index`.
     """
     while True:
         num_batches, num_micro_batches = next_shape()
@@ -81,15 +82,16 @@ def passes(
         if not window:
             return
         weights = [1.0 if weigh is None else float(weigh(batch)) for batch in window]
-        shares = [weight / (sum(weights) or 1.0) for weight in weights]  # all 0: no loss, and no NaN
+        shares = [weight / (sum(weights) or 1.0) for weight in weights]  # if all are 0: a loss of 0 instead of NaN
         for index, batch in enumerate(window):
             yield batch, shares, index
 
 
 def split(batch: Any, num_micro_batches: int) -> Iterable[Any]:
-    """`batch` cut along the first dimension of its tensors into `num_micro_batches` of one size at most, the last less.
+    """Return `batch` cut along its tensors' first dimension into `num_micro_batches` of equal size, or a smaller last
+    one.
 
-    Raises `InvalidRequestError` where its tensors do not agree on a first dimension.
+    Raises `InvalidRequestError` if its tensors differ in their first dimension.
     """
     sizes = first_dimensions(batch)
     if len(sizes) != 1 or 0 in sizes:
@@ -102,9 +104,9 @@ def split(batch: Any, num_micro_batches: int) -> Iterable[Any]:
 
 
 def shape(loader_batch: int, batch: int, steps: int) -> tuple[int, int]:
-    """(loader batches in a window, parts of each) for `steps` passes of `batch` samples out of a loader's batches.
+    """Return (loader batches per window, parts of each) that give `steps` passes of `batch` samples.
 
-    Raises `InvalidRequestError` where the plan's window is not a whole number of the loader's batches.
+    Raises `InvalidRequestError` if the plan's window is not a whole number of the loader's batches.
     """
     num_batches, rest = divmod(batch * steps, loader_batch)
     num_parts = -(-loader_batch // batch)

@@ -66,9 +66,7 @@ def run_check(
 def check_job(
     opened: Opened, options: SearchOptions, batch_size: int | None, pinned_modules: tuple[str, ...], seconds: float
 ) -> Check:
-    """Return the check to run within `seconds`. Raises `InvalidRequestError` for a precision that cannot be checked
-    here.
-    """
+    """Return the check, with its deadline. Raises `InvalidRequestError` for a precision that cannot be checked here."""
     hardware, description = opened.hardware, opened.description
     assert options.precisions is not None
     (precision,) = options.precisions

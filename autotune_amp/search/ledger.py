@@ -119,16 +119,12 @@ class Ledger:
 
     @property
     def is_loss_sum(self) -> bool:
-        """Whether the accumulation check found that the loss is a sum, which is not divided by the accumulation
-        steps.
-        """
+        """Whether the accumulation check found the loss to be a sum, not divided by the accumulation steps."""
         return self.accumulation is not None and self.accumulation.verdict == "sum"
 
     @property
     def may_add_accumulation(self) -> bool:
-        """Whether a setting may accumulate more than the baseline does: accumulation is not withheld and the check
-        found it exact.
-        """
+        """Whether settings may accumulate more than the baseline: it is not withheld and was found to be exact."""
         found = self.accumulation
         return self.space.accumulation_withheld is None and found is not None and found.is_exact
 
@@ -166,18 +162,14 @@ class Ledger:
 
     @cached_property
     def outcomes(self) -> dict[Setting, Outcome]:
-        """Return, for each setting tried before the confirmation, the failure that speaks against it, else its last
-        measurement.
-        """
+        """Return, for each setting tried before the confirmation, its decisive failure, else its last measurement."""
         known = [r for r in self.records if r.purpose in ranking.BEFORE_CONFIRMATION]
         measured: dict[Setting, Outcome] = {r.candidate: r.outcome for r in known if isinstance(r.outcome, Measurement)}
         return measured | dict(ranking.failures(known))
 
     @property
     def ordinary_outcomes(self) -> dict[Setting, Outcome]:
-        """Return the `outcomes` of the baseline and of ordinary settings. A setting with pins or workers says nothing
-        about those without.
-        """
+        """Return the `outcomes` of the baseline and of ordinary settings, on which pins or workers have no effect."""
         return {c: o for c, o in self.outcomes.items() if c.is_ordinary or c == self.space.baseline}
 
     @cached_property
@@ -199,9 +191,7 @@ class Ledger:
 
     @cached_property
     def measurements(self) -> dict[Setting, list[Measurement]]:
-        """Return the measurements made before the confirmation, for any purpose, of settings without a failure in any
-        process.
-        """
+        """Return the measurements before the confirmation, for any purpose, of settings that never failed."""
         found: dict[Setting, list[Measurement]] = {}
         for record, outcome in self._choices:
             if record.candidate not in self.failures:
@@ -228,9 +218,7 @@ class Ledger:
 
     @cached_property
     def measured(self) -> dict[Setting, Merit]:
-        """Return the merits of the measured settings, counting every sample computed, applied by the optimizer or
-        not.
-        """
+        """Return the merits of the measured settings, counting samples that the loss scaler skips too."""
         return {c: merit(ours) for c, ours in self.measurements.items()}
 
     @cached_property
@@ -258,16 +246,12 @@ class Ledger:
 
     @cached_property
     def pending_tiers(self) -> dict[Setting, int]:
-        """Return the tiers of the settings that may be recommended, counting a setting that awaits its check as
-        faithful.
-        """
+        """Return the tiers of recommendable settings, counting a setting that awaits its check as faithful."""
         return {c: self._tier(c, self.fidelity.get(ranking.check_key(c))) for c in self.merits}
 
     @cached_property
     def tiers(self) -> dict[Setting, int]:
-        """Return the tiers of the settings that may be recommended once checks are over: a setting without one is
-        *unchecked*.
-        """
+        """Return the tiers of recommendable settings after the checks: one without a check is *unchecked*."""
         return {c: self._tier(c, self.verdict(c)) for c in self.merits}
 
     def _tier(self, setting: Setting, found: Fidelity | None) -> int:
@@ -320,18 +304,14 @@ class Ledger:
         return 1.0 if found is None else found.replay(found.best).applied_share
 
     def loss_scale(self, setting: Setting) -> LossScale | None:
-        """Return the loss scale to train a setting with, calibrated where possible; None if its precision takes no
-        scaler.
-        """
+        """Return the loss scale to train a setting with, calibrated if possible; None without a scaler."""
         if not MODES[setting.precision].takes_scaler:
             return None
         found = loss_scales.scales_of(self.scales, setting)
         return LOSS_SCALE if found is None else loss_scales.rule(found.best)
 
     def awaits_calibration(self, setting: Setting) -> bool:
-        """Whether a setting whose precision takes a scaler ran within 10 % of the best speed so far and is still
-        uncalibrated.
-        """
+        """Whether a setting that takes a scaler ran within 10 % of the best speed so far and is uncalibrated."""
         if not MODES[setting.precision].takes_scaler or setting.scaling in self.scales:
             return False
         if "calibration" not in self.space.checks:
@@ -387,9 +367,7 @@ class Ledger:
         return setting in self.merits or (self._ill(setting) is None and self.break_even_steps(setting) == math.inf)
 
     def may_choose(self, settings: Iterable[Setting]) -> set[Setting]:
-        """Return those of `settings` that a config can express and that are in the best tier, counting unchecked ones
-        as faithful.
-        """
+        """Return those of `settings` in the best tier that a config can express. Unchecked ones count as faithful."""
         tiers = {c: ranking.tier(self.fidelity.get(ranking.check_key(c))) for c in settings if not c.as_found}
         least = max(ranking.UNDECIDED_TIER, min(tiers.values(), default=0))
         return {c for c, tier in tiers.items() if tier <= least}

@@ -49,9 +49,7 @@ class Uncalibrated(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Consecutive steps at one loss scale: their first step, and the skipped step that ended them, None if the scale
-    grew.
-    """
+    """Consecutive steps at one loss scale: their first step, and the skip that ended them, None if the scale grew."""
 
     scale: float
     first_step: int
@@ -96,9 +94,7 @@ class Scales:
         return self.scored[pair]
 
     def course(self, pair: Pair, *, is_bounded: bool = True) -> list[Stretch]:
-        """Return the stretches of constant loss scale that a pair goes through. Without `is_bounded`, follow
-        ``torch.amp.GradScaler``.
-        """
+        """Return a pair's stretches of constant loss scale. Without `is_bounded`, follow ``torch.amp.GradScaler``."""
         found, step = [], 0
         for scale, num_clean, skip in stretches(self._trace, rule(pair), is_bounded=is_bounded):
             found.append(Stretch(scale, step, skip))
@@ -236,9 +232,7 @@ def _answer_for(scales: AllScales, candidate: Setting) -> Answer | None:
 
 
 def evidence(scales: AllScales, candidate: Setting, confirming: Sequence[Measurement]) -> LossScaleEvidence | None:
-    """Return the evidence for the recommended pair, or None without a calibration. `confirming` are the processes that
-    ran with it.
-    """
+    """Return the evidence for the recommended pair, or None. `confirming` are the processes that ran with it."""
     found = scales_of(scales, candidate)
     if found is None:
         return None

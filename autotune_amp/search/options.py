@@ -80,9 +80,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
         return share if self.memory_limit is None else min(share, self.memory_limit)
 
     def horizon_steps(self, effective_batch_size: int) -> int:
-        """Return the number of optimizer steps that a loss scale is judged over, given the samples of a step over all
-        ranks.
-        """
+        """Return the optimizer steps that loss scales are judged over, given the samples of a step on all ranks."""
         steps = self.num_steps
         if self.num_samples is not None:
             steps = -(-self.num_samples // effective_batch_size)

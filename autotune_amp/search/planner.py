@@ -36,7 +36,7 @@ MIN_ROUNDS = 3  # of a confirmation
 SAFETY = 1.1  # factor on the predicted seconds of processes, since too low an estimate would break the budget
 FORESEEN_SECONDS = 2.0  # predicted for a trial, from its first step on, while nothing was measured
 NUM_STEPS_FORESEEN = 6, 8  # of a trial: a first step as long as three, plus the warm-up; the fewest measured
-CONFIRM_SECONDS, MAX_CONFIRM_STEPS = 2.0, 400  # limits of what a confirming run measures
+CONFIRM_SECONDS, MAX_CONFIRM_STEPS = 2.0, 400  # limits of a confirming run's measurement
 # Share of the first compilation's seconds when the compiler's cache is warm: 1.7 of 6.5 s for a convnet of six blocks.
 CACHED_SHARE = 0.3
 # Share of the elapsed time for each extra that decides nothing: checks on trained weights, other effective batch sizes.
@@ -96,7 +96,7 @@ class Budget:
 
 
 class Planner:
-    """Estimates what jobs cost from the ledger, and sets how long they may take; `budget` is the clock.
+    """Estimates of the cost of jobs, from the ledger, and limits on how long they may take. `budget` is the clock.
 
     The number of affordable confirmation rounds is fixed when it is first asked for, after all precisions were
     compared.
@@ -107,12 +107,10 @@ class Planner:
         self.budget = budget
         self._num_rounds: int | None = None
 
-    # -- what things cost ----------------------------------------------------------------------------------------------
+    # -- costs of jobs -------------------------------------------------------------------------------------------------
 
     def start_seconds(self, ledger: Ledger) -> float:
-        """Return the seconds from starting a fresh process to its first step: as seen in the confirmation, else as
-        predicted.
-        """
+        """Return the seconds from a process start to its first step: as seen in the confirmation, else predicted."""
         found = [r for r in ledger.records if r.round is not None and r.start_seconds]
         seen = [_start_seconds(r) for r in found if isinstance(r.outcome, Measurement)]
         of_all = max if self.conditions.loads_together else fmean  # the first one waits for the others
@@ -150,9 +148,7 @@ class Planner:
         return self.conditions.start_seconds if is_kept and has_failed else 0.0
 
     def run_seconds(self, ledger: Ledger, setting: Setting) -> float:
-        """Return the seconds of a confirming run from its first step to its evaluation: as seen, else predicted from
-        the trial.
-        """
+        """Return the seconds of a confirming run from its first step on: as seen, else predicted from the trial."""
         ours = [r for r in ledger.records if r.candidate == setting and r.round is not None]
         # A run that was measured already while describing a command has a record without time.
         took = [r for r in ours if r.seconds > _start_seconds(r)]
@@ -193,18 +189,14 @@ class Planner:
         return max((m.first_step_seconds for m in compiled), default=foreseen)
 
     def confirmation_seconds(self, ledger: Ledger) -> float:
-        """Return the seconds of the affordable rounds that confirm the would-be winner against the baseline: all, one,
-        or none.
-        """
+        """Return the seconds of the affordable rounds that confirm winner and baseline: all, one, or none."""
         chosen = ledger.actual.shortlist
         if chosen is not None and chosen.winner == chosen.baseline:  # more rounds of the baseline alone decide nothing
             return min(self._rounds_seconds(ledger, 1), self.budget.left())
         return self._rounds_seconds(ledger, self.num_rounds(ledger))
 
     def num_rounds(self, ledger: Ledger) -> int:
-        """Return the number of confirmation rounds: all, one, or none, whichever was affordable when it was first
-        asked.
-        """
+        """Return the number of confirmation rounds: all, one, or none, as was affordable when first asked."""
         num_slots, left = self.budget.num_slots, self.budget.left()
         num_needed = math.ceil(MIN_ROUNDS / num_slots) + (num_slots > 1)
         if self._num_rounds is None and ledger.actual.shortlist is not None:
@@ -249,7 +241,7 @@ class Planner:
             f"far as they are worth it; confirming the best: about {duration(confirming)}."
         )
 
-    # -- what each may take --------------------------------------------------------------------------------------------
+    # -- shares of the time --------------------------------------------------------------------------------------------
 
     def before_confirmation(self, ledger: Ledger) -> float:
         """Return the seconds left before the confirmation has to begin."""
@@ -264,9 +256,7 @@ class Planner:
         return self.before_confirmation(ledger) - (self.check_seconds(ledger) if is_checked else 0.0)
 
     def least_gain(self, seconds: float) -> float:
-        """Return the least expected gain, as a share of the throughput, for which a job of `seconds` is worth
-        running.
-        """
+        """Return the least expected gain, as a share of the throughput, that justifies a job of `seconds`."""
         return max(LEAST_GAIN, GAIN_PER_SECOND * seconds / self.budget.num_slots)
 
     def extra_seconds(self, left_seconds: float, used_seconds: float) -> float:
@@ -352,9 +342,7 @@ def ending_seconds(record: Record) -> float | None:
 
 
 def _start_seconds(record: Record) -> float:
-    """Return the seconds from the start of a record's process to its first step; 0 for a process kept from an earlier
-    job.
-    """
+    """Return the seconds from a record's process start to its first step; 0 for a process kept from an earlier job."""
     found = record.outcome
     is_kept = record.start_seconds == 0.0
     own = found.build_seconds + found.context_seconds if isinstance(found, Measurement) and not is_kept else 0.0

@@ -44,7 +44,7 @@ CUT_RATIO, LONG_STEP_SECONDS = 5.0, 1.0
 DEADLINE_RATIO = 10.0  # deadline of one step, times fp32's
 SHORTEST_DEADLINE_SECONDS = 5.0
 FIRST_STEP_RATIO = 3.0  # the same as in a search
-SHORTEST_FIRST_STEP_DEADLINE_SECONDS = 30.0  # the first step may compile and set up what fp32's did not need
+SHORTEST_FIRST_STEP_DEADLINE_SECONDS = 30.0  # the first step may compile, unlike fp32's
 DEADLINE_SECONDS = 600.0  # of one process
 NUM_ROUNDS = 3
 
@@ -238,7 +238,7 @@ def _trial(precision: Precision, space: Space, opened: Opened) -> Trial:
 
 
 def _assumptions(batch_size: int | None, description: Description) -> list[str]:
-    """Return notes on what was assumed about the workload."""
+    """Return notes on the assumptions about the workload."""
     notes = []
     if description.batch_size is None and batch_size is None:
         notes.append(
@@ -264,9 +264,7 @@ def _nothing_works(
 
 
 def write_trace(parts: Sequence[Path], trace: Path) -> str | None:
-    """Merge the trace files `parts` into `trace`, with one process for each. Return None, or why no trace was
-    written.
-    """
+    """Merge the trace files `parts` into `trace`, one process each. Return None, or why no trace was written."""
     if not parts:
         return "No trace was written: no precision was taken apart."
     try:
@@ -278,7 +276,7 @@ def write_trace(parts: Sequence[Path], trace: Path) -> str | None:
     return None
 
 
-# --- what the outcomes come to: pure -------------------------------------------------------------------------------
+# --- evaluation of the outcomes: pure -------------------------------------------------------------------------------
 
 _LEAST_SPEEDUPS: tuple[tuple[float, Verdict], ...] = ((1.2, "significant"), (1.05, "modest"), (0.95, "negligible"))
 

@@ -1,6 +1,4 @@
-"""Interface for displaying a search. The base class ignores every call: it is the progress of `--quiet` and of
-tests.
-"""
+"""Interface for displaying a search. The base class ignores every call: the progress of `--quiet` and of tests."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ class Progress:
         """Handle the start of work other than a search: a single check, or a profile, which has no budget."""
 
     def phase(self, text: str) -> None:
-        """Handle a new phase: ``loading the workload``, ``searching``, ``checking bf16 against fp32``, ``confirming``
-        ...
-        """
+        """Handle a new phase: ``loading the workload``, ``searching``, ``checking bf16 against fp32`` ..."""
 
     def found_hardware(self, hardware: Hardware) -> None:
         """Handle the result of probing the hardware."""
@@ -51,7 +47,7 @@ class Progress:
         """Handle text that the user's own code printed, on either stream."""
 
     def note(self, text: str) -> None:
-        """Show a line: a search resumed, an answer from the cache, what changed, why a candidate is left out."""
+        """Show a line: a search resumed, an answer from the cache, a change since then, why a candidate is left out."""
 
     def ended(self) -> None:
         """Handle the end of the search, whether it succeeded or not."""

@@ -1,4 +1,4 @@
-"""Judgement of each setting from the records of a search: how it ran, what speaks against it, and its rank. Pure.
+"""Judgement of each setting from the records of a search: how it ran, its failures and verdicts, and its rank. Pure.
 
 An unfaithful setting is out. One that nobody checked ranks after fp32 and the faithful ones, and a doubtful one last.
 Among the others `rank_for` decides. Speed: on the plateau, within 3 % of the fastest, a decided verdict wins over an
@@ -40,7 +40,7 @@ PLATEAU = 0.03  # within it other criteria decide: processes differ by as much (
 MAX_CHANCE = 0.10  # a larger spread of processes would hide the effect of running beside others
 MAX_DATA_SHARE = 0.10  # a wait of 5 to 10 % of a step: loading data limits the speed (studies/README.md)
 
-BEFORE_CONFIRMATION = ("search", "fallback")  # purposes of the trials that decide what to confirm
+BEFORE_CONFIRMATION = ("search", "fallback")  # purposes of the trials on which the choice of contenders rests
 
 
 def is_trial(record: Record) -> bool:
@@ -71,9 +71,7 @@ def failures(records: Sequence[Record]) -> dict[Setting, Failure]:
 
 
 def without_first_crashes(records: Iterable[Record]) -> list[Record]:
-    """Return the records without each candidate's first crash: anybody may kill a process, and the trial is run
-    again.
-    """
+    """Return the records without each candidate's first crash: anybody may kill a process, so it is run again."""
     crashed, left = set[Setting](), []
     for record in records:
         is_crash = isinstance(record.outcome, Failure) and record.outcome.kind == "crash"
@@ -192,9 +190,7 @@ def confirm_runs(records: Sequence[Record], candidate: Setting, environment: Map
 
 
 def is_confirming(record: Record) -> bool:
-    """Return whether a record is of a confirmation process, or of a process that counts as one: a trial of a
-    command.
-    """
+    """Return whether a record is of a confirmation process, or counts as one, as does a trial of a command."""
     found = record.outcome
     was_cut = isinstance(found, Measurement) and found.was_cut
     return record.purpose == "confirm" or (record.purpose == "search" and record.round is not None and not was_cut)
@@ -235,17 +231,13 @@ def check_key(candidate: Setting) -> Setting:
 
 
 def needs_check(candidate: Setting, space: Space) -> bool:
-    """Whether a candidate has to be compared with fp32: all but strict fp32 without other changes, unless the weights
-    are in low precision.
-    """
+    """Whether a candidate needs a fidelity check: all but strict fp32, unless weights are in low precision."""
     key = check_key(candidate)
     return key.precision != "fp32" or not key.is_ordinary or space.weights in ("bf16", "fp16")
 
 
 def can_check(candidate: Setting, space: Space) -> bool:
-    """Whether a fidelity check is possible: fp32 with the user's own flags can mean more than TF32 on devices without
-    it.
-    """
+    """Whether a fidelity check is possible: off CUDA, the user's own flags can mean more than TF32."""
     return (
         "fidelity" in space.checks
         and needs_check(candidate, space)
@@ -334,9 +326,7 @@ def contenders(
 
 
 def exclusions(known: Mapping[Setting, Fidelity]) -> tuple[Exclusion, ...]:
-    """Return the precisions that the verdicts rule out at every batch size. With pinned modules they remain
-    candidates.
-    """
+    """Return the precisions that the verdicts rule out at every batch size, as long as no modules are pinned."""
     return tuple(
         Exclusion(precision=check.precision, batch_size=None, reason=reason)
         for check in known
@@ -345,7 +335,11 @@ def exclusions(known: Mapping[Setting, Fidelity]) -> tuple[Exclusion, ...]:
 
 
 def _next_step(failure: Failure) -> str:
-    return "Give a larger --budget." if failure.kind == "timeout" else mended(failure) or "Fix that error, or use another precision."
+    return (
+        "Give a larger --budget."
+        if failure.kind == "timeout"
+        else mended(failure) or "Fix that error, or use another precision."
+    )
 
 
 def _of_failure(record: Record) -> Fidelity:

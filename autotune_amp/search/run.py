@@ -30,9 +30,7 @@ class Stage(Protocol):
     is_exclusive: ClassVar[bool]
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | Profile | None:
-        """Return the next job given the records and the time left, or None if the stage is over or has to wait for a
-        running job.
-        """
+        """Return the next job, or None if the stage is over or has to wait for a running job."""
 
 
 class RunsJobs(Protocol):
@@ -129,7 +127,7 @@ class _Running:
 
 
 class Runner:
-    """Runs jobs on a backend's slots, each with its watcher, and appends their records to the ledger as they end.
+    """Runner of jobs on a backend's slots, each with its watcher, which appends their records to the ledger.
 
     `lost` are jobs whose slot was lost, to be run once more. A job lost a second time has failed.
     """
@@ -180,9 +178,7 @@ class Runner:
 
     @property
     def again(self) -> Trial | Check | Profile | None:
-        """Return a job that ran out of memory beside others on the same memory and is to be run once more alone, or
-        None.
-        """
+        """Return a job to run once more alone, since it ran out of memory beside others, or None."""
         return self._again[0] if self._again else None
 
     def finish(self) -> Record | None:

@@ -138,9 +138,7 @@ class _Search:
         return found
 
     def _like(self, fingerprint: Fingerprint) -> Setting | None:
-        """Return the recommended setting that the storage has for the same code and device model but another request,
-        or None.
-        """
+        """Return the setting that the storage has for the same code and device but other options, or None."""
         if self._options.storage is None:
             return None
         try:
@@ -379,9 +377,7 @@ def before_confirmation(study: Study) -> tuple[Stage, ...]:
 
 
 def _places(source: Source, options: SearchOptions, watchers: Watchers, warn: Callable[[str], None]) -> Places:
-    """Return the devices that a search with these options runs on. `warn` is called when a node of a cluster is lost or
-    joins.
-    """
+    """Return the places that a search with these options runs on. `warn` is called for a node that is left out."""
     if options.ray is not None:
         source.is_elsewhere = True
         payload = _for_nodes(source)
@@ -419,9 +415,7 @@ def _for_nodes(source: Source) -> Payload:
 
 
 def nothing_works(ledger: Ledger, excluded: tuple[Exclusion, ...], has_stepped: bool) -> NothingWorksError | None:
-    """Return the error that says why nothing can be recommended, or None if trials were only too slow and one
-    `has_stepped`.
-    """
+    """Return why nothing can be recommended; None if trials were only too slow and one `has_stepped`."""
     if ledger.ruled_out:
         reasons = dict.fromkeys(f"{setting.precision}: {reason}" for setting, reason in ledger.ruled_out.items())
         return NothingWorksError(

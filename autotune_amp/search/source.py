@@ -63,9 +63,7 @@ class Source:
         slot: Slot | None = None,
         standby: Standby | None = None,
     ) -> WorkloadBackend:
-        """Return a backend that runs the workload's jobs with `environment` added to the caller's; see
-        `LocalBackend`.
-        """
+        """Return a backend for the workload's jobs, with `environment` added to the caller's; see `LocalBackend`."""
         from autotune_amp.isolation.local import LocalBackend
 
         return LocalBackend(self.payload, isolation, watcher, environment, slot, standby)
@@ -95,17 +93,13 @@ class Source:
         return found_by_child
 
     def fingerprint(self, options: dict[str, Any], identity: DeviceIdentity) -> Fingerprint | None:  # noqa: ARG002
-        """Return the fingerprint that a recommendation would hold for, or None if it takes a child process to compute
-        it.
-        """
+        """Return the fingerprint that a recommendation holds for; None if only a child process can compute it."""
         return None
 
     def fingerprint_by_child(
         self, options: dict[str, Any], identity: DeviceIdentity, backend: Backend, state: dict[str, Any]
     ) -> Fingerprint:
-        """Return the fingerprint, computed in the process that imported the workload. None of the workload's functions
-        are called.
-        """
+        """Return the fingerprint computed by the process that imported the workload, without calling it."""
         from autotune_amp.trial.jobs import FingerprintJob
 
         job = FingerprintJob(
@@ -217,7 +211,7 @@ def loaded(
 ) -> Iterator[WorkloadBackend]:
     """Load the workload within `seconds` and yield the backend, for a job that profiles or records a training step.
 
-    Raises `InvalidRequestError` for a command: `hidden` names what cannot be seen of a command.
+    Raises `InvalidRequestError` for a command: `hidden` names the part of a command that cannot be seen.
     """
     with source.backend(watcher) as backend:
         if "profile" not in backend.abilities:
@@ -285,9 +279,7 @@ def open_workload(
 
 
 def message_of(failure: Failure) -> tuple[str, str]:
-    """Return the message and next step of a failure. `details` is a line of advice if the error is ours, else a
-    traceback.
-    """
+    """Return the message and next step of a failure. `details` is a line of advice in our errors, else a traceback."""
     details = (failure.details or "").rstrip()
     if details and "\n" not in details:
         return failure.message, details

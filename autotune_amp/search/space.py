@@ -197,7 +197,7 @@ def _needs_as_much(measured: Mapping[Setting, Measurement], precision: Precision
 def _today(
     hardware: Hardware, description: Description, options: SearchOptions, num_ranks: int
 ) -> tuple[Setting, int | None, list[str]]:
-    """Return the baseline, the effective batch size to keep (None if free), and notes on what was assumed."""
+    """Return the baseline, the effective batch size to keep (None if free), and notes on the assumptions."""
     precision, as_found = description.as_found_precision, not description.is_as_found_strict
     size, notes = description.batch_size, list[str]()
     if options.baseline is not None:
@@ -349,12 +349,10 @@ def of_all_ranks(effective: int, num_ranks: int) -> str:
 
 
 def _thin(sizes: list[int], keep: int) -> list[int]:
-    """Return at most `MAX_BATCH_SIZES` of the sorted `sizes`, evenly spread on a log scale. Both ends and `keep`
-    stay.
-    """
+    """Return at most `MAX_BATCH_SIZES` of the sorted `sizes`, log-evenly spread, with both ends and `keep`."""
     if len(sizes) <= MAX_BATCH_SIZES:
         return sizes
-    num = MAX_BATCH_SIZES - 1  # one place is for `keep`
+    num = MAX_BATCH_SIZES - 1  # one more for `keep`
     ratio = math.log(sizes[-1] / sizes[0]) / (num - 1)
     wanted = [sizes[0] * math.exp(ratio * k) for k in range(num)]
     chosen = {min(sizes, key=lambda size: abs(math.log(size / target))) for target in wanted}

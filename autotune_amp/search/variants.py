@@ -209,9 +209,7 @@ def _why_not_mode(ledger: Ledger, winner: Setting, mode: str) -> str | None:
 
 
 def _is_launch_bound(ledger: Ledger, setting: Setting) -> bool | None:
-    """Return whether half the batch or less took about as long for a pass in the same precision; None if none was
-    measured.
-    """
+    """Return whether a pass of half the batch or less took about as long; None if none was measured."""
     passes = {
         c.batch_size: min(m.step_seconds for m in ours) / c.accumulation_steps
         for c, ours in ledger.measurements.items()
@@ -238,9 +236,7 @@ def _leader(ledger: Ledger) -> Setting | None:
 
 
 def _at_its_batch(ledger: Ledger, setting: Setting) -> Setting:
-    """Return `setting` at the next larger batch size, which ran out of memory, if it frees memory and the objective is
-    speed.
-    """
+    """Return `setting`, moved to the next larger batch, which lacked memory, if it frees memory for speed."""
     if not _frees_memory(setting) or ledger.objective == "memory":
         return setting
     larger = _beyond_memory(ledger, setting)
@@ -316,13 +312,11 @@ def _trials_of(ledger: Ledger, dimension: Dimension[Any], value: Any) -> list[Re
     return [r for r in ours if dimension.value_in(r.candidate) == value]
 
 
-# -- what came of each -------------------------------------------------------------------------------------------------
+# -- report on each ----------------------------------------------------------------------------------------------------
 
 
 def rows(ledger: Ledger, chosen: Setting, *, is_budget_spent: bool) -> tuple[VariantRow, ...]:
-    """Return a row for each value of each further dimension: its gain over the setting without it, or why it was not
-    tried.
-    """
+    """Return a row for each value of each further dimension: its gain over the setting without it, or why not tried."""
     found = []
     for dimension in ordered(ledger):
         name, space = dimension.name, ledger.space
@@ -386,9 +380,7 @@ def _per_sample(setting: Setting, measured: Measurement) -> tuple[float, float]:
 
 
 def _without(ledger: Ledger, setting: Setting, dimension: Dimension[Any]) -> Setting | None:
-    """Return the setting that a variant is compared with: the same without the dimension, or the fastest such at
-    another batch size.
-    """
+    """Return the setting that a variant is compared with: the same without it, else the fastest at another batch."""
 
     def alike(other: Setting) -> Setting:
         return replace(other, batch_size=1, accumulation_steps=1)

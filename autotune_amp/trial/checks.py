@@ -1,6 +1,4 @@
-"""Child side of a check: prepares the workload for numerics/, cuts a batch into micro-batches, and attributes
-errors.
-"""
+"""Child side of a check: prepares the workload for numerics/, cuts batches, and attributes errors."""
 
 from __future__ import annotations
 
@@ -84,9 +82,7 @@ def _check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
 
 
 def _attributed(failure: Failure, subject: Subject, spec: Check) -> Failure:
-    """Return `failure` with the kind that a single pass in each precision shows: the workload's, the precision's, or
-    neither's.
-    """
+    """Return `failure` as a single pass in each precision shows it: the workload's, the precision's, or neither's."""
     passes = Passes(subject)
     try:
         passes.run(0, "fp32")
@@ -127,7 +123,7 @@ def _found(subject: Subject, spec: Check, tell: Tell) -> Fidelity | Calibration 
 
 
 class NotTrainedError(Exception):
-    """Error: there are no trained weights to check."""
+    """Raised when there are no trained weights to check."""
 
 
 def _subject(context: Context, spec: Check, tell: Tell) -> tuple[Subject, int]:
@@ -230,7 +226,7 @@ def _batches(user_data: Any, spec: Check) -> list[Any]:
 
 
 class CannotCutError(Exception):
-    """Error: a batch cannot be cut into micro-batches. It is no error of the user's code."""
+    """Raised when a batch cannot be cut into micro-batches, which is no error of the user's code."""
 
 
 def whole_and_parts(user_data: Any, num_samples: int, seed: int, seconds: float = LOOK_SECONDS) -> list[Any]:

@@ -221,9 +221,7 @@ def make_model(workload: Workload) -> nn.Module:
 
 
 def copied_model(model: nn.Module, workload: Workload) -> nn.Module:
-    """Return another model with the same weights. A loop's is built anew, since only its own code knows its whole
-    state.
-    """
+    """Return another model with the same weights. A loop is built anew: only its code knows its whole state."""
     if not isinstance(model, LoopState):
         return copy.deepcopy(model)
     device = next(iter((*model.parameters(), *model.buffers())), torch.empty(0)).device
@@ -242,7 +240,7 @@ class Optimizers(torch.optim.Optimizer):
         self.param_groups = groups
         self.parts = tuple(parts)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override] # no closure is ever passed
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure is ever passed
         """Step each optimizer."""
         for part in self.parts:
             part.step(closure)
@@ -370,9 +368,7 @@ class Context:
         return self._workload
 
     def share(self, capture: Callable[[], dict[str, Any]]) -> None:
-        """Build the model for all children forked afterwards. `capture` returns the torch state that they start
-        with.
-        """
+        """Build the model for children forked later. `capture` returns the torch state that they start with."""
         self._model, self.build_memory = watched_build(lambda: make_model(self.workload))
         self._torch_state = capture()
 
@@ -389,9 +385,7 @@ class Context:
             self._model = self.build_memory = None
 
     def model_for(self, setting: Setting, device: torch.device) -> nn.Module:
-        """Return the model on the device for a trial of `setting`; in a kept worker a copy, if the setting changes the
-        model.
-        """
+        """Return the model on the device for a trial; in a kept worker a copy, if the setting changes it."""
         if not (self.is_kept and setting.set_up):
             return self.model(device)
         # On the device only the trial's own copy takes memory.
@@ -423,9 +417,7 @@ class Context:
         return model.to(device)
 
     def _keep_first_state(self) -> None:
-        """Save the state that later jobs start from. A model with lazy parameters is built anew for each job
-        instead.
-        """
+        """Save the state that later jobs start from. A model with lazy parameters is rebuilt for each instead."""
         assert self._model is not None
         state = self._model.state_dict()
         if any(map(is_lazy, state.values())):

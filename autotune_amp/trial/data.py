@@ -94,9 +94,7 @@ def draws_full_batches(batches: Any, batch_size: int) -> bool:
 
 
 def gives_batches(loader: DataLoader[Any]) -> bool:
-    """Whether the loader's dataset returns whole batches for several indices, so that there are no samples to
-    collate.
-    """
+    """Whether the loader's dataset returns whole batches for several indices, without samples to collate."""
     make = getattr(loader.dataset, "__getitems__", None)
     return make is not None and not isinstance(make([0]), list)
 

@@ -56,16 +56,12 @@ class EnergyMeter:
         self._number_before, self._num_compilations_before = number, num_compilations
 
     def joules_per_sample(self, num_samples_per_step: int) -> float | None:
-        """Return the joules per sample, or None without a counter or if it did not move over `MIN_SECONDS` of measured
-        steps.
-        """
+        """Return the joules per sample; None without a counter that moved over `MIN_SECONDS` of measured steps."""
         return self._joules / (self._num_steps * num_samples_per_step) if self._joules > 0 else None
 
 
 def counter_of(device_type: str, uuid: str | None, powercap: Path = POWERCAP) -> Counter | None:
-    """Return the energy counter of a device, or None if it has none that this user may read. `uuid` is an NVIDIA
-    GPU's.
-    """
+    """Return a device's energy counter, or None without one that this user may read. `uuid` is an NVIDIA GPU's."""
     if device_type == "cuda" and uuid is not None:
         return None if nvml.energy_joules(uuid) is None else lambda: nvml.energy_joules(uuid)
     if device_type == "cpu":

@@ -76,9 +76,7 @@ def free_memory_share() -> float | None:
 
 
 def mended(failure: Failure) -> str | None:
-    """Return how and where the user can fix a failure, by the rule that its message matches, or None without such a
-    rule.
-    """
+    """Return how and where the user can fix a failure, by the rule that its message matches, or None."""
     rule = rule_of(failure.message)
     if rule is None:
         return None

@@ -1,6 +1,4 @@
-"""Jobs that the parent process of a search creates: trials, three kinds of check, probe, description. Imports no
-torch.
-"""
+"""Jobs that a search's parent process creates: trials, three kinds of check, probe, description. No torch."""
 
 from __future__ import annotations
 

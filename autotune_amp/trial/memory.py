@@ -1,4 +1,4 @@
-"""Memory of a trial: its peak, its limit, and the heap that it keeps. `judge` decides what counts as out of memory."""
+"""Memory of a trial: its peak, its limit, and the heap that it keeps. `judge` decides whether it ran out of memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Built = TypeVar("Built")
 
 
 class BuildMemory(NamedTuple):
-    """CPU memory taken by building the model: what stayed resident, and the peak."""
+    """CPU memory taken by building the model: the part that stays resident, and the peak."""
 
     resident_bytes: int
     peak_bytes: int
@@ -41,10 +41,10 @@ def watched_build(build: Callable[[], Built]) -> tuple[Built, BuildMemory]:
 class PeakMemory:
     """Watch of one device's peak memory, from its creation on.
 
-    `limit_bytes` is the memory that the trial may take beyond what the process holds now. A model that exists already
-    counts as the trial's: `build_memory` is what building it took. `template_file_bytes` is the resident memory mapped
-    from files in the process that this one was forked from: a fork begins without it, a process of its own would have
-    it.
+    `limit_bytes` is the memory that the trial may take beyond the process's present memory. A model that exists already
+    counts as the trial's: `build_memory` is the memory that building it took. `template_file_bytes` is the resident
+    memory mapped from files in the process that this one was forked from: a fork begins without it, a process of its
+    own would have it.
     """
 
     def __init__(

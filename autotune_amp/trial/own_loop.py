@@ -137,9 +137,7 @@ class _Supply:
         return batch
 
     def train_on(self, num_batches: int) -> int:
-        """Return the number of samples in the next `num_batches` batches. A loop prefetches some, but none past an
-        epoch's end.
-        """
+        """Return the number of samples in the next `num_batches` batches, of which a loop prefetches some."""
         return sum(self._ahead.popleft() if self._ahead else self._batch_size for _ in range(num_batches))
 
 

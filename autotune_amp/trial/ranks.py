@@ -22,9 +22,7 @@ _COMPILATIONS, _NUM_STEPS = "compilations", "steps"
 
 
 class _WithLoss(nn.Module):
-    """Module of a model and its loss, so that gradients are exchanged whichever of the model's methods the loss
-    calls.
-    """
+    """Module of a model and its loss, so that gradients are exchanged whichever model methods the loss calls."""
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> None:
         super().__init__()
@@ -61,9 +59,7 @@ class Peers:
             _pass_on_gradients(training)  # of a last step, which the others may have begun
 
     def follow(self, training: BaseTraining, poll: Callable[[], None]) -> None:
-        """Take steps beside rank 0 until their number is the one that it sets at its end. `poll` is called after each
-        step.
-        """
+        """Take steps beside rank 0 until their number is the one that it finally sets; call `poll` after each."""
         num_steps = 0
         with _exchanging(training):
             while not (whole := self._store.add(_NUM_STEPS, 0)) or num_steps < whole:

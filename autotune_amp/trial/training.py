@@ -185,7 +185,7 @@ class Training(BaseTraining):
             scaled = loss / divisor if divisor > 1 else loss
             torch.autograd.backward(scaled if self.scaler is None else self.scaler.scale(scaled))
         self._last_loss = loss
-        # Under CUDA graphs each pass of a compiled loss overwrites what the one before it returned.
+        # Under CUDA graphs each pass of a compiled loss overwrites the output of the one before.
         return loss.detach().clone().reshape(())
 
     def update(self) -> None:  # noqa: D102 - see BaseTraining
@@ -234,9 +234,7 @@ class LoopTraining(BaseTraining):
         return self.state.trained_parts(self.device)
 
     def forward_backward(self, batch: Any, *, is_last: bool = True) -> Tensor:  # noqa: ARG002 - it is always a step
-        """Move the batch to the device, take the whole step, and return the sum of the losses that amp saw,
-        detached.
-        """
+        """Move the batch to the device, take the whole step, and return the sum of amp's losses, detached."""
         batch = self._on_device(batch)
         self._amp.begin()
         self._train_step(self.parts[0], batch, self._amp)
@@ -264,9 +262,7 @@ def make_training(workload: Workload, model: nn.Module, spec: Trial) -> BaseTrai
 
 
 def checked_loss(loss: Callable[[nn.Module, Any], Any] | None) -> Callable[[nn.Module, Any], Tensor]:
-    """Return the workload's loss, which raises `WorkloadError` if its result is not a one-element tensor with a
-    gradient.
-    """
+    """Return the workload's loss, raising `WorkloadError` unless its result is one number with a gradient."""
     assert loss is not None
 
     def checked(model: nn.Module, batch: Any) -> Tensor:

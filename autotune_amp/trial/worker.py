@@ -47,7 +47,7 @@ _FLAG_OPERATORS = {"cudnn.conv": "convolution", "cudnn.rnn": "_rnn"}  # cuDNN's 
 Result = TypeVar("Result")
 
 
-# -- what is asked before the first trial ------------------------------------------------------------------------------
+# -- jobs before the first trial ---------------------------------------------------------------------------------------
 
 
 def probe(context: Context, job: Probe, tell: Tell) -> Hardware:  # noqa: ARG001 - it takes no steps to tell of
@@ -204,9 +204,7 @@ def run(context: Context, spec: Trial, tell: Tell) -> Outcome:
 
 
 def guarded(context: Context, spec: Trial | Check, action: Callable[[], Result]) -> Result | Failure:
-    """Run `action` in the caller's torch state. An error is returned as a `Failure`, and a kept worker is cleaned
-    up.
-    """
+    """Run `action` in the caller's torch state. Errors are returned as a `Failure`; a kept worker is cleaned up."""
     num_kills_before = failures.num_oom_kills()
     try:
         torch_state.apply(spec.torch_state)
@@ -234,9 +232,7 @@ def prepare(context: Context, spec: Trial | Check) -> tuple[PeakMemory, float]:
 
 
 def _start_accelerator(device: torch.device) -> float:
-    """Start the device and return the seconds it took, which no step should include. From then on "cuda" in the user's
-    code means this device.
-    """
+    """Start the device and return the seconds it took. From then on "cuda" in the user's code means this device."""
     if device.type == "cpu":
         return 0.0
     started = time.perf_counter()
@@ -248,9 +244,8 @@ def _start_accelerator(device: torch.device) -> float:
 
 
 def clean(device: torch.device) -> None:
-    """Free what a kept worker must not carry into its next trial.
-
-    That is compiled code, whose graphs hold memory, and the allocator's cache, which would count as the next trial's.
+    """Free compiled code, whose graphs hold memory, and the allocator's cache, before a kept worker's next trial, to
+    which they would be counted.
     """
     forget_compiled()
     gc.collect()
@@ -348,9 +343,7 @@ def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
 def _in_own_loop(
     training: Training, report: Report, count_compilations: Callable[[], int]
 ) -> tuple[Timing | None, str | None]:
-    """Return the timing of the workload's own loop, or None and the reason that it does not run here, such as a
-    callback that raises.
-    """
+    """Return the timing of the workload's own loop, or None and why it does not run here, as with failing callbacks."""
     try:
         return time_own_loop(training, report, count_compilations), None
     except Exception as error:

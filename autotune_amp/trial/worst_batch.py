@@ -129,9 +129,7 @@ def scan_samples(
 
 
 def _measured(measure: Callable[[Any], int], collate: Callable[[list[Any]], Any], samples: list[Any]) -> list[int]:
-    """Return `measure` of each sample collated alone: collating may make what takes the memory, as from a file's
-    name.
-    """
+    """Return `measure` of each sample collated alone: collating may create the data, as from a file's name."""
     return [measure(collate([copied(sample)])) for sample in samples]
 
 

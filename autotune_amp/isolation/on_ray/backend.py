@@ -1,4 +1,4 @@
-"""The backend of a process on a node: what it is asked for is done there."""
+"""Backend that forwards its calls to a process on a Ray node."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from autotune_amp.isolation.on_ray.cluster import SILENT_SECONDS, Cluster, Place
 from autotune_amp.isolation.on_ray.messages import Told, pack
 from autotune_amp.isolation.process import Watcher
 
-# Of a failure: it had loaded the workload before, and other nodes have room.
+# Failures of the node rather than the job: it had loaded the workload before, and other nodes have room.
 _OF_THE_NODE = (CANNOT_BE_LOADED, "No space left on device")
-_OF_SHARED_MEMORY = "</torch_"  # which a loader's workers filled: no disk
+_OF_SHARED_MEMORY = "</torch_"  # shared memory filled by a loader's workers is no full disk
 
 
 class OnNode(WorkloadBackend):
-    """The backend of a process on a node, asked for what it does there."""
+    """Backend that forwards its calls to a process on a node."""
 
     def __init__(
         self, cluster: Cluster, slot: Slot, isolation: Isolation | None, environment: dict[str, str], watcher: Watcher
@@ -76,17 +76,19 @@ class OnNode(WorkloadBackend):
     def close(self) -> None:  # noqa: D102 - see Backend
         if not self._is_made:
             return
-        heard, self._watcher = self._watcher, Watcher()  # nobody is waited for any more
+        heard, self._watcher = self._watcher, Watcher()  # nobody watches any more
         try:
             self._ask("stop")
             self.call("close")
         except (SlotLostError, ClusterLostError):
-            pass  # with all that it ran
+            pass  # its processes are gone too
         self._watcher, self._is_made = heard, False
 
     def call(self, method: str, *arguments: Any) -> Told:
-        """Have the process do it, and pass on what it tells. Raises `SlotLostError` where it is there no more, or can
-        do nothing any more."""
+        """Run a method in the node's process and pass its progress on to the watcher.
+
+        Raises `SlotLostError` if the process is gone or cannot work any more.
+        """
         if not self._is_made:
             self._is_made = True
             self.call("make", *self._how, self._slot.device)
@@ -106,12 +108,12 @@ class OnNode(WorkloadBackend):
         if told.error is None:
             return told
         error = told.error.opened()
-        if isinstance(error, RunnerError):  # it cannot start processes
+        if isinstance(error, RunnerError):  # the node cannot start processes
             raise self.lost(error.message)
         raise error
 
     def lost(self, reason: str) -> SlotLostError:
-        """The error of a place that is given up."""
+        """End the place and return the error for its loss."""
         self._cluster.end(str(self._slot.name))
         return SlotLostError(self._slot, reason)
 
@@ -124,14 +126,14 @@ class OnNode(WorkloadBackend):
 
 
 class _OnNode:
-    """A job on a node."""
+    """Job on a node."""
 
     def __init__(self, backend: OnNode, job: Job[Any]) -> None:
         self._backend, self._job = backend, job
         self.start_seconds: float | None = None
 
     def result(self) -> Any:
-        """See `Handle`; a node whose disk is full, or that cannot load the workload again, is given up."""
+        """See `Handle`. A node whose disk is full, or that cannot load the workload again, is given up."""
         told = self._backend.call("run", self._job.kind(), msgspec.to_builtins(self._job))
         self.start_seconds = told.start_seconds
         found = told.answer

@@ -1,4 +1,4 @@
-"""A Ray cluster as the search sees it: what it asks for, by the process that is connected to it."""
+"""Client of a Ray cluster: requests go through the process that is connected to it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autotune_amp.interruption import heed
 from autotune_amp.isolation.on_ray.messages import Opening, Place, Reply, Request, pack
 from autotune_amp.isolation.process import TICK_SECONDS
 
-SILENT_SECONDS = 30.0  # a node that says nothing for so long is lost: calls are answered within half a second
+SILENT_SECONDS = 30.0  # a node that is silent this long is lost: calls are answered within half a second
 REACH_SECONDS = 10.0
 CONNECT_SECONDS = 120.0  # the source is sent meanwhile
 _END_SECONDS = 10.0
@@ -34,18 +34,18 @@ _DRIVER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from autotune_amp.isolation.on_ray.driver import main; main(int(sys.argv[2]))"
 )
-# Ray sets it for each of its processes, by the number of CPUs that it was given.
+# Ray sets it for its processes by the number of CPUs that they get.
 _SET_BY_RAY = ("OMP_NUM_THREADS",)
 
 
 class PlaceLostError(Exception):
-    """A process on a node is there no more."""
+    """Raised when a process on a node is gone."""
 
 
 class Cluster:
-    """A connection to the cluster at `address`, and the processes on its nodes, which end with it.
+    """Connection to the cluster at `address`, and the processes on its nodes, which end with it.
 
-    They get the working directory where it `sends_directory`, without what `excludes` names as .gitignore would.
+    If it `sends_directory` they get the working directory, without the paths in `excludes`, written as in .gitignore.
     """
 
     def __init__(self, address: str, *, sends_directory: bool, excludes: Sequence[str]) -> None:
@@ -60,8 +60,10 @@ class Cluster:
         self._popen: subprocess.Popen[bytes] | None = None
 
     def connect(self, target: str | None, packed: bytes, num_ranks: int, tick: Callable[[], None]) -> None:
-        """Start the process and connect it. Raises `InvalidRequestError` where there is no cluster, or where the
-        working directory cannot be sent."""
+        """Start the driver process and connect it to the cluster.
+
+        Raises `InvalidRequestError` if there is no cluster, or if the working directory cannot be sent.
+        """
         self._reach()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
         self._socket, theirs = socket.socketpair()
@@ -96,7 +98,7 @@ class Cluster:
             ) from error
 
     def _reach(self) -> None:
-        """Raises `InvalidRequestError` where nobody listens at HOST:PORT: Ray would wait for two minutes."""
+        """Raise `InvalidRequestError` if no server listens at HOST:PORT: Ray would wait for two minutes."""
         host, _, port = self.address.removeprefix("ray://").rpartition(":")
         if not port.isdecimal():
             return
@@ -109,23 +111,23 @@ class Cluster:
             ) from error
 
     def nodes(self) -> Future[bytes]:
-        """Asks for those that are alive."""
+        """Request the list of living nodes."""
         return self.ask("nodes")
 
     def start(self, place: Place, device: str) -> Future[bytes]:
-        """Asks for a process on a node; what it says of itself arrives once the node has the devices for it."""
+        """Request a process on a node. Its description arrives once the node has free devices for it."""
         return self.ask("start", pack((place, device)))
 
     def call(self, place: str, method: str, *arguments: bytes) -> Future[bytes]:
-        """Asks for a method of the process there."""
+        """Request a method call in the process of a place."""
         return self.ask("call", pack((method, arguments)), place)
 
     def end(self, place: str) -> None:
-        """Ends the process there."""
+        """End the process of a place."""
         self.ask("end", place=place)
 
     def ask(self, do: str, body: bytes = b"", place: str | None = None) -> Future[bytes]:
-        """Sends a request; its answer arrives in a thread."""
+        """Send a request and return its future, which another thread completes."""
         future: Future[bytes] = Future()
         with self._lock:
             self._number += 1
@@ -137,7 +139,7 @@ class Cluster:
         return future
 
     def answer(self, future: Future[bytes], tick: Callable[[], None], limit_seconds: float = math.inf) -> bytes:
-        """Waits for it. Raises our own errors, and `PlaceLostError` where there is none in time."""
+        """Wait for a future's result. Raises our own errors, and `PlaceLostError` if there is no result in time."""
         until = time.monotonic() + limit_seconds
         while True:
             heed()
@@ -151,17 +153,17 @@ class Cluster:
                 raise PlaceLostError(f"it did not answer within {limit_seconds:.0f} s")
 
     def pause(self, tick: Callable[[], None]) -> None:
-        """Let a moment pass."""
+        """Wait one tick."""
         heed()
         tick()
         time.sleep(TICK_SECONDS)
 
     def close(self) -> None:
-        """End the connection, and every process of ours on the nodes with it."""
+        """Close the connection, which ends our processes on the nodes."""
         if self._popen is None:
             return
         popen, self._popen = self._popen, None
-        with suppress(OSError):  # it ended before
+        with suppress(OSError):  # the process has ended already
             self._socket.shutdown(socket.SHUT_WR)
         try:
             popen.wait(_END_SECONDS)

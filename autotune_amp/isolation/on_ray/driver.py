@@ -1,5 +1,7 @@
-"""The process that is connected to a Ray cluster, started by cluster.py: Ray ends it where the head is lost, and the
-search has to outlive that. The only one that knows Ray."""
+"""Process connected to a Ray cluster, started by cluster.py. It is the only one that imports Ray.
+
+Ray ends this process if the head is lost, which the search has to survive.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ from autotune_amp.isolation.on_ray.node import Worker
 
 _MAX_CHARACTERS = 600
 _COLOURS = re.compile("\x1b\\[[0-9;]*m")
-_HEAD = "node:__internal_head__"  # a resource that Ray gives the head alone
+_HEAD = "node:__internal_head__"  # a resource that only the head has
 
 
 class Driver:
-    """Answers requests as what they ask for of Ray arrives."""
+    """Server that answers the search's requests by calls to Ray, in the order in which results arrive."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -33,7 +35,7 @@ class Driver:
         self._opening: Any = None
 
     def serve(self) -> None:
-        """Until the search closes its end."""
+        """Handle requests until the search closes its end."""
         while True:
             try:
                 request = msgspec.msgpack.decode(self._connection.recv_bytes(), type=Request)
@@ -61,7 +63,7 @@ class Driver:
         self._reply(Reply(number=request.number))
 
     def _nodes(self, request: Request) -> None:
-        """In a thread: it may wait for the head for a minute, and calls to the nodes must not."""
+        """List the nodes in a thread: it may wait a minute for the head, which must not delay calls to the nodes."""
         threading.Thread(target=self._list_nodes, args=(request,), daemon=True).start()
 
     def _list_nodes(self, request: Request) -> None:
@@ -83,12 +85,12 @@ class Driver:
         self._reply(Reply(number=request.number, body=pack(found)))
 
     def _open(self, request: Request) -> None:
-        """Keep, for all places, what a node needs."""
+        """Store the data that all places need."""
         self._opening = ray.put(request.body)
         self._reply(Reply(number=request.number))
 
     def _start(self, request: Request) -> None:
-        """An actor on a node; it waits while others have the devices."""
+        """Start an actor on a node. It waits while others use the devices."""
         place, device = msgspec.msgpack.decode(request.body, type=tuple[Place, str])
         there = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
         options = {"num_gpus": place.num_gpus, "num_cpus": place.num_cpus, "scheduling_strategy": there}
@@ -97,7 +99,7 @@ class Driver:
         self._when_done(request.number, actor.about.remote(device))
 
     def _call(self, request: Request) -> None:
-        """A method of the actor, with its arguments where it has some."""
+        """Call a method of an actor."""
         method, arguments = msgspec.msgpack.decode(request.body, type=tuple[str, list[bytes]])
         actor = self._actors.get(str(request.place))
         if actor is None:
@@ -106,7 +108,7 @@ class Driver:
         self._when_done(request.number, getattr(actor, method).remote(*arguments))
 
     def _end(self, request: Request) -> None:
-        """End an actor, and what it runs with it."""
+        """Kill an actor together with its processes."""
         actor = self._actors.pop(str(request.place), None)
         if actor is not None:
             ray.kill(actor)
@@ -125,7 +127,7 @@ class Driver:
 
 
 def _failed(number: int, error: BaseException) -> Reply:
-    if isinstance(error, ray.exceptions.RayTaskError):  # raised by what runs there, and not by Ray
+    if isinstance(error, ray.exceptions.RayTaskError):  # raised by the code that runs there, not by Ray
         return Reply(number=number, error=Error.of(error.cause or error))
     if isinstance(error, ray.exceptions.RayError):
         return Reply(number=number, lost=_line(error))
@@ -133,13 +135,13 @@ def _failed(number: int, error: BaseException) -> Reply:
 
 
 def _line(error: BaseException) -> str:
-    """What it says, on one line: of a traceback the end."""
+    """Return an error's message on one line; of a traceback only its last line."""
     lines = _COLOURS.sub("", str(error)).strip().splitlines() or [type(error).__name__]
     said = lines[-1:] if any("Traceback" in line for line in lines) else lines
     return " ".join(" ".join(said).split())[:_MAX_CHARACTERS]
 
 
 def main(file_number: int) -> None:
-    """Serve on this socket until the search is gone."""
+    """Serve on this socket until the search closes it."""
     Driver(Connection(file_number)).serve()
     ray.shutdown()

@@ -1,4 +1,4 @@
-"""The places of a cluster: looked for, started, and held against the first."""
+"""Places of a Ray cluster: found, started, and compared with the first one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from autotune_amp.isolation.local import Slot
 from autotune_amp.isolation.on_ray.cluster import Cluster, PlaceLostError
 from autotune_amp.isolation.on_ray.messages import About, Node, Place
 
-LOOK_SECONDS = 2.0  # between looks for new nodes
-CARDS_SECONDS = 10.0  # for which nodes with cards are waited for, before those without any do
+LOOK_SECONDS = 2.0  # between requests for new nodes
+CARDS_SECONDS = 10.0  # time to wait for nodes with GPUs before nodes without are used
 
 
 class Fleet:
-    """The places of a cluster: looked for, started, and held against the first. `note` hears which are left out.
+    """Places of a cluster: found, started, and compared with the first one. `note` is called for those left out.
 
-    A place has as many devices of one node as a trial has ranks; on CPUs all of the node.
+    A place has as many devices of one node as a trial has ranks; on CPUs it is the whole node.
     """
 
     def __init__(self, cluster: Cluster, device: str, num_ranks: int, note: Callable[[str], None]) -> None:
@@ -30,9 +30,9 @@ class Fleet:
         self._num_ranks = num_ranks
         self.note = note
         self.first: About | None = None
-        self._known: set[str] = set()  # nodes
+        self._known: set[str] = set()  # node IDs
         self._up: dict[str, About] = {}  # places that were not compared yet
-        self._names: dict[str, None] = {}  # in the order in which they were found, the head first
+        self._names: dict[str, None] = {}  # in the order of finding them, the head first
         self._starting: dict[str, Future[bytes]] = {}
         self._looking: Future[bytes] | None = None
         self._looked = -LOOK_SECONDS
@@ -40,22 +40,21 @@ class Fleet:
 
     @property
     def is_up(self) -> bool:
-        """Whether there is a place to begin with."""
+        """Whether there is a place to start with."""
         return bool(self._up)
 
     @property
     def is_settled(self) -> bool:
-        """Whether every place that was found has answered."""
+        """Whether every place found so far has answered."""
         return self._looking is None and not self._starting
 
     def arrived(self) -> list[Slot]:
-        """The places that have come up since the last time and are like the first, once there is one. Waits for
-        nothing."""
+        """Return the places that have come up since the last call and are like the first. Does not wait."""
         self._look()
         for name in [name for name, about in self._starting.items() if about.done()]:
             try:
                 self._up[name] = msgspec.msgpack.decode(self._starting.pop(name).result(), type=About)
-            except (PlaceLostError, AutotuneAmpError, msgspec.MsgspecError) as error:  # another version's
+            except (PlaceLostError, AutotuneAmpError, msgspec.MsgspecError) as error:  # or a message of another version
                 self.leave_out(name, str(error))
         if self.first is None:
             return []
@@ -70,13 +69,13 @@ class Fleet:
         return found
 
     def begin(self) -> list[Slot]:
-        """Those that are up, of the kind that most of them are."""
+        """Choose the most common kind of place as the reference, and return the places of that kind that are up."""
         kinds = [self._up[name] for name in self._names if name in self._up]
         self.first = max(kinds, key=lambda kind: sum(unlike(kind, other) is None for other in kinds))
         return self.arrived()
 
     def leave_out(self, name: str, problem: str) -> None:
-        """Say so, and end what is there."""
+        """End a place, with a note that names the problem."""
         self._cluster.end(name)
         self.note(f"{name} is left out: {problem.rstrip('.')}.")
 
@@ -89,7 +88,7 @@ class Fleet:
             looked, self._looking = self._looking, None
             try:
                 nodes = msgspec.msgpack.decode(looked.result(), type=list[Node])
-            except (RunnerError, PlaceLostError):  # Ray cannot say now
+            except (RunnerError, PlaceLostError):  # Ray cannot answer now
                 return
             in_order = sorted(nodes, key=lambda node: (not node.is_head, node.host, node.node_id))
             new = [node for node in in_order if node.node_id not in self._known]
@@ -113,7 +112,7 @@ class Fleet:
             self._starting[place.name] = self._cluster.start(place, "cpu")
 
     def _name(self, node: Node) -> str:
-        """The host's, and a number where it has several places."""
+        """Return the host's name, with a number if it has several places."""
         name, number = node.host, 1
         while name in self._names:
             number += 1
@@ -123,7 +122,7 @@ class Fleet:
 
 
 def unlike(first: About, other: About) -> str | None:
-    """Why results of the other place cannot be held against those of the first, None where they can. Pure."""
+    """Return why results of the other place cannot be compared with those of the first, or None if they can. Pure."""
     ours, theirs = first.identity, other.identity
     pairs = [
         ("is a", ours.name, theirs.name),

@@ -1,4 +1,4 @@
-"""What the search, the process that is connected to Ray and the nodes say to one another, as bytes of msgpack."""
+"""Messages between the search, the process connected to Ray, and the nodes, encoded as msgpack."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autotune_amp.core.hardware import DeviceIdentity
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
-    """A node of the cluster, and how many devices of a kind ("GPU" or "CPU") it has."""
+    """Node of the cluster with its numbers of GPUs and CPUs."""
 
     node_id: str
     host: str
@@ -22,7 +22,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search takes of a node: so many devices for the ranks of a trial; without `num_gpus` all of its CPUs."""
+    """Share of a node for the ranks of a trial: that many GPUs, or without `num_gpus` all of its CPUs."""
 
     name: str
     node_id: str
@@ -31,8 +31,11 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node needs to run jobs: the workload as a target or packed, the number of ranks of a trial, and the
-    variables that are set where the search runs and that Ray would set otherwise, None for unset."""
+    """Data that a node needs to run jobs.
+
+    It is the workload as a target or packed, the number of ranks of a trial, and environment variables as they are
+    where the search runs, which Ray would set otherwise; None for unset.
+    """
 
     target: str | None
     packed: bytes
@@ -41,8 +44,11 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a call on a node so far: steps (number, seconds), what was printed, and once it is over its answer,
-    or the error of ours that it raised. `abilities`, `is_build_shared` and `start_seconds` are those of then."""
+    """Progress of a call on a node: new steps (number, seconds), printed output, and finally its answer or the error it
+    raised.
+
+    `abilities`, `is_build_shared` and `start_seconds` are the backend's at that time.
+    """
 
     steps: list[tuple[int, float]]
     output: str
@@ -55,7 +61,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Error(msgspec.Struct, frozen=True, kw_only=True):
-    """An error on its way to another process."""
+    """Error as it is sent to another process."""
 
     kind: str
     message: str
@@ -63,19 +69,19 @@ class Error(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, error: BaseException) -> Error:
-        """One of ours as it is, another by its name."""
+        """Return the message for an exception. One that is not ours becomes a `RunnerError` with its type's name."""
         if not isinstance(error, AutotuneAmpError):
             error = RunnerError(f"{type(error).__name__}: {error}", "See the logs of Ray on that node.")
         return cls(kind=type(error).__name__, message=error.message, next_step=error.next_step)
 
     def opened(self) -> AutotuneAmpError:
-        """It, to be raised."""
+        """Return the exception to raise."""
         kind: type[AutotuneAmpError] = getattr(errors, self.kind, RunnerError)
         return kind(self.message, self.next_step)
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node's process says of itself."""
+    """Description of a node's process: its device and versions."""
 
     identity: DeviceIdentity
     version: str
@@ -83,7 +89,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """From the search to the process that is connected to Ray."""
+    """Request from the search to the process connected to Ray."""
 
     number: int
     do: str
@@ -92,7 +98,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a request: an answer, our error, or why the place is `lost`."""
+    """Reply to a request: a result, an error of ours, or the reason that the place is `lost`."""
 
     number: int
     body: bytes = b""
@@ -101,5 +107,5 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pack(value: Any) -> bytes:
-    """As msgpack."""
+    """Return a value encoded as msgpack."""
     return msgspec.msgpack.encode(value)

@@ -1,4 +1,4 @@
-"""A node's part: an actor that holds a backend of the workload and runs its jobs, one at a time, in processes there."""
+"""Actor on a node, which holds a backend of the workload and runs its jobs one at a time in processes there."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from autotune_amp.isolation.places import on_ranks
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.isolation.slots import of_ranks
 
-HEAR_SECONDS = 0.5  # a job that runs is asked for what it told so often: a call for every step would slow it
+HEAR_SECONDS = 0.5  # interval of asking a running job for progress: one call for each step would slow it down
 
 
 class _StoppedError(Exception):
-    """Ends what the backend waits for."""
+    """Exception that ends the backend's waiting."""
 
 
 class _Ear(Watcher):
-    """Keeps what is told until it is asked for."""
+    """Watcher that collects progress until it is fetched."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, float]] = []
@@ -48,7 +48,7 @@ class _Ear(Watcher):
 
 
 class Worker:
-    """The actor. Every method takes and returns bytes of msgpack, and none of them waits for a job's end."""
+    """Actor on a node. Every method takes and returns msgpack bytes, and none waits for a job's end."""
 
     def __init__(self, opening: bytes) -> None:
         self._opening = msgspec.msgpack.decode(opening, type=Opening)
@@ -56,18 +56,18 @@ class Worker:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-        # As `python -m` has it: what the search sent is the working directory.
+        # The working directory that the search sent is importable, as with `python -m`.
         path = tuple(dict.fromkeys((str(Path.cwd()), *sys.path)))
         self._payload = Payload(target=self._opening.target, packed=self._opening.packed, path=path)
         self._ear = _Ear()
-        # One thread for all: on Linux a process ends with the thread that started it.
+        # A single thread for everything: on Linux a process ends with the thread that started it.
         self._thread = ThreadPoolExecutor(1, "jobs")
         self._work: Future[Any] | None = None
         self._backend: WorkloadBackend | None = None
         self._start_seconds: float | None = None
 
     def about(self, device: str) -> bytes:
-        """What it runs on."""
+        """Return a description of the process: device and versions."""
         return pack(About(identity=identify(device), version=__version__, python=platform.python_version()))
 
     def begin(self, call: bytes) -> None:
@@ -77,10 +77,10 @@ class Worker:
         self._work = self._thread.submit(getattr(self, f"_{method}"), *arguments)
 
     def hear(self) -> bytes:
-        """What was told since the last time; waits a moment for the end."""
+        """Return the progress since the last call, waiting briefly for the end."""
         assert self._work is not None
         wait([self._work], HEAR_SECONDS)
-        is_over = self._work.done()  # before what it told is taken
+        is_over = self._work.done()  # checked before the progress is taken
         steps, self._ear.steps = self._ear.steps, []
         printed, self._ear.printed = self._ear.printed, []
         told = Told(steps=steps, output="".join(printed), is_over=is_over)
@@ -99,7 +99,7 @@ class Worker:
         )
 
     def stop(self) -> None:
-        """End what runs: nobody waits for it any more."""
+        """End the running method, since nobody waits for it any more."""
         self._ear.is_stopped.set()
         if self._work is not None:
             self._work.exception()

@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster as slots of a search: they come and go while it runs, and are compared with the first."""
+"""Nodes of a Ray cluster as slots of a search: they come and go while it runs, and are compared with the first."""
 
 from __future__ import annotations
 
@@ -25,23 +25,26 @@ from autotune_amp.isolation.slots import Slots, WorkloadSlots
 from autotune_amp.trial.jobs import FingerprintJob
 
 T = TypeVar("T")
-START_SECONDS = 60.0  # until the first process on a node is there, and until one is after the last was lost
-GATHER_SECONDS = 10.0  # from the first to those that are waited for before the search begins
-NUM_TRIED = 2  # nodes that cannot load the workload, before that is taken to be its own fault
+START_SECONDS = 60.0  # time for the first process on a node, and for another one after the last was lost
+GATHER_SECONDS = 10.0  # time for further nodes after the first, before the search begins
+NUM_TRIED = 2  # nodes that fail to load the workload before the workload is blamed
 _FINGERPRINT_SECONDS = 60.0
 GIB = 2**30
 
 
 class RaySlots(WorkloadSlots):
-    """A `WorkloadBackend` on the places of a cluster: what comes up later joins, once it has loaded the workload and
-    that has the same fingerprint as on the first; what is lost is no slot any more."""
+    """`WorkloadBackend` on the places of a cluster.
+
+    A place that comes up later joins once it has loaded the workload with the same fingerprint as the first; a lost
+    place is removed.
+    """
 
     def __init__(
         self, fleet: Fleet, slots: Sequence[Slot], make: Callable[[Slot, Watcher], OnNode], watcher_of: WatcherOf
     ) -> None:
         super().__init__(slots, make, watcher_of)
         self._fleet = fleet
-        self._opening_seconds: float | None = None  # None until the first is open
+        self._opening_seconds: float | None = None  # None until the first place is open
         self._fingerprint: Fingerprint | None = None
         self._preparing: dict[Slot, Future[Any]] = {}
         self._ready = {slots[0]}
@@ -50,11 +53,11 @@ class RaySlots(WorkloadSlots):
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """Those that are ready."""
+        """Return the slots that are ready."""
         return tuple(slot for slot in super().slots if slot in self._ready)
 
     def load(self, deadline_seconds: float) -> dict[str, Any]:
-        """See `WorkloadBackend`; on the first place that can."""
+        """See `WorkloadBackend`. The first place that can load the workload does."""
         problems: list[WorkloadError] = []
         self._began = time.monotonic()
         while True:
@@ -66,7 +69,7 @@ class RaySlots(WorkloadSlots):
                 looked = partial(self._fingerprint_on, place.backend, slot, state)
                 self._fingerprint = self.wait_for(self._begin(place, looked))
             except SlotLostError:
-                continue  # with the next one
+                continue  # with the next place
             except WorkloadError as error:
                 problems.append(error)
                 if len(problems) == NUM_TRIED or len(self._places) == 1:
@@ -81,8 +84,9 @@ class RaySlots(WorkloadSlots):
         return opened
 
     def open_others(self, deadline_seconds: float) -> None:
-        """See `WorkloadBackend`; those that cannot, or where something else is loaded, are left out, and those that
-        take much longer than the first join later."""
+        """See `WorkloadBackend`. Places that fail, or load something else, are left out; places that take much longer
+        than the first join later.
+        """
         self._opening_seconds = deadline_seconds
         if not self._can_fork:
             self.keep()
@@ -101,7 +105,7 @@ class RaySlots(WorkloadSlots):
         super().keep()
 
     def on_each(self, ask: Callable[[WorkloadBackend], T]) -> list[T]:
-        """See `Slots`; without those that are lost."""
+        """See `Slots`. Places that are lost are left out."""
         answers = []
         for future in [self._begin(self._at(slot), partial(ask, self._at(slot).backend)) for slot in self.slots]:
             with suppress(SlotLostError):
@@ -115,7 +119,7 @@ class RaySlots(WorkloadSlots):
             self._prepare()
 
     def _prepare(self) -> None:
-        """Begin on those that are new, and see what came of the others."""
+        """Start preparing new places, and add or drop those that have finished."""
         how = self._is_kept, self._shared
         for place in self._places:
             if place.slot not in self._ready and place.slot not in self._preparing:
@@ -124,7 +128,7 @@ class RaySlots(WorkloadSlots):
         for slot in [slot for slot, future in self._preparing.items() if future.done()]:
             try:
                 future = self._preparing.pop(slot, None)
-                if future is None:  # seen while another one was waited for
+                if future is None:  # handled while another future was waited for
                     continue
                 problem, how = future.result()
             except SlotLostError as lost:
@@ -133,12 +137,14 @@ class RaySlots(WorkloadSlots):
                 problem = error.message.splitlines()[0]
             if problem is not None:
                 self._drop(slot, problem)
-            elif how == (self._is_kept, self._shared):  # else again, as the others are now
+            elif how == (self._is_kept, self._shared):  # else prepare it again, as the others are now
                 self._ready.add(slot)
 
     def _join(self, backend: WorkloadBackend, slot: Slot, how: tuple[bool, Any]) -> tuple[str | None, tuple[bool, Any]]:
-        """In the place's thread: load, compare, open, and do as was done on the others; returns why it cannot be used,
-        and `how` again."""
+        """Prepare a place, in its thread: load, compare, open, and set it up like the others.
+
+        Returns why it cannot be used, or None, and `how` again.
+        """
         backend.close()
         return self._why_not(backend, slot, *how), how
 
@@ -157,7 +163,7 @@ class RaySlots(WorkloadSlots):
         return None if shared is None else backend.share_build(*shared)
 
     def _fingerprint_on(self, backend: WorkloadBackend, slot: Slot, state: dict[str, Any]) -> Fingerprint:
-        """Of the workload and what it runs on there, without what differs between devices of one model."""
+        """Return the fingerprint of the workload on a place, without the device's own ID and index."""
         assert self._fleet.first is not None
         job = FingerprintJob(
             device=slot.device,
@@ -169,7 +175,7 @@ class RaySlots(WorkloadSlots):
         found = backend.submit(job).result()
         if isinstance(found, Failure):
             raise WorkloadError(f"The workload cannot be fingerprinted: {found.message}", "Mend what is said.")
-        return replace(found, unknown=())  # what cannot be compared cannot be told apart either
+        return replace(found, unknown=())  # unknown parts cannot be compared
 
     def _drop(self, slot: Slot, problem: str) -> None:
         self._fleet.leave_out(str(slot.name), problem)
@@ -177,7 +183,10 @@ class RaySlots(WorkloadSlots):
         super()._drop(slot, problem)
 
     def _require_one(self, problem: str) -> None:
-        """While the workload is loaded any other will do; later, wait for one that has loaded it."""
+        """Raise `ClusterLostError` if no place is left.
+
+        While the workload is loaded any other place will do; later, wait for one that has loaded it.
+        """
         until = time.monotonic() + START_SECONDS
         while self._opening_seconds is not None and not self._ready and time.monotonic() < until:
             self._hear()
@@ -186,7 +195,7 @@ class RaySlots(WorkloadSlots):
 
 
 class OnRay(Places):
-    """The nodes of a Ray cluster."""
+    """Nodes of a Ray cluster as places of a search."""
 
     is_here = False
 
@@ -210,14 +219,14 @@ class OnRay(Places):
         self._backend: RaySlots | None = None
 
     def identity(self) -> DeviceIdentity:
-        """The first's, without what tells it from others of its model: an answer holds whichever comes first."""
+        """Return the first place's device without its own ID and index: an answer holds for its whole model."""
         assert self._fleet.first is not None
         found = self._fleet.first.identity
         memory_bytes = round(found.total_memory_bytes / GIB) * GIB
         return replace(found, index=None, uuid=None, total_memory_bytes=memory_bytes)
 
     def backend(self) -> WorkloadBackend:
-        """Connect, and begin with the places that are up soon. Raises `InvalidRequestError` where there is none."""
+        """Connect, and return a backend of the places that come up soon. Raises `InvalidRequestError` without any."""
         tick = self._watcher_of(Slot(self.device)).tick
         self._cluster.connect(self._payload.target, self._payload.packed, self._num_ranks, tick)
         until = time.monotonic() + START_SECONDS
@@ -243,12 +252,12 @@ class OnRay(Places):
 
     def confirming(
         self,
-        device: str,  # noqa: ARG002 - each has its own
+        device: str,  # noqa: ARG002 - each place has its own
         *,
         are_shared: bool,
-        num_rounds: int,  # noqa: ARG002 - nothing stands by on a node
+        num_rounds: int,  # noqa: ARG002 - no process stands by on a node
     ) -> Slots[ConfirmingProcesses]:
-        """On every place that the search was on last."""
+        """Return the backend of the confirmation, on the places that the search used last."""
         assert self._backend is not None
 
         def make(slot: Slot, heard: Watcher) -> ConfirmingProcesses:
@@ -261,7 +270,7 @@ class OnRay(Places):
         return Slots(self._backend.slots, make, self._watcher_of)
 
     def close(self) -> None:
-        """End the processes on the nodes, and the connection."""
+        """End the processes on the nodes and the connection."""
         self._cluster.close()
 
     def _on_node(self, slot: Slot, heard: Watcher, isolation: Isolation | None, environment: dict[str, str]) -> OnNode:

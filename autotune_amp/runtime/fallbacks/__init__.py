@@ -1,1 +1,1 @@
-"""Fallbacks of the precision: which this device can take, and what people are told of them."""
+"""Fallbacks of the precision: the check against this device, and messages to the user."""

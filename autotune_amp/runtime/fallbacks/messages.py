@@ -1,4 +1,4 @@
-"""What the controller says to people, where it takes more than a line."""
+"""Longer messages of the controller to the user."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BAD_WEIGHTS = (
 def introduction(
     policy: Policy, scaler: LossScaler, last: MoveRecord | None, device: torch.device, *, checks: bool
 ) -> str:
-    """Say the precision, why it is this one, and what is watched and done about it."""
+    """Return a line with the precision, the reason for it, and how failing steps are handled."""
     why = "as its config says" if last is None else f"since update {last.update}: {last.reason}"
     scale = f", loss scale {scaler.target:g}" if scaler.is_scaling else ""
     guarded = "steps that are not finite are skipped" if checks else "nothing is guarded"
@@ -43,8 +43,10 @@ def introduction(
 def advice(
     policy: Policy, reason: str, culprit: str | None, below: Sequence[Precision], *, is_hidden: bool = False
 ) -> str:
-    """Say what the precision should be and cannot be from here, and how it could. `is_hidden`: compiled code does not
-    show whether the forward pass overflows."""
+    """Return the advice to use a lower precision that the controller cannot set, with the way to allow it.
+
+    `is_hidden`: compiled code does not show whether the forward pass overflows.
+    """
     where = f", first in {culprit}" if culprit and culprit not in reason else ""
     if is_hidden and not where:
         where = " (compiled code does not show where: overflows of its forward pass are counted as bad batches)"
@@ -54,7 +56,7 @@ def advice(
 
 
 def way_out(policy: Policy) -> str:
-    """Say which lines let the precision be changed."""
+    """Return which lines to change so that the controller can change the precision."""
     has_fallback = len(policy.rungs) > policy.rung + 1
     fallback = "" if has_fallback else ' Name fallbacks, too: AmpConfig(..., fallback=["bf16", "fp32"]).'
     return (
@@ -65,5 +67,5 @@ def way_out(policy: Policy) -> str:
 
 
 def shortened(names: Sequence[str]) -> str:
-    """List the first three names, and count the rest."""
+    """Return the first three names, and the number of others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,4 +1,4 @@
-"""Which of a config's measured fallback plans this device can take."""
+"""Check of a config's measured fallback plans against this device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autotune_amp.runtime.status import available_memory_bytes
 def withdraw_unfit(
     policy: Policy, plans: Iterable[FallbackPlan], max_slowdown: float | None, device: torch.device
 ) -> None:
-    """Withdraw the plans that are too slow, and bf16 where the device only emulates it.
+    """Withdraw plans slower than `max_slowdown`, and bf16 if the device only emulates it.
 
     Raises `InvalidRequestError` for a limit on a slowdown that was not measured.
     """
@@ -33,7 +33,7 @@ def withdraw_unfit(
 
 
 def why_not_in_memory(plan: FallbackPlan, device: torch.device) -> str | None:
-    """Say why the plan's measured peak does not fit into the device's memory, None where it does."""
+    """Return why the plan's measured peak does not fit into the device's memory, or None if it does."""
     needed = plan.peak_memory_bytes or 0
     available = available_memory_bytes(device) if needed else 0
     if needed <= available:

@@ -1,1 +1,1 @@
-"""An optimizer before it steps: its gradients, and how it wants to be stepped."""
+"""Handling of an optimizer before it steps: its gradients, and how it has to be stepped."""

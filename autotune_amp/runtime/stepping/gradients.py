@@ -1,4 +1,4 @@
-"""An optimizer's gradients: whether they are finite, what fp16 lost of them, and which cannot be unscaled."""
+"""Check of an optimizer's gradients for non-finite values, for the share that fp16 lost, and for fp16 parameters."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from autotune_amp.precision.step_amp import parameters_of
 from autotune_amp.precision.torch_state import HALF_DTYPES
 
 _SAMPLES_PER_PARAMETER = 1024
-# Nonzero fp16 numbers below 2^-22 stand in the three lowest octaves of the format. Where magnitudes are spread
-# log-normally over 3 to 4 octaves (standard deviation), six times as many stand there as were flushed when 1 % was.
+# Nonzero fp16 numbers below 2^-22 are in the three lowest octaves of the format. If magnitudes are log-normal over 3 to
+# 4 octaves (standard deviation), six times as many are there as were flushed when 1 % was flushed.
 _BARELY_THERE = 2.0**-22
 _BARELY_THERE_PER_LOST = 6.0
-# Of the model's largest gradient. Less, as before a batch norm or behind a saturated softmax, is rounding noise.
+# Share of the model's largest gradient. Smaller ones, as before a batch norm or behind a saturated softmax, are
+# rounding noise.
 NEGLIGIBLE = 2.0**-20
 
 
 def refuse_half_parameters(optimizer: torch.optim.Optimizer, precision: Precision) -> None:
-    """Raise `InvalidRequestError` where fp16's scaled gradients could not be unscaled: half precision parameters."""
+    """Raise `InvalidRequestError` for half-precision parameters under fp16, whose gradients cannot be unscaled."""
     for parameter in parameters_of(optimizer):
         if MODES[precision].takes_scaler and parameter.requires_grad and parameter.dtype.to_real() in HALF_DTYPES:
             raise InvalidRequestError(
@@ -38,15 +39,15 @@ def refuse_half_parameters(optimizer: torch.optim.Optimizer, precision: Precisio
 
 @functools.cache
 def _one(device: torch.device) -> Tensor:
-    """Return a 1 on the device, the same at each call: making one anew would launch a kernel."""
+    """Return a 1 on the device, the same at each call: creating one would launch a kernel."""
     return torch.ones((), dtype=torch.float32, device=device)
 
 
 def check(optimizer: torch.optim.Optimizer, inv_scale: Tensor | None) -> Tensor | None:
-    """1.0 where any gradient is not finite, 0.0 where all are, without waiting for the device; None without gradients.
+    """Return 1.0 on the device if any gradient is not finite, 0.0 if all are, without a sync; None without gradients.
 
-    Multiplies the gradients by `inv_scale` in place where it is given. Raises `InvalidRequestError` for fp16
-    gradients, which cannot be unscaled.
+    Multiplies the gradients by `inv_scale` in place if it is given. Raises `InvalidRequestError` for fp16 gradients,
+    which cannot be unscaled.
     """
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in _local(optimizer):
@@ -66,7 +67,7 @@ def check(optimizer: torch.optim.Optimizer, inv_scale: Tensor | None) -> Tensor 
             else:
                 one = _one(device) if inv_scale is None else inv_scale.to(device, non_blocking=True)
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, one)
-            if found is not None:  # without waiting a number on its way to the host would be read before it is there
+            if found is not None:  # a blocking copy, since the host would read a non-blocking one too early
                 found = torch.maximum(found, here.to(found.device, non_blocking=found.device.type != "cpu"))
             else:
                 found = here
@@ -74,10 +75,10 @@ def check(optimizer: torch.optim.Optimizer, inv_scale: Tensor | None) -> Tensor 
 
 
 def lost_share(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor:
-    """An estimate of the share of the gradient, scaled still, that fp16 flushed to zero; 0 without gradients.
+    """Return an estimate of the share of the scaled gradient that fp16 flushed to zero; 0 without gradients.
 
-    From a sample of what is left: after the fact a flushed zero looks like any other, but what is flushed leaves
-    neighbours barely above the smallest number. 1.0 where nothing is left at all.
+    It is estimated from a sample of the rest: a flushed zero looks like any other zero, but where values are flushed,
+    others are just above the smallest number. 1.0 if all entries are zero.
     """
     samples = [
         gradient.reshape(-1)[:: max(1, gradient.numel() // _SAMPLES_PER_PARAMETER)].float().to(device)
@@ -94,17 +95,17 @@ def lost_share(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor
 
 
 def _local(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield the numbers of each gradient that this rank holds, of a complex one as pairs of real ones; writable."""
+    """Yield the entries of each gradient that this rank holds, writable; complex ones as pairs of real numbers."""
     for parameter in parameters_of(optimizer):
         gradient = parameter.grad
         if gradient is None:
             continue
-        if hasattr(gradient, "to_local"):  # a DTensor: its own shard; the ranks agree afterwards
+        if hasattr(gradient, "to_local"):  # a DTensor's own shard; the ranks agree on the result later
             gradient = gradient.to_local()
         if gradient.layout != torch.strided:
             if gradient.is_sparse and gradient.dtype == torch.float16 and not gradient.is_coalesced():
                 parameter.grad = gradient = gradient.coalesce()  # summing duplicates is where fp16 overflows
             gradient = stored(gradient)
-        elif gradient.is_conj() or gradient.is_neg():  # conjugated or negated when read, and not writable so
+        elif gradient.is_conj() or gradient.is_neg():  # lazily conjugated or negated tensors are not writable
             parameter.grad = gradient = gradient.resolve_conj().resolve_neg()
         yield torch.view_as_real(gradient) if gradient.is_complex() else gradient

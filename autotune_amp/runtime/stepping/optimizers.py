@@ -1,4 +1,4 @@
-"""Optimizers as the controller meets them: how each wants to be stepped, and what is wrong with what it holds."""
+"""Optimizers of the loop: how each has to be stepped, and problems with the parameters that it holds."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from autotune_amp.runtime.scaler import NO_GRADIENTS
 
 log = logging.getLogger("autotune_amp.runtime")
 
-IDLE_UPDATES = 3  # without any gradient so far; single ones are a framework's that steps all its optimizers
-IDLE_AFTER_TRAINING_UPDATES = 100  # a part may rest for a while
+IDLE_UPDATES = 3  # without any gradient so far; a single one is normal for frameworks that step all optimizers
+IDLE_AFTER_TRAINING_UPDATES = 100  # a part of the model may rest for a while
 
 
 def makes_buffers_unread(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a first step that the device skips leaves memory behind that nobody wrote: fused SGD's momentum."""
+    """Whether a first step that the device skips leaves uninitialized memory behind, as fused SGD's momentum."""
     if not isinstance(optimizer, torch.optim.SGD) or optimizer.state:
         return False
     return any(group.get("fused") and group["momentum"] for group in optimizer.param_groups)
@@ -35,12 +35,12 @@ def makes_buffers_unread(optimizer: torch.optim.Optimizer) -> bool:
 
 @functools.cache
 def takes_a_scaler(optimizer: type[torch.optim.Optimizer]) -> bool:
-    """Whether its `step` wants the scaler itself, as custom optimizers once did."""
+    """Whether the optimizer's `step` takes the scaler itself, as custom optimizers used to."""
     return "grad_scaler" in inspect.signature(optimizer.step).parameters
 
 
 def refuse_closure(optimizer: torch.optim.Optimizer, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = {}) -> None:
-    """Raise `InvalidRequestError` for an optimizer that steps by a closure, and for a step that is given one."""
+    """Raise `InvalidRequestError` for an optimizer whose step needs a closure, and for a step that is given one."""
     name = type(optimizer).__name__
     if needs_closure(optimizer):
         raise InvalidRequestError(
@@ -58,7 +58,7 @@ def refuse_closure(optimizer: torch.optim.Optimizer, args: Sequence[Any] = (), k
 
 
 def refuse_clip_norm(clip_norm: object) -> None:
-    """Raise `InvalidRequestError` unless gradients can be clipped to this norm: a number above 0, or infinity."""
+    """Raise `InvalidRequestError` unless `clip_norm` is a number above 0, or infinity."""
     is_number = isinstance(clip_norm, numbers.Real) and not isinstance(clip_norm, bool)
     if not is_number or math.isnan(clip_norm) or clip_norm <= 0:  # type: ignore[operator, arg-type] # a number
         raise InvalidRequestError(
@@ -68,7 +68,7 @@ def refuse_clip_norm(clip_norm: object) -> None:
 
 
 class KnownOptimizers:
-    """The optimizers that the loop steps, by their number, and for how many updates each has had no gradient."""
+    """Optimizers stepped by the loop, by number, and the number of updates that each has had no gradient."""
 
     def __init__(self) -> None:
         self._known: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
@@ -76,7 +76,7 @@ class KnownOptimizers:
         self._have_trained: set[int] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy steps other optimizers."""
+        """Return an empty state, since a copy steps other optimizers."""
         return vars(KnownOptimizers())
 
     def __len__(self) -> int:
@@ -86,13 +86,14 @@ class KnownOptimizers:
         return number in self._known
 
     def add(self, number: int, optimizer: torch.optim.Optimizer) -> None:
-        """Keep a weak reference to it."""
+        """Register an optimizer by a weak reference."""
         self._known[number] = weakref.ref(optimizer)
 
     def note(self, verdicts: Mapping[int, float | Tensor]) -> None:
-        """Count an update in which these were stepped; warn of one that never gets a gradient, and of one that stopped.
+        """Count an update in which these optimizers were stepped, and log an error for one without gradients for many
+        updates.
 
-        GradScaler raises there at once; a framework that steps all its optimizers every time is right to go on.
+        GradScaler raises at once; but a framework that steps all its optimizers every time may go on.
         """
         for number, verdict in verdicts.items():
             if verdict != NO_GRADIENTS:
@@ -120,7 +121,7 @@ class KnownOptimizers:
         )
 
     def bad_weights(self, model: nn.Module | None) -> tuple[str, ...]:
-        """Name the parameters of the optimizers, and of the model, that are not finite. Waits for the device."""
+        """Return the names of non-finite parameters of optimizers and model. Synchronizes with the device."""
         names = () if model is None else bad_parameters(model)
         own = {id(parameter) for parameter in (() if model is None else model.parameters())}
         held = [(known(), number) for number, known in self._known.items()]

@@ -1,1 +1,1 @@
-"""The stages of a search: each says which job it wants run next."""
+"""Stages of a search, each of which returns the next job to run."""

@@ -21,7 +21,7 @@ from autotune_amp.search.space import HOPELESS, Space
 from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Check, Trial
 
-NUM_PAIRS = 24  # of (init_scale, growth_interval) for one contender, the seeds among them
+NUM_PAIRS = 24  # pairs (init_scale, growth_interval) for one contender, including the seeds
 MIN_CHECK_SECONDS = 0.5
 
 LATER_MARGIN = 0.7  # share of the seconds for checks of trained weights: a busy machine may be slower than before
@@ -107,15 +107,13 @@ class LaterChecks:
 
 @dataclass
 class LossScales:
-    """Stage that lets Optuna's sampler suggest loss scales for the contenders. They are scored by replay, without a
-    job.
-    """
+    """Stage that lets Optuna's sampler suggest loss scales for the contenders, which replay scores without a job."""
 
     is_exclusive: ClassVar[bool] = True
     study: Study
 
     def next(self, ledger: Ledger, planner: Planner) -> None:
-        """Tell the study about the suggested loss scales. Always return None, since replay needs no job."""
+        """Let the study suggest and score loss scales. Always return None, since replay needs no job."""
         self.study.catch_up(ledger)
         for contender in filter(None, (ledger.finalists or ())[:2]):
             self.study.suggest_pairs(contender.with_own_workers, NUM_PAIRS, lambda: planner.before_confirmation(ledger))
@@ -129,7 +127,7 @@ def next_todo(
 
     Call it again after each result: an unfaithful setting leaves the shortlist and another takes its place. The
     baseline is a contender, since it may be kept; a runner-up that is `HOPELESS` times slower is skipped.
-    `is_worth(gain, num_checks)` says whether a relative gain in throughput justifies so many checks; the gain of a
+    `is_worth(gain, num_checks)` returns whether a relative gain in throughput justifies so many checks; the gain of a
     runner-up is its lead over the winner plus `PLATEAU`, the uncertainty of both.
     """
     healing = _healing(ledger)
@@ -144,7 +142,7 @@ def next_todo(
         if HOPELESS * speeds[setting] < speeds[chosen.winner]:
             continue
         is_rival = setting == chosen.winner or speeds[setting] >= (1 - RIVAL) * fastest
-        may_win = is_rival or ledger.objective != "speed"  # then what is slower may win
+        may_win = is_rival or ledger.objective != "speed"  # otherwise a slower setting may win
         is_uncalibrated = (
             "calibration" in ledger.space.checks
             and MODES[setting.precision].takes_scaler
@@ -182,7 +180,7 @@ def next_later(ledger: Ledger, seconds: float) -> tuple[Setting, int] | None:
         first = ledger.fidelity.get(key)
         if first is None or first.later is not None or first.num_steps_before or not first.fp32_step_seconds:
             continue
-        if first.is_equal:  # it computes what fp32 does, bit for bit, whatever the weights
+        if first.is_equal:  # equal to fp32 bit for bit, whatever the weights
             continue
         num_steps = int((LATER_MARGIN * seconds - checked[key]) / first.fp32_step_seconds)
         if num_steps >= MIN_STEPS_BEFORE:
@@ -195,9 +193,7 @@ def _is_unchecked(ledger: Ledger, setting: Setting) -> bool:
 
 
 def _healing(ledger: Ledger) -> Todo | None:
-    """Return the next action for a precision that pinning some modules to fp32 makes faithful: check it with the pins,
-    then measure it.
-    """
+    """Return the next action for a precision that pins make faithful: check it with the pins, then measure it."""
     tried = {r.candidate for r in ledger.records if r.purpose in ranking.BEFORE_CONFIRMATION}
     for key, found in ledger.fidelity.items():
         ours = [c for c in tried if check_key(c) == key and not c.as_found]

@@ -76,9 +76,7 @@ class Confirm:
         self._is_started = False  # whether the process that the runs of this round share is running
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
-        """Return the next run of this round or the first run of the next round, or None when the time or the rounds are
-        used up.
-        """
+        """Return the next run of this round or of the next, or None when the time or the rounds are used up."""
         conditions = planner.conditions
         if not self._num_begun:
             if not self._is_environment_worth(ledger, planner):
@@ -97,7 +95,7 @@ class Confirm:
             counting = [r for r in counted(ledger.records) if r.round == self._round]
             done = [(r.candidate, "confirm" if is_confirming(r) else r.purpose, r.environment) for r in counting]
             planned = [run for run in self._plan(ledger, planner) if run.setting not in ledger.failures]
-            if any(run not in done for run in planned):  # else it is whole, wherever it ran
+            if any(run not in done for run in planned):  # else the round is complete, wherever it ran
                 here = [run for run, r in zip(done, counting, strict=True) if r.slot == self._slot]
                 self._to_run = [run for run in planned if run not in here]
                 self._num_begun += bool(self._to_run)
@@ -118,7 +116,7 @@ class Confirm:
             purpose=run.purpose,
             round=self._round,
             num_steps=(MAX_CONFIRM_STEPS, MAX_CONFIRM_STEPS),
-            # The clock of a command runs from its process's start on, that of another job once it is ready.
+            # A command's deadline starts with its process, that of another job once its process is ready.
             deadline_seconds=left - planner.runs_seconds(ledger, [], 0 if conditions.are_trials_fresh else num_starts),
             ending_seconds=min(self._ending_left(ledger, planner), left - needed) if needs_ending else None,
         )
@@ -130,9 +128,7 @@ class Confirm:
         self._to_run, self._slot = [], slot.name
 
     def _is_environment_worth(self, ledger: Ledger, planner: Planner) -> bool:
-        """Whether the recommended environment variables alone may gain enough to justify the seconds of confirming
-        them.
-        """
+        """Whether the recommended environment variables alone may gain enough to justify confirming them."""
         winner, _, baseline = self._contenders
         if winner != baseline or ledger.objective != "speed":
             return True
@@ -272,9 +268,7 @@ class OneRank:
     num_others: int
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
-        """Return the trial with one rank, set up like a confirmation run, or None if it was run or does not fit in the
-        time.
-        """
+        """Return the trial on one rank, run like a confirmation; None if it was run or does not fit in the time."""
         chosen, left = ledger.finalists, planner.budget.left()
         if chosen is None or any(record.purpose == "one_rank" for record in ledger.records):
             return None
@@ -323,9 +317,7 @@ class LargerBatches:
 
 
 def next_larger(ledger: Ledger, num_samples: int | None = None) -> Setting | None:
-    """Return a setting with twice the largest effective batch size tried in the fastest sound precision, or None if it
-    would not pay. Pure.
-    """
+    """Return twice the largest effective batch tried in the fastest sound precision; None if it cannot pay. Pure."""
     kept = ledger.space.effective_batch_size
     sound = {c: speed for c, speed in ledger.speeds.items() if ledger.tiers[c] <= UNDECIDED_TIER and not c.as_found}
     is_own = ledger.space.keeps_effective_batch_size

@@ -122,9 +122,7 @@ def _fit(prior: Array, rows: npt.NDArray[Any], logs: Array, noise: float) -> _Fi
 
 
 def _prior(settings: Sequence[Setting]) -> tuple[Array, Array]:
-    """Return the prior covariance of the settings and the covariance of the bend of a precision's curve at unit
-    variance.
-    """
+    """Return the settings' prior covariance, and at unit variance that of the bend of a precision's curve."""
     octaves = np.log2([setting.batch_size for setting in settings])
     centred, apart = octaves - octaves.mean(), np.abs(octaves[:, None] - octaves)
     sloped = np.outer(centred, centred)

@@ -37,16 +37,14 @@ from autotune_amp.trial.jobs import Trial
 
 MAX_PROCESSES = 4  # maximum number of trials of one setting
 WORTH_SHARING = 0.2  # share of a trial that building must take
-MIN_SHARED_SECONDS = 0.5  # less is not worth a model that lies in memory and a process that may fail to share it
+MIN_SHARED_SECONDS = 0.5  # less is not worth another model in memory and a process that may fail to share it
 BYTES_PER_PARAMETER = 4
 MEMORY_MARGIN = 1.1  # the memory model is within 2 to 19 % (studies/README.md), so it may skip but never exclude
 
 
 @dataclass
 class _Explore(ABC):
-    """Base class of stages that try settings until none is promising, or the time or the number of trials is used
-    up.
-    """
+    """Base class of stages that try settings until none is promising, or time or number of trials is used up."""
 
     is_exclusive: ClassVar[bool] = False
     study: Study
@@ -244,9 +242,7 @@ def next_seed(
             return nearest
 
     def first_of(precision: Precision) -> Setting | None:
-        """Return the precision's setting nearest to the baseline's batch size, or a smaller one after OOM; None once it
-        has run.
-        """
+        """Return the setting nearest to the baseline's batch, or smaller after OOM; None once one has run."""
         tried = [o for c, o in outcomes.items() if c.precision == precision and not c.as_found]
         if any(isinstance(outcome, Measurement) or outcome.kind != "oom" for outcome in tried):
             return None

@@ -35,9 +35,7 @@ class Fallbacks:
     is_exclusive: ClassVar[bool] = False
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
-        """Return the trial of a plan that was not measured yet, or the accumulation check that it depends on, or
-        None.
-        """
+        """Return the trial of a plan not measured yet, or the accumulation check that it depends on, or None."""
         left = planner.before_confirmation(ledger)
         if not planner.may_try(ledger, left):
             return None

@@ -68,9 +68,7 @@ def _faithful(check: Check) -> Fidelity:
 
 
 def _measured(ledger: Ledger, setting: Setting, curves: Curves) -> Measurement:
-    """Return a copy of the nearest setting's measurement, with its times scaled to the throughput that `curves`
-    predicts.
-    """
+    """Return the nearest setting's measurement, with times scaled to the throughput that `curves` predicts."""
 
     def distance(other: Setting) -> tuple[bool, int, float]:
         differing = sum(getattr(other, name) != getattr(setting, name) for name in Setting.__struct_fields__)

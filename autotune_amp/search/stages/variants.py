@@ -63,9 +63,7 @@ class Variants:
         return TRACE_SECONDS + planner.setup_seconds(ledger) + NUM_STEPS_FORESEEN * step_seconds
 
     def _next(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
-        """Return the next variant to try, else a setting to measure again or at the neighbouring batch size, or
-        None.
-        """
+        """Return the next variant, else a setting to measure again or at a neighbouring batch size, or None."""
         setting = next_setting(ledger, lambda c: is_worth_trying(ledger, planner, c))
         if setting is not None and setting.is_compiled and ledger is not ledger.actual:
             return None  # compiling takes tens of seconds: wait until all running jobs have ended
@@ -141,9 +139,7 @@ class LoaderWorkers:
         return None if safer in tried else safer
 
     def _promising(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
-        """Return the setting to try next with the least number of workers that ended the wait, or None if none is worth
-        it.
-        """
+        """Return the setting to try next with the fewest workers that ended the wait; None if none is worth it."""
         enough = [
             c.num_workers
             for c, ours in ledger.measurements.items()

@@ -6,6 +6,6 @@
   (another batch size, budget or precision) first tries the setting that was best there. `--fresh` ignores it. Nothing
   that is read from it is executed.
 * **A storage that goes away** ends no search: records are kept in the study's folder, and sent once the storage is
-  back, at the latest when the search ends; a warning names what it still lacks. A password in its URL is shown by
+  back, at the latest when the search ends; a warning is shown if it still lacks some. A password in its URL is shown by
   `ps`, and by nothing of ours.
 """

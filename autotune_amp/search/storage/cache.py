@@ -1,6 +1,4 @@
-"""Entry point of a search: answer from the cache, or search. Light to import, since a cached answer has to take 50
-ms.
-"""
+"""Entry point of a search: answer from the cache, or search. Light to import, for an answer within 50 ms."""
 
 from __future__ import annotations
 
@@ -14,16 +12,14 @@ from autotune_amp.search.progress import Progress
 from autotune_amp.search.source import Source
 from autotune_amp.search.storage.folder import StudyFolder
 
-# Options that do not change what is measured: where a search writes, its number of slots, and what it is ranked by.
+# Options that do not change the measurements: where a search writes, its number of slots, and its ranking.
 _OPTIONS_OUTSIDE_FINGERPRINT = ("study", "out", "storage", "devices", "slots", "ray", *RANKING)
 
 
 def search(
     source: Source, options: SearchOptions, progress: Progress, *, is_fresh: bool, is_rerun: bool = False
 ) -> Recommendation:
-    """Return the cached recommendation, or search; see `autotune_amp.recommend_config`. A rerun (see `Place`) never
-    searches.
-    """
+    """Return the cached recommendation, or search; see `recommend_config`. A rerun (see `Place`) never searches."""
     folder = StudyFolder(options.out, options.study or source.name)
     fields = msgspec.to_builtins(options)
     settings = {name: fields[name] for name in fields if name not in _OPTIONS_OUTSIDE_FINGERPRINT}
@@ -76,12 +72,10 @@ def cached_answer(
 def _shared_answer(
     source: Source, options: SearchOptions, folder: StudyFolder, progress: Progress, fingerprint: Fingerprint
 ) -> Recommendation | None:
-    """Return the storage's recommendation from another host or folder, if it holds for this fingerprint, and save it
-    here.
-    """
+    """Return the storage's recommendation from another host or folder if it holds here, and save it here."""
     if options.storage is None or fingerprint.unknown:
         return None
-    from autotune_amp.search.storage import shared  # brings Optuna
+    from autotune_amp.search.storage import shared  # imports Optuna
 
     found = shared.answer_for(shared.answers(options.storage, fingerprint), fingerprint)
     if found is None:

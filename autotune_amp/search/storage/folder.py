@@ -1,6 +1,4 @@
-"""Folder of a search: its lock, its log of outcomes and its recommendation. Its files are read as data, never
-executed.
-"""
+"""Folder of a search: its lock, its log of outcomes, its recommendation. Files are read as data, never executed."""
 
 from __future__ import annotations
 
@@ -99,9 +97,7 @@ class StudyFolder:
         return f"{prefix}{max(numbers, default=0) + 1 if is_fresh else max(numbers, default=1)}"
 
     def records(self, search_id: str | None = None) -> list[Record]:
-        """Return the records of one search, or of all. An incomplete last line, which another search may be writing, is
-        left out.
-        """
+        """Return the records of one search, or of all, without a last line that is still being written."""
         try:
             lines = read_file(self._outcomes_path).rpartition(b"\n")[0].splitlines()
         except FileNotFoundError:
@@ -143,9 +139,7 @@ class StudyFolder:
             ) from error
 
     def save(self, recommendation: Recommendation) -> Recommendation:
-        """Write recommendation.json atomically, and for a command the settings files that it names. Return what was
-        written.
-        """
+        """Write recommendation.json atomically, and a command's settings files. Return what was written."""
         line = recommendation.launch_line
         if line is not None:
             _, command = recommendation.answered_command(self.path)

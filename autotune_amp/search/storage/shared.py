@@ -103,9 +103,7 @@ def _without_command(recommendation: Recommendation) -> Recommendation:
 
 
 def _hiding(value: Any, words: Sequence[str]) -> Any:
-    """Return plain data with each of `words` hidden in its sentences. A string without a blank is a name or a
-    number.
-    """
+    """Return plain data with `words` hidden in its sentences; strings without a blank are names or numbers."""
     if isinstance(value, dict):
         return {name: _hiding(each, words) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

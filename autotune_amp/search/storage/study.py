@@ -253,9 +253,7 @@ class Study:
         self._told = {t.user_attrs["record"] for t in finished if "record" in t.user_attrs}  # numbers of its records
 
     def answer_seeds(self, setting: Setting) -> list[Pair] | None:
-        """Tell the study the initial pairs that it lacks. Return all pairs that it knows, or None if `setting` has no
-        safe scale.
-        """
+        """Tell the study the initial pairs that it lacks. Return all that it knows, or None without a safe scale."""
         scales = scales_of(self._ledger.scales, setting)
         outcome = self._ledger.outcomes.get(setting)
         if scales is None or scales.refusal is not None or outcome is None:
@@ -302,9 +300,7 @@ class Study:
         )
 
     def _fail_left_behind(self) -> None:
-        """Mark the trials that a killed search left running as failed, since heartbeats exist only in
-        `study.optimize`.
-        """
+        """Mark trials left running by a killed search as failed; only `study.optimize` has heartbeats."""
         for left in self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             if "candidate" in left.user_attrs:  # trials enqueued by somebody are still to be run
                 self._study._storage.set_trial_state_values(left._trial_id, TrialState.RUNNING)  # to be told
@@ -315,9 +311,7 @@ class Study:
             self._study.tell(left.number, state=TrialState.FAIL)
 
     def _is_legal(self, setting: Setting) -> bool:
-        """Whether a setting is in the space, apart from pinned modules and further dimensions; another number of
-        workers is not.
-        """
+        """Whether a setting is in the space, apart from pinned modules and further dimensions except workers."""
         return msgspec.structs.replace(setting.with_nothing_set_up, pinned_modules=()) in self._legal
 
     def _further_parameters(self, setting: Setting) -> dict[str, str]:
@@ -356,9 +350,7 @@ def _create_or_load(storage: RDBStorage, name: str, search_id: str, owner: str) 
 
 @contextlib.contextmanager
 def connected(storage: str | Path) -> Iterator[RDBStorage]:
-    """Yield the Optuna storage for a URL, or for the path of a search's own file. Raises `StudyError` if it cannot be
-    used.
-    """
+    """Yield the Optuna storage of a URL or of a search's own file. Raises `StudyError` if it cannot be used."""
     # Without a pool no SQLite connection outlives its session, not even if Optuna's constructor fails.
     options: dict[str, Any] = {}
     if isinstance(storage, Path):
