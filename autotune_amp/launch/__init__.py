@@ -53,6 +53,6 @@ stopped, and says which and where (send its output to `{trial_dir}`). That is kn
 safetensors' and SQLite's; not of `rm` or `>` in a shell script, of programs that the script starts, of HDF5 and
 Arrow. A file opened to be updated (`r+`) may be read. Started in `{trial_dir}` by `cd {trial_dir} && ...`, a script
 looks for its data there too: name them by absolute paths. Experiment trackers are off; files made elsewhere are
-listed. What a command cannot tell, it says: what later steps take in time and memory, evaluations and checkpoints that the first steps do not reach, gradients beyond the
-first weights, what it draws (`--objective energy`).
+listed. What a command cannot tell, it says: what later steps take in time and memory, evaluations and checkpoints that
+the first steps do not reach, gradients beyond the first weights, what it draws (`--objective energy`).
 """

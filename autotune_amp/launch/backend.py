@@ -158,7 +158,7 @@ class CommandBackend(WorkloadBackend):
         elif "accumulation_steps" not in command.line.placeholders:
             today = replace(today, accumulation_steps=batches_in(per_step, today.batch_size))
         if "precision" not in command.line.placeholders:
-            today = replace(today, precision=measure.autocast_precision(rank))
+            today = replace(today, precision=measure.todays_precision(rank))
         command.line, known = with_placeholders(command.line, rank.switches)
         self._refuse_ignored(today, rank)
         command.today, command.maker = today, None if loader is None else loader.maker
