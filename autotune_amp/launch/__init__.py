@@ -58,7 +58,6 @@ Arrow. A file opened to be updated (`r+`) may be read. Started in `{trial_dir}` 
 looks for its data there too: name them by absolute paths. Experiment trackers are off. What a trial makes outside of
 its own folders is moved to `trial_leftovers` in the study's folder when the trial ends, so that neither the next trial
 nor the real training resumes from its checkpoint. Caches, downloads and what a torch `Dataset` writes stay for the next
-trial. What a command cannot tell, it says: what
-later steps take in time and memory, evaluations and checkpoints that the first steps do not reach, gradients beyond the
-first weights, what it draws (`--objective energy`).
+trial. What a command cannot tell, it says: what later steps take in time and memory, evaluations and checkpoints that
+the first steps do not reach, gradients beyond the first weights, what it draws (`--objective energy`).
 """

@@ -164,7 +164,7 @@ class CommandBackend(WorkloadBackend):
         elif "accumulation_steps" not in command.line.placeholders:
             today = replace(today, accumulation_steps=batches_in(per_step, today.batch_size))
         if "precision" not in command.line.placeholders:
-            today = replace(today, precision=measure.autocast_precision(rank))
+            today = replace(today, precision=measure.todays_precision(rank))
         command.line, known = with_placeholders(command.line, rank.switches)
         command.unsettable = cannot = unsettable(command.line, rank)
         self._refuse_ignored(today, rank)

@@ -208,6 +208,14 @@ def precision_of(rank: Rank) -> Precision | None:
     return precision if weights in _FULL else weights
 
 
+def todays_precision(rank: Rank) -> Precision:
+    """Return the precision of a training as it is: by autocast, whatever its weights are loaded in, unless an argument
+    of its framework makes them so, as Lightning's ``bf16-true`` and DeepSpeed's do."""
+    seen = precision_of(rank)
+    stated = [switch.today.get("precision", seen) for switch in rank.switches if "precision" in switch.arguments]
+    return seen if seen is not None and seen in stated else autocast_precision(rank)
+
+
 def _num_parameters(rank: Rank) -> Counter[str]:
     """Count the parameters of all its optimizers, by dtype."""
     return sum((Counter(optimizer.num_parameters) for optimizer in rank.optimizers.values()), Counter())

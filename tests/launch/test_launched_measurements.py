@@ -9,8 +9,15 @@ import said
 
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.launch.measure import autocast_precision, description, is_enough, measurement, precision_of
-from autotune_amp.launch.messages import Message
+from autotune_amp.launch.measure import (
+    autocast_precision,
+    description,
+    is_enough,
+    measurement,
+    precision_of,
+    todays_precision,
+)
+from autotune_amp.launch.messages import Message, Switch
 from autotune_amp.launch.ranks import Heard
 from autotune_amp.trial.jobs import Trial
 
@@ -108,3 +115,17 @@ def test_what_weights_are_kept_in_is_not_what_autocast_is_in(
     (rank,) = said.heard(messages).ranks.values()
     today = Setting(precision=autocast_precision(rank), batch_size=8)
     assert (today.precision, description(rank, "train", today, 0.0).weights) == (precision, weights)
+
+
+@pytest.mark.parametrize(
+    ("stated", "precision"),
+    [(None, "fp32"), ({"precision": "fp32"}, "fp32"), ({"precision": "bf16"}, "bf16"), ({}, "bf16")],
+)
+def test_weights_that_a_framework_converts_are_its_precision(stated: dict[str, Any] | None, precision: str) -> None:
+    """As Lightning's bf16-true and DeepSpeed do; a model that is loaded in bf16 has them of itself."""
+    messages: list[Message] = [said.optimizer(7, num_parameters={"bfloat16": 9}), said.step(7, 1), said.step(7, 2)]
+    if stated is not None:
+        known: dict[str, Any] = {"arguments": {"precision": "precision"}, "parser": "", "script": "", "line": ""}
+        messages.append(Switch(pid=7, time=0.0, owner="Trainer", today=stated, **known))
+    (rank,) = said.heard(messages).ranks.values()
+    assert todays_precision(rank) == precision

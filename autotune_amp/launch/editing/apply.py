@@ -12,6 +12,7 @@ import tokenize
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,7 +114,9 @@ def apply(
             f"The command cannot be observed: {observed.message}.{details}",
             "Mend that, or give a command that takes more steps.",
         )
-    seen = _seen(*observed)
+    has_own_weights = recommended.workload is not None and recommended.workload.weights != "fp32"
+    behaviour = partial(_behaviour, has_own_weights=has_own_weights)
+    seen = _seen(*observed, behaviour)
     sources = _read(
         {line.rpartition(":")[0] for line in (seen.step_line, *(s.line for s in seen.sites if not s.maker))}
     )
@@ -128,7 +131,7 @@ def apply(
     if applied.diff or applied.command:
         phase("Running an edited copy")
         command.line = msgspec.structs.replace(line, arguments=edited.command)
-        applied = _verified(applied, command, edited, sources)
+        applied = _verified(applied, command, edited, sources, behaviour)
     applied = msgspec.structs.replace(applied, left=leftover_notes(command.aside, command.kept))
     if write and applied.diff:
         if not applied.verified:
@@ -159,18 +162,19 @@ def _observed(command: Command, overlay: Mapping[str, str] | None = None) -> tup
     return ran.heard, found[0]
 
 
-def _behaviour(rank: Rank) -> Observed:
+def _behaviour(rank: Rank, *, has_own_weights: bool) -> Observed:
+    """Return what a run did; `has_own_weights`: what they are loaded in is not what the precision makes of them."""
     loader, per_step = measure.training_loader(rank), measure.samples_per_step(rank) or 1.0
     batch_size = measure.batch_size(rank)
     return Observed(
-        precision=measure.precision_of(rank) or "fp32",
+        precision=measure.todays_precision(rank) if has_own_weights else measure.precision_of(rank) or "fp32",
         batch_size=batch_size,
         accumulation_steps=max(1, round(per_step / batch_size)),
         num_workers=None if loader is None else loader.num_workers,
     )
 
 
-def _seen(heard: Heard, rank: Rank) -> Seen:
+def _seen(heard: Heard, rank: Rank, behaviour: Callable[[Rank], Observed]) -> Seen:
     python = heard.torches.get(rank.pid) or next(iter(heard.torches.values()))  # it may be a fork of that
     optimizer = next(iter(rank.optimizers.values()))
 
@@ -180,7 +184,7 @@ def _seen(heard: Heard, rank: Rank) -> Seen:
 
     sites = _of_training([site for site in heard.sites if site.pid == rank.pid], rank.training_loaders)
     return Seen(
-        today=_behaviour(rank),
+        today=behaviour(rank),
         sites=tuple(msgspec.structs.replace(site, line=absolute(site.line)) for site in sites),
         device=optimizer.devices[0].partition(":")[0],
         step_line=absolute(optimizer.line),
@@ -212,7 +216,13 @@ def _read(paths: Iterable[str]) -> dict[str, _Source]:
     return found
 
 
-def _verified(applied: Applied, command: Command, edited: Edit, sources: Mapping[str, _Source]) -> Applied:
+def _verified(
+    applied: Applied,
+    command: Command,
+    edited: Edit,
+    sources: Mapping[str, _Source],
+    behaviour: Callable[[Rank], Observed],
+) -> Applied:
     """Run the copy, in the place of the original's files, under the command as it is henceforth."""
     with tempfile.TemporaryDirectory(prefix="autotune_amp-") as folder:
         overlay = {}
@@ -222,7 +232,7 @@ def _verified(applied: Applied, command: Command, edited: Edit, sources: Mapping
         found = _observed(command, overlay)
     if isinstance(found, Failure):
         return msgspec.structs.replace(applied, verified=False, problem=f"of the copy, {found.message.rstrip('.')}")
-    observed, expected = _behaviour(found[1]), edited.expected
+    observed, expected = behaviour(found[1]), edited.expected
     problem = "; ".join(_differences(observed, expected, "the copy ran with {name} {ours}, not {theirs}"))
     return msgspec.structs.replace(applied, observed=observed, verified=not problem, problem=problem or None)
 
