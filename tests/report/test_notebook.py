@@ -26,7 +26,7 @@ def ran(shared_once: SharedOnce) -> Ran:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("Recommendation", ["Recommended", "speed-up", "peak memory", "Evidence"]),
+        ("Recommendation", ["fp32", "speed-up", "peak memory", "Evidence"]),
         ("Hardware", ["cpu", "matrix products", "fp32"]),
         ("AmpProfile", ["precision", "verdict"]),
         ("Fidelity", ["fp16 against fp32", "next step", "layers.0"]),
