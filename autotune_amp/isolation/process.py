@@ -188,7 +188,8 @@ class Process:
                 phase = "compiling"
             elif event == "phase":
                 phase, allowed = message["name"], message.get("seconds")
-                self._folders += [message["folder"]] if "folder" in message else []
+                if "folder" in message:
+                    self._folders.append(message["folder"])
                 self.watcher.activity(phase)
             elif event == "so far":
                 so_far = message["value"]
