@@ -5,8 +5,9 @@ the module, file and line, why, and the line that mends it. No such device is ne
 repeated on tensors without data under the device's own autocast, as the torch that you have installed has it.
 
 What will break: `binary_cross_entropy` on probabilities (CUDA raises); constants past 65504, as in
-`masked_fill(-1e9)`; `autograd.Function` without `custom_fwd`; operands of two precisions; decompositions, solvers
-and Fourier transforms in half precision; fp16 weights.
+`masked_fill(-1e9)`; `autograd.Function` without `custom_fwd`; operands of two precisions; what has no kernels in half
+precision, as decompositions, solvers, quantiles and Fourier transforms; fp16 weights. What the CPU's own kernels take
+of two precisions, and in half precision, is asked of them, so that it holds for the torch that you have installed.
 
 What will hurt: epsilons that fp16 rounds to zero; casts to a fixed format, an `autocast` inside the model; clipping
 before `unscale_`, a `GradScaler` under bf16; `torch.cuda.amp`, sizes that are no multiple of 8 (16 for fp8); a loss

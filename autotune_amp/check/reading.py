@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import functools
 import inspect
 import linecache
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import CodeType
 from typing import Any, Final, NamedTuple
 
 from msgspec.structs import replace
@@ -89,12 +92,14 @@ def of_weights(
 ) -> Finding:
     """Say that trained weights of `modules` are kept in `dtype`, and where that is asked for.
 
-    It is where one of `makers` says so, or the line that assigns it to its name; else the only place in any file. Where
-    several ask for this dtype, any may be another workload's, and none is named.
+    It is where one of `makers` says so, or what they call, or the line that assigns one to its name; else the only
+    place in any file. Where several ask for this dtype, any may be another workload's, and none is named.
     """
     sources = list(sources)
     places = [place for source in sources for place in _mentions(source, dtype)]
-    spans = [*map(_span, makers), *(_assignments(source, maker) for maker in makers for source in sources)]
+    makers = list(makers)
+    spans = [_span(function) for maker in makers for function in _reachable(maker)]
+    spans += [_assignments(source, maker) for maker in makers for source in sources]
     made = (place for span in spans for place in places if (place.file, place.line) in span)
     place = next(made, places[0] if len(set(places)) == 1 else Place())
     one = found(
@@ -163,6 +168,33 @@ def _mentions(source: Source, dtype: str) -> Iterator[Place]:
         is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method
         if is_method or (isinstance(node, ast.Attribute) and source.called(node) in names):
             yield source.place(node.lineno)  # type: ignore[attr-defined]  # expressions have one
+
+
+def _reachable(maker: Any) -> Iterator[Any]:
+    """Return a function of the user's own and those that it names, the nearest first; of classes the methods."""
+    seen: set[CodeType] = set()
+    waiting = [maker]
+    for given in waiting:  # which grows
+        found = given.func if isinstance(given, functools.partial) else given
+        if inspect.isclass(found):
+            waiting += [member for member in map(_function_of, vars(found).values()) if inspect.isfunction(member)]
+        found = inspect.unwrap(found) if inspect.isfunction(found) else None
+        if found is None or found.__code__ in seen or _is_installed(found.__code__.co_filename):
+            continue
+        seen.add(found.__code__)
+        yield found
+        for cell in found.__closure__ or ():
+            with contextlib.suppress(ValueError):  # of a name that has no value yet
+                waiting.append(cell.cell_contents)
+        waiting += (found.__globals__[name] for name in _names(found.__code__) if name in found.__globals__)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The names that a function uses, and those in it."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
 
 
 def _span(maker: Any) -> set[tuple[str | None, int | None]]:

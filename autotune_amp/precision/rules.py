@@ -87,7 +87,7 @@ MIXED_OPERANDS = Rule(
     r"|equal to src\.dtype|[Ii]nput (d?types|type \S+ and (weight|bias) type \S+) (must|should) be the same"
     r"|to have the same type as tensor for argument|Type promoting not supported|Found dtype \w+ but expected"
     r"|expect parameter to have scalar type|must be same dtype|(Half|BFloat16|Float) did not match"
-    r"|tensors with different dtypes|dtype \S+ does not match",
+    r"|tensors with different dtypes|dtype \S+ does not match|attn_mask dtype to be",
 )
 LINEAR_ALGEBRA = Rule(
     "linear_algebra",

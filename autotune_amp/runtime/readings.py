@@ -39,8 +39,10 @@ class Readings(msgspec.Struct, frozen=True, kw_only=True, rename=_metric_name):
     )
     num_steps: Annotated[Whole, _is("Updates in which every optimizer with gradients stepped.", "{step}")]
     num_skips: Annotated[Whole, _is("Updates in which one did not: overflows and bad batches.", "{step}")]
-    num_overflows: Annotated[Whole, _is("Skips with a finite loss: a gradient was not.", "{step}")]
-    num_bad_batches: Annotated[Whole, _is("Skips in which the loss itself was not finite.", "{step}")]
+    num_overflows: Annotated[Whole, _is("Skips for an overflow: of a gradient, or seen in the forward pass.", "{step}")]
+    num_bad_batches: Annotated[
+        Whole, _is("Skips whose loss was not finite, with no overflow seen in the pass.", "{step}")
+    ]
     num_moves: Annotated[Whole, _is("Moves of the controller.", "{move}")]
     flushed_share: Annotated[
         NotNegative | None, _is("Share of the gradient's entries that fp16 flushed to zero, an estimate from samples.")

@@ -105,6 +105,14 @@ def test_what_has_no_kernel_for_half_precision_on_cuda(
     assert found(OPERATIONS[name], (True, True, True), has_autocast, "cuda") == {rule: precisions}
 
 
+@pytest.mark.parametrize("device", ["cuda", "mps"])
+def test_a_mask_of_another_dtype_breaks_attention_where_autocast_is_off(device: AutocastDevice) -> None:
+    mask_in_half = (False, True, False)
+    attention = OPERATIONS["attention with a mask"]
+    assert found(attention, mask_in_half, False, device) == {"mixed_operands": {"fp16", "bf16"}}
+    assert found(attention, mask_in_half, True, device) == {}
+
+
 def test_operands_of_one_dtype_are_written_without_a_finding() -> None:
     for device in ("cuda", "mps", "cpu"):
         for mix in ((False, False, False), (True, True, True)):

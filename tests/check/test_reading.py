@@ -142,6 +142,20 @@ def test_the_function_that_makes_the_weights_is_named_before_the_rest_of_its_fil
     assert of_weights("float16", "breaks", ("head",), [], []).file is None
 
 
+def test_what_a_workloads_functions_call_is_named_and_not_what_anothers_do(tmp_path: Path) -> None:
+    path = tmp_path / "helpers.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\n\ndef base():\n    return nn.Linear(2, 2).half()\n\n"
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.half()\n\n"
+        "first = lambda: base()\nsecond = lambda: nn.Sequential(Net())\nthird = lambda: nn.Linear(2, 2)\n"
+    )
+    names: dict[str, Any] = {"__name__": "helpers"}
+    exec(compile(path.read_text(), path, "exec"), names)
+    sources, _ = sources_of([names["first"]])
+    lines = [of_weights("float16", "breaks", (), sources, [names[name]]).line for name in ("first", "second", "third")]
+    assert lines == [5, 10, None]
+
+
 def test_of_several_workloads_that_one_function_makes_the_line_of_this_one_is_named(tmp_path: Path) -> None:
     path = tmp_path / "several.py"
     path.write_text(

@@ -63,6 +63,32 @@ def run_a_search(progress: TerminalProgress) -> None:
     progress.ended()
 
 
+def test_what_a_long_job_does_is_a_line_now_and_then_where_nothing_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Mock(return_value=0.0)
+    monkeypatch.setattr("autotune_amp.report.progress.time.monotonic", clock)
+    stream = io.StringIO()
+    progress = TerminalProgress(stream)
+    progress.work_started(None)
+    progress.phase("recording one fp32 step for cuda")
+    for second in range(25):
+        clock.return_value = float(second)
+        progress.activity(f"{100 * second} calls recorded, now in layers.3")
+    progress.ended()
+    assert stream.getvalue().splitlines()[1:] == [
+        "  1000 calls recorded, now in layers.3",
+        "  2000 calls recorded, now in layers.3",
+    ]
+
+
+def test_what_a_job_does_is_shown_on_a_terminal() -> None:
+    terminal = FakeTerminal()
+    progress = TerminalProgress(terminal)
+    progress.work_started(None)
+    progress.activity("1,240 calls recorded, now in layers.3")
+    assert "1,240 calls recorded, now in layers.3" in terminal.seen()
+    progress.ended()
+
+
 def test_without_a_terminal_or_on_a_dumb_one_every_event_is_a_plain_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     for stream in (io.StringIO(), FakeTerminal()):
