@@ -14,8 +14,7 @@ placeholder that does not reach the training is an error that names both values 
 command refuses, or in which it is hopelessly slow, is left out with a warning. Whether a precision is faithful is
 judged inside the command, by the gradients of the same batches on the same first weights. Without
 `{accumulation_steps}` a smaller batch would change what the training learns, so none is tried unless
-`--effective-batch-size free`. A script that itself accumulates to a total keeps what it learns at every batch size: one
-that accumulates today is run at another batch size to see whether its optimizer steps take as many samples, and if so
+`--effective-batch-size free`. A script that itself accumulates to a total keeps its effective batch size: one that accumulates today is run at another batch size to see whether its optimizer steps take as many samples, and if so
 all batch sizes that make up the total are tried. Of one that changes its accumulation, in a warm-up for instance, only
 the size of its batches is judged.
 
@@ -47,9 +46,9 @@ What is understood of a training, seen and set from outside:
 Nothing of yours is touched: a trial that is about to overwrite, append to or delete a file that was there before is
 stopped, and says which and where (send its output to `{trial_dir}`). That is known of Python's own writing, torch's,
 safetensors' and SQLite's; not of `rm` or `>` in a shell script, of programs that the script starts, of HDF5 and
-Arrow. Experiment trackers are off. What a trial makes outside of its own folders is moved to `trial_leftovers` in the
-study's folder when the trial ends, so that neither the next trial nor the real training resumes from its checkpoint.
-Caches, downloads and what a torch `Dataset` writes stay for the next trial. What a command cannot tell, it says: what
-later steps take in time and memory, evaluations and checkpoints that the first steps do not reach, gradients beyond the
-first weights, what it draws (`--objective energy`).
+Arrow. Experiment trackers are off. What is so known to be made by a trial outside of its own folders is moved to the
+study's `trial_leftovers` when the trial ends, so that neither the next trial nor the real training resumes from its
+checkpoint. Caches, downloads and what a torch `Dataset` writes stay for the next trial, if they were complete when
+training began. What a command cannot tell, it says: what later steps take in time and memory, evaluations and
+checkpoints that the first steps do not reach, gradients beyond the first weights, what it draws (`--objective energy`).
 """
