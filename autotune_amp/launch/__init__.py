@@ -14,9 +14,10 @@ placeholder that does not reach the training is an error that names both values 
 command refuses, or in which it is hopelessly slow, is left out with a warning. Whether a precision is faithful is
 judged inside the command, by the gradients of the same batches on the same first weights. Without
 `{accumulation_steps}` a smaller batch would change what the training learns, so none is tried unless
-`--effective-batch-size free`. A script that itself accumulates to a total keeps its effective batch size: one that accumulates today is run at another batch size to see whether its optimizer steps take as many samples, and if so
-all batch sizes that make up the total are tried. Of one that changes its accumulation, in a warm-up for instance, only
-the size of its batches is judged.
+`--effective-batch-size free`. A script that itself accumulates to a total keeps its effective batch size: one that
+accumulates today is run at another batch size to see whether its optimizer steps take as many samples, and if so all
+batch sizes that make up the total are tried. Of one that changes its accumulation, in a warm-up for instance, only the
+size of its batches is judged.
 
 Without placeholders, batch size and precision are set from outside: in the framework's own arguments, else in the
 script's own autocast regions, else around the model's forward. fp16 needs a GradScaler of the script's own. What
