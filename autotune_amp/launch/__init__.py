@@ -17,10 +17,10 @@ command refuses, or in which it is hopelessly slow, is left out with a warning. 
 judged inside the command, by the gradients of the same batches on the same first weights; a model that is loaded in
 bf16 is held against its weights raised to fp32, and its rows called fp32 compute with them as they are. Without
 `{accumulation_steps}` a smaller batch would change what the training learns, so none is tried unless
-`--effective-batch-size free`. A script that itself accumulates to a total keeps what it learns at every batch size: one
-that accumulates today is run at another batch size to see whether its optimizer steps take as many samples, and if so
-all batch sizes that make up the total are tried. Of one that changes its accumulation, in a warm-up for instance, only
-the size of its batches is judged.
+`--effective-batch-size free`. A script that itself accumulates to a total keeps its effective batch size: one that
+accumulates today is run at another batch size to see whether its optimizer steps take as many samples, and if so all
+batch sizes that make up the total are tried. Of one that changes its accumulation, in a warm-up for instance, only the
+size of its batches is judged.
 
 Without placeholders, batch size and precision are set from outside: in the framework's own arguments, else in the
 script's own autocast regions, else around the model's forward. fp16 needs a GradScaler of the script's own. What
@@ -55,9 +55,10 @@ Nothing of yours is touched: a trial that is about to overwrite, append to or de
 stopped, and says which and where (send its output to `{trial_dir}`). That is known of Python's own writing, torch's,
 safetensors' and SQLite's; not of `rm` or `>` in a shell script, of programs that the script starts, of HDF5 and
 Arrow. A file opened to be updated (`r+`) may be read. Started in `{trial_dir}` by `cd {trial_dir} && ...`, a script
-looks for its data there too: name them by absolute paths. Experiment trackers are off. What a trial makes outside of
-its own folders is moved to `trial_leftovers` in the study's folder when the trial ends, so that neither the next trial
-nor the real training resumes from its checkpoint. Caches, downloads and what a torch `Dataset` writes stay for the next
-trial. What a command cannot tell, it says: what later steps take in time and memory, evaluations and checkpoints that
-the first steps do not reach, gradients beyond the first weights, what it draws (`--objective energy`).
+looks for its data there too: name them by absolute paths. Experiment trackers are off. What is so known to be made by a
+trial outside of its own folders is moved to the study's `trial_leftovers` when the trial ends, so that neither the next
+trial nor the real training resumes from its checkpoint. Caches, downloads and what a torch `Dataset` writes stay for
+the next trial, if they were complete when training began. What a command cannot tell, it says: what later steps take in
+time and memory, evaluations and checkpoints that the first steps do not reach, gradients beyond the first weights, what
+it draws (`--objective energy`).
 """

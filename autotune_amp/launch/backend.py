@@ -61,8 +61,8 @@ OF_RANKS = (
     "counted once for each, which changes no comparison."
 )
 OF_TOTAL = (
-    "The script itself accumulates to {0} samples an optimizer step{1}, at batch {2} as at batch {3}: the batch size "
-    "changes nothing that it learns."
+    "The script itself accumulates to {0} samples an optimizer step{1}, at batch {2} as at batch {3}: every batch size "
+    "keeps the effective batch size."
 )
 OF_SHARING = "The ranks divide {batch_size} among them: batch sizes are those of all ranks together."
 OF_ASSUMED = "{{batch_size}} does not say what is run today: {0} is taken for it. {{batch_size=N}} says yours."
@@ -212,7 +212,8 @@ class CommandBackend(WorkloadBackend):
     ) -> tuple[Rank, Ran] | Failure:
         """Run it as a trial of the setting would; return the slowest rank and the run.
 
-        Raises `BudgetTooSmallError` as soon as its steps show that the time of a search that `began` is too short.
+        Raises `BudgetTooSmallError` as soon as its steps show that the time of a search that `began` is too short, and
+        `WorkloadError` where it would change what was there before, which it would do with any setting.
         """
         as_trial = Trial(
             candidate=setting, device=job.device, measure_seconds=measure_seconds(job.deadline_seconds or math.inf)
@@ -225,6 +226,8 @@ class CommandBackend(WorkloadBackend):
             return measure.is_enough(heard, as_trial, run_began)
 
         ran = self._command.run(setting, deadlines, is_enough, Watcher(), environment=self._environment)
+        if isinstance(ran.ending, Failure) and ran.heard.refused is not None:
+            raise WorkloadError(f"A trial was stopped: {ran.ending.message}.", ran.ending.details or "")
         found, num_steps = measure.slowest(ran.heard), ran.heard.num_steps
         has_failed = isinstance(ran.ending, Failure) and ran.ending.kind != "workload_error"
         as_setting = "" if began is not None else f", run as {setting},"

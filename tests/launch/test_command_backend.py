@@ -246,6 +246,19 @@ def test_a_script_that_ramps_its_accumulation_up_is_followed(accumulating: str, 
         assert isinstance(outcome, Measurement), outcome
 
 
+def test_a_command_that_would_change_what_was_there_is_told_so_whichever_run_would(
+    tmp_path: Path, local: LocalBackend
+) -> None:
+    old, train = tmp_path / "old.pt", tmp_path / "train.py"
+    old.write_text("the user's")
+    saves = f"torch.save({{}}, {str(old)!r}) if options.batch == 4 else None\noptimizer = "
+    train.write_text(ACCUMULATING.replace("optimizer = ", saves))
+    with pytest.raises(WorkloadError, match=r"A trial was stopped.*old\.pt") as raised:
+        described([sys.executable, str(train), *BATCH], local)
+    assert "{trial_dir}" in raised.value.next_step
+    assert old.read_text() == "the user's"
+
+
 def test_a_batch_that_a_script_does_not_take_is_no_error_where_none_is_needed(
     accumulating: str, local: LocalBackend
 ) -> None:
