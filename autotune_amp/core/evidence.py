@@ -256,12 +256,10 @@ def step_line(evidence: Evidence) -> str:
     return text
 
 
-def landing_line(interval: tuple[float, float]) -> str:
-    """Say where a new run is expected to land, in samples per second, or that processes differed too much for that."""
+def landing_line(interval: tuple[float, float], unit: str = "") -> str:
+    """Say where a new run is expected to land, in samples per second, and where that is no promise."""
     low, high = interval
-    if is_wide(interval):
-        return f"processes differed too much here to say what a new run reaches: {number(low)} to {number(high)}"
-    return f"a new run: {number(low)} to {number(high)}"
+    return f"a new run: {number(low)} to {number(high)}{unit}" + ", too wide to promise a speed" * is_wide(interval)
 
 
 def is_wide(interval: tuple[float, float]) -> bool:
@@ -302,7 +300,7 @@ def speedup_line(config: AmpConfig, evidence: Evidence) -> str:
 def certainty_line(evidence: Evidence) -> str:
     """How sure the speed is: in how many fresh processes it was measured, and where a new run is expected to land."""
     processes = count(evidence.num_processes, "process", "processes")
-    landing = f"{landing_line(evidence.samples_per_second_interval)} samples/s"
+    landing = landing_line(evidence.samples_per_second_interval, " samples/s")
     if evidence.num_processes < MIN_PROCESSES:
         return f"unconfirmed, measured in {processes} only; {landing}"
     if not evidence.is_confirmed:

@@ -335,11 +335,9 @@ def exclusions(known: Mapping[Setting, Fidelity]) -> tuple[Exclusion, ...]:
 
 
 def _next_step(failure: Failure) -> str:
-    return (
-        "Give a larger --budget."
-        if failure.kind == "timeout"
-        else mended(failure) or "Fix that error, or use another precision."
-    )
+    if failure.kind == "timeout":
+        return "Give a larger --budget."
+    return mended(failure) or "Fix that error, or use another precision."
 
 
 def _of_failure(record: Record) -> Fidelity:

@@ -63,7 +63,7 @@ def test_an_interval_that_says_nothing_does_not_press_the_chart_flat() -> None:
     wide = msgspec.structs.replace(MADE.evidence, samples_per_second_interval=(18.5, 65_896.0))
     ring = trace(throughput(msgspec.structs.replace(MADE, evidence=wide), RECORDS), "recommended")
     assert (ring.error_y.array, ring.error_y.arrayminus) == ((0.0,), (0.0,))
-    assert "processes differed too much" in ring.hovertext[0].replace("<br>", " ")
+    assert "too wide to promise a speed" in ring.hovertext[0].replace("<br>", " ")
 
 
 def test_what_was_not_done_has_no_card_of_its_own() -> None:

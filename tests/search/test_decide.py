@@ -492,3 +492,10 @@ def test_what_confirms_an_answer_is_what_the_search_ended_for_want_of(was_interr
 def test_nothing_is_said_of_settings_that_did_not_run() -> None:
     assert "nothing else that was tried ran" in decided(Log().add(FP32, 100.0).add(BF16, OOM)).reason
     assert "of 2 settings measured none" in decided(Log().add(FP32, 100.0).add(BF16, 50.0)).reason
+
+
+def test_a_gain_is_over_the_baseline_as_it_ran_then() -> None:
+    """The winner was not confirmed and the baseline was, at a third of the speed that both had before."""
+    found = decided(Log().add(FP32, 100.0).add(BF16, 150.0).confirm(FP32, *[33.0] * 3)).evidence
+    assert found.speedup == pytest.approx(1.5)
+    assert found.baseline.samples_per_second == 100.0

@@ -76,6 +76,7 @@ def decide(
     contenders = ranking.contenders(ledger.merits, ledger.tiers, space.baseline)
     baseline = best_runs(records, space.baseline, {})
     today = ranking.merit(baseline.measurements) if baseline.measurements else None
+    held = baseline
     if _was_confirmed(ledger, environment) and not baseline.has_share:
         confirmed = {
             c: ranking.merit(runs.measurements, ledger.applied_share(c))
@@ -85,6 +86,8 @@ def decide(
         contenders = confirmed or contenders
     else:
         today = ledger.measured.get(space.baseline, today)  # trials of one kind are compared
+        searched = best_runs(_before_confirmation(records), space.baseline, {})
+        held = searched if searched.measurements else baseline
     if objective == "energy" and all(m.joules_per_sample is None for m in ledger.merits.values()):
         raise InvalidRequestError(
             "--objective is 'energy', but no trial of this search has read what the device draws.",
@@ -93,12 +96,12 @@ def decide(
     least_speed = ranking.least_speed(objective, today)
     ranked = ranking.rank_for(objective, contenders, least_speed=least_speed, tiers=ledger.tiers)
     worth = [c for c in ranked if today is None or ranking.is_worth_a_change(objective, contenders[c], today)]
-    gains = {c: gain_interval(ledger, best_runs(records, c, environment), baseline) for c in worth}
+    gains = {c: gain_interval(ledger, best_runs(records, c, environment), held) for c in worth}
     candidate = next((c for c in worth if today is None or objective != "speed" or gains[c][0] > 1), None)
     is_kept = candidate is None
     promised = {} if is_kept else dict(environment)
     chosen = baseline if candidate is None else best_runs(records, candidate, promised)
-    evidence = gather(ledger, chosen, baseline, promised, description)
+    evidence = gather(ledger, chosen, baseline if is_kept else held, promised, description)
     harmful = {e.precision for e in ranking.exclusions(ledger.fidelity)}
     plans = fallback_plans(records, chosen.candidate, harmful, may_add_steps=ledger.may_add_accumulation)
     loss_scale = ledger.loss_scale(chosen.candidate)
@@ -145,8 +148,7 @@ def _outlook(ledger: Ledger, evidence: Evidence) -> Outlook | None:
 
 def _was_confirmed(ledger: Ledger, environment: Mapping[str, str]) -> bool:
     """Whether the confirmation was of this objective's winner, and not of another's."""
-    before = [r for r in ledger.records if r.purpose not in ("confirm", "plain")]
-    chosen = ledger.with_only(before).finalists
+    chosen = ledger.with_only(_before_confirmation(ledger.records)).finalists
     if chosen is None:
         return False
     environments = [environment, {}] if chosen.winner == chosen.baseline else [environment]
@@ -154,6 +156,10 @@ def _was_confirmed(ledger: Ledger, environment: Mapping[str, str]) -> bool:
         r.purpose == "confirm" and r.candidate == chosen.winner and r.environment in environments
         for r in ranking.counted(ledger.records)
     )
+
+
+def _before_confirmation(records: Iterable[Record]) -> list[Record]:
+    return [r for r in records if r.purpose not in ("confirm", "plain")]
 
 
 def gather(
