@@ -24,17 +24,20 @@ class OperandCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     """Raises what `device` would for the dtypes that operands have once autocast has cast them.
 
     Tensors without data take any dtypes. Where those differ, the operation is run on zeros by the CPU's own kernels,
-    once for each signature; for the CPU itself, whatever takes half precision is. `known` keeps the errors.
+    once for each signature; for the CPU itself, whatever takes half precision is. `reached` are the floating-point
+    dtypes of the last operation that was given any.
     """
 
-    def __init__(self, device: AutocastDevice, known: dict[Any, str | None]) -> None:
+    def __init__(self, device: AutocastDevice) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.reached: list[torch.dtype] = []
         self._device = device
-        self._known = known
+        self._known: dict[Any, str | None] = {}  # the errors, by signature
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+        self.reached = list(dtypes) or self.reached
         takes_half = not dtypes.isdisjoint(HALF_DTYPES)
         error, name = None, func.overloadpacket.__name__
         if self._device == "cuda" and name in _SAME_ON_CUDA and len(dtypes) > 1:

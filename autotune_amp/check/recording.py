@@ -17,7 +17,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import reduce
 from pathlib import Path
 from types import CodeType, FrameType
@@ -85,7 +85,8 @@ class Recording(TorchFunctionMode):
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._fake_mode:
             self._at = torch.empty(0, device=device).device
-        self._operand_errors: dict[Any, str | None] = {}
+        self._operands = OperandCheck(device)
+        self._reached: list[torch.dtype] = []  # by a call that failed, the formats that its last operation was given
         self._kept_in: set[torch.dtype] = set()  # of its weights, what is half precision
         self._shadows: Any = WeakTensorKeyDictionary()
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -179,7 +180,7 @@ class Recording(TorchFunctionMode):
             if any(tensor is one for one in given) and tensor in self._shadows:
                 continue  # changed in place, and its shadow with it
             fake = fakes[index] if index < len(fakes) else None
-            dtype = self._guessed(name, tensor, asked, dtypes_given) if fake is None else fake.dtype
+            dtype = self._guessed(name, tensor, asked, self._reached or dtypes_given) if fake is None else fake.dtype
             if fake is None or not self._is_usable(fake, tensor):
                 fake = self._faked(tensor, dtype)
             if fake is not None:
@@ -201,6 +202,7 @@ class Recording(TorchFunctionMode):
 
     def _repeated(self, name: str, func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], str | None]:
         """What the call gives for the shadows, or what it raises."""
+        self._reached = self._operands.reached = []
         if name == "__getitem__" or name in _LOWERED:  # they want the device itself
             is_lowered = name == "__getitem__" or self._levels[-1] is not None
             return [], None if is_lowered or len(self._dtypes((args, kwargs))) < 2 else _MIXED
@@ -209,7 +211,7 @@ class Recording(TorchFunctionMode):
                 given, named = tree_map(self._on_device, (args, kwargs))
                 result = func(*given, **named)
         except Exception as error:  # whatever the fakes cannot do, beside what the device could not
-            message = str(error)
+            message, self._reached = str(error), self._operands.reached
             if rules.rule_of(message) is None and _DTYPES.search(message) and self._runs_in_fp32(func, args, kwargs):
                 message = _MIXED if len(self._dtypes((args, kwargs))) > 1 else _NO_KERNEL
             return [], message
@@ -217,13 +219,11 @@ class Recording(TorchFunctionMode):
 
     def _runs_in_fp32(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether the call works for shadows that are all in fp32."""
-        try:
-            with self._repeating(None):
-                given, named = tree_map(_in_fp32, tree_map(self._on_device, (args, kwargs)))
-                func(*given, **named)
-        except Exception:  # it is not for their dtypes that the others cannot do it
-            return False
-        return True
+        with suppress(Exception), self._repeating(None):  # what fails here too does not fail for the dtypes
+            given, named = tree_map(_in_fp32, tree_map(self._on_device, (args, kwargs)))
+            func(*given, **named)
+            return True
+        return False
 
     @contextmanager
     def _repeating(self, dtype: torch.dtype | None) -> Iterator[None]:
@@ -237,7 +237,7 @@ class Recording(TorchFunctionMode):
                 self._fake_mode,
                 torch.no_grad(),
                 self._showing(dtype, only_device=True),
-                OperandCheck(self._device, self._operand_errors),
+                self._operands,
             ):
                 warnings.simplefilter("ignore")  # the call has warned already
                 yield

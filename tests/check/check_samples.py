@@ -241,6 +241,13 @@ def in_half(model: Any, batch: Tensor) -> Tensor:
     return found
 
 
+def of_sequences(model: Any, batch: Tensor) -> Tensor:
+    """By lengths in tensors, which tensors without data cannot read: the CPU's autocast casts for it all the same."""
+    frames = model(batch).log_softmax(-1)[:, None]
+    labels, lengths = torch.ones(1, 2, dtype=torch.long), torch.tensor([len(batch)])
+    return functional.ctc_loss(frames, labels, lengths, torch.tensor([2]), zero_infinity=True)
+
+
 def identity(x: Tensor) -> Tensor:
     return x
 
@@ -302,5 +309,6 @@ HEALTHY: dict[str, Callable[[], Workload]] = {
         )
     },
     "on_logits": lambda: workload(identity, on_logits),
+    "of_sequences": lambda: workload(identity, of_sequences),
     "frozen_half_weights": frozen_half_weights,
 }
