@@ -12,7 +12,7 @@ from pathlib import Path
 import autotune_amp
 
 ROOT = Path(autotune_amp.__file__).parent
-MAX_LINES, MAX_FILES = 500, 16
+MAX_LINES, MAX_FILES = 800, 16
 
 # From the bottom up: a folder, or a file beside the folders, imports its own and what stands in a line before it.
 LAYERS = (

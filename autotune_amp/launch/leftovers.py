@@ -23,6 +23,7 @@ from autotune_amp.core.errors import FormatError
 from autotune_amp.core.recommendation import write_atomically
 
 FOLDER = "trial_leftovers"  # of a study: there they go
+_FILE_CLOCK_SECONDS = 0.02  # files are stamped by a clock that lags behind by a tick of the kernel, 10 ms at most
 MAX_NAMED, MAX_NAMED_IN_FOLDER = 5, 3  # beyond them they are counted
 
 
@@ -61,7 +62,7 @@ def _move(path: Path, target: Path, data: Collection[str], data_until: float, *,
         return True
     is_folder, is_data = path.is_dir() and not path.is_symlink(), is_data or str(path) in data
     try:
-        if is_data and not is_folder and path.lstat().st_ctime < data_until:
+        if is_data and not is_folder and path.lstat().st_ctime < data_until - _FILE_CLOCK_SECONDS:
             return True
         while os.path.lexists(target) and is_folder is not (target.is_dir() and not target.is_symlink()):
             target = target.with_name(f"{target.name}~")

@@ -86,6 +86,7 @@ def test_interrupted_terminated_or_killed_nothing_is_lost_and_nothing_left(cli: 
 
 
 def test_slots_are_for_a_cpu_and_no_more_than_it_has(cli: CommandLine) -> None:
+    (cli.folder / "train.py").touch()
     for options, said in (
         (("--slots", "100000"), "CPUs"),
         (("--slots", "2", "--devices", "all"), "--devices"),

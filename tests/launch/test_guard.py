@@ -245,9 +245,11 @@ shutil.unpack_archive('packed.zip', 'unpacked')
 os.mkdir('cache')
 open('cache/tokens', 'w').close()
 open('labels.cache', 'w').close()
+import time
 if sys.argv[2] == 'interrupted':
     open('ready', 'w').close()
-    import time; time.sleep(1000)
+    time.sleep(1000)
+time.sleep(0.2)
 model = torch.nn.Linear(1, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 class Late(Dataset):
@@ -277,7 +279,8 @@ def test_what_a_run_leaves_is_moved_and_data_that_are_complete_stay(
     command = [sys.executable, "train.py", str(elsewhere), how]
     with pytest.raises(KeyboardInterrupt) if how == "interrupted" else nullcontext():
         run_command(command, is_enough=is_enough, memory=study / "made.json", aside=study / "aside")
-    complete = {"data/digits", "unpacked/file", "unpacked/database", "unpacked/log", "cache/tokens", "labels.cache"}
+    unpacked = {f"unpacked/{name}" for name in ("archive", "database", "file", "log")}
+    complete = {"data/digits", "cache/tokens", "labels.cache", *unpacked}
     left = {name for name in set(snapshot(mine)) - set(before) if not (mine / name).is_dir()}
     assert left == (complete if how == "trains" else set())
     assert not any(elsewhere.iterdir())
@@ -322,7 +325,7 @@ def test_code_and_settings_that_are_read_are_noted(mine: Path, train: Callable[.
     (mine / "settings.json").write_text("{}")
     expected = {"train.py", "plugins/__init__.py", "plugins/one.py", "settings.json", "called.py"}
     for _ in range(2):  # the second time from byte code
-        ran = train(READING, made=[str(mine / "mine.json")])
+        ran = train(READING, kept=[str(mine / "mine.json")])
         assert ran.heard.refused is None
         named = {str(Path(path).relative_to(mine)) for path in ran.opened}
         assert named - {"mine.json"} == expected, ran.seen.printed
