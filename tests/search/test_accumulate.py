@@ -125,6 +125,8 @@ def test_the_weighting_is_said_where_the_config_or_a_plan_accumulates(
     assert accumulation_warnings(built(**KEPT), chosen, config, None) == []
     a_commands = msgspec.structs.replace(built(**KEPT), weighs_passes=True, checks=frozenset({"fidelity"}))
     assert len(accumulation_warnings(a_commands, chosen, config, None)) == (max(num_steps, plan_steps) > 1)
+    todays = msgspec.structs.replace(a_commands, baseline=candidate("fp32", 64 // plan_steps, plan_steps))
+    assert bool(accumulation_warnings(todays, chosen, config, None)) == (num_steps not in (1, plan_steps))
     keeps = msgspec.structs.replace(a_commands, keeps_effective_batch_size=True)
     assert accumulation_warnings(keeps, chosen, config, None) == []
     is_done = verdict == "weighted"
