@@ -96,7 +96,12 @@ def search_anew(
                     for line in cached.fingerprint.differences(fingerprint):
                         progress.note(f"Searching again: {line}.")
                 search_id = folder.search_id(fingerprint.digest, is_fresh=is_fresh, num_shares=options.slots)
-                return search.run(backend, fingerprint, search_id, asks_others=not is_fresh)
+                try:
+                    return search.run(backend, fingerprint, search_id, asks_others=not is_fresh)
+                except BaseException:  # an answer says so itself
+                    for line in source.warnings():
+                        progress.note(line)
+                    raise
     except SlotLostError as lost:
         raise ClusterLostError(
             f"{lost.slot.name} was lost while the workload was loaded there: {lost.reason}",

@@ -20,13 +20,14 @@ from autotune_amp.cli import run
 
 # A step takes as long for any batch, so that the largest is the fastest on any machine.
 SCRIPT = """
-import argparse, time
+import argparse, os, time
 import torch
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch", type=int)
 parser.add_argument("--workers", type=int)
 options = parser.parse_args()
+assert not os.path.exists("snapshot.pt"), "it would resume"
 torch.manual_seed(0)
 data = torch.utils.data.TensorDataset(torch.randn(4096, 8), torch.randn(4096, 1))
 model = torch.nn.Linear(8, 1)
@@ -37,6 +38,7 @@ for epoch in range(1000):
         (model(x) - y).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        torch.save(model.state_dict(), "snapshot.pt")
 """
 COMMAND = ("--", sys.executable, "train.py", "--batch", "{batch_size=4}")
 OPTIONS = (
@@ -89,6 +91,8 @@ def test_the_document(found: Searched) -> None:
     assert any("first steps" in warning for warning in document["warnings"]), "what a command cannot tell is said"
     assert {record["outcome"]["outcome"] for record in found.records} == {"measurement"}
     assert {path.name for path in found.folder.iterdir()} == {"train.py", "studies"}, "trials leave nothing"
+    assert (found.study / "trial_leftovers/snapshot.pt").exists()
+    assert any("snapshot.pt" in warning and "trial_leftovers" in warning for warning in document["warnings"])
 
 
 @pytest.mark.slow
@@ -186,6 +190,8 @@ def test_terminated_or_killed_it_leaves_nothing_and_goes_on(cli: CommandLine, nu
     assert '"outcome":"failure"' not in outcomes.read_text()
     assert process.returncode == {signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
     assert cli.wait_until_alone(60) == []
+    assert (cli.folder / "studies/train/trial_leftovers/log").exists()
+    assert not (cli.folder / "log").exists()
     known = outcomes.read_text()
     again = cli.start("search", *arguments)
     until = time.monotonic() + 150

@@ -128,6 +128,8 @@ def test_the_weighting_is_said_where_the_config_or_a_plan_accumulates(
     a_commands = msgspec.structs.replace(built(**KEPT), weighs_passes=True, checks=frozenset({"fidelity"}))
     unchecked = accumulation_doubts(a_commands, chosen, config, None)
     assert len([*unchecked[0], *unchecked[1]]) == (max(num_steps, plan_steps) > 1)
+    todays = msgspec.structs.replace(a_commands, baseline=candidate("fp32", 64 // plan_steps, plan_steps))
+    assert bool(accumulation_doubts(todays, chosen, config, None)[0]) == (num_steps not in (1, plan_steps))
     keeps = msgspec.structs.replace(a_commands, keeps_effective_batch_size=True)
     assert accumulation_doubts(keeps, chosen, config, None) == ([], [])
     is_done = verdict == "weighted"

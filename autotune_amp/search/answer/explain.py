@@ -370,7 +370,8 @@ def accumulation_doubts(
     asking = ("sum",) if space.weighs_passes else ("sum", "weighted")
     if found is not None and found.verdict in asking:
         said.append(f"{sentence(found.reason)} {sentence(found.next_step)}")
-    if "accumulation" not in space.checks and not space.keeps_effective_batch_size:
+    is_todays = set(num_steps) <= {1, space.baseline.accumulation_steps}
+    if "accumulation" not in space.checks and not (is_todays or space.keeps_effective_batch_size):
         said.append("How the training weighs what it accumulates was not checked.")
     return warnings, notes
 
