@@ -6,6 +6,10 @@ cores and memory for it, a second process loads meanwhile and stands by (`standb
 process of the confirmation. A job has its deadline from the moment that its process is ready; loading has one of its
 own.
 
+Each of these processes, and each training command, is started by a small one (`keeper`), which ends all that came of it
+and removes its temporary files (TMPDIR is a folder of its own): when it is told to, when the program ends, and when
+the search is gone, killed too. What torch compiled stays where it was for the next process.
+
 With several devices (`--devices`, `--slots`, `--ranks`):
 
 * Trials and checks run on all of them at the same time, one on a card; each sees no other card. What runs is taken

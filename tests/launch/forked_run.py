@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
-from forked_keeper import TESTS
+TESTS = str(Path(__file__).resolve().parents[1])
 
 
 def main() -> None:
