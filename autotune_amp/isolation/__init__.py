@@ -5,6 +5,10 @@ it. Everywhere else jobs run one after the other in one process, until a job fai
 memory a second process loads meanwhile and stands by (`standby`): it takes over, and is the fresh process of the
 confirmation. A job's deadline starts when its process is ready; loading has a deadline of its own.
 
+Each of these processes, and each training command, is started by a small one (`keeper`), which ends all that came of it
+and removes its temporary files (TMPDIR is a folder of its own): when it is told to, when the program ends, and when
+the search is gone, killed too. What torch compiled stays where it was for the next process.
+
 With several devices (`--devices`, `--slots`, `--ranks`):
 
 * Trials and checks run on all of them at the same time, one on each GPU; each sees no other GPU. Running jobs are

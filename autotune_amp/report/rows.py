@@ -198,7 +198,7 @@ def uses(recommendation: Recommendation, path: str | None = None) -> list[tuple[
 
 
 def shortest_use(recommendation: Recommendation, path: str | None = None) -> list[tuple[str, list[str]]]:
-    """As `uses`, on a terminal: of Python the lines that set something, without the loop around them."""
+    """Return what `uses` does, as a terminal shows it: of Python the lines that set something, without the loop."""
     set_here = () if recommendation.is_kept else ("autotune_amp.", explain.loader_line(recommendation.config))
     shown = []
     for title, lines in uses(recommendation, path):

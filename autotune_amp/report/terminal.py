@@ -24,14 +24,8 @@ if TYPE_CHECKING:
     from autotune_amp.profile.results import AmpProfile
 
 
-_IN_ANSWER = (
-    "config",
-    "speed",
-    "speed-up",
-    "memory",
-    "reason",
-    "warning",
-)  # facts that the panel says, or what is below it
+# Facts that the panel says, or what stands below it.
+_IN_ANSWER = ("config", "speed", "speed-up", "memory", "reason", "warning")
 
 
 def print_recommendation(recommendation: Recommendation, console: Console, path: str | None = None) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-TESTS = str(Path(__file__).parents[1])
+TESTS = str(Path(__file__).resolve().parents[1])
 
 
 def main() -> None:
