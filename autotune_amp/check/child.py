@@ -50,25 +50,22 @@ def _look(context: Context, job: Look, say: Say) -> CheckReport:
     model = context.model(torch.device("cpu"))
     most = job.batch_size or _most_samples(context.workload)
     fewest = job.batch_size or min(NUM_SAMPLES, most)
-    if not job.is_recorded:
-        _take(context.workload, model, fewest)
-        return CheckReport(
-            workload=context.workload.name,
-            device=job.autocast_device,
-            batch_size=fewest,
-            findings=(),
-            num_calls=0,
-            num_modules=0,
-        )
     try:
-        return report_on(context.workload, model, job.autocast_device, fewest, context.source, say)
+        return _report(context, job, model, fewest, say)
     except Exception:
         if fewest == most:
             raise
     say(f"taking {most} samples: the step does not run with {fewest}")
     torch_state.seed(job.seed)
-    model = make_model(context.workload)  # the recording has its weights in fp32
-    return report_on(context.workload, model, job.autocast_device, most, context.source, say)
+    return _report(context, job, make_model(context.workload), most, say)  # the other may have its weights in fp32
+
+
+def _report(context: Context, job: Look, model: nn.Module, batch_size: int, say: Say) -> CheckReport:
+    if job.is_recorded:
+        return report_on(context.workload, model, job.autocast_device, batch_size, context.source, say)
+    _take(context.workload, model, batch_size)
+    name, device = context.workload.name, job.autocast_device
+    return CheckReport(workload=name, device=device, batch_size=batch_size, findings=(), num_calls=0, num_modules=0)
 
 
 def report_on(
