@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any, TypeAlias
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from autotune_amp.check import reading
-from autotune_amp.check.findings import CheckReport, Finding, Look, found, in_order
+from autotune_amp.check.findings import CheckReport, Finding, Look, Place, found, in_order
 from autotune_amp.check.recording import Recording, Say, raised_at
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.job import Tell
@@ -122,9 +123,14 @@ def _of_weights(
     model: nn.Module, device: AutocastDevice, sources: Sequence[reading.Source], makers: Sequence[Any]
 ) -> Iterator[Finding]:
     """Trained weights that are not kept in fp32, one finding for each dtype."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if modules := dict.fromkeys(name.rpartition(".")[0] for name, parameter in trained if parameter.is_complex()):
+        why = "Complex weights are trained, whose gradients GradScaler cannot unscale."
+        mend = "Keep them as pairs of real numbers, as torch.view_as_real has them, or train in bf16."
+        yield replace(found(rules.WEIGHTS, Place(), why=why, mend=mend, precisions=("fp16",)), modules=tuple(modules))
     kept: dict[torch.dtype, dict[str, None]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != torch.float32:
+    for name, parameter in trained:
+        if parameter.is_floating_point() and parameter.dtype != torch.float32:
             kept.setdefault(parameter.dtype, {})[name.rpartition(".")[0]] = None
     for dtype, modules in kept.items():
         breaks = dtype == torch.float16 or (dtype == torch.float64 and device == "mps")  # MPS has no float64
