@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any, TypeAlias
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from autotune_amp.check import reading
-from autotune_amp.check.findings import CheckReport, Finding, Look, found, in_order
+from autotune_amp.check.findings import CheckReport, Finding, Look, Place, found, in_order
 from autotune_amp.check.recording import Recording, Say, raised_at
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.job import Tell
@@ -50,25 +51,22 @@ def _look(context: Context, job: Look, say: Say) -> CheckReport:
     model = context.model(torch.device("cpu"))
     most = job.batch_size or _most_samples(context.workload)
     fewest = job.batch_size or min(NUM_SAMPLES, most)
-    if not job.is_recorded:
-        _take(context.workload, model, fewest)
-        return CheckReport(
-            workload=context.workload.name,
-            device=job.autocast_device,
-            batch_size=fewest,
-            findings=(),
-            num_calls=0,
-            num_modules=0,
-        )
     try:
-        return report_on(context.workload, model, job.autocast_device, fewest, context.source, say)
+        return _report(context, job, model, fewest, say)
     except Exception:
         if fewest == most:
             raise
     say(f"taking {most} samples: the step does not run with {fewest}")
     torch_state.seed(job.seed)
-    model = make_model(context.workload)  # the recording has its weights in fp32
-    return report_on(context.workload, model, job.autocast_device, most, context.source, say)
+    return _report(context, job, make_model(context.workload), most, say)  # the other may have its weights in fp32
+
+
+def _report(context: Context, job: Look, model: nn.Module, batch_size: int, say: Say) -> CheckReport:
+    if job.is_recorded:
+        return report_on(context.workload, model, job.autocast_device, batch_size, context.source, say)
+    _take(context.workload, model, batch_size)
+    name, device = context.workload.name, job.autocast_device
+    return CheckReport(workload=name, device=device, batch_size=batch_size, findings=(), num_calls=0, num_modules=0)
 
 
 def report_on(
@@ -125,9 +123,14 @@ def _of_weights(
     model: nn.Module, device: AutocastDevice, sources: Sequence[reading.Source], makers: Sequence[Any]
 ) -> Iterator[Finding]:
     """Trained weights that are not kept in fp32, one finding for each dtype."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if modules := dict.fromkeys(name.rpartition(".")[0] for name, parameter in trained if parameter.is_complex()):
+        why = "Complex weights are trained, whose gradients GradScaler cannot unscale."
+        mend = "Keep them as pairs of real numbers, as torch.view_as_real has them, or train in bf16."
+        yield replace(found(rules.WEIGHTS, Place(), why=why, mend=mend, precisions=("fp16",)), modules=tuple(modules))
     kept: dict[torch.dtype, dict[str, None]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != torch.float32:
+    for name, parameter in trained:
+        if parameter.is_floating_point() and parameter.dtype != torch.float32:
             kept.setdefault(parameter.dtype, {})[name.rpartition(".")[0]] = None
     for dtype, modules in kept.items():
         breaks = dtype == torch.float16 or (dtype == torch.float64 and device == "mps")  # MPS has no float64

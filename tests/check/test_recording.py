@@ -250,6 +250,21 @@ def test_a_transform_of_a_power_of_two_breaks_in_bf16_alone_and_on_a_cpu_not_at_
     assert report(workload, "cpu").findings == ()
 
 
+def test_complex_weights_break_fp16s_scaler_alone() -> None:
+    class Spectral(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(16, 16)
+            self.mix = nn.Parameter(torch.ones(9, dtype=torch.cfloat))
+
+        def forward(self, x: Tensor) -> Tensor:
+            spectrum = torch.fft.rfft(super().forward(x).float())
+            out: Tensor = torch.fft.irfft(spectrum * self.mix)
+            return out
+
+    (finding,) = report(Workload(Spectral, check_samples.squares, lambda n: torch.randn(n, 16))).findings
+    assert (finding.rule, finding.precisions, finding.modules) == ("weights", ("fp16",), ("",))
+
+
 # -- no false alarms ---------------------------------------------------------------------------------------------------
 
 
