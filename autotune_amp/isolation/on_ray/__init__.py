@@ -14,4 +14,19 @@
   resumes; if the head is lost, the best so far is saved. Code is sent only from there to the nodes, over Ray's own
   connections: keep a cluster on a network that you trust, as Ray advises.
 * Tried on clusters of processes on one host: neither with several hosts nor with GPUs.
+
+In Kubernetes it is a RayJob, with an image that has Ray and autotune_amp, and a volume for the answer:
+
+```yaml
+apiVersion: ray.io/v1
+kind: RayJob
+metadata: {name: autotune-amp}
+spec:
+  entrypoint: autotune-amp search train.py:workload --ray auto --out /shared/studies
+  rayClusterSpec:
+    headGroupSpec: {rayStartParams: {}, template: {spec: {containers: [{name: ray, image: IMAGE}]}}}
+    workerGroupSpecs:
+      - {groupName: cards, replicas: 4, minReplicas: 4, maxReplicas: 4, rayStartParams: {},
+         template: {spec: {containers: [{name: ray, image: IMAGE, resources: {limits: {nvidia.com/gpu: 1}}}]}}}
+```
 """
