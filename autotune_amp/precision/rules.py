@@ -99,6 +99,7 @@ LINEAR_ALGEBRA = Rule(
     "Give it fp32: cast what goes in with .float().",
     "https://docs.pytorch.org/docs/stable/generated/torch.linalg.cholesky.html",
     error=r"Low precision dtypes not supported|expected a tensor with 2 or more dimensions of float"
+    r"|types other than float and double"
     r"|\"(linalg_|cholesky|lu_|eig|svd|geqrf|orgqr|triangular|inverse|ldl_)\w*\" not implemented for '(Half|BFloat16)'",
 )
 FFT = Rule(

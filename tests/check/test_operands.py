@@ -13,6 +13,7 @@ import torch
 from operand_samples import OPERATIONS, PRODUCTS, WRITES, Operation
 from torch import nn
 
+from autotune_amp.check.operands import OperandCheck
 from autotune_amp.check.recording import Recording
 from autotune_amp.precision.rules import AutocastDevice
 
@@ -63,6 +64,12 @@ def test_what_raises_on_this_cpu_is_found_and_nothing_else(mix: tuple[bool, ...]
         if set().union(*said.values()) != raising:
             differences[name] = raising, said
     assert differences == {}
+
+
+def test_the_cpus_kernels_are_asked_past_autocast_which_has_cast_already() -> None:
+    operands = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.float16)
+    with torch.autocast("cpu", dtype=torch.float16), pytest.raises(RuntimeError, match="same dtype"):
+        OperandCheck("cpu").__torch_dispatch__(torch.ops.aten.mm.default, (), operands)
 
 
 # -- what only the lists of CUDA's and MPS's autocast decide -----------------------------------------------------------
