@@ -15,7 +15,7 @@ from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory,
 from autotune_amp.core.outcome import Description
 from autotune_amp.search.checks import check_job
 from autotune_amp.search.options import SearchOptions
-from autotune_amp.search.source import Opened
+from autotune_amp.search.source import OpenedWorkload
 from autotune_amp.trial.jobs import Check
 
 PREAMBLE = """
@@ -107,7 +107,7 @@ def specified(precision: str, asked_batch_size: int | None = None, **about: Any)
             **about,
         }
     )
-    opened = Opened(hardware(), description, {}, 0.0, None)
+    opened = OpenedWorkload(hardware(), description, {}, 0.0, None)
     options = SearchOptions.from_user(precision=precision, device="cpu", seed=5)
     return check_job(opened, options, asked_batch_size, ("head",), 7.0)
 

@@ -120,7 +120,7 @@ def _written(source: Any, workload: Workload, model: nn.Module) -> list[Any]:
 
 
 def _of_weights(
-    model: nn.Module, device: AutocastDevice, sources: Sequence[reading.Source], makers: Sequence[Any]
+    model: nn.Module, device: AutocastDevice, sources: Sequence[reading.SourceText], makers: Sequence[Any]
 ) -> Iterator[Finding]:
     """Trained weights that are not kept in fp32, one finding for each dtype."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -32,7 +32,7 @@ _WIDTHS: Final = {
 }
 
 
-class Source(NamedTuple):
+class SourceText(NamedTuple):
     """One file of the user's, parsed; `names` are what its imports call, by the name that they have in it."""
 
     file: str
@@ -54,12 +54,12 @@ class Source(NamedTuple):
         return Place(file=self.file, line=line)
 
 
-def sources_of(objects: Iterable[Any]) -> tuple[list[Source], tuple[str, ...]]:
+def sources_of(objects: Iterable[Any]) -> tuple[list[SourceText], tuple[str, ...]]:
     """The files in which these classes and functions are written, and the names of those whose source is not there.
 
     What is installed, torch among it, is not the user's to mend.
     """
-    sources: dict[str, Source] = {}
+    sources: dict[str, SourceText] = {}
     unread: dict[str, None] = {}
     for given in objects:
         function = inspect.unwrap(getattr(given, "func", given))  # of a partial
@@ -77,7 +77,7 @@ def sources_of(objects: Iterable[Any]) -> tuple[list[Source], tuple[str, ...]]:
     return list(sources.values()), tuple(unread)
 
 
-def read(source: Source) -> Iterator[Finding]:
+def read(source: SourceText) -> Iterator[Finding]:
     """What is found in a file."""
     yield from _old_names(source)
     yield from _scalers(source)
@@ -88,7 +88,7 @@ def read(source: Source) -> Iterator[Finding]:
 
 
 def of_weights(
-    dtype: str, severity: Severity, modules: tuple[str, ...], sources: Iterable[Source], makers: Iterable[Any]
+    dtype: str, severity: Severity, modules: tuple[str, ...], sources: Iterable[SourceText], makers: Iterable[Any]
 ) -> Finding:
     """Say that trained weights of `modules` are kept in `dtype`, and where that is asked for.
 
@@ -142,13 +142,13 @@ def _is_installed(file: str) -> bool:
     return file.startswith(_INSTALLED) or (Path(file).is_relative_to(_OWN) and Path(file).name != "workloads.py")
 
 
-def _parsed(file: str) -> Source | None:
+def _parsed(file: str) -> SourceText | None:
     lines = linecache.getlines(file)
     try:
         tree = ast.parse("".join(lines))
     except SyntaxError:  # a notebook's cell with magic in it
         return None
-    return Source(file, tree, _imports(tree)) if lines else None
+    return SourceText(file, tree, _imports(tree)) if lines else None
 
 
 def _imports(tree: ast.Module) -> dict[str, str]:
@@ -161,7 +161,7 @@ def _imports(tree: ast.Module) -> dict[str, str]:
     return names
 
 
-def _mentions(source: Source, dtype: str) -> Iterator[Place]:
+def _mentions(source: SourceText, dtype: str) -> Iterator[Place]:
     """Where a file asks for a dtype by its name, as ``.half()`` or ``torch.float16``."""
     method, *names = _WIDTHS[dtype]
     for node in ast.walk(source.tree):
@@ -207,7 +207,7 @@ def _span(maker: Any) -> set[tuple[str | None, int | None]]:
     return {(file, first + number) for number in range(len(lines))}
 
 
-def _assignments(source: Source, maker: Any) -> set[tuple[str | None, int | None]]:
+def _assignments(source: SourceText, maker: Any) -> set[tuple[str | None, int | None]]:
     """Return the lines of a file that assign a function to the names that it has there, as ``half = make(float16)``."""
     known = getattr(maker, "__globals__", {})
     return {
@@ -221,7 +221,7 @@ def _assignments(source: Source, maker: Any) -> set[tuple[str | None, int | None
     }
 
 
-def _old_names(source: Source) -> Iterator[Finding]:
+def _old_names(source: SourceText) -> Iterator[Finding]:
     for node in ast.walk(source.tree):
         if isinstance(node, ast.ImportFrom):
             is_old = any(_OLD.match(f"{node.module}.{alias.name}") for alias in node.names)
@@ -235,7 +235,7 @@ def _old_names(source: Source) -> Iterator[Finding]:
             yield found(rules.OLD_INTERFACE, place, mend=mending.of_old_name(place.code))
 
 
-def _scalers(source: Source) -> Iterator[Finding]:
+def _scalers(source: SourceText) -> Iterator[Finding]:
     """GradScalers that are always on, in a file whose every autocast is to bf16."""
     calls = [(source.called(node.func), node) for node in ast.walk(source.tree) if isinstance(node, ast.Call)]
     dtypes = [_dtype_of(source, name, node) for name, node in calls if name.endswith("autocast")]
@@ -247,7 +247,7 @@ def _scalers(source: Source) -> Iterator[Finding]:
             yield found(rules.SCALER, place, mend=mending.of_scaler(place.code))
 
 
-def _dtype_of(source: Source, name: str, call: ast.Call) -> str:
+def _dtype_of(source: SourceText, name: str, call: ast.Call) -> str:
     """The last part of the dtype that an autocast is given; "" where it is given none, or one by another name."""
     given = [keyword.value for keyword in call.keywords if keyword.arg == "dtype"]
     place = 0 if _OLD.match(name) else 1
@@ -255,7 +255,7 @@ def _dtype_of(source: Source, name: str, call: ast.Call) -> str:
     return source.called(given[0]).rpartition(".")[2] if given else ""
 
 
-def _clipping(source: Source, scope: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Finding]:
+def _clipping(source: SourceText, scope: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Finding]:
     """Clipping behind a scaled backward pass, before anything is unscaled, in one function or in the file itself."""
     calls = sorted((node for node in _inside(scope) if isinstance(node, ast.Call)), key=lambda node: node.lineno)
     methods = [

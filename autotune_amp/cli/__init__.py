@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from autotune_amp.cli.judging import check, fidelity, memory, probe, profile
-from autotune_amp.cli.options import Answer, app, register, result
+from autotune_amp.cli.options import CommandOutput, app, register, result
 from autotune_amp.cli.results import dashboard, export, report, show
 from autotune_amp.cli.training import apply, run_, search
 from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError
@@ -58,7 +58,7 @@ def run(arguments: list[str]) -> int:
             work = command.main(own, prog_name="autotune-amp", standalone_mode=False, obj=training)
         if callable(work):
             answer = work()
-            output, exit_code = answer if isinstance(answer, Answer) else (answer, 0)
+            output, exit_code = answer if isinstance(answer, CommandOutput) else (answer, 0)
             emit(output)
             return exit_code
     except AutotuneAmpError as error:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from autotune_amp.cli.options import Answer, Device, Json, Precision, Quiet, Target, option
+from autotune_amp.cli.options import CommandOutput, Device, Json, Precision, Quiet, Target, option
 from autotune_amp.core.errors import WILL_BREAK_EXIT_CODE
 from autotune_amp.report.output import json_document, rendered
 
@@ -22,7 +22,7 @@ def check(
     batch_size: BatchSize = None,
     as_json: Json = False,
     quiet: Quiet = False,
-) -> Answer:
+) -> CommandOutput:
     """Name what will break or hurt under a device's autocast, and the line that mends it.
 
     One fp32 step on the CPU and a look at the source; no such device is needed. Exit code 4 where something will break.
@@ -32,10 +32,10 @@ def check(
     found = check_workload(target, device=device, batch_size=batch_size, quiet=quiet)
     exit_code = WILL_BREAK_EXIT_CODE if found.will_break else 0
     if as_json:
-        return Answer(f"{found.to_json()}\n".encode(), exit_code)
+        return CommandOutput(f"{found.to_json()}\n".encode(), exit_code)
     from autotune_amp.report.terminal import print_check
 
-    return Answer(rendered(lambda console: print_check(found, console)), exit_code)
+    return CommandOutput(rendered(lambda console: print_check(found, console)), exit_code)
 
 
 def probe(device: Device = "auto", as_json: Json = False) -> bytes:

@@ -27,14 +27,14 @@ app = typer.Typer(
 )
 
 
-class Answer(NamedTuple):
+class CommandOutput(NamedTuple):
     """What goes to standard output, and the exit code that goes with it."""
 
     output: bytes
     exit_code: int
 
 
-def register(work: Callable[..., bytes | Answer]) -> None:
+def register(work: Callable[..., bytes | CommandOutput]) -> None:
     """Makes a command of a function that returns what goes to standard output.
 
     Typer only reads the options, and the work is done after it has returned: it would take any broken pipe or end of
@@ -42,7 +42,7 @@ def register(work: Callable[..., bytes | Answer]) -> None:
     """
 
     @wraps(work)
-    def deferred(**options: Any) -> Callable[[], bytes | Answer]:
+    def deferred(**options: Any) -> Callable[[], bytes | CommandOutput]:
         return partial(work, **options)
 
     app.command(work.__name__.rstrip("_"))(deferred)

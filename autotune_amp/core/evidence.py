@@ -131,7 +131,7 @@ class Outlook(Setting, frozen=True, kw_only=True):
     speedup: Positive | None
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
     """Duration and price of the planned training run of `num_steps` optimizer steps over `num_samples` samples.
 
     Intervals are 95 % and follow from the throughput's. `baseline_hours` is the duration with the present
@@ -330,7 +330,7 @@ def memory_line(evidence: Evidence, device_type: str) -> str:
     return text
 
 
-def job_line(job: Job) -> str:
+def job_line(job: TrainingCost) -> str:
     """Return the duration and price of a training run on one line.
 
     Example: ``0.84 h (0.71 to 1.13) for 10,000 steps, 2.52 (2.13 to 3.39) at 3 an hour; 1.70 h as it runs today``.

@@ -69,7 +69,7 @@ from autotune_amp.core.documents import (
     read_file,
 )
 from autotune_amp.core.errors import AutotuneAmpError, FormatError, StudyError
-from autotune_amp.core.evidence import Evidence, Job, Objective, Outlook
+from autotune_amp.core.evidence import Evidence, Objective, Outlook, TrainingCost
 from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Description, Fidelity
@@ -239,7 +239,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
     workload: Description | None = None
     options: dict[str, Any] = {}
     objective: Objective = "speed"
-    job: Job | None = None
+    job: TrainingCost | None = None
     target: str | None = None
     launch_line: LaunchLine | None = None
     command: str | None = None

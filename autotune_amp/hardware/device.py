@@ -165,7 +165,7 @@ def _torch_is_built_for(toolkit: str) -> bool:
 DEADLINE_SECONDS = 120.0
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class ProbeReply(msgspec.Struct, frozen=True, kw_only=True):
     """Reply of the probing child process: the hardware, or message and next step of a `DeviceError`."""
 
     hardware: Hardware | None = None
@@ -193,7 +193,7 @@ def probe(device: str = "auto", *, deadline_seconds: float = DEADLINE_SECONDS) -
                 ),
                 "Check that `import torch` works in a fresh Python and that the device's driver answers (nvidia-smi).",
             )
-        reply = msgspec.json.decode(answer.read_bytes(), type=Answer)
+        reply = msgspec.json.decode(answer.read_bytes(), type=ProbeReply)
     if reply.no_device is not None:
         raise DeviceError(*reply.no_device)
     assert reply.hardware is not None, "the child answers one of the two"

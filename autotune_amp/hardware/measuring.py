@@ -15,7 +15,7 @@ import torch
 from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.hardware import Capability, Hardware
-from autotune_amp.hardware.device import DEVICES, Answer, Device, device_of, identify, parse
+from autotune_amp.hardware.device import DEVICES, Device, ProbeReply, device_of, identify, parse
 
 
 def measure(device: str, *, seconds: float = 1.0) -> Hardware:
@@ -162,7 +162,7 @@ def _fp32_mode(mode: str) -> Iterator[None]:
 
 if __name__ == "__main__":
     try:
-        answer = Answer(hardware=measure(sys.argv[1]))
+        answer = ProbeReply(hardware=measure(sys.argv[1]))
     except DeviceError as error:
-        answer = Answer(no_device=(error.message, error.next_step))
+        answer = ProbeReply(no_device=(error.message, error.next_step))
     Path(sys.argv[2]).write_bytes(msgspec.json.encode(answer))

@@ -98,7 +98,7 @@ def accelerate_file(setting: Exportable) -> Export:
     """
     written = accelerate_config(setting.config, setting.device_type)
     written.pop("dynamo_config", None)  # the script compiles
-    script = Script(setting, "", "This file", "the script that `autotune-amp export --to accelerate` prints")
+    script = ExportedScript(setting, "", "This file", "the script that `autotune-amp export --to accelerate` prints")
     notes: tuple[str, ...] = ()
     if setting.config.precision in AUTOCAST_DTYPES and written["mixed_precision"] == "no":
         pinned = "".join(f", with {name} in fp32" for name in setting.config.pinned_modules)
@@ -162,7 +162,7 @@ class Exportable:
         return [f"{framework} divides the loss by the {steps} batches of a step; {what}."]
 
 
-class Script:
+class ExportedScript:
     """Source text under construction: comments, imports, lines. Fields of the config not in `said` become a comment.
 
     holder, way_out: names in that comment: the text without a place for the fields, and one that has it.
@@ -277,7 +277,7 @@ _ACCELERATOR = "autotune_amp.integrations.accelerate.AutotuneAccelerator"
 
 def torch(setting: Exportable) -> str:
     """Return a training loop in plain PyTorch, or with the controller if plain PyTorch cannot train as measured."""
-    script, config = Script(setting, "torch", "PyTorch", "autotune_amp.PrecisionController"), setting.config
+    script, config = ExportedScript(setting, "torch", "PyTorch", "autotune_amp.PrecisionController"), setting.config
     if setting.is_loop:
         attached = [f"controller.{_ATTACH}"] * (config.precision == "fp8")
         return _controlled(script, [*attached, "for batch in loader:", "    train_step(state, batch, controller)"])
@@ -324,7 +324,7 @@ def torch(setting: Exportable) -> str:
 
 def accelerate(setting: Exportable) -> str:
     """Return a loop with `AutotuneAccelerator`, which trains as measured: loss under autocast, pins, fallbacks."""
-    script = Script(setting, "accelerate")
+    script = ExportedScript(setting, "accelerate")
     script.imports.add("from autotune_amp.integrations.accelerate import AutotuneAccelerator")
     script.add_config()
     arguments = ["cpu=True"] if setting.device_type == "cpu" else []
@@ -351,7 +351,7 @@ def accelerate(setting: Exportable) -> str:
 
 def lightning(setting: Exportable) -> str:
     """Return a Trainer with `AutotunePrecision`, which holds all of the config except batch size and workers."""
-    script = Script(setting, "lightning")
+    script = ExportedScript(setting, "lightning")
     script.imports.add("from autotune_amp.integrations.lightning import trainer_arguments")
     script.imports.add("from lightning.pytorch import Trainer")
     script.comments += setting.divided_by("Lightning")
@@ -367,7 +367,7 @@ def lightning(setting: Exportable) -> str:
 
 def transformers(setting: Exportable) -> str:
     """Return TrainingArguments and an `AutotuneTrainer`, which adds loss scale, fallbacks and pinned modules."""
-    script = Script(setting, "transformers")
+    script = ExportedScript(setting, "transformers")
     script.imports.add("from autotune_amp.integrations.transformers import AutotuneTrainer")
     script.imports.add("from transformers import TrainingArguments")
     script.comments += setting.divided_by("Where the loss is the script's own, Trainer")
@@ -383,7 +383,7 @@ def transformers(setting: Exportable) -> str:
 
 def env(setting: Exportable) -> str:
     """Return lines for the shell that starts the training run, with a comment on the rest of the config."""
-    script = Script(setting, "env", "The shell", "the script that another --to prints")
+    script = ExportedScript(setting, "env", "The shell", "the script that another --to prints")
     script.comments.clear()
     script.lines = export_lines(setting.config) or ["# The config sets no environment variables."]
     return script.source()
@@ -415,7 +415,7 @@ _TEXTS: dict[str, Callable[[Exportable], str]] = {
 }
 
 
-def _controlled(script: Script, lines: Sequence[str]) -> str:
+def _controlled(script: ExportedScript, lines: Sequence[str]) -> str:
     """Return a training loop with the PrecisionController, which sets the TF32 flags itself."""
     script.imports.add("from autotune_amp import PrecisionController")
     script.add_config()
@@ -434,7 +434,7 @@ def _windows(setting: Exportable) -> str:
     return "loader, weigh=count" if setting.loss == "weighted" and accumulates(setting.config) else "loader"
 
 
-def _loss(script: Script, steps: str, share: str, *, is_divided: bool = False) -> str:
+def _loss(script: ExportedScript, steps: str, share: str, *, is_divided: bool = False) -> str:
     """Return the source of the expression to run backward from.
 
     `steps` is the source of the current rung's accumulation steps, `share` that of a batch's share of its window.

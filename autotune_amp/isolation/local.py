@@ -152,7 +152,7 @@ class WorkloadBackend(Backend, Protocol):
     def load(self, deadline_seconds: float) -> dict[str, Any]:
         """Load the workload and return the torch state afterwards. Raises `WorkloadError` if it cannot be loaded."""
 
-    def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:
+    def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> OpenResult:
         """Call the workload's function once on the device; with `num_threads` None its code sets the number."""
 
     def open_others(self, deadline_seconds: float) -> None:
@@ -173,7 +173,7 @@ def can_fork() -> bool:
     return sys.platform == "linux" and hasattr(os, "pidfd_open")
 
 
-class Opened(NamedTuple):
+class OpenResult(NamedTuple):
     """Torch state after the user's function was called, and why jobs cannot be forked, None if they can.
 
     `ready_seconds` is the time that a fresh process takes up to here, None if this process is fresh itself.
@@ -267,15 +267,15 @@ class LocalBackend(WorkloadBackend):
         state: dict[str, Any] = _within(deadline_seconds, self._load)
         return state
 
-    def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:
+    def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> OpenResult:
         """Call the user's function once; with `num_threads` None the user's code sets the number.
 
         If jobs cannot be forked from the process, it runs them itself.
         """
         self._device, self._num_threads = device, num_threads
 
-        def open_and_take_over(until: float) -> Opened:
-            opened = Opened(**self._open(until))
+        def open_and_take_over(until: float) -> OpenResult:
+            opened = OpenResult(**self._open(until))
             if opened.why_not_forked is not None:
                 self.isolation = "kept"
                 self._take_over(until)

@@ -13,7 +13,7 @@ from autotune_amp.hardware import identify
 from autotune_amp.isolation.local import Backend, Handle, Isolation, Slot, WorkloadBackend
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.isolation.ranks import RankedBackend
-from autotune_amp.isolation.slots import Found, Slots, WorkloadSlots, of_ranks
+from autotune_amp.isolation.slots import AvailableSlots, Slots, WorkloadSlots, of_ranks
 from autotune_amp.isolation.standby import Standby
 from autotune_amp.trial.jobs import Trial
 
@@ -149,7 +149,7 @@ class OnSlots(Places):
 
     is_here = True
 
-    def __init__(self, found: Found, device: str, start: Start, watcher_of: WatcherOf) -> None:
+    def __init__(self, found: AvailableSlots, device: str, start: Start, watcher_of: WatcherOf) -> None:
         self._slots, self.notes = found
         self._first = device
         self.device = self._slots[0].device

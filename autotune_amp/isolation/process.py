@@ -27,7 +27,7 @@ from autotune_amp.interruption import heed
 from autotune_amp.isolation.marks import KILL_SECONDS, terminate_programs
 from autotune_amp.isolation.program import Program, make_folder
 from autotune_amp.trial.failures import num_oom_kills
-from autotune_amp.trial.judge import Evidence, judge
+from autotune_amp.trial.judge import RunEvidence, judge
 
 _NO_DEADLINES = Deadlines()
 TICK_SECONDS = 0.1
@@ -214,7 +214,7 @@ class Process:
                 raise ProcessEndedError(self._failure(message["status"], phase), so_far)
             if overdue is not None:
                 is_loading = not is_ready and overdue != ENDED
-                raise ProcessEndedError(_judged(Evidence(overdue=overdue, is_loading=is_loading)), so_far)
+                raise ProcessEndedError(_judged(RunEvidence(overdue=overdue, is_loading=is_loading)), so_far)
 
     def _next_message(self) -> dict[str, Any] | None:
         """Return the next message, an empty one if none came within a tick, None at the end of the process."""
@@ -244,7 +244,7 @@ class Process:
     def _failure(self, status: int, phase: str) -> Failure:
         if status == -signal.SIGTERM:  # Slurm ends a job by a signal to every process: ours is on its way
             time.sleep(_SIGNAL_SECONDS)
-        evidence = Evidence(
+        evidence = RunEvidence(
             has_ended=True,
             exit_status=status,
             activity=f"before it reported, {phase}",
@@ -289,7 +289,7 @@ class Process:
             self._printed.put(text)
 
 
-def _judged(evidence: Evidence) -> Failure:
+def _judged(evidence: RunEvidence) -> Failure:
     failure = judge(evidence)
     assert failure is not None  # it has ended, or is overdue
     return failure

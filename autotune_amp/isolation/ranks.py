@@ -12,11 +12,11 @@ from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Description, Failure, Measurement
 from autotune_amp.distributed import free_port
-from autotune_amp.isolation.local import Ability, Opened, Slot, WorkloadBackend
+from autotune_amp.isolation.local import Ability, OpenResult, Slot, WorkloadBackend
 from autotune_amp.isolation.process import ENDED, Watcher
 from autotune_amp.isolation.slots import WorkloadSlots
 from autotune_amp.trial.jobs import Describe, Follow, Followed, Trial
-from autotune_amp.trial.judge import Evidence, culprit, judge
+from autotune_amp.trial.judge import RunEvidence, culprit, judge
 
 GRACE_SECONDS = 3.0  # time for the other ranks after one has ended, which they notice as a lost connection
 NUM_MEETINGS = 3  # attempts, since the free port may be taken meanwhile
@@ -61,7 +61,7 @@ class RankedBackend(WorkloadBackend):
     def load(self, deadline_seconds: float) -> dict[str, Any]:  # noqa: D102 - see WorkloadBackend
         return self.ranks.load(deadline_seconds)
 
-    def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:
+    def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> OpenResult:
         """See `WorkloadBackend`. Opens the workload on every rank."""
         until = time.monotonic() + deadline_seconds
         opened = self.ranks.open(device, num_threads, deadline_seconds)
@@ -149,7 +149,7 @@ class _OnRanks:
         if not isinstance(measured, Measurement) or len(followed) < len(others):
             return _culprit(outcomes)
         for rank, found in enumerate(followed, 1):
-            evidence = Evidence(
+            evidence = RunEvidence(
                 memory_bytes=found.reserved_memory_bytes,
                 memory_limit_bytes=self._job.memory_limit_bytes,
                 has_flushed=found.has_flushed,

@@ -52,7 +52,7 @@ _set_num_threads = torch.set_num_threads
 _CANARY_SECONDS, _ACCELERATOR_CANARY_SECONDS = 10.0, 60.0  # the latter includes starting the driver
 
 
-class Channel:
+class ParentChannel:
     """Channel of JSON lines to the parent.
 
     Each line is written at once with a newline before and after it, so that an incomplete line of a killed process
@@ -81,7 +81,7 @@ class Channel:
 class Server:
     """Command handler that loads the workload and runs jobs."""
 
-    def __init__(self, channel: Channel, *, is_template: bool) -> None:
+    def __init__(self, channel: ParentChannel, *, is_template: bool) -> None:
         self._channel = channel
         self._is_template = is_template
         self._origin = ""
@@ -300,7 +300,7 @@ def _try_everything(device: str, num_threads: int) -> int:
     return 0
 
 
-def run_template(channel: Channel, server: Server) -> bool:
+def run_template(channel: ParentChannel, server: Server) -> bool:
     """Fork and watch a child for each job. Return whether this process has to run jobs itself from now on."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # to end a trial's orphans
     while (command := channel.read()) is not None:
@@ -343,7 +343,7 @@ def _fork(server: Server, command: dict[str, Any], folder: str) -> int:
     os._exit(0)
 
 
-def _watch(channel: Channel, pid: int, own: set[int]) -> int | None:
+def _watch(channel: ParentChannel, pid: int, own: set[int]) -> int | None:
     """Wait for the child's end, killing it on request; return its exit status, None if the parent is gone.
 
     `own` are processes that the user's code started while it was loaded; every trial uses them.
@@ -375,7 +375,7 @@ def _watch(channel: Channel, pid: int, own: set[int]) -> int | None:
 # -- a process that runs jobs itself -----------------------------------------------------------------------------------
 
 
-def run_worker(channel: Channel, server: Server, *, is_loaded: bool) -> None:
+def run_worker(channel: ParentChannel, server: Server, *, is_loaded: bool) -> None:
     """Load, or stand by, then run jobs in this process while a thread watches for the parent's end."""
     commands: queue.Queue[dict[str, Any]] = queue.Queue()
 
@@ -416,7 +416,7 @@ def _die_with(parent: int) -> None:
 def main(mode: str) -> None:
     """Serve until our input is closed, as template of ``forked`` children or as ``kept`` worker. If the parent is gone,
     the keeper of this process ends it."""
-    channel = Channel()
+    channel = ParentChannel()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a text stream: nobody replaced it yet
     is_template = mode == "forked"
     server = Server(channel, is_template=is_template)

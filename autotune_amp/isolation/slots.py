@@ -16,24 +16,24 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 from autotune_amp.core.errors import ClusterLostError, InvalidRequestError
 from autotune_amp.hardware import nvml
 from autotune_amp.interruption import heed
-from autotune_amp.isolation.local import Ability, Handle, Opened, Slot, SlotLostError, WorkloadBackend
+from autotune_amp.isolation.local import Ability, Handle, OpenResult, Slot, SlotLostError, WorkloadBackend
 from autotune_amp.isolation.process import TICK_SECONDS, Watcher
 
 T = TypeVar("T")
 
 
-class Found(NamedTuple):
+class AvailableSlots(NamedTuple):
     """Slots of this host that a search may use, with notes on those that it may not."""
 
     slots: tuple[Slot, ...]
     notes: tuple[str, ...] = ()
 
 
-def found(devices: Sequence[int] | Literal["all"] | None, num_shares: int | None) -> Found:
+def found(devices: Sequence[int] | Literal["all"] | None, num_shares: int | None) -> AvailableSlots:
     """Return the slots that the user asks for; empty if it is a single device."""
     if num_shares is not None:
         return shares_of_the_cpu(num_shares)
-    return Found(()) if devices is None else cards(devices)
+    return AvailableSlots(()) if devices is None else cards(devices)
 
 
 def of_ranks(num_ranks: int, device: str) -> tuple[Slot, ...]:
@@ -46,7 +46,7 @@ def of_ranks(num_ranks: int, device: str) -> tuple[Slot, ...]:
     return tuple(Slot(slot.name or "", slot.name) for slot in cards(range(num_ranks), "--ranks").slots)
 
 
-def cards(devices: Sequence[int] | Literal["all"], option: str = "--devices") -> Found:
+def cards(devices: Sequence[int] | Literal["all"], option: str = "--devices") -> AvailableSlots:
     """Return a slot for each NVIDIA GPU given by its index among the visible ones, or for all that are like the first.
 
     With "all", GPUs of another model or with other computing processes are left out. Raises `InvalidRequestError` if a
@@ -88,7 +88,7 @@ def cards(devices: Sequence[int] | Literal["all"], option: str = "--devices") ->
             notes += [f"cuda:{number}: {other}" for other in others]
         else:
             notes.append(f"cuda:{number} is left out: it {problem.rstrip('.')}.")
-    return Found(tuple(slots), tuple(notes))
+    return AvailableSlots(tuple(slots), tuple(notes))
 
 
 def _model(uuid: str) -> str | None:
@@ -96,7 +96,7 @@ def _model(uuid: str) -> str | None:
     return None if found is None else found.name
 
 
-def shares_of_the_cpu(num_slots: int, option: str = "--slots") -> Found:
+def shares_of_the_cpu(num_slots: int, option: str = "--slots") -> AvailableSlots:
     """Return slots that divide the CPUs of this process, in whole cores if their topology is known.
 
     Raises `InvalidRequestError` if there are fewer CPUs than slots.
@@ -109,7 +109,7 @@ def shares_of_the_cpu(num_slots: int, option: str = "--slots") -> Found:
         )
     each = len(cpus) // num_slots
     shares = [tuple(sorted(cpus[number * each : (number + 1) * each])) for number in range(num_slots)]
-    return Found(tuple(Slot("cpu", f"cpu {_ranges(share)}", cpus=share) for share in shares))
+    return AvailableSlots(tuple(Slot("cpu", f"cpu {_ranges(share)}", cpus=share) for share in shares))
 
 
 def _by_core() -> list[int]:
@@ -178,7 +178,7 @@ class _InThread(Watcher):
         self._watcher.ending()  # directly, since it looks at processes that are about to be killed
 
 
-class _Place(Generic[S]):
+class _SlotRunner(Generic[S]):
     """Slot with its backend and the thread that waits for its jobs."""
 
     def __init__(self, slot: Slot, watcher: _InThread, backend: S) -> None:
@@ -225,9 +225,9 @@ class Slots(Generic[S]):
         self._places = [self._place(slot) for slot in slots]
         self._tick = watcher_of(slots[0]).tick
 
-    def _place(self, slot: Slot) -> _Place[S]:
+    def _place(self, slot: Slot) -> _SlotRunner[S]:
         watcher = _InThread(self._watcher_of(slot), self._calls, self._is_closed)
-        return _Place(slot, watcher, self._make(slot, watcher))
+        return _SlotRunner(slot, watcher, self._make(slot, watcher))
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -248,7 +248,7 @@ class Slots(Generic[S]):
         place = self._at(self.slots[0] if slot is None else slot)
         return _Job(self, self._begin(place, partial(_run, place.backend, job, slot)))
 
-    def _at(self, slot: Slot) -> _Place[S]:
+    def _at(self, slot: Slot) -> _SlotRunner[S]:
         return next(place for place in self._places if place.slot == slot)
 
     def wait(self, handles: Sequence[Any]) -> Any:
@@ -312,7 +312,7 @@ class Slots(Generic[S]):
         for future in ended:
             future.result()
 
-    def _begin(self, place: _Place[S], work: Callable[[], T]) -> Future[T]:
+    def _begin(self, place: _SlotRunner[S], work: Callable[[], T]) -> Future[T]:
         future = place.thread.submit(work)
         future.add_done_callback(lambda _: self._calls.put(lambda: None))
         return future
@@ -351,7 +351,7 @@ class WorkloadSlots(Slots[WorkloadBackend], WorkloadBackend):
     def load(self, deadline_seconds: float) -> dict[str, Any]:  # noqa: D102 - see WorkloadBackend
         return self.on_first(lambda backend: backend.load(deadline_seconds))
 
-    def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:  # noqa: D102 - see WorkloadBackend
+    def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> OpenResult:  # noqa: D102 - see WorkloadBackend
         self._asked = device, num_threads
         opened = self.on_first(lambda backend: backend.open(device, num_threads, deadline_seconds))
         self._can_fork = opened.why_not_forked is None
@@ -360,7 +360,7 @@ class WorkloadSlots(Slots[WorkloadBackend], WorkloadBackend):
     def open_others(self, deadline_seconds: float) -> None:
         """See `WorkloadBackend`."""
 
-        def open_one(backend: WorkloadBackend) -> Opened:
+        def open_one(backend: WorkloadBackend) -> OpenResult:
             backend.load(deadline_seconds)
             return backend.open(*self._asked, deadline_seconds)
 

@@ -17,7 +17,7 @@ from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count
-from autotune_amp.isolation.local import Ability, Handle, Opened, Slot, WorkloadBackend
+from autotune_amp.isolation.local import Ability, Handle, OpenResult, Slot, WorkloadBackend
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.launch import measure
 from autotune_amp.launch.command import Command
@@ -113,7 +113,7 @@ class CommandBackend(WorkloadBackend):
         """Start the process that probes."""
         return self._local.load(deadline_seconds)
 
-    def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:
+    def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> OpenResult:
         """See `WorkloadBackend`; what a run takes to its first step is all in the description."""
         return self._local.open(device, num_threads, deadline_seconds)._replace(why_not_forked=None, ready_seconds=0.0)
 

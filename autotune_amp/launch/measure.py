@@ -15,7 +15,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.launch.messages import Loader
 from autotune_amp.launch.ranks import Heard, Interval, Rank
 from autotune_amp.trial.jobs import MAX_FALLING_SECONDS, NUM_WARMUP_STEPS, Trial, stop
-from autotune_amp.trial.judge import Evidence, judge
+from autotune_amp.trial.judge import RunEvidence, judge
 
 MIN_NUM_INTERVALS = 2
 MAX_RARE = 0.1  # of a run's steps
@@ -82,11 +82,11 @@ def measurement(heard: Heard, trial: Trial, began: float, memory_bytes: int) -> 
     reserved_bytes = max(reserved) if reserved else max(memory_bytes, sum(peaks))
     # On a CPU the processes of a run were held to their limit while it went on.
     limit_bytes = None if trial.device == "cpu" else trial.memory_limit_bytes
-    if failure := judge(Evidence(memory_bytes=reserved_bytes, memory_limit_bytes=limit_bytes)):
+    if failure := judge(RunEvidence(memory_bytes=reserved_bytes, memory_limit_bytes=limit_bytes)):
         return failure
     for each in heard.ranks.values():
         for steps in each.warm_losses:
-            if failure := judge(Evidence(steps=steps)):
+            if failure := judge(RunEvidence(steps=steps)):
                 return failure if each.world == 1 else replace(failure, message=f"rank {each.rank}: {failure.message}")
     first = rank.pace[0].time - began
     return Measurement(

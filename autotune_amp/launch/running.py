@@ -30,7 +30,7 @@ from autotune_amp.launch.leftovers import CLEAR_UP, remember, set_aside, write
 from autotune_amp.launch.listening import Gone, Listener
 from autotune_amp.launch.ranks import Heard
 from autotune_amp.launch.startable import require_startable
-from autotune_amp.launch.verdict import Seen, verdict
+from autotune_amp.launch.verdict import RunState, verdict
 from autotune_amp.trial.failures import num_oom_kills
 
 INJECTED = Path(__file__).parent / "agent" / "path"
@@ -50,7 +50,7 @@ class Ran(NamedTuple):
 
     began: float
     heard: Heard
-    seen: Seen
+    seen: RunState
     ending: Literal["measured"] | Failure
     kept: tuple[str, ...] = ()
     opened: tuple[str, ...] = ()
@@ -206,7 +206,7 @@ class _Command:
         if self._heard.num_steps > num_before:
             self._watcher.step(self._heard.num_steps, self._heard.step_seconds or 0.0)
 
-    def _look(self, now: float, memory_limit_bytes: int | None) -> Seen:
+    def _look(self, now: float, memory_limit_bytes: int | None) -> RunState:
         if now - self._memory_at > _MEMORY_SECONDS:
             self._memory_at = now
             processes = self._program.processes()
@@ -219,7 +219,7 @@ class _Command:
         if status is not None:
             self._reader.join(KILL_SECONDS)
             self._hear_the_rest()
-        return Seen(
+        return RunState(
             seconds=now - self._began,
             seconds_since_step=now - (self._heard.last_time or self._began),
             memory_bytes=self._memory_bytes,

@@ -16,7 +16,7 @@ from autotune_amp.core.text import count
 from autotune_amp.launch.messages import Error, Refused
 from autotune_amp.launch.ranks import Heard
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
-from autotune_amp.trial.judge import Evidence, RaisedError, culprit, judge
+from autotune_amp.trial.judge import RaisedError, RunEvidence, culprit, judge
 
 # What a launcher says of its ranks: the cause only where no rank says one.
 _LAUNCHERS_ERRORS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException")
@@ -24,7 +24,7 @@ _TAIL_CHARACTERS = 8000
 UNOBSERVED_SECONDS = 10.0  # a Python says hello before it does anything
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """A run as it stands: seconds since it was started and since its latest step, memory of all its processes, for how
     long a Python has run in it while none has said anything, how the command ended (None: it runs), what it printed.
     `is_oom_killed`: the kernel has ended a process for want of memory since."""
@@ -39,7 +39,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def verdict(
-    heard: Heard, seen: Seen, deadlines: Deadlines, *, is_enough: bool, memory_limit_bytes: int | None
+    heard: Heard, seen: RunState, deadlines: Deadlines, *, is_enough: bool, memory_limit_bytes: int | None
 ) -> Literal["measured"] | Failure | None:
     """What became of it, None while it goes on. `is_enough`: its steps are measured."""
     if heard.refused is not None:
@@ -48,11 +48,11 @@ def verdict(
         return culprit(_of_errors(heard, seen))
     for rank in heard.ranks.values():
         num_ooms = max((step.num_ooms for step in rank.steps), default=0)
-        if failure := judge(Evidence(num_ooms=num_ooms)):
+        if failure := judge(RunEvidence(num_ooms=num_ooms)):
             return _of_rank(failure, rank.rank, rank.world)
     if is_enough:
         return "measured"
-    if failure := judge(Evidence(memory_bytes=seen.memory_bytes, memory_limit_bytes=memory_limit_bytes)):
+    if failure := judge(RunEvidence(memory_bytes=seen.memory_bytes, memory_limit_bytes=memory_limit_bytes)):
         return failure
     if seen.status is not None:
         return _of_exit(heard, seen)
@@ -84,14 +84,14 @@ def _of_refused(refused: Refused) -> Failure:
     return Failure(kind="workload_error", message=message, details=step)
 
 
-def _is_fatal(heard: Heard, seen: Seen) -> bool:
+def _is_fatal(heard: Heard, seen: RunState) -> bool:
     """Whether an error is the end of it: a rank's is, that of a helper only where the command ended by it."""
     if seen.status is not None and (seen.status != 0 or not heard.ranks):
         return bool(heard.errors)
     return any(error.pid in heard.rank_by_pid for error in heard.errors)
 
 
-def _of_errors(heard: Heard, seen: Seen) -> Iterator[Failure]:
+def _of_errors(heard: Heard, seen: RunState) -> Iterator[Failure]:
     """Yield the failure of each process that raised or was lost; that of a launcher only where there is none."""
     own = [error for error in heard.errors if error.types[0] not in _LAUNCHERS_ERRORS]
     for error in own:
@@ -112,33 +112,33 @@ def _of_errors(heard: Heard, seen: Seen) -> Iterator[Failure]:
             yield _of_error(error, seen)
 
 
-def _of_error(error: Error, seen: Seen) -> Failure:
+def _of_error(error: Error, seen: RunState) -> Failure:
     raised = RaisedError(
         types=error.types,
         message=error.message,
         traceback=error.traceback,
         free_memory_share=error.free_memory_share,
     )
-    return _judged(Evidence(error=raised, is_oom_killed=seen.is_oom_killed))
+    return _judged(RunEvidence(error=raised, is_oom_killed=seen.is_oom_killed))
 
 
 def _of_rank(failure: Failure, rank: int, world: int) -> Failure:
     return replace(failure, message=f"rank {rank}: {failure.message}") if world > 1 else failure
 
 
-def _judged(evidence: Evidence) -> Failure:
+def _judged(evidence: RunEvidence) -> Failure:
     failure = judge(evidence)
     assert failure is not None  # it raised or ended, or is overdue
     return failure
 
 
-def _of_lost(heard: Heard, seen: Seen) -> Failure:
+def _of_lost(heard: Heard, seen: RunState) -> Failure:
     """Return the failure of a rank that ended without a word; what its launcher printed says how."""
     pid = heard.lost[0]
     by_launcher = re.search(rf"exitcode:? *(-?\d+)\)? .*\(pid: {pid}\)", seen.printed)
     by_spawn = re.search(r"process \d+ terminated with signal (\w+)", seen.printed)
     return _judged(
-        Evidence(
+        RunEvidence(
             has_ended=True,
             exit_status=int(by_launcher[1]) if by_launcher else -signal.Signals[by_spawn[1]] if by_spawn else None,
             process=f"rank {heard.rank_by_pid[pid]}",
@@ -149,11 +149,11 @@ def _of_lost(heard: Heard, seen: Seen) -> Failure:
     )
 
 
-def _of_status(heard: Heard, seen: Seen, status: int) -> Failure:
+def _of_status(heard: Heard, seen: RunState, status: int) -> Failure:
     if heard.lost and heard.world > 1:
         return _of_lost(heard, seen)
     return _judged(
-        Evidence(
+        RunEvidence(
             has_ended=True,
             exit_status=status,
             process="the command",
@@ -163,7 +163,7 @@ def _of_status(heard: Heard, seen: Seen, status: int) -> Failure:
     )
 
 
-def _of_exit(heard: Heard, seen: Seen) -> Literal["measured"] | Failure:
+def _of_exit(heard: Heard, seen: RunState) -> Literal["measured"] | Failure:
     if seen.status:
         return _of_status(heard, seen, seen.status)
     if heard.num_steps > NUM_WARMUP_STEPS + 1:
@@ -177,7 +177,7 @@ def _of_exit(heard: Heard, seen: Seen) -> Literal["measured"] | Failure:
     return Failure(kind="workload_error", message=message, details=_tail(seen))
 
 
-def _overdue(heard: Heard, seen: Seen, deadlines: Deadlines) -> Failure | None:
+def _overdue(heard: Heard, seen: RunState, deadlines: Deadlines) -> Failure | None:
     whole, first, step = deadlines.whole_seconds, deadlines.first_step_seconds, deadlines.step_seconds
     is_loading = False  # of a command, its start and its building cannot be told from its first step
     if whole is not None and seen.seconds > whole:
@@ -202,7 +202,7 @@ def _overdue(heard: Heard, seen: Seen, deadlines: Deadlines) -> Failure | None:
     if 0 < len(silent) < len(heard.rank_by_pid):
         message += "; " + " and ".join(f"rank {heard.rank_by_pid[pid]}" for pid in sorted(silent)) + " hangs"
     output = _stacks(heard, silent) or _tail(seen)
-    return _judged(Evidence(overdue=message, output=output, is_loading=is_loading))
+    return _judged(RunEvidence(overdue=message, output=output, is_loading=is_loading))
 
 
 def _unseen(heard: Heard) -> str:
@@ -231,5 +231,5 @@ def _stacks(heard: Heard, first: list[int]) -> str:
     return "\n".join(f"rank {pids[pid]}, pid {pid}:\n{heard.stacks[pid].text}" for pid in asked)
 
 
-def _tail(seen: Seen) -> str | None:
+def _tail(seen: RunState) -> str | None:
     return seen.printed[-_TAIL_CHARACTERS:] or None

@@ -22,7 +22,7 @@ from autotune_amp.precision.forward_wrapper import modules_by_name, takes_roles
 from autotune_amp.profile.child import warm_up
 from autotune_amp.trial import data
 from autotune_amp.trial.context import Context
-from autotune_amp.trial.judge import Evidence, judge
+from autotune_amp.trial.judge import RunEvidence, judge
 from autotune_amp.trial.training import BaseTraining, make_training
 from autotune_amp.trial.worker import guarded, prepare
 from autotune_amp.variants import activation_checkpointing
@@ -50,7 +50,7 @@ def _take_apart(context: Context, spec: MemoryJob, tell: Tell) -> MemoryBreakdow
         peak_bytes, taken_bytes = memory.peak_bytes()
         has_flushed = memory.num_allocator_retries() > retries
         limit_bytes = spec.trial.memory_limit_bytes
-        failure = judge(Evidence(memory_bytes=taken_bytes, memory_limit_bytes=limit_bytes, has_flushed=has_flushed))
+        failure = judge(RunEvidence(memory_bytes=taken_bytes, memory_limit_bytes=limit_bytes, has_flushed=has_flushed))
         if failure is not None:
             return failure
         held = HeldMemory(training)

@@ -31,7 +31,7 @@ from autotune_amp.search.planner import Budget
 from autotune_amp.search.profile_amp import refused_in, space_at
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher
-from autotune_amp.search.source import Opened, Source, loaded, message_of, open_workload
+from autotune_amp.search.source import OpenedWorkload, Source, loaded, message_of, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE
 from autotune_amp.trial.jobs import Trial
 
@@ -76,7 +76,7 @@ def run_memory_profile(
             found: Taken = backend.submit(memory_job(setting, opened, snapshot_file)).result()
             return found
 
-        runs: dict[Precision, Runs] = {}
+        runs: dict[Precision, PrecisionMemory] = {}
         for name in (name for name in asked if name not in refused):
             is_recorded = any(isinstance(run.first, MemoryBreakdown) for run in runs.values())
             runs[name] = measure_precision(
@@ -102,7 +102,7 @@ def run_memory_profile(
     )
 
 
-class Runs(NamedTuple):
+class PrecisionMemory(NamedTuple):
     """Memory of one precision: the result at the requested batch size, and the bytes at every size tried, in order.
 
     None stands for a size that ran out of memory. `problem` is the reason why the last one failed otherwise.
@@ -121,7 +121,7 @@ def measure_precision(
     may_take_bytes: int,
     most: int | None,
     snapshot_file: Path | None,
-) -> Runs:
+) -> PrecisionMemory:
     """Measure one precision at the requested batch size and, if there is a limit, at the sizes that `fit` asks for.
 
     Raises `WorkloadError` if the workload does not run in fp32.
@@ -139,13 +139,13 @@ def measure_precision(
         size = following
         found = measure(replace(setting, batch_size=size), None)
     problem = found.message if isinstance(found, Failure) and found.kind != "oom" else None
-    return Runs(first, taken, problem)
+    return PrecisionMemory(first, taken, problem)
 
 
 def rows(
     asked: Sequence[Precision],
     refused: Mapping[Precision, str],
-    runs: Mapping[Precision, Runs],
+    runs: Mapping[Precision, PrecisionMemory],
     batch_size: int,
     limit_bytes: int | None,
     most: int | None,
@@ -177,7 +177,7 @@ def rows(
     return tuple(found)
 
 
-def memory_job(setting: Setting, opened: Opened, snapshot_file: Path | None) -> MemoryJob:
+def memory_job(setting: Setting, opened: OpenedWorkload, snapshot_file: Path | None) -> MemoryJob:
     """Return the job that measures the memory of a step of `setting`."""
     sizes = opened.description.sample_sizes
     trial = Trial(
@@ -197,7 +197,7 @@ def memory_job(setting: Setting, opened: Opened, snapshot_file: Path | None) -> 
     )
 
 
-def _may_take(opened: Opened) -> int:
+def _may_take(opened: OpenedWorkload) -> int:
     return SearchOptions().limit_bytes(opened.hardware.memory.available)
 
 
@@ -232,7 +232,7 @@ def _hopeless(hardware: Hardware, asked: Sequence[Precision]) -> dict[Precision,
     }
 
 
-def _nothing_works(refused: Mapping[Precision, str], runs: Mapping[Precision, Runs]) -> NothingWorksError:
+def _nothing_works(refused: Mapping[Precision, str], runs: Mapping[Precision, PrecisionMemory]) -> NothingWorksError:
     failures = {name: run.first for name, run in runs.items() if isinstance(run.first, Failure)}
     reasons = {**refused, **{name: f"{failure.kind}: {failure.message}" for name, failure in failures.items()}}
     return NothingWorksError(
@@ -242,7 +242,7 @@ def _nothing_works(refused: Mapping[Precision, str], runs: Mapping[Precision, Ru
     )
 
 
-def _notes(batch_size: int | None, opened: Opened, limit_bytes: int | None) -> tuple[str, ...]:
+def _notes(batch_size: int | None, opened: OpenedWorkload, limit_bytes: int | None) -> tuple[str, ...]:
     notes = []
     description, device = opened.description, opened.hardware.device
     if description.batch_size is None and batch_size is None:

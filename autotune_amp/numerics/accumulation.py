@@ -193,7 +193,7 @@ def _checked(passes: Passes, read_maxima: Callable[[], dict[str, float]], num_sa
             batch_size=num_samples,
             num_micro_batches=len(micro_batches),
         )
-    sums = Sums(
+    sums = GradientProducts(
         gram=_gram([whole.gradients, *(part.gradients for part in parts)], names),
         losses=(whole.loss, *(part.loss for part in parts)),
         rounding=max(rounding, unrepeated),
@@ -232,7 +232,7 @@ def _distance(one: Gradients, other: Gradients, names: Sequence[str]) -> float:
 
 
 @dataclass(frozen=True)
-class Sums:
+class GradientProducts:
     """Scalar products of gradients in fp64: `gram[0, 0]` is |g|^2, `gram[0, i]` the product of g and g_i, and so on.
 
     `rounding` is the relative change of g by other rounding; `unit_roundoff` that of one operation.
@@ -271,7 +271,7 @@ class Sums:
         return abs(self.losses[0] - float(parts.sum())) <= _MAX_LOSS_ERROR * size
 
 
-class Finding(NamedTuple):
+class AccumulationFinding(NamedTuple):
     """Result of the search for weights.
 
     `weights` are those found, or the best ones for *inexact*; `share` is the expression that they are proportional to.
@@ -282,17 +282,17 @@ class Finding(NamedTuple):
     share: str | None = None
 
 
-def find_weights(sums: Sums, shares: Sequence[tuple[str, Tensor]]) -> Finding:
+def find_weights(sums: GradientProducts, shares: Sequence[tuple[str, Tensor]]) -> AccumulationFinding:
     """Return the simplest combination that reproduces the gradient; for few or collinear gradients many do."""
     ones = torch.ones(len(sums.gram) - 1, dtype=torch.float64)
-    simple = [Finding("mean", ones / len(ones)), Finding("sum", ones)]
-    for finding in (*simple, *(Finding("weighted", weights, name) for name, weights in shares)):
+    simple = [AccumulationFinding("mean", ones / len(ones)), AccumulationFinding("sum", ones)]
+    for finding in (*simple, *(AccumulationFinding("weighted", weights, name) for name, weights in shares)):
         if sums.fits(finding.weights):
             return finding
     best = torch.linalg.pinv(sums.gram[1:, 1:], rtol=1e-12, hermitian=True) @ sums.gram[0, 1:]  # weights of least error
     if sums.fits(best) and not sums.tell_apart(best):
-        return Finding("unchecked", best)
-    return Finding("weighted" if sums.fits(best) and sums.do_losses_fit(best) else "inexact", best)
+        return AccumulationFinding("unchecked", best)
+    return AccumulationFinding("weighted" if sums.fits(best) and sums.do_losses_fit(best) else "inexact", best)
 
 
 def counted_shares(micro_batches: Sequence[object]) -> list[tuple[str, Tensor]]:
@@ -338,7 +338,7 @@ _COUNTS: dict[str, Callable[[Tensor], float]] = {
 # -- the report --------------------------------------------------------------------------------------------------------
 
 
-def _report(sums: Sums, found: Finding, passes: Passes, num_samples: int) -> Accumulation:
+def _report(sums: GradientProducts, found: AccumulationFinding, passes: Passes, num_samples: int) -> Accumulation:
     num = len(found.weights)
     error, mean_error = sums.error(found.weights), sums.error(torch.full((num,), 1 / num, dtype=torch.float64))
     the_whole = f"the gradient of the whole batch of {num_samples}"

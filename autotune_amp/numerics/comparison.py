@@ -30,7 +30,7 @@ K = TypeVar("K")
 
 
 @dataclass
-class Sums:
+class GradientSums:
     """Sums over the entries of parameters and over batches; `+` adds those of further parameters.
 
     `errors` [batch, batch] holds the scalar products of the rounding errors of each two batches' gradients, `total` is
@@ -45,8 +45,8 @@ class Sums:
     num_counting: float = 0.0
     num_flushed: float = 0.0
 
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+    def __add__(self, other: GradientSums) -> GradientSums:
+        return GradientSums(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
     def damage(self, name: str) -> GradientDamage:
         """Return the errors in the gradient of the parameter or module `name`.
@@ -144,13 +144,13 @@ class Gathered:
         """Compare the gradients of all added batches, of which there must be one at least."""
         found = {name: sums for group in self._groups for name, sums in group.sums().items()}
         parameters = {name: found[name] for name in self._order if name in found}  # all but empty parameters
-        modules: dict[str, Sums] = {}
+        modules: dict[str, GradientSums] = {}
         nothing = torch.zeros(self._num_batches, self._num_batches, dtype=torch.float64)
-        whole = Sums(nothing)
+        whole = GradientSums(nothing)
         for name, sums in parameters.items():
             whole = whole + sums
             module = name.rpartition(".")[0]
-            modules[module] = modules.get(module, Sums(nothing)) + sums
+            modules[module] = modules.get(module, GradientSums(nothing)) + sums
         damages = [sums.damage(name) for name, sums in modules.items()]
         noisiest = sorted(damages, key=attrgetter("noise_ratio"), reverse=True)[:_MAX_MODULES]
         return Comparison(
@@ -195,7 +195,7 @@ class _Group:
             error = error.reshape(num_entries, sizes[0] // max(1, num_entries))
         self._errors.append(error)
 
-    def sums(self) -> dict[str, Sums]:
+    def sums(self) -> dict[str, GradientSums]:
         """Return the sums of each parameter; synchronizes with the device."""
         assert self._total is not None
         assert self._numbers is not None
@@ -211,7 +211,7 @@ class _Group:
         products = functional.pad(products, (self._num_before, 0, self._num_before, 0))
         totals = _norms(total, sizes).square().tolist()
         found = zip(self._zeros, products, totals, self._numbers.T.tolist(), strict=True)
-        return {name: Sums(errors, square, *others) for name, errors, square, others in found}
+        return {name: GradientSums(errors, square, *others) for name, errors, square, others in found}
 
 
 def side_by_side(tensors: Mapping[K, Tensor]) -> list[dict[K, Tensor]]:
@@ -262,7 +262,7 @@ def counting(magnitudes: Tensor, sizes: list[int]) -> Tensor:
 
 
 def _numbers(low: Tensor, reference: Tensor, sizes: list[int]) -> Tensor:
-    """Return the fields of `Sums` from `reference` on, [field, parameter], of flat gradients with these `sizes`."""
+    """Return the fields of `GradientSums` from `reference` on, [field, parameter], for flat gradients with `sizes`."""
     theirs, ours, errors = (_norms(each, sizes).square() for each in (reference, low, low - reference))
     is_counted = counting(reference.abs(), sizes)
     counts = (

@@ -36,7 +36,7 @@ from autotune_amp.numerics.grading import (
 from autotune_amp.numerics.locate import OUTSIDE
 from autotune_amp.numerics.paired_runs import (
     REROUNDING,
-    Run,
+    TrainingRun,
     finite_pass,
     gap,
     lost_updates,
@@ -83,7 +83,7 @@ class Attempt:
     found: Findings
     bad_index: int | None = None
     comparison: Comparison | None = None
-    training: Run | None = None
+    training: TrainingRun | None = None
 
     @cached_property
     def grade(self) -> Grade:
@@ -107,7 +107,7 @@ class Steps(NamedTuple):
     is_cut: bool = False
 
 
-class Look(NamedTuple):
+class ReferencePass(NamedTuple):
     """A batch in fp32: its pass, its gradients by octave, and the parameters whose gradient exceeds rounding noise."""
 
     first: Pass
@@ -139,7 +139,9 @@ class Experiment:
         self.low = low
         self.precision = precision
         self._mode = MODES[precision]
-        self._longer_runs: dict[int, tuple[Run, list[Run]]] = {}  # fp32, by number of steps: rerounded, and by order
+        self._longer_runs: dict[
+            int, tuple[TrainingRun, list[TrainingRun]]
+        ] = {}  # fp32, by number of steps: rerounded, and by order
         self._read_maxima = read_maxima
         self._subject = subject = low.subject
         reference = subject.reference or subject
@@ -151,8 +153,8 @@ class Experiment:
         if has_half_weights(reference.model):  # fp32 runs use a copy of the model
             self.fp32 = Passes(reference, in_fp32(reference.model, subject.device.type))
         self._seconds = seconds  # limit for the whole check
-        self._plain_run: Run | None = None  # in fp32
-        self._perturbed_run: Run | None = None  # in fp32, from weights changed by the precision's rounding
+        self._plain_run: TrainingRun | None = None  # in fp32
+        self._perturbed_run: TrainingRun | None = None  # in fp32, from weights changed by the precision's rounding
         self._fp32_step_seconds: float | None = None
         self._has_moved = True  # False if fp32's own training run changed no weight
         self._log2_guess = FIRST_GUESS  # log2 of the largest safe loss scale in the attempt before
@@ -236,7 +238,7 @@ class Experiment:
         return are_unlike
 
     @cached_property
-    def _look(self) -> Look:
+    def _look(self) -> ReferencePass:
         """Run the first batch that has a gradient in fp32, and again with other rounding.
 
         A batch without a gradient, as without labels, says nothing about the others.
@@ -251,7 +253,7 @@ class Experiment:
         moved = self.fp32.run(index, "fp32", restores=False)
         octaves = tuple(sorted(count_octaves(first.gradients.values()).items()))
         names = signals(first.gradients, moved.gradients)
-        return Look(first if not first.is_finite else replace(first, gradients={}), octaves, names)
+        return ReferencePass(first if not first.is_finite else replace(first, gradients={}), octaves, names)
 
     def report(
         self, attempt: Attempt, culprits: tuple[str, ...] = (), healing: tuple[str, ...] = (), where: str = ""
@@ -408,7 +410,7 @@ class Experiment:
         self.low.seconds_of.clear()
         self.fp32.seconds_of.clear()
 
-    def _trained_longer(self, found: Findings, scale: float) -> tuple[Findings, Run | None]:
+    def _trained_longer(self, found: Findings, scale: float) -> tuple[Findings, TrainingRun | None]:
         """Add the results of longer training runs over several orders of the batches to `found`.
 
         `found` is returned unchanged if there is no time for the shortest; the second value is the run that did not
@@ -426,14 +428,14 @@ class Experiment:
         rerounded, fp32 = self._longer_runs[num_steps]
         if not all(run.is_finite for run in (rerounded, *fp32)):
             return found, None
-        low: list[Run] = []
+        low: list[TrainingRun] = []
         for order in orders:
             low.append(train(self.low, self.precision, num_steps, scale=scale, order=order))
             if not low[-1].is_finite:
                 return found._replace(is_training_finite=False), low[-1]
         return found._replace(parting=parting(low, fp32, rerounded, MAX_NUM_BATCHES, self._roundoff)), None
 
-    def _plain(self) -> Run:
+    def _plain(self) -> TrainingRun:
         if self._plain_run is None:
             started = time.perf_counter()
             self._plain_run = train(self.fp32, "fp32", NUM_PAIRED_STEPS)
@@ -443,7 +445,7 @@ class Experiment:
             self._has_moved = next(changed, None) is not None
         return self._plain_run
 
-    def _gap(self, run: Run, plain: Run) -> float | None:
+    def _gap(self, run: TrainingRun, plain: TrainingRun) -> float | None:
         if self._perturbed_run is None:
             roundoff, seed = self._roundoff, self._subject.seed
             self._perturbed_run = train(self.fp32, "fp32", NUM_PAIRED_STEPS, perturbation=roundoff, seed=seed)

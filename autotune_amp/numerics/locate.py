@@ -159,18 +159,18 @@ def _health_of(tensor: Tensor) -> Health:
 
 
 @dataclass(eq=False)
-class Call:
+class ModuleCall:
     """Record of one call of the module `name`; `number` counts its calls."""
 
     name: str
     number: int
-    parent: Call | None
+    parent: ModuleCall | None
     inputs: Health
     first_node: int
     outputs: Health = Health.FINITE
     end_node: int = 0  # sequence number of the first autograd node made after the call
 
-    def ancestors(self) -> Iterator[Call]:
+    def ancestors(self) -> Iterator[ModuleCall]:
         """Yield the calls around this one, innermost first."""
         call = self.parent
         while call is not None:
@@ -194,8 +194,8 @@ class Recorder:
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = {name: module for name, module in modules.items() if takes_roles(module)}
-        self._timeline: list[tuple[Call, bool]] = []  # a call, and whether it ended there or began
-        self._running: list[Call] = []
+        self._timeline: list[tuple[ModuleCall, bool]] = []  # a call, and whether it ended there or began
+        self._running: list[ModuleCall] = []
         self._num_calls: Counter[str] = Counter()
         self._origins: list[_Origin] = []
         self._first_bad_sum: _Origin | None = None
@@ -213,7 +213,7 @@ class Recorder:
     def _begin(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._num_calls[name] += 1
         parent = self._running[-1] if self._running else None
-        call = Call(name, self._num_calls[name], parent, health((args, kwargs)), _next_node())
+        call = ModuleCall(name, self._num_calls[name], parent, health((args, kwargs)), _next_node())
         self._running.append(call)
         self._timeline.append((call, False))
 
@@ -227,7 +227,7 @@ class Recorder:
 
     def forward_culprit(self) -> str:
         """Return the origin of a non-finite loss, in the order of execution."""
-        masked: Call | None = None  # the first to make -inf, which the next may turn into NaN
+        masked: ModuleCall | None = None  # the first to make -inf, which the next may turn into NaN
         for call, has_ended in self._timeline:
             if has_ended and call.outputs > call.inputs:
                 if call.outputs is Health.BAD:
@@ -277,7 +277,7 @@ class Recorder:
         # No single node is at fault: finite gradients from several consumers overflowed in their sum.
         return [self._first_bad_sum]
 
-    def _call_of(self, node: int) -> Call | None:
+    def _call_of(self, node: int) -> ModuleCall | None:
         around = (call for call in self._ended_calls() if call.first_node <= node < call.end_node)
         return max(around, key=lambda call: call.first_node, default=None)
 
@@ -287,8 +287,8 @@ class Recorder:
         Inner modules come before the modules that hold them.
         """
         before = {} if healthy is None else {(call.name, call.number): call for call in healthy._ended_calls()}
-        found: list[Call] = []
-        has_found_inside: set[Call] = set()
+        found: list[ModuleCall] = []
+        has_found_inside: set[ModuleCall] = set()
         for call in self._ended_calls():
             reference = before.get((call.name, call.number))
             is_worse_in = call.inputs > (reference.inputs if reference else Health.FINITE)
@@ -300,7 +300,7 @@ class Recorder:
             return [call.name for call in found], self._module(found[0])
         return [call.name for call in self._backward_calls()], self.backward_culprit()
 
-    def _backward_calls(self) -> Iterator[Call]:
+    def _backward_calls(self) -> Iterator[ModuleCall]:
         for origin in self._backward_origins():
             call = self._call_of(origin.node)
             if call is not None and call.name:
@@ -308,10 +308,10 @@ class Recorder:
             else:  # Usually the loss function, in the model or outside, which casts a gradient for the last module.
                 yield from filter(None, map(self._call_of, origin.next_nodes))
 
-    def _ended_calls(self) -> Iterator[Call]:
+    def _ended_calls(self) -> Iterator[ModuleCall]:
         return (call for call, has_ended in self._timeline if has_ended)
 
-    def _module(self, call: Call) -> str:
+    def _module(self, call: ModuleCall) -> str:
         kind = type(self._modules[call.name]).__name__
         return f"module {call.name} ({kind})" if call.name else f"the model itself ({kind})"
 

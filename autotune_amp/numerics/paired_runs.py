@@ -31,7 +31,7 @@ _MOVED_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
 _NUM_HALVINGS = 4  # halvings of a step's loss scale before the lowest scale is tried
 
 
-class Run(NamedTuple):
+class TrainingRun(NamedTuple):
     """Losses of a training run, one per step; it ends after the first that is not finite.
 
     `last_index` is the batch of its last step.
@@ -56,7 +56,7 @@ def train(
     perturbation: float = 0.0,
     seed: int = 0,
     order: Sequence[int] | None = None,
-) -> Run:
+) -> TrainingRun:
     """Train for `num_steps` from the first weights, each first changed by up to `perturbation` times itself.
 
     The batches are used in their own order, repeatedly, or in `order`. If gradients overflow, the loss scale is halved
@@ -77,7 +77,7 @@ def train(
             break
         losses.append(done.loss)
         passes.step(optimizer, done.gradients)
-    return Run(tuple(losses), num_skips, index)
+    return TrainingRun(tuple(losses), num_skips, index)
 
 
 def train_before(subject: Subject, batches: Iterable[Any]) -> int:
@@ -95,7 +95,7 @@ def train_before(subject: Subject, batches: Iterable[Any]) -> int:
     return num_steps
 
 
-def gap(low: Run, reference: Run, perturbed: Run) -> float:
+def gap(low: TrainingRun, reference: TrainingRun, perturbed: TrainingRun) -> float:
     """Return the mean distance of the low precision's losses from the reference's over that of the perturbed run's.
 
     All runs are finite and of equal length.
@@ -103,7 +103,7 @@ def gap(low: Run, reference: Run, perturbed: Run) -> float:
     return _ratio(_distance(low, reference), _distance(perturbed, reference))
 
 
-def noise_gap(low: Run, reference: Run) -> float:
+def noise_gap(low: TrainingRun, reference: TrainingRun) -> float:
     """Return the mean distance of the low precision's losses from the reference's over their scatter between batches.
 
     Both runs are finite and of equal length.
@@ -120,7 +120,9 @@ def shuffled(num_steps: int, num_batches: int, order: int) -> list[int]:
     return list(chain.from_iterable(rounds))[:num_steps]
 
 
-def parting(low: Sequence[Run], fp32: Sequence[Run], rerounded: Run, num_batches: int, roundoff: float) -> Parting:
+def parting(
+    low: Sequence[TrainingRun], fp32: Sequence[TrainingRun], rerounded: TrainingRun, num_batches: int, roundoff: float
+) -> Parting:
     """Return how far runs in the precision diverge from those in fp32, pass by pass through all `num_batches`.
 
     All runs are finite; each pair used the batches in the same order, and the `rerounded` run used that of the first
@@ -184,7 +186,7 @@ def perturb(model: nn.Module, relative: float, seed: int) -> None:
                 values.mul_(factors)
 
 
-def _distance(one: Run, other: Run) -> float:
+def _distance(one: TrainingRun, other: TrainingRun) -> float:
     return fmean(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
 
 

@@ -30,7 +30,7 @@ def _log2(scale: float) -> float:
     return math.log2(scale) if scale > 0 else -sys.float_info.max
 
 
-class Trace:
+class SafeScaleTrace:
     """log2 of the largest safe loss scale S*(t) for each step of a horizon; immutable, for many replays.
 
     -inf is a step that is not finite at any scale, +inf one that is finite at every scale. Raises `ValueError` for an
@@ -91,7 +91,9 @@ class Replay(NamedTuple):
     final_scale: float
 
 
-def stretches(trace: Trace, loss_scale: LossScale, *, is_bounded: bool) -> Iterator[tuple[float, int, int | None]]:
+def stretches(
+    trace: SafeScaleTrace, loss_scale: LossScale, *, is_bounded: bool
+) -> Iterator[tuple[float, int, int | None]]:
     """Split the trace into stretches at one scale: yield the scale, the number of clean steps, and the skip that ends
     it.
 
@@ -126,7 +128,7 @@ def stretches(trace: Trace, loss_scale: LossScale, *, is_bounded: bool) -> Itera
 
 
 def replay(
-    trace: Trace, loss_scale: LossScale, flushed: FlushedShares | None = None, *, is_bounded: bool = False
+    trace: SafeScaleTrace, loss_scale: LossScale, flushed: FlushedShares | None = None, *, is_bounded: bool = False
 ) -> Replay:
     """Return the skips and the applied share of a run with `loss_scale` over `trace`; without `flushed` none is
     flushed.
@@ -146,7 +148,7 @@ def replay(
     return Replay(num_skips, first_skip, (len(trace) - num_skips - lost) / len(trace), scale)
 
 
-def skips(trace: Trace, loss_scale: LossScale, *, is_bounded: bool = False) -> list[int]:
+def skips(trace: SafeScaleTrace, loss_scale: LossScale, *, is_bounded: bool = False) -> list[int]:
     """Return the steps that `replay` counts as skipped, in order."""
     return [skip for _, _, skip in stretches(trace, loss_scale, is_bounded=is_bounded) if skip is not None]
 
@@ -158,7 +160,7 @@ def extend(
     seed: int = 0,
     num_burst_steps: int = 5,
     num_passes_per_step: int = 1,
-) -> Trace:
+) -> SafeScaleTrace:
     """Extend the recorded `log2_scales` to a horizon of `num_steps`; reproducible for each `seed`.
 
     `log2_scales` are of single passes. A step of `num_passes_per_step` overflows if any of its passes does: the
@@ -180,7 +182,7 @@ def extend(
     start = max(len(recorded), num_steps // 3)
     end = min(num_steps, start + num_burst_steps)
     extended[start:end] = [-math.inf] * (end - start)
-    return Trace(extended)
+    return SafeScaleTrace(extended)
 
 
 def starting_scale(log2_scales: Sequence[float], max_log2: float = 24.0) -> float:

@@ -140,7 +140,7 @@ def _run_backward_as_eager_does() -> None:
         settings.backward_pass_autocast = "off"  # noqa: S105 # a pass, not a password
 
 
-class Observer:
+class ForwardObserver:
     """Recorder of the largest magnitudes in module outputs, with one slot per module.
 
     In eager mode a module writes only while `is_sampling` is on. A compiled graph always writes: reading the switch
@@ -169,7 +169,7 @@ class Observer:
             torch._foreach_zero_(self.maxima)
 
 
-def observe(module: nn.Module, observer: Observer, slot: int) -> None:
+def observe(module: nn.Module, observer: ForwardObserver, slot: int) -> None:
     """Record the largest magnitude of `module`'s first floating-point output in `observer.maxima[slot]`.
 
     Only in training mode. Copies and pickles of the module are not observed.
@@ -200,7 +200,7 @@ def watch_forward(model: nn.Module, device: torch.device) -> Iterator[Callable[[
         for name, module in modules_by_name(model).items()
         if takes_roles(module) and (is_cast(module) or not is_compiled)
     }
-    observer = Observer(len(watched), device, only_half=True)
+    observer = ForwardObserver(len(watched), device, only_half=True)
     observer.is_sampling = True
 
     def read() -> dict[str, float]:
@@ -239,7 +239,7 @@ class _Forced(NamedTuple):
 
 
 class _Observed(NamedTuple):
-    observer: Observer
+    observer: ForwardObserver
     maximum: Tensor
 
     def look_at(self, output: Any, *, is_forced: bool) -> None:

@@ -26,7 +26,7 @@ from autotune_amp.profile.gap import MARK, Profile, Trace, split, step_mark
 from autotune_amp.trial.context import Context, LoopState, each
 from autotune_amp.trial.failures import raise_if_failed
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
-from autotune_amp.trial.judge import MAX_SKIPS, Evidence, StepLosses
+from autotune_amp.trial.judge import MAX_SKIPS, RunEvidence, StepLosses
 from autotune_amp.trial.timing import num_backoffs, require_step
 from autotune_amp.trial.training import BaseTraining, Training, make_training
 from autotune_amp.trial.worker import guarded, prepare
@@ -84,7 +84,7 @@ def warm_up(training: BaseTraining) -> None:
         scale = training.loss_scale()
         _step(training, _next_window(training))
         steps.append(StepLosses(is_skipped=num_backoffs(training, scale) > 0))
-        raise_if_failed(Evidence(steps=tuple(steps), goes_on=True))
+        raise_if_failed(RunEvidence(steps=tuple(steps), goes_on=True))
         if len(steps) >= NUM_WARMUP_STEPS + MAX_SKIPS:
             require_step(training, len(steps))
 

@@ -31,7 +31,7 @@ Drawn: TypeAlias = "Figure | str"
 MIB = 2**20
 
 
-class Look(NamedTuple):
+class Style(NamedTuple):
     """How a precision is drawn; any one of the three tells it from the others."""
 
     color: str
@@ -43,12 +43,12 @@ class Look(NamedTuple):
         return [f"{self.symbol}-open" if is_open else self.symbol for is_open in are_open]
 
 
-LOOKS: dict[Precision, Look] = {
-    "fp32": Look("var(--fp32)", "circle", "solid"),
-    "tf32": Look("var(--tf32)", "diamond", "longdash"),
-    "bf16": Look("var(--bf16)", "square", "dash"),
-    "fp16": Look("var(--fp16)", "triangle-up", "dot"),
-    "fp8": Look("var(--fp8)", "star", "dashdot"),
+LOOKS: dict[Precision, Style] = {
+    "fp32": Style("var(--fp32)", "circle", "solid"),
+    "tf32": Style("var(--tf32)", "diamond", "longdash"),
+    "bf16": Style("var(--bf16)", "square", "dash"),
+    "fp16": Style("var(--fp16)", "triangle-up", "dot"),
+    "fp8": Style("var(--fp8)", "star", "dashdot"),
 }
 
 

@@ -15,7 +15,7 @@ from autotune_amp.core.text import count, one_line
 from autotune_amp.report import document
 from autotune_amp.report.charts import LOOKS, framed, marks, rule, said
 from autotune_amp.report.document import chart
-from autotune_amp.runtime.run_log import BeginLine, Line, MoveLine, Run, SampleLine
+from autotune_amp.runtime.run_log import BeginLine, Line, LoggedRun, MoveLine, SampleLine
 
 _CAPTION = (
     "What was seen at every 64th update and wherever the loss scale changed. Below the scale stands each precision "
@@ -25,7 +25,7 @@ _CAPTION = (
 _MAX_TICKS = 8  # whole powers of two
 
 
-def run_page(run: Run, name: str, reload_seconds: int | None = None) -> str:
+def run_page(run: LoggedRun, name: str, reload_seconds: int | None = None) -> str:
     """The HTML document; `name` is the log's. A browser loads it again every `reload_seconds`."""
     config = msgspec.json.format(run.begin.config.to_json(), indent=2)
     return document.page(
@@ -42,7 +42,7 @@ def run_page(run: Run, name: str, reload_seconds: int | None = None) -> str:
     )
 
 
-def course(run: Run) -> Figure:
+def course(run: LoggedRun) -> Figure:
     """Loss scale with the moves, steps skipped so far, and the loss where it was seen, over the updates."""
     samples = [line for line in run.lines if isinstance(line, SampleLine)]
     losses = [line.loss for line in samples if line.loss is not None]
@@ -100,12 +100,12 @@ def _line(name: str, x: Sequence[int], y: Sequence[float | None], hover: str, co
     )
 
 
-def rungs(run: Run) -> list[Line]:
+def rungs(run: LoggedRun) -> list[Line]:
     """The first line in each precision, in order."""
     return [run.lines[0], *(after for before, after in pairwise(run.lines) if after.precision != before.precision)]
 
 
-def _names(run: Run, height: float) -> list[Scatter]:
+def _names(run: LoggedRun, height: float) -> list[Scatter]:
     """The precision's symbol and name where the run takes it up."""
     return [
         marks(
@@ -158,7 +158,7 @@ def _reason(move: MoveLine) -> str:
     return one_line(move.reason + pinned)
 
 
-def _lead(run: Run) -> str:
+def _lead(run: LoggedRun) -> str:
     last, moves = run.lines[-1], run.moves
     num_updates = last.num_steps + last.num_skips
     share = last.num_skips / max(1, num_updates)
@@ -195,7 +195,7 @@ def _moves(moves: Sequence[MoveLine]) -> str:
     return pieces.table(columns, rows, num_numeric=2)
 
 
-def _about(run: Run) -> str:
+def _about(run: LoggedRun) -> str:
     begin, last = run.begin, run.lines[-1]
     updates = f"{last.num_steps + last.num_skips:,}: {last.num_steps:,} taken, {last.num_skips:,} skipped"
     lines = [

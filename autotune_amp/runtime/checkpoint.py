@@ -23,7 +23,7 @@ from autotune_amp.runtime.policy_state import (
     check_scale,
     converted,
 )
-from autotune_amp.runtime.scaler import VERDICTS, Window
+from autotune_amp.runtime.scaler import VERDICTS, UpdateWindow
 from autotune_amp.runtime.status import MoveRecord, from_plain, to_plain
 
 KEY = "autotune_amp"
@@ -40,7 +40,7 @@ class _Scaler(msgspec.Struct):
     growth_tracker: DeviceCount = msgspec.field(name="_growth_tracker")
 
 
-class _Versioned(msgspec.Struct):
+class _VersionedState(msgspec.Struct):
     format: int
 
 
@@ -66,7 +66,7 @@ class _Own(msgspec.Struct):
     counters: _Counters
 
 
-def save(executor: Executor, window: Window) -> dict[str, Any]:
+def save(executor: Executor, window: UpdateWindow) -> dict[str, Any]:
     """Return the state in plain types, for ``torch.load(weights_only=True)``. `window` is the current one."""
     scaler, metrics = executor.scaler, executor.metrics
     return {
@@ -123,7 +123,7 @@ def read(executor: Executor, state: object) -> Saved | None:
     check_scale(scaler.scale)
     if (own := state.get(KEY)) is None:
         return Saved(scaler)
-    if (version := converted(own, _Versioned).format) != FORMAT:
+    if (version := converted(own, _VersionedState).format) != FORMAT:
         raise FormatError(
             f"The controller's state has format {version}; this version of autotune_amp reads {FORMAT}.",
             "Resume with the version that saved it, or leave the state out: the run then starts as its config says.",
@@ -149,7 +149,7 @@ def read(executor: Executor, state: object) -> Saved | None:
     return Saved(scaler, saved, executor.policy.checked(saved.steering), history)
 
 
-def take_over(executor: Executor, window: Window, saved: Saved | None) -> None:
+def take_over(executor: Executor, window: UpdateWindow, saved: Saved | None) -> None:
     """Restore a state that `read` has validated, into the executor and the current window."""
     metrics, scaler, rule = executor.metrics, executor.scaler, executor.scaler.rule
     if saved is None:

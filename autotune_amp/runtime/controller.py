@@ -28,12 +28,12 @@ from autotune_amp.runtime.scaler import (
     CLEAN,
     LAG_UPDATES,
     NO_GRADIENTS,
-    Found,
     GradientCheck,
     LossScaler,
     Ranks,
     Stepped,
-    Window,
+    UpdateResult,
+    UpdateWindow,
     checked_device,
 )
 from autotune_amp.runtime.sinks import Sink
@@ -285,7 +285,7 @@ class PrecisionController(torch.amp.GradScaler):
             model.begin_window()
 
     def _end_window(self) -> None:
-        window, self._check.window = self._check.window, Window()
+        window, self._check.window = self._check.window, UpdateWindow()
         self._per_optimizer_states.clear()
         if self._executor.model is not None:
             self._executor.model.num_window_passes = window.num_passes
@@ -309,7 +309,7 @@ class PrecisionController(torch.amp.GradScaler):
         reader = self._scaler.reader
         while len(reader) > (0 if self._policy.is_watching else max_waiting):
             self._executor.optimizers.note(dict(zip((popped := reader.pop())[1], popped[0], strict=False)))
-            self._executor.end_update(Found.of(*popped))
+            self._executor.end_update(UpdateResult.of(*popped))
         if not len(reader):
             self._scaler.write(is_forced=True)
         self._settle()
@@ -399,7 +399,7 @@ class PrecisionController(torch.amp.GradScaler):
         """End the accumulation window without a step and without counting it, for a loop that drops its gradients."""
         if self._is_in_window:
             self._executor.end_window(True)
-            self._check.window, self._is_in_window = Window(), False
+            self._check.window, self._is_in_window = UpdateWindow(), False
             self._per_optimizer_states.clear()
 
     def on_step(self, callback: Callable[[], object], optimizer: torch.optim.Optimizer | None = None) -> None:

@@ -33,7 +33,7 @@ from autotune_amp.precision.forward_wrapper import (
     unwrap,
 )
 from autotune_amp.precision.torch_state import HALF_DTYPES, ambient, autocast, set_flags
-from autotune_amp.runtime.policy_state import Finding
+from autotune_amp.runtime.policy_state import DiagnosisResult
 from autotune_amp.runtime.scaler import Ranks
 from autotune_amp.variants import fp8
 
@@ -42,7 +42,7 @@ _MAX_PIN_ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Pass:
+class RerunResult:
     """Result of a forward and backward pass. `is_finite` and `fits` hold for all ranks, the rest for this one."""
 
     is_finite: bool
@@ -69,7 +69,7 @@ def diagnose(
     finds_pins: bool = True,
     can_run_fp32: bool = True,
     is_whole: bool = True,
-) -> Finding:
+) -> DiagnosisResult:
     """Rerun the batch in the current precision, in fp32, with pinned modules and in each of `lower`, without a step.
 
     `lower` is ordered by preference. `is_whole`: the batch is the whole window that failed, not the last of several
@@ -78,14 +78,14 @@ def diagnose(
     current = rerunner.current
     first = rerunner.run(current, loss_scale)
     if not first.fits:
-        return Finding(True)
+        return DiagnosisResult(True)
     if first.is_finite:
         elsewhere = "an earlier pass of the window than the one run again"
-        return Finding(reproduced=not is_whole, culprit=None if is_whole else elsewhere)
+        return DiagnosisResult(reproduced=not is_whole, culprit=None if is_whole else elsewhere)
 
     passes = {current: first}
 
-    def run_once(precision: Precision) -> Pass:
+    def run_once(precision: Precision) -> RerunResult:
         if precision not in passes:
             passes[precision] = rerunner.run(precision, 1.0)
         return passes[precision]
@@ -94,16 +94,16 @@ def diagnose(
     fp32: tuple[Precision, ...] = ("fp32",) if can_run_fp32 else ()
     decider = next((done for precision in (*fp32, *reversed(lower)) if (done := run_once(precision)).fits), None)
     if decider is not None and not decider.is_finite:
-        return Finding(True, culprit=rerunner.culprit(decider), is_precision=False)
+        return DiagnosisResult(True, culprit=rerunner.culprit(decider), is_precision=False)
     healthy = None if decider is None else decider.recorder
     culprit = rerunner.first(first.recorder.damaged(healthy)[1])
     pins = _find_pins(rerunner, first, healthy, loss_scale) if finds_pins else ()
     finite_in = tuple(precision for precision in lower if run_once(precision).is_finite)
     is_precision = True if pins or decider is not None else None
-    return Finding(True, finite_in, culprit, pins, is_precision)
+    return DiagnosisResult(True, finite_in, culprit, pins, is_precision)
 
 
-def _find_pins(rerunner: Rerunner, bad: Pass, healthy: Recorder | None, loss_scale: float) -> tuple[str, ...]:
+def _find_pins(rerunner: Rerunner, bad: RerunResult, healthy: Recorder | None, loss_scale: float) -> tuple[str, ...]:
     """Return modules that make the precision finite when run in fp32; () if there are too many or it does not help."""
     limit = max(1, int(_MAX_PINNED_SHARE * len(rerunner.modules)))
     pins: tuple[str, ...] = ()
@@ -144,7 +144,7 @@ class Rerunner:
         self._device_type = ranks.device.type
         self._seen: set[Precision] = set()
 
-    def culprit(self, bad: Pass) -> str | None:
+    def culprit(self, bad: RerunResult) -> str | None:
         """Return where a pass became non-finite, if precision is not the cause."""
         if parameters := self.ranks.union(bad_parameters(self._model)):
             return f"parameter {parameters[0]}"
@@ -154,7 +154,7 @@ class Rerunner:
         """Return the first name given on any rank, or None."""
         return next(iter(self.ranks.union(() if name is None else (name,))), None)
 
-    def run(self, precision: Precision, loss_scale: float, pins: Sequence[str] = ()) -> Pass:
+    def run(self, precision: Precision, loss_scale: float, pins: Sequence[str] = ()) -> RerunResult:
         """Run one pass in `precision`, with the modules named in `pins` in fp32 in addition to those pinned already.
 
         Raises `InvalidRequestError` on every rank if the closure fails on any.
@@ -182,8 +182,8 @@ class Rerunner:
         # fine.
         is_elsewhere = precision != self.current and not self._seen <= {autocast_precision(precision), "fp32"}
         if self.ranks.any(has_run_out or is_elsewhere):
-            return Pass(False, False, False, recorder)
-        return Pass(not self.ranks.any(not is_finite), True, is_loss_finite, recorder)
+            return RerunResult(False, False, False, recorder)
+        return RerunResult(not self.ranks.any(not is_finite), True, is_loss_finite, recorder)
 
     def _no_autocast(self) -> torch.autocast:
         """Return a context that disables autocast, which the caller may be inside of, and its cache of casts."""

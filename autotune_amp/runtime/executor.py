@@ -23,8 +23,8 @@ from autotune_amp.runtime.fallbacks.plans import why_not_in_memory, withdraw_unf
 from autotune_amp.runtime.metrics import Metrics
 from autotune_amp.runtime.model import Attachment
 from autotune_amp.runtime.policy import Policy
-from autotune_amp.runtime.policy_state import Action, Finding, RecordKind, Signal
-from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, OVERFLOW, Found, LossScaler, Ranks
+from autotune_amp.runtime.policy_state import Action, DiagnosisResult, RecordKind, Signal
+from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, OVERFLOW, LossScaler, Ranks, UpdateResult
 from autotune_amp.runtime.status import MoveRecord, Status, peak_memory_bytes
 from autotune_amp.runtime.stepping.gradients import refuse_half_parameters
 from autotune_amp.runtime.stepping.optimizers import KnownOptimizers
@@ -260,7 +260,7 @@ class Executor:
             model.begin_window()
         model.observer.is_sampling = self.metrics.wants_sample or model.is_verifying
 
-    def end_update(self, found: Found) -> None:
+    def end_update(self, found: UpdateResult) -> None:
         """Pass the result of an update to the policy, the metrics and the callbacks, in order and once each."""
         if not found.verdicts:
             return
@@ -314,7 +314,11 @@ class Executor:
             except InvalidRequestError as error:  # an error of the closure must not end a run that works without it
                 log.error("%s The run goes on without it: %s", error.message, error.next_step, exc_info=error)
                 self._rerun_has_failed, self.policy.can_rerun = True, False
-                return self.policy.answer_diagnosis(action.reason, Finding(True)) if action.kind == "diagnose" else None
+                return (
+                    self.policy.answer_diagnosis(action.reason, DiagnosisResult(True))
+                    if action.kind == "diagnose"
+                    else None
+                )
         if action.kind == "advise":
             self._advise(action.reason)
         elif action.kind == "warn":

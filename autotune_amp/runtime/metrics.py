@@ -24,7 +24,7 @@ from autotune_amp.runtime.policy import Policy
 from autotune_amp.runtime.policy_state import Count
 from autotune_amp.runtime.readings import BEFORE, MOVE, PINNED_MODULES, REASON, metrics
 from autotune_amp.runtime.run_log import BeginLine, Line, MoveLine, RunLog, SampleLine
-from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, Found, LossScaler, Ranks
+from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, LossScaler, Ranks, UpdateResult
 from autotune_amp.runtime.sinks import Outlet, Sink
 from autotune_amp.runtime.status import MoveRecord
 
@@ -128,7 +128,7 @@ class Metrics:
         """Whether to sample the magnitudes of the next update."""
         return self._policy.num_updates % SAMPLE_EVERY == _SAMPLE_AT
 
-    def begin_update(self, found: Found, *, is_overflow: bool) -> None:
+    def begin_update(self, found: UpdateResult, *, is_overflow: bool) -> None:
         """Count an update before the policy observes it. `is_overflow`: its watched forward pass overflowed.
 
         Earlier updates of the same burst, which were not watched, count as overflows then too.
@@ -159,7 +159,7 @@ class Metrics:
         self.totals.num_overflows += self.num_unexplained
         self.num_unexplained = 0
 
-    def end_update(self, found: Found, *, knows_loss: bool) -> None:
+    def end_update(self, found: UpdateResult, *, knows_loss: bool) -> None:
         """Report due changes once the policy has counted the update."""
         self._loss = found.loss if knows_loss and math.isfinite(found.loss) else None
         is_sampled = self._policy.num_updates % SAMPLE_EVERY == 0

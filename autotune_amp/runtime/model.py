@@ -43,7 +43,7 @@ class Attachment:
         for module in self.model.modules():
             forward_wrapper.unpin(module)
         observed = [m for m in self.model.modules() if forward_wrapper.is_cast(m) and forward_wrapper.takes_roles(m)]
-        self.observer = forward_wrapper.Observer(len(observed), device)
+        self.observer = forward_wrapper.ForwardObserver(len(observed), device)
         for slot, module in enumerate(observed):
             forward_wrapper.observe(module, self.observer, slot)
         # TorchScript's modules take no hooks.

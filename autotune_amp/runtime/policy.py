@@ -29,7 +29,7 @@ from autotune_amp.precision.modes import MODES
 from autotune_amp.runtime.policy_state import (
     NUM_RECENT_LOSSES,
     Action,
-    Finding,
+    DiagnosisResult,
     PolicyState,
     SavedRule,
     SavedState,
@@ -267,7 +267,7 @@ class Policy(PolicyState):
             self.bad_run = bad_run
             self._await_stop()
 
-    def answer_diagnosis(self, reason: str, finding: Finding) -> Action | None:
+    def answer_diagnosis(self, reason: str, finding: DiagnosisResult) -> Action | None:
         """Return the action that follows from the finding of a *diagnose*. Leaves STARTUP and STEADY."""
         if not finding.reproduced:
             self.num_unreproduced += 1

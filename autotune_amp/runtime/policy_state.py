@@ -42,7 +42,7 @@ class Signal(NamedTuple):
     loss: float | None = None
 
 
-class Finding(NamedTuple):
+class DiagnosisResult(NamedTuple):
     """Result of rerunning the batch, the same on every rank.
 
     `reproduced`: the batch is not finite again, or an earlier pass of its window may be the cause. `culprit` names the

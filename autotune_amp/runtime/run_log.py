@@ -109,7 +109,7 @@ class RunLog:
 
 
 @dataclass(frozen=True)
-class Run:
+class LoggedRun:
     """Latest run in a log, with its lines in the order of updates; the first is a `BeginLine`.
 
     `num_other_runs` is the number of other runs in the file. `num_cut_lines` lines could not be read, since the process
@@ -133,7 +133,7 @@ class Run:
         return [line for line in self.lines if isinstance(line, MoveLine)]
 
 
-def read(path: str | os.PathLike[str]) -> Run:
+def read(path: str | os.PathLike[str]) -> LoggedRun:
     """Return the latest run in the log at `path`.
 
     Raises `FormatError` if the file is no run log, has a newer format, or is damaged in a way that a kill cannot
@@ -169,7 +169,7 @@ def read(path: str | os.PathLike[str]) -> Run:
         lines.append(line)
     if not lines:
         raise FormatError(f"{path} holds no run.", _HOW_TO_MAKE_ONE)
-    return Run(tuple(lines), len(runs) - 1, num_cut_lines)
+    return LoggedRun(tuple(lines), len(runs) - 1, num_cut_lines)
 
 
 def _other_format(line: bytes) -> str | None:

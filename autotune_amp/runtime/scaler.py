@@ -114,7 +114,7 @@ class Stepped:
         return int(self._verdict) == CLEAN
 
 
-class Found(NamedTuple):
+class UpdateResult(NamedTuple):
     """Host's view of an update. `verdicts` are by number, for the optimizers that had gradients."""
 
     verdicts: Mapping[int, int]
@@ -127,7 +127,7 @@ class Found(NamedTuple):
         return max(self.verdicts.values())
 
     @classmethod
-    def of(cls, values: Sequence[float], numbers: Sequence[int]) -> Found:
+    def of(cls, values: Sequence[float], numbers: Sequence[int]) -> UpdateResult:
         """Return the view made from verdicts on these optimizers, the loss and, if it was sampled, the lost share."""
         verdicts, (loss, *shares) = values[: len(numbers)], values[len(numbers) :]
         known = zip(numbers, map(int, verdicts), strict=True)
@@ -135,7 +135,7 @@ class Found(NamedTuple):
 
 
 @dataclass
-class Window:
+class UpdateWindow:
     """State of one accumulation window. `verdicts` are by the number of the optimizer."""
 
     num_passes: int = 0
@@ -151,13 +151,13 @@ class Window:
         """Whether a verdict is still on the device."""
         return any(isinstance(verdict, Tensor) for verdict in self.verdicts.values())
 
-    def found(self, ranks: Ranks) -> Found:
+    def found(self, ranks: Ranks) -> UpdateResult:
         """Return the host's view of the window. No verdict may be late."""
         share = self.lost_share
         if isinstance(share, Tensor):
             share = float(ranks.maximum_(share).item())
         known = {number: int(verdict) for number, verdict in self.verdicts.items() if verdict != NO_GRADIENTS}
-        return Found(known, float(self.loss), share)
+        return UpdateResult(known, float(self.loss), share)
 
 
 class GradientCheck:
@@ -167,7 +167,7 @@ class GradientCheck:
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self.window = Window()
+        self.window = UpdateWindow()
         self._ranks = ranks
         self._numbers: dict[int, int] = {}  # id of an optimizer -> its number, in the order of first appearance
 
@@ -395,7 +395,7 @@ class LossScaler:
         del optimizer.grad_scale, optimizer.found_inf
         return value
 
-    def send(self, window: Window, ranks: Ranks) -> Tensor:
+    def send(self, window: UpdateWindow, ranks: Ranks) -> Tensor:
         """Update the scale by verdicts on the device, and start copying the window's results to the host.
 
         Return 1.0 if the device skips the step, else 0.0.

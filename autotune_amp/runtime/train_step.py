@@ -21,7 +21,7 @@ from autotune_amp.runtime.executor import Executor
 from autotune_amp.runtime.model import Attachment
 from autotune_amp.runtime.scaler import NO_GRADIENTS, Stepped
 from autotune_amp.runtime.stepping.optimizers import refuse_clip_norm, refuse_closure
-from autotune_amp.runtime.windows import Pass
+from autotune_amp.runtime.windows import WindowPosition
 
 log = logging.getLogger("autotune_amp.runtime")
 
@@ -56,7 +56,7 @@ class TrainStep:
         self._has_looked = False
         self._closure: Callable[[], Tensor] | None = None  # the model's rerun, if it is a closure of `train_step`
         self._is_of_model: dict[tuple[int, ...], bool] = {}  # by the optimizers' ids
-        self._latest: Pass | None = None
+        self._latest: WindowPosition | None = None
         self._void: Sequence[float] = ()  # the window in which a pass raised
 
     def __getstate__(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class TrainStep:
     def take(
         self,
         controller: Steering,
-        current: Pass,
+        current: WindowPosition,
         closure: Callable[[], Tensor],
         optimizer: Optimizer | Sequence[Optimizer],
         clip_norm: float | None,
@@ -106,7 +106,7 @@ class TrainStep:
             raise
         return Stepped.all_of(steps, loss.detach(), norm)
 
-    def _refuse(self, current: Pass, optimizers: Sequence[Optimizer]) -> None:
+    def _refuse(self, current: WindowPosition, optimizers: Sequence[Optimizer]) -> None:
         """Raise `InvalidRequestError` for a loop that contradicts its config."""
         num_passes = self._executor.own_config.accumulation_steps
         if not current.shares and num_passes > 1:

@@ -14,7 +14,7 @@ from autotune_amp.numerics.accumulation import cut, first_dimensions
 Batch = TypeVar("Batch")
 
 
-class Pass:
+class WindowPosition:
     """Position of the loop in its accumulation window. `shares` are empty if it does not loop over `windows`."""
 
     def __init__(self, shares: Sequence[float] = (), index: int = 0, *, is_weighed: bool = False) -> None:
@@ -48,7 +48,7 @@ class Windows:
     """Position of a loop over accumulation windows, in `current`."""
 
     def __init__(self) -> None:
-        self.current = Pass()
+        self.current = WindowPosition()
 
     def over(
         self,
@@ -60,11 +60,11 @@ class Windows:
         shares: Sequence[float] = ()
         try:
             for batch, shares, index in passes(batches, next_shape, weigh):
-                self.current = Pass(shares, index, is_weighed=weigh is not None)
+                self.current = WindowPosition(shares, index, is_weighed=weigh is not None)
                 yield batch, self.current.is_last
         finally:
             if self.current.shares is shares:  # another loop may have started meanwhile
-                self.current = Pass()
+                self.current = WindowPosition()
 
 
 def passes(

@@ -17,7 +17,7 @@ from autotune_amp.search.options import SearchOptions, is_count
 from autotune_amp.search.planner import IN_TIME, Budget
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher
-from autotune_amp.search.source import Opened, Source, loaded, message_of, open_workload
+from autotune_amp.search.source import OpenedWorkload, Source, loaded, message_of, open_workload
 from autotune_amp.search.space import build_space
 from autotune_amp.trial.jobs import Check
 
@@ -64,7 +64,11 @@ def run_check(
 
 
 def check_job(
-    opened: Opened, options: SearchOptions, batch_size: int | None, pinned_modules: tuple[str, ...], seconds: float
+    opened: OpenedWorkload,
+    options: SearchOptions,
+    batch_size: int | None,
+    pinned_modules: tuple[str, ...],
+    seconds: float,
 ) -> Check:
     """Return the check, with its deadline. Raises `InvalidRequestError` for a precision that cannot be checked here."""
     hardware, description = opened.hardware, opened.description

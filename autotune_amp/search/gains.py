@@ -11,13 +11,13 @@ from autotune_amp.core.outcome import Measurement, Purpose, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.search import ranking
 from autotune_amp.search.ledger import Ledger, Shortlist
-from autotune_amp.search.ranking import PLATEAU, Runs, confirm_runs
+from autotune_amp.search.ranking import PLATEAU, SettingRuns, confirm_runs
 from autotune_amp.trial.jobs import NUM_STEPS_BEFORE_CUT
 
 MOST_ROUNDS_FORESEEN = 100
 
 
-def gain_interval(ledger: Ledger, ours: Runs, today: Runs) -> tuple[float, float]:
+def gain_interval(ledger: Ledger, ours: SettingRuns, today: SettingRuns) -> tuple[float, float]:
     """Return the 95 % interval of a setting's speed-up over the baseline `today`; (0, infinity) if it is unknown."""
     interval = speedup(ours, today, ledger.records)[1] if ours.measurements else None
     if interval is not None:
@@ -59,7 +59,9 @@ def unsettled(ledger: Ledger, chosen: Shortlist, environment: Mapping[str, str])
     return ratio - 1, num_more
 
 
-def speedup(chosen: Runs, baseline: Runs, records: Sequence[Record]) -> tuple[float | None, tuple[float, float] | None]:
+def speedup(
+    chosen: SettingRuns, baseline: SettingRuns, records: Sequence[Record]
+) -> tuple[float | None, tuple[float, float] | None]:
     """Return the ratio of the median speeds and the interval of the mean ratio.
 
     They are taken over the rounds in which both ran, or without such a round over the processes of both. Both are None
@@ -78,7 +80,9 @@ def speedup(chosen: Runs, baseline: Runs, records: Sequence[Record]) -> tuple[fl
     return ratio, (min(low, ratio), max(high, ratio))
 
 
-def _ratio_in_rounds(chosen: Runs, baseline: Runs, records: Sequence[Record]) -> tuple[float, float] | None:
+def _ratio_in_rounds(
+    chosen: SettingRuns, baseline: SettingRuns, records: Sequence[Record]
+) -> tuple[float, float] | None:
     """Return the interval of the ratio in rounds that both were run in, or None without such a round.
 
     Other settings that ran in these rounds contribute to the estimate of the ratio's spread.
@@ -96,7 +100,7 @@ def _ratio_in_rounds(chosen: Runs, baseline: Runs, records: Sequence[Record]) ->
     return ratio_interval([ours[r] for r in shared], [theirs[r] for r in shared], list(others.values()))
 
 
-def other_processes(records: Sequence[Record], *known: Runs) -> list[list[float]]:
+def other_processes(records: Sequence[Record], *known: SettingRuns) -> list[list[float]]:
     """Return the samples per second of each other setting's processes, which show how much processes differ.
 
     `known` are left out. Confirmed settings count, and trials that the search repeated: they ran on the same machine,

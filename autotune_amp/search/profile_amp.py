@@ -34,7 +34,7 @@ from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.planner import Budget
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher
-from autotune_amp.search.source import Opened, Source, loaded, message_of, open_workload
+from autotune_amp.search.source import OpenedWorkload, Source, loaded, message_of, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.trial.jobs import Trial
 
@@ -107,7 +107,7 @@ def run_profile(
                     notes.append(f"{precision} could not be taken apart: {found.message}.")
             parts = [Path(folder, f"{p}.json") for p, found in profiled.items() if found.split is not None]
             problem = None if path is None else write_trace(parts, path)
-    everything = Found(opened.hardware, refused, outcomes, profiled)
+    everything = ProfileResults(opened.hardware, refused, outcomes, profiled)
     return answer(
         rows(asked, everything),
         everything,
@@ -206,7 +206,7 @@ def _asked(precisions: tuple[Precision, ...] | None, hardware: Hardware) -> tupl
     return tuple(dict.fromkeys(("fp32", *(precisions or usual))))
 
 
-def space_at(size: int | None, opened: Opened, asked: tuple[Precision, ...]) -> Space:
+def space_at(size: int | None, opened: OpenedWorkload, asked: tuple[Precision, ...]) -> Space:
     """Return the search space at the given batch size, or at the user's own batch size and accumulation steps."""
     if size is None and opened.description.batch_size is None:
         size = ASSUMED_BATCH_SIZE
@@ -221,7 +221,7 @@ def refused_in(space: Space) -> dict[Precision, str]:
     return {e.precision: e.reason for e in space.excluded if (e.batch_size or 0) <= space.baseline.batch_size}
 
 
-def _trial(precision: Precision, space: Space, opened: Opened) -> Trial:
+def _trial(precision: Precision, space: Space, opened: OpenedWorkload) -> Trial:
     return Trial(
         candidate=Setting(
             precision=precision,
@@ -281,7 +281,7 @@ def write_trace(parts: Sequence[Path], trace: Path) -> str | None:
 _LEAST_SPEEDUPS: tuple[tuple[float, Verdict], ...] = ((1.2, "significant"), (1.05, "modest"), (0.95, "negligible"))
 
 
-class Found(NamedTuple):
+class ProfileResults(NamedTuple):
     """Results of a profile.
 
     `refused` are the precisions that cannot be run, with the reason; `outcomes` those of the others, one per round
@@ -303,7 +303,7 @@ def verdict(speedup: float) -> Verdict:
     return next((name for least, name in _LEAST_SPEEDUPS if speedup >= least), "slower")
 
 
-def rows(asked: Sequence[Precision], found: Found) -> tuple[PrecisionRow, ...]:
+def rows(asked: Sequence[Precision], found: ProfileResults) -> tuple[PrecisionRow, ...]:
     """Return a row for each precision in the order asked, compared with fp32 if that ran."""
     reference = _row("fp32", found)
     return tuple(
@@ -311,7 +311,7 @@ def rows(asked: Sequence[Precision], found: Found) -> tuple[PrecisionRow, ...]:
     )
 
 
-def _row(precision: Precision, found: Found) -> PrecisionRow:
+def _row(precision: Precision, found: ProfileResults) -> PrecisionRow:
     if precision in found.refused:
         return PrecisionRow(precision=precision, reason=found.refused[precision])
     outcomes = found.outcomes[precision]
@@ -335,7 +335,7 @@ def _row(precision: Precision, found: Found) -> PrecisionRow:
     )
 
 
-def _compared(row: PrecisionRow, reference: PrecisionRow, found: Found) -> PrecisionRow:
+def _compared(row: PrecisionRow, reference: PrecisionRow, found: ProfileResults) -> PrecisionRow:
     """Return the row with its speed-up from processes of the same rounds; unchanged if either precision failed."""
     pairs = list(zip(reference.process_step_seconds, row.process_step_seconds, strict=False))
     if not pairs or row.failure is not None or reference.failure is not None:
@@ -362,7 +362,7 @@ def _compared(row: PrecisionRow, reference: PrecisionRow, found: Found) -> Preci
 
 def answer(
     rows: tuple[PrecisionRow, ...],
-    found: Found,
+    found: ProfileResults,
     *,
     workload: str,
     setting: Setting,
@@ -398,7 +398,7 @@ def answer(
     return msgspec.structs.replace(made, next_steps=steps)
 
 
-def _notes(rows: Sequence[PrecisionRow], found: Found) -> list[str]:
+def _notes(rows: Sequence[PrecisionRow], found: ProfileResults) -> list[str]:
     notes = []
     for row in rows:
         capability = found.hardware.precisions.get(row.precision)

@@ -82,7 +82,7 @@ def without_first_crashes(records: Iterable[Record]) -> list[Record]:
     return left
 
 
-class Runs(msgspec.Struct, frozen=True, kw_only=True):
+class SettingRuns(msgspec.Struct, frozen=True, kw_only=True):
     """Processes that measured one candidate in one environment.
 
     `rounds` are the confirmation rounds, one for each measurement; empty for a trial of the search. `loads` are the
@@ -100,7 +100,7 @@ class Runs(msgspec.Struct, frozen=True, kw_only=True):
     is_on_slot: bool = False
 
     @classmethod
-    def of(cls, candidate: Setting, records: Sequence[Record], *, are_confirming: bool = False) -> Runs:
+    def of(cls, candidate: Setting, records: Sequence[Record], *, are_confirming: bool = False) -> SettingRuns:
         """Return the runs of the candidate, from records that are all its own."""
         ran = [(r, r.outcome) for r in records if isinstance(r.outcome, Measurement)]
         return cls(
@@ -182,11 +182,11 @@ def counted(records: Sequence[Record]) -> list[Record]:
     return [r for r in found_alike if r.round is None or r.slot == slots[r.round]]
 
 
-def confirm_runs(records: Sequence[Record], candidate: Setting, environment: Mapping[str, str]) -> Runs:
+def confirm_runs(records: Sequence[Record], candidate: Setting, environment: Mapping[str, str]) -> SettingRuns:
     """Return the confirmation processes of a candidate in exactly this environment."""
     ours = [r for r in counted(records) if r.candidate == candidate and is_confirming(r)]
     ours = [r for r in ours if r.environment == environment]
-    return Runs.of(candidate, ours, are_confirming=True)
+    return SettingRuns.of(candidate, ours, are_confirming=True)
 
 
 def is_confirming(record: Record) -> bool:
@@ -196,13 +196,13 @@ def is_confirming(record: Record) -> bool:
     return record.purpose == "confirm" or (record.purpose == "search" and record.round is not None and not was_cut)
 
 
-def best_runs(records: Sequence[Record], candidate: Setting, environment: Mapping[str, str]) -> Runs:
+def best_runs(records: Sequence[Record], candidate: Setting, environment: Mapping[str, str]) -> SettingRuns:
     """Return the confirmation processes in this environment, else the candidate's last trial of the search."""
     confirmed = confirm_runs(records, candidate, environment)
     if confirmed.measurements or confirmed.failure:
         return confirmed
     ours = [r for r in records if r.candidate == candidate and r.purpose in BEFORE_CONFIRMATION]
-    return Runs.of(candidate, [r for r in ours if isinstance(r.outcome, Measurement)][-1:] or ours)
+    return SettingRuns.of(candidate, [r for r in ours if isinstance(r.outcome, Measurement)][-1:] or ours)
 
 
 def were_processes_shared(records: Sequence[Record]) -> bool:

@@ -41,7 +41,7 @@ from autotune_amp.search.options import DEFAULT_BUDGET_SECONDS, SearchOptions
 from autotune_amp.search.planner import MIN_ROUNDS, Budget, Planner
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher, Runner, Stage, Watchers, run, run_beside
-from autotune_amp.search.source import Opened, Source, held_bytes, open_workload
+from autotune_amp.search.source import OpenedWorkload, Source, held_bytes, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.search.stages.checks import Checks, LaterChecks, LossScales
 from autotune_amp.search.stages.confirm import LargerBatches, OneRank, confirmation
@@ -307,7 +307,7 @@ class _Search:
             for _ in run(left, runner):
                 pass
 
-    def _open(self, backend: WorkloadBackend) -> Opened:
+    def _open(self, backend: WorkloadBackend) -> OpenedWorkload:
         if self._options.objective == "energy" and "energy" not in backend.abilities:
             raise InvalidRequestError(
                 "--objective is 'energy', and what a trial of a command or of several ranks draws is not metered.",

@@ -191,7 +191,7 @@ def held_bytes(device: str) -> int:
     return 0
 
 
-class Opened(NamedTuple):
+class OpenedWorkload(NamedTuple):
     """Description of the loaded workload and its device, and the torch state that its jobs start with.
 
     `ready_seconds` is the time until the workload was loaded and called, `why_not_forked` the reason that trials share
@@ -230,7 +230,7 @@ def open_workload(
     baseline_batch_size: int | None = None,
     is_batch_free: bool = True,
     cannot_be_built: Callable[[Failure], AutotuneAmpError] = lambda failure: WorkloadError(*message_of(failure)),
-) -> Opened:
+) -> OpenedWorkload:
     """Call the loaded workload, probe the device and build the workload once.
 
     Raises `WorkloadError` (it cannot be called), `NothingWorksError` (the probe failed), the error that
@@ -275,7 +275,7 @@ def open_workload(
     if isinstance(description, Failure):
         raise cannot_be_built(description)
     description = replace(description, checks=tuple(kind for kind in description.checks if kind in backend.abilities))
-    return Opened(hardware, description, state, ready_seconds, opened.why_not_forked)
+    return OpenedWorkload(hardware, description, state, ready_seconds, opened.why_not_forked)
 
 
 def message_of(failure: Failure) -> tuple[str, str]:

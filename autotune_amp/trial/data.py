@@ -33,7 +33,7 @@ _MAX_LISTED = 1_000_000  # samples of an epoch
 _MAX_POSITIONS = 100_000
 
 
-class Opened(NamedTuple):
+class OpenedData(NamedTuple):
     """Data opened for batches of one size: an endless stream, and the DataLoader behind it, None without one."""
 
     stream: Stream
@@ -69,7 +69,7 @@ def stream(data: Any, batch_size: int) -> Stream:
     return opened(data, batch_size).stream
 
 
-def opened(data: Any, batch_size: int, num_workers: int | None = None) -> Opened:
+def opened(data: Any, batch_size: int, num_workers: int | None = None) -> OpenedData:
     """Return the stream and its loader with `num_workers` worker processes, None for the user's number."""
     if isinstance(data, DataLoader):
         # Incomplete batches are dropped, all else is kept.
@@ -81,7 +81,7 @@ def opened(data: Any, batch_size: int, num_workers: int | None = None) -> Opened
         loader = DataLoader(data, batch_size=batch_size, shuffle=shuffle, drop_last=True, num_workers=num_workers or 0)
     else:
         return _from_function(data, batch_size, num_workers)
-    return Opened(_cycle(lambda: loader, batch_size), loader)
+    return OpenedData(_cycle(lambda: loader, batch_size), loader)
 
 
 def draws_full_batches(batches: Any, batch_size: int) -> bool:
@@ -179,7 +179,7 @@ def length(dataset: Any) -> int | None:
         return None
 
 
-def _from_function(make: Callable[[int], Any], batch_size: int, num_workers: int | None) -> Opened:
+def _from_function(make: Callable[[int], Any], batch_size: int, num_workers: int | None) -> OpenedData:
     shares = _shares()
 
     def remake() -> Any:
@@ -198,8 +198,8 @@ def _from_function(make: Callable[[int], Any], batch_size: int, num_workers: int
     first = remake()
     made = chain([first], (remake() for _ in count()))
     if isinstance(first, DataLoader | Iterator):
-        return Opened(_cycle(made.__next__, batch_size), first if isinstance(first, DataLoader) else None)
-    return Opened(_cycle(lambda: [next(made)], batch_size), None)
+        return OpenedData(_cycle(made.__next__, batch_size), first if isinstance(first, DataLoader) else None)
+    return OpenedData(_cycle(lambda: [next(made)], batch_size), None)
 
 
 def _rearranged(loader: DataLoader[Any], num_workers: int | None, shares: Iterator[float]) -> DataLoader[Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.outcome import Failure
 from autotune_amp.precision.rules import rule_of
-from autotune_amp.trial.judge import Evidence, RaisedError, judge
+from autotune_amp.trial.judge import RaisedError, RunEvidence, judge
 
 _OWN_FILES = Path(__file__).parents[1]
 
@@ -23,7 +23,7 @@ class JudgedError(Exception):
         self.failure = failure
 
 
-def raise_if_failed(evidence: Evidence) -> None:
+def raise_if_failed(evidence: RunEvidence) -> None:
     """Raise `JudgedError` if `judge` finds a failure in the evidence."""
     failure = judge(evidence)
     if failure is not None:
@@ -48,7 +48,7 @@ def failure_from_exception(error: BaseException, *, is_oom_killed: bool = False)
         traceback=_as_text("".join(trace.format())[-8000:]),
         free_memory_share=free_memory_share(),
     )
-    failure = judge(Evidence(error=raised, is_oom_killed=is_oom_killed))
+    failure = judge(RunEvidence(error=raised, is_oom_killed=is_oom_killed))
     assert failure is not None
     return failure
 

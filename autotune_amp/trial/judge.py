@@ -91,7 +91,7 @@ class StepLosses(msgspec.Struct, frozen=True, kw_only=True):
         return all(map(math.isfinite, self.losses))
 
 
-class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+class RunEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """Observations of a run or of one of its ranks. A field that was not observed keeps its default.
 
     `has_ended`: the process ended before it sent a result, with `exit_status` (negative for the signal that killed it,
@@ -119,7 +119,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     goes_on: bool = False
 
 
-def judge(evidence: Evidence) -> Failure | None:
+def judge(evidence: RunEvidence) -> Failure | None:
     """Return the failure that the evidence shows, or None if nothing speaks against the run."""
     if evidence.error is not None:
         return _failure_from_error(evidence.error, is_oom_killed=evidence.is_oom_killed)
@@ -192,7 +192,7 @@ def _kind_of_error(error: RaisedError, *, is_oom_killed: bool) -> FailureKind:
     return "workload_error"
 
 
-def _failure_from_exit(evidence: Evidence) -> Failure:
+def _failure_from_exit(evidence: RunEvidence) -> Failure:
     """Return the failure for a process that exited without sending a result, judged by its exit status and output."""
     status, output = evidence.exit_status, evidence.output or ""
     when = f" {evidence.activity}" if evidence.activity else ""

@@ -27,7 +27,7 @@ from autotune_amp.trial import data
 from autotune_amp.trial.context import Optimizers
 from autotune_amp.trial.failures import raise_if_failed
 from autotune_amp.trial.jobs import is_warming, stop
-from autotune_amp.trial.judge import MAX_SKIPS, Evidence, StepLosses
+from autotune_amp.trial.judge import MAX_SKIPS, RunEvidence, StepLosses
 from autotune_amp.trial.timing import (
     MAX_COMPILING_STEPS,
     Report,
@@ -150,7 +150,7 @@ class _Mark(NamedTuple):
     scale: float | None
 
 
-class _Group(NamedTuple):
+class _StepGroup(NamedTuple):
     """Steps that were timed together."""
 
     num_steps: int
@@ -186,10 +186,10 @@ class _Steps:
         self._num_steps = self._num_together = self._num_samples = 0
         self._began = self._before = self._mark()
         self._first_step_seconds = 0.0
-        self._warm_up: list[_Group] = []  # without the first steps, which may be on the worst batch
+        self._warm_up: list[_StepGroup] = []  # without the first steps, which may be on the worst batch
         self._is_warm = False
-        self._compiled: list[_Group] = []
-        self._groups: list[_Group] = []
+        self._compiled: list[_StepGroup] = []
+        self._groups: list[_StepGroup] = []
         self._loss = math.nan
         self._losses: list[StepLosses] = []
 
@@ -204,7 +204,7 @@ class _Steps:
             return
         synchronize(self._training.device)
         num_skips = num_backoffs(self._training, self._before.scale)
-        group = _Group(self._num_together, self._before, self._mark(), self._num_samples, num_skips)
+        group = _StepGroup(self._num_together, self._before, self._mark(), self._num_samples, num_skips)
         self._judge(loss, group)
         if not self._is_warm:
             self._first_step_seconds = self._first_step_seconds or group.step_seconds
@@ -224,7 +224,7 @@ class _Steps:
 
     def timing(self) -> Timing:
         """Return the timing of the measured steps. Raises `JudgedError` and `WorkloadError` as in `time_own_loop`."""
-        raise_if_failed(Evidence(steps=tuple(self._losses)))
+        raise_if_failed(RunEvidence(steps=tuple(self._losses)))
         spec = self._training.spec
         burst = groups_per_burst(self._training)
         groups = self._groups[: len(self._groups) // burst * burst] or self._groups
@@ -289,11 +289,11 @@ class _Steps:
         if reason is not None:
             raise _EnoughError
 
-    def _judge(self, loss: Any, group: _Group) -> None:
+    def _judge(self, loss: Any, group: _StepGroup) -> None:
         """Raise `JudgedError` if the losses show a failure. Of steps timed together only the last loss is known."""
         known: tuple[float, ...] = ()
         if isinstance(loss, torch.Tensor):
             self._loss = float(loss.detach())
             known = (self._loss,)
         self._losses += step_losses([()] * (group.num_steps - 1) + [known], group.num_skips)
-        raise_if_failed(Evidence(steps=tuple(self._losses[-MAX_SKIPS:]), goes_on=True))
+        raise_if_failed(RunEvidence(steps=tuple(self._losses[-MAX_SKIPS:]), goes_on=True))

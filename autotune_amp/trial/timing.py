@@ -21,7 +21,7 @@ from autotune_amp.core.errors import WorkloadError
 from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.trial.failures import raise_if_failed
 from autotune_amp.trial.jobs import is_hopeless, is_warming, stop
-from autotune_amp.trial.judge import MAX_SKIPS, Evidence, StepLosses
+from autotune_amp.trial.judge import MAX_SKIPS, RunEvidence, StepLosses
 from autotune_amp.trial.training import BaseTraining
 
 
@@ -281,7 +281,7 @@ class _StepTimer:
 
         Raises `JudgedError` if the losses of the steps show a failure.
         """
-        raise_if_failed(Evidence(steps=tuple(self._steps)))
+        raise_if_failed(RunEvidence(steps=tuple(self._steps)))
         data_seconds = _mean(groups, "data_seconds")
         if held_seconds is not None:  # the device computes while the host waits
             data_seconds = min(data_seconds, max(0.0, _mean(groups, "seconds") - held_seconds))
@@ -348,7 +348,7 @@ class _StepTimer:
         micro = self._num_micro
         each = [tuple(values[start : start + micro]) for start in range(0, len(values), micro)]
         self._steps += step_losses(each, num_skips)
-        raise_if_failed(Evidence(steps=tuple(self._steps[-MAX_SKIPS:]), goes_on=True))
+        raise_if_failed(RunEvidence(steps=tuple(self._steps[-MAX_SKIPS:]), goes_on=True))
         window = self._training.spec.candidate.accumulation_steps
         if self._is_last_apart:
             window_seconds = micro_seconds * (window - 1) / (self._num_micro - 1) + last_seconds

@@ -33,7 +33,7 @@ from autotune_amp.trial import data, failures, ranks
 from autotune_amp.trial.context import Context, LoopState, each, make_optimizer
 from autotune_amp.trial.energy import EnergyMeter, counter_of
 from autotune_amp.trial.jobs import Check, Describe, Follow, Followed, Probe, Trial
-from autotune_amp.trial.judge import Evidence, judge
+from autotune_amp.trial.judge import RunEvidence, judge
 from autotune_amp.trial.memory import PeakMemory, hold_heap
 from autotune_amp.trial.own_loop import time_own_loop
 from autotune_amp.trial.timing import CompileWatch, Report, Timing, forget_compiled, time_steps
@@ -316,7 +316,7 @@ def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
             peak, reserved = memory.peak_bytes()
             has_flushed = memory.num_allocator_retries() > retries
             limit_bytes = spec.memory_limit_bytes
-            evidence = Evidence(memory_bytes=reserved, memory_limit_bytes=limit_bytes, has_flushed=has_flushed)
+            evidence = RunEvidence(memory_bytes=reserved, memory_limit_bytes=limit_bytes, has_flushed=has_flushed)
             if failure := judge(evidence):
                 return failure
             return _measurement(

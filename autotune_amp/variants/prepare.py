@@ -27,7 +27,7 @@ Model = TypeVar("Model", bound=nn.Module)
 Optimizers = TypeVar("Optimizers", bound=torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None)
 
 
-class _Place(Protocol):
+class _VariantModule(Protocol):
     def has(self, value: str, trained: Trained) -> bool: ...
 
     def why_not(self, value: str, trained: Trained) -> str | None: ...
@@ -35,7 +35,7 @@ class _Place(Protocol):
     def apply(self, value: str, trained: Trained) -> Callable[[], None] | None: ...
 
 
-_PLACES: dict[str, _Place] = {
+_PLACES: dict[str, _VariantModule] = {
     "allocator": allocator,
     "weights": weights,
     "memory_format": memory_format,
@@ -83,7 +83,7 @@ def set_up(name: str, value: str, trained: Trained) -> Callable[[], None] | None
 def values_for(trained: Trained) -> dict[str, dict[str, str | None]]:
     """Return the non-default values of each variant: None if supported, otherwise the reason why not."""
 
-    def why_not(place: _Place, value: str) -> str | None:
+    def why_not(place: _VariantModule, value: str) -> str | None:
         try:
             return SO_ALREADY if place.has(value, trained) else place.why_not(value, trained)
         except Exception as error:  # user code may raise anything; a search can do without the answer

@@ -15,7 +15,7 @@ from autotune_amp.core.outcome import Outcome
 from autotune_amp.core.setting import Setting
 from autotune_amp.profile.gap import LOW
 from autotune_amp.profile.results import AmpProfile
-from autotune_amp.search.profile_amp import NUM_ROUNDS, Found, answer, rows
+from autotune_amp.search.profile_amp import NUM_ROUNDS, ProfileResults, answer, rows
 from autotune_amp.trial.jobs import Trial
 
 CHECKS = ("fidelity", "calibration", "accumulation")
@@ -69,7 +69,7 @@ def profiled(landscape: Landscape) -> AmpProfile:
     for precision in header.precisions:
         (process,) = landscape.cells[Setting(precision=precision, batch_size=header.todays_batch_size)]
         outcomes[precision] = [process.outcome] * NUM_ROUNDS
-    found = Found(header.hardware, {}, outcomes, {})
+    found = ProfileResults(header.hardware, {}, outcomes, {})
     return answer(
         rows(header.precisions, found),
         found,

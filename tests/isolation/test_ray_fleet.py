@@ -17,7 +17,7 @@ from autotune_amp.isolation.on_ray import fleet
 from autotune_amp.isolation.on_ray.backend import OnNode, _OnNode
 from autotune_amp.isolation.on_ray.cluster import Cluster, PlaceLostError
 from autotune_amp.isolation.on_ray.fleet import Fleet, unlike
-from autotune_amp.isolation.on_ray.messages import About, Node, Place, Told, pack
+from autotune_amp.isolation.on_ray.messages import About, Node, NodeShare, Told, pack
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.trial.jobs import Trial
 
@@ -61,7 +61,7 @@ class Played:
         self.nodes_there: list[Node] = []
         self.says: dict[str, Any] = {}
         self.ended: list[str] = []
-        self.asked: list[tuple[Place, str]] = []
+        self.asked: list[tuple[NodeShare, str]] = []
 
     def add(self, node_id: str, says: Any = CPU, *, is_head: bool = False, num_gpus: int = 0) -> None:
         node = Node(node_id=node_id, host=f"host-{node_id}", is_head=is_head, num_gpus=num_gpus, num_cpus=8)
@@ -71,7 +71,7 @@ class Played:
     def nodes(self) -> Future[bytes]:
         return answered(self.nodes_there)
 
-    def start(self, place: Place, device: str) -> Future[bytes]:
+    def start(self, place: NodeShare, device: str) -> Future[bytes]:
         self.asked.append((place, device))
         return answered(self.says[place.node_id])
 

@@ -9,7 +9,7 @@ from autotune_amp.core.outcome import Failure
 from autotune_amp.launch.advice import advised
 from autotune_amp.launch.messages import Hello, Refused, Step
 from autotune_amp.launch.ranks import Heard, Rank
-from autotune_amp.launch.verdict import UNOBSERVED_SECONDS, Seen, verdict
+from autotune_amp.launch.verdict import UNOBSERVED_SECONDS, RunState, verdict
 
 TORCHRUN_FAILED = """Traceback (most recent call last):
   File "train.py", line 3, in <module>
@@ -41,7 +41,7 @@ def step(num_ooms: int) -> Step:
 @pytest.mark.parametrize("num_ooms", [0, 2])
 def test_a_script_that_catches_its_running_out_of_memory(num_ooms: int) -> None:
     rank = Rank(7, rank=1, world=2, steps=[step(0), step(num_ooms), step(0)])
-    seen = Seen(seconds=1.0, seconds_since_step=0.0)
+    seen = RunState(seconds=1.0, seconds_since_step=0.0)
     found = verdict(Heard(ranks={7: rank}), seen, Deadlines(), is_enough=True, memory_limit_bytes=None)
     if num_ooms:
         assert isinstance(found, Failure)
@@ -54,7 +54,7 @@ def test_a_script_that_catches_its_running_out_of_memory(num_ooms: int) -> None:
 def test_a_refused_upload_is_no_file() -> None:
     refused_path = "https://huggingface.co/me/model"
     heard = Heard(refused=Refused(pid=1, time=0.0, what="an upload", path=refused_path, line="train.py:3"))
-    seen = Seen(seconds=1.0, seconds_since_step=0.0)
+    seen = RunState(seconds=1.0, seconds_since_step=0.0)
     found = verdict(heard, seen, Deadlines(), is_enough=True, memory_limit_bytes=None)
     assert isinstance(found, Failure)
     assert refused_path in found.message
@@ -65,7 +65,7 @@ def test_a_refused_upload_is_no_file() -> None:
 @pytest.mark.parametrize("says_hello", [True, False])
 def test_a_python_that_says_nothing_is_not_waited_for(says_hello: bool) -> None:
     hello = Hello(pid=3, time=0.0, parent_pid=1, python="3.11.7")
-    seen = Seen(seconds=30.0, seconds_since_step=0.0, unobserved_seconds=UNOBSERVED_SECONDS + 1)
+    seen = RunState(seconds=30.0, seconds_since_step=0.0, unobserved_seconds=UNOBSERVED_SECONDS + 1)
     heard = Heard(pythons={3: hello} if says_hello else {})
     found = verdict(heard, seen, Deadlines(), is_enough=False, memory_limit_bytes=None)
     assert (found is None) is says_hello

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autotune_amp.core.config import AmpConfig, LossScale
-from autotune_amp.launch.editing.edit import ByHand, Edit, Observed, Seen, edit
+from autotune_amp.launch.editing.edit import ByHand, CommandFacts, Edit, Observed, edit
 from autotune_amp.launch.messages import Site
 
 PATH = "/home/me/train.py"
@@ -45,7 +45,7 @@ def edited(
     **config: Any,
 ) -> Edit:
     wanted: dict[str, Any] = {"precision": "fp32", "batch_size": today.batch_size} | config
-    seen = Seen(
+    seen = CommandFacts(
         today=today,
         device=device,
         sites=tuple(sites),
@@ -164,7 +164,7 @@ def test_a_flag_that_is_given_is_changed_in_the_command(given: tuple[str, ...], 
 
 def test_a_flag_that_a_shell_script_gives_is_changed_there_by_hand() -> None:
     text = PARSER.format("'--batch-size', default=32")
-    seen = Seen(
+    seen = CommandFacts(
         today=TODAY,
         device="cpu",
         sites=(site("loader", text, "DataLoader(data, batch_size=args.batch_size)"),),

@@ -12,7 +12,7 @@ from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
 from autotune_amp.launch.messages import Refused, Stack, Unstepped
 from autotune_amp.launch.ranks import Heard
-from autotune_amp.launch.verdict import Seen, verdict
+from autotune_amp.launch.verdict import RunState, verdict
 
 DEADLINES = Deadlines(whole_seconds=100, first_step_seconds=50, step_seconds=10)
 
@@ -20,7 +20,7 @@ DEADLINES = Deadlines(whole_seconds=100, first_step_seconds=50, step_seconds=10)
 def of(heard: Heard, *, is_enough: bool = False, limit: int | None = None, **seen: Any) -> tuple[str, str]:
     """The kind and message of the failure, "" for both while it goes on."""
     fields: dict[str, Any] = {"seconds": 1.0, "seconds_since_step": 1.0, **seen}
-    found = verdict(heard, Seen(**fields), DEADLINES, is_enough=is_enough, memory_limit_bytes=limit)
+    found = verdict(heard, RunState(**fields), DEADLINES, is_enough=is_enough, memory_limit_bytes=limit)
     return (found.kind, found.message) if isinstance(found, Failure) else (found or "", "")
 
 
@@ -54,7 +54,7 @@ def test_no_step_has_three_reasons(heard: Heard, about: str, seen: dict[str, Any
 def test_a_command_that_took_no_step_in_all_of_its_time_speaks_against_no_setting(
     heard: Heard, *, is_loading: bool
 ) -> None:
-    seen = Seen(seconds=101.0, seconds_since_step=1.0)
+    seen = RunState(seconds=101.0, seconds_since_step=1.0)
     found = verdict(heard, seen, DEADLINES, is_enough=False, memory_limit_bytes=None)
     assert isinstance(found, Failure)
     assert (found.kind, found.is_loading) == ("timeout", is_loading)
@@ -126,7 +126,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack_first() -> None:
     heard.hear(Stack(pid=101, time=0.0, text="sleeping", at=("train.py",)))
     assert of(heard, seconds_since_step=9.0) == ("", "")
     found = verdict(
-        heard, Seen(seconds=20.0, seconds_since_step=11.0), DEADLINES, is_enough=False, memory_limit_bytes=None
+        heard, RunState(seconds=20.0, seconds_since_step=11.0), DEADLINES, is_enough=False, memory_limit_bytes=None
     )
     assert isinstance(found, Failure)
     assert found.kind == "timeout"

@@ -15,7 +15,7 @@ from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.setting import Setting
 from autotune_amp.memory.fit import MOST_MEASURED, largest_batch, largest_of
-from autotune_amp.memory.profile_memory import Runs, Taken, measure_precision
+from autotune_amp.memory.profile_memory import PrecisionMemory, Taken, measure_precision
 from autotune_amp.memory.results import LargestBatch
 
 Curve = Callable[[int], int]
@@ -34,7 +34,7 @@ class Measured:
         self.sizes: list[int] = []
         self.files: list[Path | None] = []
         self._curve, self._device_mib = curve, device_mib
-        self.runs: Runs = measure_precision(
+        self.runs: PrecisionMemory = measure_precision(
             Setting(precision="fp32", batch_size=first),
             self._measure,
             limit_mib * MIB,
@@ -129,7 +129,7 @@ def test_only_a_failure_for_want_of_memory_goes_on_and_a_workload_that_does_not_
         runs.append(setting)
         return Failure(kind="workload_error", message="mine")
 
-    def measured(setting: Setting) -> Runs:
+    def measured(setting: Setting) -> PrecisionMemory:
         return measure_precision(setting, fails, MIB, may_take_bytes=MIB, most=None, snapshot_file=None)
 
     assert measured(setting).taken_bytes == {}

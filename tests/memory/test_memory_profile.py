@@ -18,7 +18,7 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.outcome import Failure
 from autotune_amp.memory.fit import largest_batch
 from autotune_amp.memory.job import MemoryBreakdown
-from autotune_amp.memory.profile_memory import Runs, rows
+from autotune_amp.memory.profile_memory import PrecisionMemory, rows
 from autotune_amp.memory.results import MemoryProfile, activations_by_group, largest_line, parts
 from autotune_amp.memory.savings import savings
 from autotune_amp.report.judged import print_memory
@@ -31,9 +31,9 @@ ROWS = rows(
     ("fp32", "bf16", "fp16", "tf32"),
     {"tf32": "the [red]device[/red] has none"},
     {
-        "fp32": Runs(FP32, TAKEN),
-        "bf16": Runs(BF16, {32: 70 * MIB}, "the loader has one size"),
-        "fp16": Runs(Failure(kind="oom", message="it took all"), {32: None}),
+        "fp32": PrecisionMemory(FP32, TAKEN),
+        "bf16": PrecisionMemory(BF16, {32: 70 * MIB}, "the loader has one size"),
+        "fp16": PrecisionMemory(Failure(kind="oom", message="it took all"), {32: None}),
     },
     32,
     500 * MIB,

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autotune_amp.core.outcome import Accumulation
 from autotune_amp.numerics import accumulation
-from autotune_amp.numerics.accumulation import Sums, check, cut, find_weights
+from autotune_amp.numerics.accumulation import GradientProducts, check, cut, find_weights
 from autotune_amp.numerics.passes import Subject
 
 Loss = Callable[[Any, Any], Tensor]
@@ -263,7 +263,7 @@ def test_the_simplest_combination_is_taken_and_none_whose_loss_is_another(
     gradients: list[list[float]], losses: list[float], verdict: str
 ) -> None:
     rows = torch.tensor(gradients, dtype=torch.float64)
-    sums = Sums(gram=rows @ rows.T, losses=tuple(losses), rounding=1e-6, unit_roundoff=2.0**-24)
+    sums = GradientProducts(gram=rows @ rows.T, losses=tuple(losses), rounding=1e-6, unit_roundoff=2.0**-24)
     assert find_weights(sums, []).verdict == verdict
     if verdict in ("inexact", "unchecked"):
         return

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import LowWeights
 from autotune_amp.numerics.paired_runs import (
-    Run,
+    TrainingRun,
     gap,
     lost_updates,
     noise_gap,
@@ -59,7 +59,11 @@ def test_a_run_repeats_and_is_what_a_plain_loop_does() -> None:
 
 
 def test_the_gap_by_hand() -> None:
-    reference, low, perturbed = Run((3.0, 1.0, 2.0), 0), Run((3.0, 1.5, 2.5), 0), Run((3.0, 1.1, 2.1), 0)
+    reference, low, perturbed = (
+        TrainingRun((3.0, 1.0, 2.0), 0),
+        TrainingRun((3.0, 1.5, 2.5), 0),
+        TrainingRun((3.0, 1.1, 2.1), 0),
+    )
     assert gap(low, reference, perturbed) == pytest.approx(5.0)
     # The loss moves by -2 and +1: their standard deviation is 1.5, that of one loss 1.5 / sqrt(2).
     assert noise_gap(low, reference) == pytest.approx(1 / 3 / (1.5 / math.sqrt(2)))
@@ -70,15 +74,15 @@ def test_orders_hold_every_batch_once_in_each_round_and_runs_part_by_the_end_of_
     orders = [shuffled(12, 4, order) for order in range(2)]
     assert orders[0] != orders[1]
     assert all(sorted(order[start : start + 4]) == [0, 1, 2, 3] for order in orders for start in (0, 4, 8))
-    fp32 = [Run((9.0, 7.0, 3.0, 1.0), 0), Run((8.0, 8.0, 2.0, 3.0), 0)]
-    low = [Run((9.0, 7.0, 5.0, 3.0), 0), Run((9.0, 9.0, 5.0, 4.0), 0)]
-    rerounded = Run((9.0, 7.0, 3.0, 1.2), 0)
+    fp32 = [TrainingRun((9.0, 7.0, 3.0, 1.0), 0), TrainingRun((8.0, 8.0, 2.0, 3.0), 0)]
+    low = [TrainingRun((9.0, 7.0, 5.0, 3.0), 0), TrainingRun((9.0, 9.0, 5.0, 4.0), 0)]
+    rerounded = TrainingRun((9.0, 7.0, 3.0, 1.2), 0)
     found = parting(low, fp32, rerounded, 2, roundoff=2.0**-9)
     # A pass through both: 8, 8 in fp32, then 2 and 2.5; the differences are 0 and 1, then 2 and 2.
     assert (found.distance, found.spread, found.fall, found.num_steps) == (1.25, 0.75, 5.75, 4)
     assert found.resolution == pytest.approx(2.0**-8 * (8 + 8 + 2 + 2.5) / 4)
     assert found.is_apart
-    moved = parting(low, fp32, Run((9.0, 9.0, 5.0, 5.0), 0), 2, roundoff=2.0**-9)
+    moved = parting(low, fp32, TrainingRun((9.0, 9.0, 5.0, 5.0), 0), 2, roundoff=2.0**-9)
     assert (moved.spread, moved.is_apart) == (2.0, False), "as far as another rounding takes fp32 from itself"
 
 

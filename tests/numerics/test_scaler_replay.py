@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
 from autotune_amp.numerics.scaler_replay import (
     FlushedShares,
-    Trace,
+    SafeScaleTrace,
     extend,
     replay,
     skips,
@@ -44,8 +44,8 @@ def traces(draw: st.DrawFn, init_log2: float, max_size: int = 60) -> list[float]
     return [float32(2.0 ** (init_log2 + off)) if math.isfinite(off) else 2.0**off for off in scales]
 
 
-def trace_of(safe_scales: list[float]) -> Trace:
-    return Trace([math.log2(scale) if scale else NEVER_FINITE for scale in safe_scales])
+def trace_of(safe_scales: list[float]) -> SafeScaleTrace:
+    return SafeScaleTrace([math.log2(scale) if scale else NEVER_FINITE for scale in safe_scales])
 
 
 # -- skip for skip -----------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_flushed_share_of_a_histogram_by_hand() -> None:
 # -- the horizon -------------------------------------------------------------------------------------------------------
 
 
-def log2_scales_of(trace: Trace) -> list[float]:
+def log2_scales_of(trace: SafeScaleTrace) -> list[float]:
     return list(trace._log2_scales)
 
 
@@ -159,7 +159,7 @@ def test_a_stretch_is_extended_by_its_second_half_with_one_burst() -> None:
     assert log2_scales_of(extend(stretch, 3)) == stretch[:3]
     for nothing in ([], [1.0, math.nan]):
         with pytest.raises(ValueError, match="at least one step"):
-            Trace(nothing)
+            SafeScaleTrace(nothing)
     late = log2_scales_of(extend(stretch, 12, num_burst_steps=3))  # never in what was recorded
     assert (late[:8], late[8:11]) == (stretch, [NEVER_FINITE] * 3)
 

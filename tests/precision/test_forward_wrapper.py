@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.precision.forward_wrapper import (
-    Observer,
+    ForwardObserver,
     clear_override,
     is_pinned,
     observe,
@@ -125,7 +125,7 @@ def test_what_cannot_be_is_refused(x: Tensor) -> None:
     ],
 )
 def test_an_observer_keeps_the_largest_magnitude_while_sampling_and_training(output: Any, maximum: float) -> None:
-    module, observer = Recorder(output), Observer(2, "cpu")
+    module, observer = Recorder(output), ForwardObserver(2, "cpu")
     observe(module, observer, 1)
     module()
     observer.is_sampling = True
@@ -151,7 +151,7 @@ ROLES: dict[str, Callable[[nn.Module], None]] = {
     "override fp32": lambda module: override(module, "fp32", "cpu"),
     "override bf16": lambda module: override(module, "bf16", "cpu"),
     "clear": clear_override,
-    "observe": lambda module: observe(module, Observer(1, "cpu"), 0),
+    "observe": lambda module: observe(module, ForwardObserver(1, "cpu"), 0),
     "stop": stop_observing,
 }
 
@@ -221,8 +221,8 @@ def test_copies_and_pickles_keep_pin_and_override_but_not_the_observer(x: Tensor
     model = Model()
     pin_fp32(model.linear(0), "cpu")
     override(model, "bf16", "cpu")
-    observe(model, Observer(1, "cpu"), 0)
-    observe(model.blocks[1], Observer(1, "cpu"), 0)
+    observe(model, ForwardObserver(1, "cpu"), 0)
+    observe(model.blocks[1], ForwardObserver(1, "cpu"), 0)
     assert b"Observer" not in pickle.dumps(model)
     for twin in duplicates(model):
         assert is_pinned(twin.linear(0))
@@ -258,7 +258,7 @@ def test_modules_of_any_class_take_roles_and_give_them_back(make: Callable[[], n
 def test_a_module_whose_class_copies_itself_is_copied_with_its_roles(x: Tensor) -> None:
     module = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))  # has a __deepcopy__ of its own, and no pickle
     pin_fp32(module, "cpu")
-    observe(module, Observer(1, "cpu"), 0)
+    observe(module, ForwardObserver(1, "cpu"), 0)
     twin = copy.deepcopy(module)
     assert is_pinned(twin)
     assert roles_of(twin).observed is None

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.precision.forward_wrapper import Observer, observe, override, pin_fp32, unpin
+from autotune_amp.precision.forward_wrapper import ForwardObserver, observe, override, pin_fp32, unpin
 from autotune_amp.precision.torch_state import autocast
 
 
@@ -40,9 +40,9 @@ def test_compiled_graphs_and_numerics_stay_as_they_were(backend: str, x: Tensor)
     for attached in ("never", "before compiling", "after compiling"):
         torch._dynamo.reset()
         counter = CompileCounterWithBackend(backend)
-        model, observer = copy.deepcopy(original), Observer(6, "cpu")
+        model, observer = copy.deepcopy(original), ForwardObserver(6, "cpu")
 
-        def attach(model: Model = model, observer: Observer = observer) -> None:
+        def attach(model: Model = model, observer: ForwardObserver = observer) -> None:
             for i, block in enumerate(model.blocks):
                 observe(block, observer, 2 * i)
                 observe(model.linear(i), observer, 2 * i + 1)

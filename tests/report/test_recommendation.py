@@ -15,11 +15,11 @@ from report_samples import MIB, evidence, hardware, recommendation
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.core.errors import FormatError
 from autotune_amp.core.evidence import (
-    Job,
     LossScaleEvidence,
     MemoryEvidence,
     PlainEnvironment,
     ProcessPeak,
+    TrainingCost,
     check_line,
     loss_scale_line,
 )
@@ -69,7 +69,7 @@ FALLBACK = FallbackPlan(precision="fp32", batch_size=16, peak_memory_bytes=MIB, 
 FP16 = AmpConfig(precision="fp16", batch_size=64, loss_scale=LossScale(init_scale=1024.0), fallback=["bf16", FALLBACK])
 FAILED_BASELINE = msgspec.structs.replace(evidence().baseline, samples_per_second=None, reason="out of memory")
 PLAIN = PlainEnvironment(samples_per_second=371.0, speedup=1.21)
-JOB = Job(
+JOB = TrainingCost(
     num_steps=10_000,
     num_samples=640_000,
     hours=0.8372,

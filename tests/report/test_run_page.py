@@ -13,11 +13,11 @@ from plotly.graph_objects import Figure
 
 from autotune_amp.report.files import write_run_report
 from autotune_amp.report.run_page import course, run_page, rungs
-from autotune_amp.runtime.run_log import Run, SampleLine, read
+from autotune_amp.runtime.run_log import LoggedRun, SampleLine, read
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Run:
+def made(tmp_path: Path) -> LoggedRun:
     return read(made_run(tmp_path / "run.jsonl"))
 
 
@@ -26,7 +26,7 @@ def trace(figure: Figure, name: str) -> Any:
     return found
 
 
-def test_every_line_of_the_log_is_a_point(made: Run) -> None:
+def test_every_line_of_the_log_is_a_point(made: LoggedRun) -> None:
     figure = course(made)
     scale, skips, loss = (trace(figure, name) for name in ("loss scale", "steps skipped so far", "loss"))
     assert list(skips.x) == [line.update for line in made.lines]
@@ -43,7 +43,7 @@ def test_every_line_of_the_log_is_a_point(made: Run) -> None:
     assert ticks.dtick == int(ticks.dtick) >= 1, "a scale is told in whole powers of two"
 
 
-def test_moves_are_marked_with_their_reason_and_precisions_are_named(made: Run) -> None:
+def test_moves_are_marked_with_their_reason_and_precisions_are_named(made: LoggedRun) -> None:
     figure: Any = course(made)
     moves = trace(figure, "move")
     assert (list(moves.x), list(moves.text)) == ([300, 400], ["1", "2"])
@@ -71,8 +71,8 @@ def test_the_page_says_what_happened_and_escapes_it(tmp_path: Path) -> None:
 
 def test_a_stop_other_runs_and_cut_lines_are_said() -> None:
     stop = move(70, "stop", "fp16", "fp16", 12, reason="no finite loss")
-    text = run_page(Run((begin(), sample(64, 1024.0, 2), stop), num_other_runs=2, num_cut_lines=1), "a.jsonl")
+    text = run_page(LoggedRun((begin(), sample(64, 1024.0, 2), stop), num_other_runs=2, num_cut_lines=1), "a.jsonl")
     for told in ("was stopped at update 70: no finite loss.", "2 other runs", "1 line that a kill"):
         assert told in text
     for last in (sample(128, 1024.0, 12), move(128, "demotion", "fp16", "bf16", 12)):
-        assert "was stopped" not in run_page(Run((begin(), stop, last), 0, 0), "a.jsonl")
+        assert "was stopped" not in run_page(LoggedRun((begin(), stop, last), 0, 0), "a.jsonl")

@@ -15,7 +15,7 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import is_pinned, override, pin_fp32, roles_of
 from autotune_amp.runtime.diagnosis import Rerunner, diagnose
-from autotune_amp.runtime.policy_state import Finding
+from autotune_amp.runtime.policy_state import DiagnosisResult
 from autotune_amp.runtime.scaler import Ranks
 
 WIDTH = 4
@@ -118,7 +118,7 @@ def find(
     loss_scale: float = 16.0,
     ranks: Ranks | None = None,
     **options: Any,
-) -> Finding:
+) -> DiagnosisResult:
     """The finding for one batch, at a scale that leaves room."""
     given = batch() if inputs is None else inputs
     ranks = ranks or Ranks(torch.device("cpu"))
@@ -131,7 +131,7 @@ def find(
 
 
 def test_a_finite_batch_finds_nothing_and_an_earlier_pass_may_be_what_was_not() -> None:
-    assert find(Model(FeedForward())) == Finding(False)
+    assert find(Model(FeedForward())) == DiagnosisResult(False)
     in_window = find(Model(FeedForward()), is_whole=False)
     assert in_window.reproduced
     assert "earlier pass" in str(in_window.culprit)
@@ -172,7 +172,7 @@ PRECISION: dict[str, tuple[Make, dict[str, Any], str, tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", PRECISION)
 def test_what_overflows_fp16_is_named_and_pinned(name: str) -> None:
     make, options, culprit, pins = PRECISION[name]
-    assert find(make(), **options) == Finding(True, ("bf16", "fp32"), culprit, pins, is_precision=True)
+    assert find(make(), **options) == DiagnosisResult(True, ("bf16", "fp32"), culprit, pins, is_precision=True)
 
 
 def test_a_module_with_weights_in_half_precision_is_never_pinned_nor_run_in_fp32() -> None:
@@ -231,7 +231,7 @@ NOT_PRECISION: dict[str, tuple[Make, dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", NOT_PRECISION)
 def test_what_is_not_finite_in_fp32_either_is_not_precision(name: str) -> None:
     make, options, culprit = NOT_PRECISION[name]
-    assert find(make(), **options) == Finding(True, culprit=culprit, is_precision=False)
+    assert find(make(), **options) == DiagnosisResult(True, culprit=culprit, is_precision=False)
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_what_is_not_finite_in_fp32_either_is_not_precision(name: str) -> None:
 def test_ranks_find_the_same_whosever_batch_it_was() -> None:
     theirs = TwoRanks(True, False, False, False, names=("blocks.0.ff",))
     finding = find(Model(FeedForward()), ranks=theirs)
-    assert finding == Finding(True, ("bf16", "fp32"), "blocks.0.ff", ("blocks.0.ff",), is_precision=True)
+    assert finding == DiagnosisResult(True, ("bf16", "fp32"), "blocks.0.ff", ("blocks.0.ff",), is_precision=True)
     both = TwoRanks(True, True)
     assert find(Model(FeedForward(BEYOND_FP16)), ranks=both).finite_in == ()
     assert theirs.answers == both.answers == []

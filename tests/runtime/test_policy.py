@@ -20,7 +20,7 @@ from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.runtime.policy import DWELL_STEPS, MAX_PROMOTIONS, NUM_BLAMED_STEPS, PROMOTION_STEPS, Policy
-from autotune_amp.runtime.policy_state import Action, Finding, ScaleRule, Signal
+from autotune_amp.runtime.policy_state import Action, DiagnosisResult, ScaleRule, Signal
 
 CLEAN = Signal()
 OVERFLOW = Signal(overflow=True)
@@ -61,7 +61,7 @@ def judged(policy: Policy, signals: list[Signal], **more: Any) -> Action | None:
     assert diagnose is not None
     assert diagnose == DIAGNOSE
     return policy.answer_diagnosis(
-        diagnose.reason, Finding(**{"reproduced": True, "is_precision": True, "finite_in": ("fp32",), **more})
+        diagnose.reason, DiagnosisResult(**{"reproduced": True, "is_precision": True, "finite_in": ("fp32",), **more})
     )
 
 
@@ -387,7 +387,10 @@ def test_nothing_random_breaks_the_policy_and_saved_and_loaded_it_does_the_same(
                         finite_in = tuple(rung for rung in policy.rungs if draw.random() < 0.8)
                         is_precision = draw.choice((True, True, False, None))
                         pins = ("layer",) if draw.random() < 0.2 else ()
-                        answer = action.reason, Finding(draw.random() < 0.9, finite_in, None, pins, is_precision)
+                        answer = (
+                            action.reason,
+                            DiagnosisResult(draw.random() < 0.9, finite_in, None, pins, is_precision),
+                        )
                     method = {"diagnose": "answer_diagnosis", "probe": "probed"}.get(action.kind, "confirm")
                     more = {"is_finite": draw.random() < 0.9} if action.kind == "probe" else {}
                     action, other = (getattr(each, method)(*answer, **more) for each in (policy, twin))

@@ -18,7 +18,7 @@ from autotune_amp.search.answer.explain import memory_doubts
 from autotune_amp.search.conditions import Conditions
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.ranking import Runs
+from autotune_amp.search.ranking import SettingRuns
 from autotune_amp.search.source import target
 from autotune_amp.search.space import Space
 from autotune_amp.search.storage.cache import search
@@ -48,7 +48,7 @@ ALL = "the 1 largest of 10,000 samples looked at, of 10,000: 4 to 512 numbers ea
 )
 def test_the_worst_case_is_told(fields: dict[str, Any], worst_case: str | None, doubt: str | None) -> None:
     description = described(**fields)
-    assert memory_evidence(Runs(candidate=candidate("bf16", 64)), description).worst_case == worst_case
+    assert memory_evidence(SettingRuns(candidate=candidate("bf16", 64)), description).worst_case == worst_case
     said = memory_doubts(description)
     assert len(said) == (doubt is not None)
     assert all((doubt or "") in sentence and "worst_batch" in sentence for sentence in said)

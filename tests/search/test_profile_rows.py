@@ -12,16 +12,16 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Failure, FailureKind, Outcome, Profiled
 from autotune_amp.core.setting import Setting
 from autotune_amp.profile.results import AmpProfile, PrecisionRow, facts
-from autotune_amp.search.profile_amp import Found, answer, rows, verdict
+from autotune_amp.search.profile_amp import ProfileResults, answer, rows, verdict
 
 
 def failure(kind: FailureKind = "oom") -> Failure:
     return Failure(kind=kind, message="too much")
 
 
-def found(*fp32: Outcome, taken_apart: dict[Precision, Profiled] | None = None, **others: Any) -> Found:
+def found(*fp32: Outcome, taken_apart: dict[Precision, Profiled] | None = None, **others: Any) -> ProfileResults:
     """What came of the precisions, a process each round."""
-    return Found(HARDWARE, {}, {"fp32": fp32, **others}, taken_apart or {})  # type: ignore[dict-item]
+    return ProfileResults(HARDWARE, {}, {"fp32": fp32, **others}, taken_apart or {})  # type: ignore[dict-item]
 
 
 def bf16(*fp32: Outcome, ours: list[Outcome], **changes: Any) -> PrecisionRow:
@@ -86,7 +86,7 @@ def answered(optimizer_shares: dict[Precision, float], **step_seconds: float) ->
         name: profiled(host_step(matrix_products=1 - share, optimizer=share))
         for name, share in optimizer_shares.items()
     }
-    made = Found(HARDWARE, {}, {name: [measured(s)] for name, s in seconds.items()}, taken_apart)  # type: ignore[misc]
+    made = ProfileResults(HARDWARE, {}, {name: [measured(s)] for name, s in seconds.items()}, taken_apart)  # type: ignore[misc]
     return answer(
         rows(tuple(made.outcomes), made),
         made,

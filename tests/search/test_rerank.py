@@ -13,7 +13,7 @@ from scripted_backend import ScriptedSearch, all_well, described, hardware, meas
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError, StudyError
-from autotune_amp.core.evidence import Job, job_line
+from autotune_amp.core.evidence import TrainingCost, job_line
 from autotune_amp.core.outcome import Calibration, CheckOutcome, Outcome
 from autotune_amp.core.recommendation import Fingerprint, Recommendation, SearchSummary
 from autotune_amp.core.setting import Setting
@@ -126,7 +126,7 @@ def test_what_a_training_takes_and_costs(finished: tuple[Recommendation, StudyFo
     todays = finished[0].evidence.baseline.samples_per_second
     assert todays is not None
 
-    def job(**asked: Any) -> Job:
+    def job(**asked: Any) -> TrainingCost:
         found = cost_of_training(config, finished[0].evidence, SearchOptions.from_user(**asked))
         assert found is not None
         return found

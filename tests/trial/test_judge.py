@@ -21,12 +21,12 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.isolation import process
 from autotune_amp.isolation.ranks import _culprit
 from autotune_amp.launch.measure import measurement
-from autotune_amp.launch.verdict import Seen, verdict
+from autotune_amp.launch.verdict import RunState, verdict
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import failures, worker
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.jobs import Trial
-from autotune_amp.trial.judge import Evidence, RaisedError, StepLosses, judge
+from autotune_amp.trial.judge import RaisedError, RunEvidence, StepLosses, judge
 
 NAN, INF = float("nan"), float("inf")
 # Triton's own errors are no RuntimeErrors, unless the compiler of PyTorch wraps them.
@@ -43,10 +43,10 @@ def of_command(errors: Iterable[tuple[int, BaseException]], num_ranks: int, shar
         types = tuple(kind.__name__ for kind in type(error).__mro__)
         message = said.error(100 + rank, types[0], str(error), rank, num_ranks, types=types, free_memory_share=share)
         heard.hear(message)
-    return judged(heard, Seen(seconds=1.0, seconds_since_step=1.0))
+    return judged(heard, RunState(seconds=1.0, seconds_since_step=1.0))
 
 
-def judged(heard: Any, seen: Seen) -> Failure:
+def judged(heard: Any, seen: RunState) -> Failure:
     deadlines = Deadlines(whole_seconds=100, first_step_seconds=50, step_seconds=10)
     found = verdict(heard, seen, deadlines, is_enough=False, memory_limit_bytes=None)
     assert isinstance(found, Failure)
@@ -99,7 +99,7 @@ def test_a_worker_of_a_loader_that_the_kernel_killed(*, is_oom_killed: bool, is_
     if is_command:
         heard = said.trained([5])
         heard.hear(said.error(100, "RuntimeError", str(error)))
-        found = judged(heard, Seen(seconds=1.0, seconds_since_step=1.0, is_oom_killed=is_oom_killed))
+        found = judged(heard, RunState(seconds=1.0, seconds_since_step=1.0, is_oom_killed=is_oom_killed))
     else:
         found = failures.failure_from_exception(error, is_oom_killed=is_oom_killed)
     assert found.kind == ("oom" if is_oom_killed else "workload_error")
@@ -158,7 +158,9 @@ def test_an_exit(
     is_command: bool,
 ) -> None:
     if is_command:
-        seen = Seen(seconds=1.0, seconds_since_step=1.0, status=status, printed=printed, is_oom_killed=is_oom_killed)
+        seen = RunState(
+            seconds=1.0, seconds_since_step=1.0, status=status, printed=printed, is_oom_killed=is_oom_killed
+        )
         found = judged(said.trained([2]), seen)
     else:
         kills = iter((3, 3 + is_oom_killed))
@@ -175,7 +177,7 @@ def test_an_exit(
 def test_a_hang(monkeypatch: pytest.MonkeyPatch, *, is_ready: bool, is_command: bool) -> None:
     if is_command:
         heard = said.trained([5]) if is_ready else said.heard([said.hello(1), said.torch(1)])
-        found = judged(heard, Seen(seconds=50.0 if is_ready else 101.0, seconds_since_step=50.0))
+        found = judged(heard, RunState(seconds=50.0 if is_ready else 101.0, seconds_since_step=50.0))
     else:
         found = Script(*[(0.5, {"event": "ready"}), (0.5, FIRST)] * is_ready).failure(100.0, monkeypatch)
     assert (found.kind, found.is_loading) == ("timeout", not is_ready)
@@ -266,7 +268,7 @@ def test_a_loss_that_is_not_finite_once_is_forgiven_by_the_next_step() -> None:
     )
 
     def is_good(*steps: StepLosses, goes_on: bool = False) -> bool:
-        return judge(Evidence(steps=steps, goes_on=goes_on)) is None
+        return judge(RunEvidence(steps=steps, goes_on=goes_on)) is None
 
     assert is_good(fine, bad, fine)  # a guard of the script's own left it out
     assert not is_good(fine, bad)
@@ -282,7 +284,7 @@ def test_a_loss_that_is_not_finite_once_is_forgiven_by_the_next_step() -> None:
 
 def test_memory_over_its_limit_flushed_or_caught_is_out_of_memory() -> None:
     def kind(**fields: Any) -> str | None:
-        found = judge(Evidence(**fields))
+        found = judge(RunEvidence(**fields))
         return None if found is None else found.kind
 
     assert kind(memory_bytes=3, memory_limit_bytes=2) == "oom"
@@ -293,5 +295,5 @@ def test_memory_over_its_limit_flushed_or_caught_is_out_of_memory() -> None:
 
 
 def test_evidence_is_plain_data_and_an_error_without_words_has_a_name() -> None:
-    found = judge(Evidence(error=RaisedError(types=("KeyError", "LookupError"), message="\n")))
+    found = judge(RunEvidence(error=RaisedError(types=("KeyError", "LookupError"), message="\n")))
     assert found == Failure(kind="workload_error", message="KeyError: ")

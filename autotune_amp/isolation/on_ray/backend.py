@@ -14,7 +14,7 @@ from autotune_amp.isolation.local import (
     CANNOT_BE_LOADED,
     Ability,
     Isolation,
-    Opened,
+    OpenResult,
     Slot,
     SlotLostError,
     WorkloadBackend,
@@ -59,8 +59,8 @@ class OnNode(WorkloadBackend):
         state: dict[str, Any] = self.call("load", deadline_seconds).answer
         return state
 
-    def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:  # noqa: D102 - see WorkloadBackend
-        return Opened(*self.call("open", device, num_threads, deadline_seconds).answer)
+    def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> OpenResult:  # noqa: D102 - see WorkloadBackend
+        return OpenResult(*self.call("open", device, num_threads, deadline_seconds).answer)
 
     def submit(self, job: Job[Any], slot: Slot | None = None) -> _OnNode:  # noqa: ARG002 - there is one
         """Start a job."""

@@ -23,7 +23,7 @@ import msgspec
 
 from autotune_amp.core.errors import ClusterLostError, InvalidRequestError
 from autotune_amp.interruption import heed
-from autotune_amp.isolation.on_ray.messages import Opening, Place, Reply, Request, pack
+from autotune_amp.isolation.on_ray.messages import NodeShare, Opening, Reply, Request, pack
 from autotune_amp.isolation.process import TICK_SECONDS
 
 SILENT_SECONDS = 30.0  # a node that is silent this long is lost: calls are answered within half a second
@@ -114,7 +114,7 @@ class Cluster:
         """Request the list of living nodes."""
         return self.ask("nodes")
 
-    def start(self, place: Place, device: str) -> Future[bytes]:
+    def start(self, place: NodeShare, device: str) -> Future[bytes]:
         """Request a process on a node. Its description arrives once the node has free devices for it."""
         return self.ask("start", pack((place, device)))
 

@@ -17,7 +17,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.isolation.on_ray.messages import Error, Node, Place, Reply, Request, pack
+from autotune_amp.isolation.on_ray.messages import Node, NodeShare, RemoteError, Reply, Request, pack
 from autotune_amp.isolation.on_ray.node import Worker
 
 _MAX_CHARACTERS = 600
@@ -91,7 +91,7 @@ class Driver:
 
     def _start(self, request: Request) -> None:
         """Start an actor on a node. It waits while others use the devices."""
-        place, device = msgspec.msgpack.decode(request.body, type=tuple[Place, str])
+        place, device = msgspec.msgpack.decode(request.body, type=tuple[NodeShare, str])
         there = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
         options = {"num_gpus": place.num_gpus, "num_cpus": place.num_cpus, "scheduling_strategy": there}
         actor = ray.remote(Worker).options(**options, max_restarts=0, max_concurrency=2).remote(self._opening)
@@ -128,10 +128,10 @@ class Driver:
 
 def _failed(number: int, error: BaseException) -> Reply:
     if isinstance(error, ray.exceptions.RayTaskError):  # raised by the code that runs there, not by Ray
-        return Reply(number=number, error=Error.of(error.cause or error))
+        return Reply(number=number, error=RemoteError.of(error.cause or error))
     if isinstance(error, ray.exceptions.RayError):
         return Reply(number=number, lost=_line(error))
-    return Reply(number=number, error=Error.of(error))
+    return Reply(number=number, error=RemoteError.of(error))
 
 
 def _line(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from autotune_amp.core.errors import AutotuneAmpError, RunnerError
 from autotune_amp.core.hardware import LEAST_MEMORY_SHARE, DeviceIdentity
 from autotune_amp.isolation.local import Slot
 from autotune_amp.isolation.on_ray.cluster import Cluster, PlaceLostError
-from autotune_amp.isolation.on_ray.messages import About, Node, Place
+from autotune_amp.isolation.on_ray.messages import About, Node, NodeShare
 
 LOOK_SECONDS = 2.0  # between requests for new nodes
 CARDS_SECONDS = 10.0  # time to wait for nodes with GPUs before nodes without are used
@@ -103,12 +103,12 @@ class Fleet:
     def _start_on(self, node: Node) -> None:
         if self._device == "cuda":
             for _ in range(node.num_gpus // self._num_ranks):
-                place = Place(
+                place = NodeShare(
                     name=self._name(node), node_id=node.node_id, num_gpus=self._num_ranks, num_cpus=self._num_ranks
                 )
                 self._starting[place.name] = self._cluster.start(place, "cuda")
         elif node.num_cpus >= self._num_ranks:
-            place = Place(name=self._name(node), node_id=node.node_id, num_gpus=0, num_cpus=node.num_cpus)
+            place = NodeShare(name=self._name(node), node_id=node.node_id, num_gpus=0, num_cpus=node.num_cpus)
             self._starting[place.name] = self._cluster.start(place, "cpu")
 
     def _name(self, node: Node) -> str:

@@ -21,7 +21,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     num_cpus: int
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class NodeShare(msgspec.Struct, frozen=True, kw_only=True):
     """Share of a node for the ranks of a trial: that many GPUs, or without `num_gpus` all of its CPUs."""
 
     name: str
@@ -54,13 +54,13 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     output: str
     is_over: bool
     answer: Any = None
-    error: Error | None = None
+    error: RemoteError | None = None
     abilities: list[str] = []
     is_build_shared: bool = False
     start_seconds: float | None = None
 
 
-class Error(msgspec.Struct, frozen=True, kw_only=True):
+class RemoteError(msgspec.Struct, frozen=True, kw_only=True):
     """Error as it is sent to another process."""
 
     kind: str
@@ -68,7 +68,7 @@ class Error(msgspec.Struct, frozen=True, kw_only=True):
     next_step: str
 
     @classmethod
-    def of(cls, error: BaseException) -> Error:
+    def of(cls, error: BaseException) -> RemoteError:
         """Return the message for an exception. One that is not ours becomes a `RunnerError` with its type's name."""
         if not isinstance(error, AutotuneAmpError):
             error = RunnerError(f"{type(error).__name__}: {error}", "See the logs of Ray on that node.")
@@ -102,7 +102,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     body: bytes = b""
-    error: Error | None = None
+    error: RemoteError | None = None
     lost: str | None = None
 
 

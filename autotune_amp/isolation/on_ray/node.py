@@ -16,7 +16,7 @@ from autotune_amp import __version__
 from autotune_amp.core.job import find_job
 from autotune_amp.hardware import identify
 from autotune_amp.isolation.local import Isolation, LocalBackend, Payload, WorkloadBackend
-from autotune_amp.isolation.on_ray.messages import About, Error, Opening, Told, pack
+from autotune_amp.isolation.on_ray.messages import About, Opening, RemoteError, Told, pack
 from autotune_amp.isolation.places import on_ranks
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.isolation.slots import of_ranks
@@ -91,7 +91,7 @@ class Worker:
             msgspec.structs.replace(
                 told,
                 answer=None if error is not None else self._work.result(),
-                error=None if error is None else Error.of(error),
+                error=None if error is None else RemoteError.of(error),
                 abilities=[] if backend is None else sorted(backend.abilities),
                 is_build_shared=backend is not None and backend.is_build_shared,
                 start_seconds=self._start_seconds,

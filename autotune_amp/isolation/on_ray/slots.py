@@ -15,7 +15,7 @@ from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, Work
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import Fingerprint
-from autotune_amp.isolation.local import Isolation, Opened, Payload, Slot, SlotLostError, WorkloadBackend
+from autotune_amp.isolation.local import Isolation, OpenResult, Payload, Slot, SlotLostError, WorkloadBackend
 from autotune_amp.isolation.on_ray.backend import OnNode
 from autotune_amp.isolation.on_ray.cluster import Cluster
 from autotune_amp.isolation.on_ray.fleet import Fleet
@@ -78,7 +78,7 @@ class RaySlots(WorkloadSlots):
             else:
                 return state
 
-    def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:  # noqa: D102 - see WorkloadBackend
+    def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> OpenResult:  # noqa: D102 - see WorkloadBackend
         opened = super().open(device, num_threads, deadline_seconds)
         self._first_seconds = time.monotonic() - self._began
         return opened

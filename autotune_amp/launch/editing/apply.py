@@ -27,7 +27,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.launch import measure
 from autotune_amp.launch.command import Command
-from autotune_amp.launch.editing.edit import ByHand, Edit, Observed, Seen, edit
+from autotune_amp.launch.editing.edit import ByHand, CommandFacts, Edit, Observed, edit
 from autotune_amp.launch.leftovers import leftover_notes
 from autotune_amp.launch.messages import Site
 from autotune_amp.launch.ranks import Heard, Rank
@@ -174,7 +174,7 @@ def _behaviour(rank: Rank, *, has_own_weights: bool) -> Observed:
     )
 
 
-def _seen(heard: Heard, rank: Rank, behaviour: Callable[[Rank], Observed]) -> Seen:
+def _seen(heard: Heard, rank: Rank, behaviour: Callable[[Rank], Observed]) -> CommandFacts:
     python = heard.torches.get(rank.pid) or next(iter(heard.torches.values()))  # it may be a fork of that
     optimizer = next(iter(rank.optimizers.values()))
 
@@ -183,7 +183,7 @@ def _seen(heard: Heard, rank: Rank, behaviour: Callable[[Rank], Observed]) -> Se
         return f"{Path(python.folder, path).resolve()}:{number}" if path else line
 
     sites = _of_training([site for site in heard.sites if site.pid == rank.pid], rank.training_loaders)
-    return Seen(
+    return CommandFacts(
         today=behaviour(rank),
         sites=tuple(msgspec.structs.replace(site, line=absolute(site.line)) for site in sites),
         device=optimizer.devices[0].partition(":")[0],

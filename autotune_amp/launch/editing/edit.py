@@ -38,7 +38,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     num_workers: int | None = None
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class CommandFacts(msgspec.Struct, frozen=True, kw_only=True):
     """All that is known of a command: what it does today and on which type of device, its `sites` with absolute paths,
     the line of its optimizer's step, and the arguments of the process that trains."""
 
@@ -68,7 +68,7 @@ class Edit(msgspec.Struct, frozen=True, kw_only=True):
 _Change: TypeAlias = "list[Splice] | Flag | ByHand"
 
 
-def edit(sources: Mapping[str, str], seen: Seen, config: AmpConfig, command: Sequence[str]) -> Edit:
+def edit(sources: Mapping[str, str], seen: CommandFacts, config: AmpConfig, command: Sequence[str]) -> Edit:
     """Write `config` into the files `sources`, by absolute path, and into the command's arguments.
 
     Batch size and accumulation are changed together or not at all, since one alone would be another training; so are
@@ -104,7 +104,7 @@ def _beyond_text(config: AmpConfig) -> Iterator[ByHand]:
 @dataclass
 class _Editor:
     scripts: dict[str, Script]
-    seen: Seen
+    seen: CommandFacts
     config: AmpConfig
     command: tuple[str, ...]
     splices: list[Splice] = field(default_factory=list)

@@ -20,12 +20,12 @@ from autotune_amp.core.evidence import (
     MIN_PROCESSES,
     BaselineEvidence,
     Evidence,
-    Job,
     LoaderEvidence,
     MemoryEvidence,
     Outlook,
     PlainEnvironment,
     ProcessPeak,
+    TrainingCost,
     WorkersTried,
     is_wide,
 )
@@ -41,7 +41,7 @@ from autotune_amp.search.answer.together import ranks, slots
 from autotune_amp.search.gains import gain_interval, other_processes, speedup
 from autotune_amp.search.ledger import LOSS_SCALE, Ledger
 from autotune_amp.search.options import RANKING, SearchOptions
-from autotune_amp.search.ranking import PLATEAU, Runs, best_runs, confirm_runs, data_share
+from autotune_amp.search.ranking import PLATEAU, SettingRuns, best_runs, confirm_runs, data_share
 from autotune_amp.search.space import build_space
 from autotune_amp.search.stages.fallbacks import fallback_plans
 from autotune_amp.search.storage.folder import StudyFolder
@@ -163,7 +163,11 @@ def _before_confirmation(records: Iterable[Record]) -> list[Record]:
 
 
 def gather(
-    ledger: Ledger, chosen: Runs, baseline: Runs, environment: Mapping[str, str], description: Description | None = None
+    ledger: Ledger,
+    chosen: SettingRuns,
+    baseline: SettingRuns,
+    environment: Mapping[str, str],
+    description: Description | None = None,
 ) -> Evidence:
     """The evidence for `chosen`, measured in `environment`, against `baseline`, measured in the user's own."""
     records, candidate = ranking.counted(ledger.records), chosen.candidate
@@ -214,14 +218,14 @@ def _median(values: Iterable[float | None]) -> float | None:
     return median(known) if known else None
 
 
-def _promise(runs: Runs, records: Sequence[Record]) -> tuple[float, float]:
+def _promise(runs: SettingRuns, records: Sequence[Record]) -> tuple[float, float]:
     """The prediction interval, widened to hold the median that it stands beside, and what others' load may change."""
     low, high = prediction_interval(runs.speeds, other_processes(records, runs))
     low_factor, high_factor = machine_load.interval_factors(runs.loads)
     return low_factor * min(low, runs.speed), high_factor * max(high, runs.speed)
 
 
-def _drifted(runs: Runs, records: Sequence[Record]) -> float | None:
+def _drifted(runs: SettingRuns, records: Sequence[Record]) -> float | None:
     """Samples per second of the search's trials, the median, where the confirmation is far from it.
 
     Of a Trainer's own steps nothing is to be expected but that they are slower.
@@ -237,7 +241,7 @@ def _drifted(runs: Runs, records: Sequence[Record]) -> float | None:
     return None if 1 / DRIFT <= searched / runs.speed <= DRIFT else searched
 
 
-def _baseline_evidence(runs: Runs, records: Sequence[Record]) -> BaselineEvidence:
+def _baseline_evidence(runs: SettingRuns, records: Sequence[Record]) -> BaselineEvidence:
     measured, failure = runs.measurements, runs.failure
     reason = "not measured: the search ended before" if failure is None else f"{failure.kind}: {failure.message}"
     takes_scaler = MODES[runs.candidate.precision].takes_scaler
@@ -251,7 +255,7 @@ def _baseline_evidence(runs: Runs, records: Sequence[Record]) -> BaselineEvidenc
     )
 
 
-def _plain_environment(records: Sequence[Record], candidate: Setting, baseline: Runs) -> PlainEnvironment | None:
+def _plain_environment(records: Sequence[Record], candidate: Setting, baseline: SettingRuns) -> PlainEnvironment | None:
     """The plain run of the choice; None where there was none. Of a run that failed both numbers are None."""
     if candidate == baseline.candidate and baseline.num_confirming:  # which is always run plainly
         return PlainEnvironment(samples_per_second=baseline.speed, speedup=1.0)
@@ -266,7 +270,7 @@ def _plain_environment(records: Sequence[Record], candidate: Setting, baseline: 
 
 
 def loader_evidence(
-    records: Sequence[Record], chosen: Runs, description: Description | None = None
+    records: Sequence[Record], chosen: SettingRuns, description: Description | None = None
 ) -> LoaderEvidence | None:
     """What is known of the loader where it sets the speed of the choice with the user's own number of workers."""
     own = chosen.candidate.with_own_workers
@@ -293,7 +297,7 @@ def loader_evidence(
     )
 
 
-def memory_evidence(chosen: Runs, description: Description | None = None) -> MemoryEvidence:
+def memory_evidence(chosen: SettingRuns, description: Description | None = None) -> MemoryEvidence:
     """What the peak memory of the choice was measured on."""
     sizes = None if description is None else description.sample_sizes
     worst_case = None
@@ -412,7 +416,7 @@ def ranked_again(
 
 def cost_of_training(
     config: AmpConfig, evidence: Evidence, options: SearchOptions, num_measured_ranks: int = 1
-) -> Job | None:
+) -> TrainingCost | None:
     """Hours and price of the training that the options name, None where they name none.
 
     The evidence is of `num_measured_ranks` together, of which the options' ranks have one lot each.
@@ -434,7 +438,7 @@ def cost_of_training(
     slowest, fastest = evidence.samples_per_second_interval
     interval = hours(fastest), hours(slowest)
     todays, price = evidence.baseline.samples_per_second, options.price_per_hour
-    return Job(
+    return TrainingCost(
         num_steps=num_steps,
         num_samples=num_samples,
         hours=hours(evidence.samples_per_second),

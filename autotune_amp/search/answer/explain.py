@@ -18,7 +18,7 @@ from autotune_amp.hardware import machine_load
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import ranking
 from autotune_amp.search.ledger import Ledger
-from autotune_amp.search.ranking import PLATEAU, Merit, Runs, least_speed
+from autotune_amp.search.ranking import PLATEAU, Merit, SettingRuns, least_speed
 from autotune_amp.search.space import SAME_MEMORY, Space, without
 
 WIDE_INTERVAL = 0.2  # plus and minus; processes 5 % apart, as the prior has it, give 15 % with three, 13 % with five
@@ -178,7 +178,7 @@ def _loader_reason(chosen: Setting, evidence: Evidence) -> list[str]:
 
 def doubts(
     ledger: Ledger,
-    chosen: Runs,
+    chosen: SettingRuns,
     evidence: Evidence,
     config: AmpConfig,
     why_uncalibrated: str | None,
@@ -247,7 +247,7 @@ def _measuring_doubts(evidence: Evidence, *, was_interrupted: bool) -> tuple[lis
 
 
 def _numerical_doubts(
-    ledger: Ledger, chosen: Runs, evidence: Evidence, why_uncalibrated: str | None
+    ledger: Ledger, chosen: SettingRuns, evidence: Evidence, why_uncalibrated: str | None
 ) -> tuple[list[str], list[str]]:
     """What may harm the training, and what else is to be known of its numbers."""
     fidelity, scale = evidence.fidelity, evidence.loss_scale
@@ -329,7 +329,7 @@ def memory_doubts(description: Description | None) -> list[str]:
     return [f"{doubt}; another may take more. Workload(worst_batch=...) names the batch that takes the most."]
 
 
-def _own_loop_doubts(chosen: Runs, description: Description | None) -> list[str]:
+def _own_loop_doubts(chosen: SettingRuns, description: Description | None) -> list[str]:
     """What keeps the promise from being that of the framework's own Trainer."""
     if description is None or description.trainer is None or all(m.is_own_loop for m in chosen.measurements):
         return []
@@ -341,7 +341,7 @@ def _own_loop_doubts(chosen: Runs, description: Description | None) -> list[str]
     ]
 
 
-def _ending_doubts(chosen: Runs) -> list[str]:
+def _ending_doubts(chosen: SettingRuns) -> list[str]:
     """What keeps the measured memory from being that of the workload's evaluation and checkpoint too."""
     problems = [m.ending_problem for m in chosen.measurements if m.ending_problem is not None]
     return [
@@ -419,7 +419,7 @@ def rows(ledger: Ledger, exclusions: Sequence[Exclusion], environment: Mapping[s
     return tuple(table)
 
 
-def _row(runs: Runs, failure: Failure | None, exclusions: Sequence[Exclusion]) -> CandidateRow:
+def _row(runs: SettingRuns, failure: Failure | None, exclusions: Sequence[Exclusion]) -> CandidateRow:
     candidate, measured = runs.candidate, runs.measurements
     status, why = "measured", None
     if failure is not None:

@@ -36,7 +36,7 @@ ENDING_SHARE = 0.1  # share of the budget for running the workload's evaluation 
 NUM_STEPS_FORESEEN = 14  # steps of an outlook's trial: a first step as long as three, the warm-up, the fewest measured
 
 
-class Run(NamedTuple):
+class ConfirmationRun(NamedTuple):
     """Measurement of one setting within a confirmation round. An empty `environment` is the user's own."""
 
     setting: Setting
@@ -72,7 +72,7 @@ class Confirm:
         self._num_beside = num_beside
         self._num_begun = 0
         self._round = 0
-        self._to_run: list[Run] = []  # of this round
+        self._to_run: list[ConfirmationRun] = []  # of this round
         self._is_started = False  # whether the process that the runs of this round share is running
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
@@ -140,7 +140,10 @@ class Confirm:
         if found is None:
             return True
         gain, num_rounds = found
-        runs = [Run(self._contenders.winner, "confirm", {}), Run(self._contenders.baseline, "confirm", {})]
+        runs = [
+            ConfirmationRun(self._contenders.winner, "confirm", {}),
+            ConfirmationRun(self._contenders.baseline, "confirm", {}),
+        ]
         seconds = num_rounds * self._seconds_of(runs, ledger, planner)
         return num_rounds > len(self._rounds) or gain < planner.least_gain(seconds)
 
@@ -150,14 +153,14 @@ class Confirm:
         """
         return planner.conditions.loads_together and number <= planner.num_rounds(ledger)
 
-    def _seconds_of(self, runs: Sequence[Run], ledger: Ledger, planner: Planner) -> float:
+    def _seconds_of(self, runs: Sequence[ConfirmationRun], ledger: Ledger, planner: Planner) -> float:
         num_starts = min(1, len(runs)) if planner.conditions.shares_processes else len(runs)
         return planner.runs_seconds(ledger, [run.setting for run in runs], num_starts)
 
-    def _plan(self, ledger: Ledger, planner: Planner) -> list[Run]:
+    def _plan(self, ledger: Ledger, planner: Planner) -> list[ConfirmationRun]:
         is_loaded_together = self._is_loaded_together(ledger, planner, self._num_begun + 1)
 
-        def seconds_of(runs: Sequence[Run]) -> float:
+        def seconds_of(runs: Sequence[ConfirmationRun]) -> float:
             if is_loaded_together:
                 return planner.runs_seconds(ledger, [run.setting for run in runs], 0)
             return self._seconds_of(runs, ledger, planner)
@@ -215,11 +218,11 @@ def confirmation(
 def plan_round(
     shortlist: Shortlist,
     environment: dict[str, str],
-    seconds_of: Callable[[Sequence[Run]], float],
+    seconds_of: Callable[[Sequence[ConfirmationRun]], float],
     left_seconds: float,
     number: int,
     num_needed: int,
-) -> list[Run]:
+) -> list[ConfirmationRun]:
     """Return the runs of round `number` (from 0) that fit in `left_seconds`; an empty list if not even the winner fits.
 
     `seconds_of` returns the seconds that the runs of one round take together. The runner-up is left out if `num_needed`
@@ -227,15 +230,18 @@ def plan_round(
     that a drift of the machine affects all settings alike. In the first round the winner runs once in the user's own
     environment too, unless it is the baseline, which always does.
     """
-    winner, baseline = Run(shortlist.winner, "confirm", environment), Run(shortlist.baseline, "confirm", {})
+    winner, baseline = (
+        ConfirmationRun(shortlist.winner, "confirm", environment),
+        ConfirmationRun(shortlist.baseline, "confirm", {}),
+    )
     essential = [winner] if winner == baseline else [winner, baseline]
     full = essential
     if shortlist.runner_up is not None:
-        rival = Run(shortlist.runner_up, "confirm", environment)
+        rival = ConfirmationRun(shortlist.runner_up, "confirm", environment)
         full = [winner, rival, *(run for run in essential if run not in (winner, rival))]
     once = []
     if number == 0 and environment and shortlist.winner != shortlist.baseline:
-        once = [Run(shortlist.winner, "plain", {})]
+        once = [ConfirmationRun(shortlist.winner, "plain", {})]
     for runs, repeats in ((full, num_needed), (essential, num_needed), (essential, 1)):
         if repeats * seconds_of(runs) + seconds_of(once) <= left_seconds:
             return (runs if number % 2 == 0 else runs[::-1]) + once

@@ -28,7 +28,7 @@ _MIN_HIDDEN = 8  # least length of a word of the command to hide: shorter words 
 _OF_ONE_DEVICE = ("device uuid", "device index", "device total_memory_bytes")
 
 
-class Answer(NamedTuple):
+class SharedRecommendation(NamedTuple):
     """Recommendation of a finished search, with its host and time (ISO 8601, UTC). `kind` is a hash of the request."""
 
     kind: str
@@ -42,7 +42,7 @@ class Answer(NamedTuple):
         return f"on {self.host}, {self.time[:10]}"
 
 
-def answers(storage: str, fingerprint: Fingerprint) -> list[Answer]:
+def answers(storage: str, fingerprint: Fingerprint) -> list[SharedRecommendation]:
     """Return the recommendations for the same code on a device of the same model, the latest first. Raises
     `StudyError`.
 
@@ -55,11 +55,11 @@ def answers(storage: str, fingerprint: Fingerprint) -> list[Answer]:
         except (msgspec.MsgspecError, KeyError, TypeError):
             continue
         if recommendation.format <= FORMAT:
-            found.append(Answer(kind, str(kept.get("host")), str(kept.get("time")), recommendation))
+            found.append(SharedRecommendation(kind, str(kept.get("host")), str(kept.get("time")), recommendation))
     return sorted(found, key=lambda answer: answer.time, reverse=True)
 
 
-def answer_for(answers: list[Answer], fingerprint: Fingerprint) -> Answer | None:
+def answer_for(answers: list[SharedRecommendation], fingerprint: Fingerprint) -> SharedRecommendation | None:
     """Return the answer that holds for the same request on another host of the same kind, or None. Pure."""
     memory_bytes = int(fingerprint.parts["device total_memory_bytes"].removeprefix("="))
     kind = _digest(_kind(fingerprint))
