@@ -57,7 +57,7 @@ def is_from_launcher(variable: str) -> bool:
     return variable in _NAMES or (variable.startswith(_FAMILIES) and not variable.startswith(_SETTINGS))
 
 
-class Rank(NamedTuple):
+class OwnRank(NamedTuple):
     """Which rank this process is, of how many.
 
     `is_rerun`: one that Lightning started by running the script again, where rank 0 has come past this call, and knew
@@ -98,27 +98,27 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
         raise vars(errors)[str(self.error)](self.message, self.next_step)
 
 
-def place() -> Rank:
+def place() -> OwnRank:
     """As torch's process group has it, or else as a launcher says in RANK and WORLD_SIZE, or else Slurm's srun.
 
     Raises `InvalidRequestError` where these are no numbers that go together.
     """
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return Rank(distributed.get_rank(), distributed.get_world_size())
+        return OwnRank(distributed.get_rank(), distributed.get_world_size())
     names = place_variables()
     size, rank = os.environ.get(names[0], "1"), os.environ.get(names[1], "")
     if size == "1":
-        return Rank(0, 1)
+        return OwnRank(0, 1)
     if not rank and os.environ.get("LOCAL_RANK", "0") != "0":
-        return Rank(0, 1, is_rerun=True)
+        return OwnRank(0, 1, is_rerun=True)
     if not (size.isdecimal() and rank.isdecimal() and int(rank) < int(size)):
         raise InvalidRequestError(
             f"{names[0]} is {size!r} and {names[1]} is {rank!r}; a launcher sets whole numbers, {names[1]} below "
             f"{names[0]}.",
             f"Start the ranks with torchrun or srun, or unset {names[0]} to search in this process alone.",
         )
-    return Rank(int(rank), int(size))
+    return OwnRank(int(rank), int(size))
 
 
 def place_variables() -> tuple[str, str]:
@@ -128,7 +128,7 @@ def place_variables() -> tuple[str, str]:
     return ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID") if is_step else ("WORLD_SIZE", "RANK")
 
 
-def answer_on_first(find: Callable[[], Recommendation], where: Rank, budget_seconds: object) -> Recommendation:
+def answer_on_first(find: Callable[[], Recommendation], where: OwnRank, budget_seconds: object) -> Recommendation:
     """What `find` returns or raises on rank 0, on every rank; only there is it called.
 
     Raises `RunnerError` on the other ranks where rank 0 dies, fails by another error than ours or gives no answer in

@@ -20,7 +20,7 @@ from autotune_amp import Workload, recommend_config
 from autotune_amp import distributed as ranks
 from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, RunnerError, WorkloadError
 from autotune_amp.core.recommendation import Exclusion, NothingWorksError, Recommendation, SearchInterruptedError
-from autotune_amp.distributed import Rank, alone, answer_on_first, is_from_launcher, place
+from autotune_amp.distributed import OwnRank, alone, answer_on_first, is_from_launcher, place
 
 TRAIN = """
 import json, os, sys
@@ -167,7 +167,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], Reco
 
     def call(rank: int, find: Callable[[], Recommendation]) -> Recommendation:
         monkeypatch.setattr(ranks, "_num_calls", 0)
-        return answer_on_first(find, Rank(rank, 2), 1.0)
+        return answer_on_first(find, OwnRank(rank, 2), 1.0)
 
     return call
 
@@ -224,28 +224,28 @@ def test_ranks_that_cannot_meet_are_told_how_to(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "x")
     with pytest.raises(InvalidRequestError, match=r"rank 1 of 2(.|\n)*Call init_process_group\(\) before"):
-        answer_on_first(SEARCHING, Rank(1, 2), 1.0)
+        answer_on_first(SEARCHING, OwnRank(1, 2), 1.0)
 
 
 @pytest.mark.parametrize(
     ("environment", "found"),
     [
-        ({}, Rank(0, 1)),
-        ({"WORLD_SIZE": "1", "RANK": "0"}, Rank(0, 1)),
-        ({"WORLD_SIZE": "4", "RANK": "3"}, Rank(3, 4)),
-        ({"WORLD_SIZE": "2", "LOCAL_RANK": "1", "NODE_RANK": "0"}, Rank(0, 1, is_rerun=True)),
-        ({"WORLD_SIZE": "4", "LOCAL_RANK": "1", "RANK": "3"}, Rank(3, 4)),
+        ({}, OwnRank(0, 1)),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, OwnRank(0, 1)),
+        ({"WORLD_SIZE": "4", "RANK": "3"}, OwnRank(3, 4)),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "1", "NODE_RANK": "0"}, OwnRank(0, 1, is_rerun=True)),
+        ({"WORLD_SIZE": "4", "LOCAL_RANK": "1", "RANK": "3"}, OwnRank(3, 4)),
         ({"WORLD_SIZE": "4"}, None),
         ({"WORLD_SIZE": "4", "RANK": "4"}, None),
         ({"WORLD_SIZE": "many", "RANK": "0"}, None),
-        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}, Rank(3, 4)),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}, OwnRank(3, 4)),
         ({"SLURM_STEP_NUM_TASKS": "4"}, None),
-        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, Rank(0, 1)),  # a batch script, which no srun started
-        ({"WORLD_SIZE": "2", "RANK": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, Rank(1, 2)),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, OwnRank(0, 1)),  # a batch script, which no srun started
+        ({"WORLD_SIZE": "2", "RANK": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, OwnRank(1, 2)),
     ],
 )
 def test_the_place_is_what_the_launcher_says(
-    environment: dict[str, str], found: Rank | None, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], found: OwnRank | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", environment)
     if found is not None:
