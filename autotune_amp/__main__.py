@@ -1,4 +1,4 @@
-"""``python -m autotune_amp``."""
+"""Entry point of ``python -m autotune_amp``."""
 
 from autotune_amp.cli import main
 

@@ -1,4 +1,4 @@
-"""recommend_config(): the whole flow on one screen; and what can be asked without a search, as check_workload()."""
+"""Public functions: recommend_config() searches; the others, such as check_workload(), work without a search."""
 
 from __future__ import annotations
 
@@ -71,37 +71,36 @@ def recommend_config(
     """Measure which precision and batch size to train `workload` with, or answer from the cache.
 
     `workload` is a Workload, a function that returns one, "path/file.py:function" or "package.module:function", or a
-    LaunchLine: any training command. The embedded one if left out. `budget` is wall-clock seconds for everything, at
-    most: a search ends before, once it is decided and confirmed.
-    `devices` are NVIDIA cards to search on at the same time, "all" or their numbers as CUDA counts them; they must be
-    of one model. `slots` is a number of shares of the CPU, for trials alone: what is promised is confirmed with all of
-    it. `ray` is the address of a Ray cluster ("auto" for the one of this host), whose nodes are searched on at the same
-    time; they get the working directory. `ranks` processes of one host train each trial together under
-    DistributedDataParallel, on a CPU on shares of it, on cards one on each.
-    `batch_size` is "LOW:HIGH" or a pair, `baseline` "PRECISION:BATCH" or a pair: what you run today.
-    `effective_batch_size` is kept exactly, by accumulation: samples per optimizer step over all ranks; left out, each
-    rank has that of the DataLoader; "free" lets the search change it.
-    `try_` names what else to try: "auto" for what this model and device can have safely, "none", or names in a list:
-    "compile", "memory_format" (or "channels_last"), "optimizer_impl" (or "fused", "foreach"), "fp8_recipe",
+    LaunchLine for any training command. If left out, it is a small embedded one. `budget` is the most wall-clock
+    seconds for everything: a search ends earlier once it is decided and confirmed.
+    `devices` are NVIDIA GPUs to search on at the same time, "all" or their numbers in CUDA's order; they must be of one
+    model. `slots` is a number of shares of the CPU to run trials on at the same time; the confirmation uses all of the
+    CPU. `ray` is the address of a Ray cluster ("auto" for that of this host) to search on all of its nodes at the same
+    time; they receive the working directory. `ranks` processes of one host train each trial together under
+    DistributedDataParallel, each on its own GPU or its own share of the CPU.
+    `batch_size` is "LOW:HIGH" or a pair. `baseline` is the setting in use today, "PRECISION:BATCH" or a pair.
+    `effective_batch_size` is the samples per optimizer step over all ranks, which accumulation keeps exactly. If left
+    out, each rank keeps the batch size of the DataLoader; "free" lets the search change it.
+    `try_` names the further dimensions to try: "auto" for those that are safe for this model and device, "none", or a
+    list of "compile", "memory_format" (or "channels_last"), "optimizer_impl" (or "fused", "foreach"), "fp8_recipe",
     "cudnn_benchmark", "activation_checkpointing", "allocator" and "weights".
-    `memory_fraction` is the share of the available memory that a trial may take, `memory_limit` what each process of it
-    may take in any case, as "16GiB" or in bytes: for a training on a smaller device than this one.
-    `objective` is "speed", "memory" (the least, no slower than the baseline) or "energy". `steps` or `samples` is how
-    long the training will be: fp16's loss scale is chosen for it (10,000 steps if left out), and with `price_per_hour`
-    the recommendation's `job` has its hours and its price. These change nothing of what is measured: a finished search
-    is ranked again.
-    Results go to `out`/`study`, report.html among them; where it cannot be drawn there is a warning, no more. `fresh`
-    measures again what was measured already. `progress` hears how it goes; by default that is standard error, in a
-    notebook the cell, unless `quiet`.
+    `memory_fraction` is the share of the available memory that a trial may take. `memory_limit` is an absolute limit
+    for each process of a trial, as "16GiB" or in bytes, for a training run on a smaller device than this one.
+    `objective` is "speed", "memory" (the least memory, no slower than the baseline) or "energy". `steps` or `samples`
+    is the length of the training run: fp16's loss scale is chosen for it (10,000 steps if left out), and the
+    recommendation's `job` has its hours, with `price_per_hour` its price too. A change of these options measures
+    nothing anew: a finished search is ranked again.
+    Results go to `out`/`study`, including report.html; if that cannot be drawn, there is only a warning. `fresh`
+    repeats measurements that exist already. `progress` receives the events of the search; by default they are shown on
+    standard error or in the notebook's cell, unless `quiet`.
 
-    Under torchrun, srun or another launcher (WORLD_SIZE above 1), or in a process group, call it on all ranks alike:
-    rank 0 searches and shows its progress, the others wait for its answer. Before init_process_group() it works as well
-    as after. In the processes that Lightning starts by running the script again, it takes the answer that the first one
-    has saved.
+    Under torchrun, srun or another launcher (WORLD_SIZE above 1), or in a process group, call it on all ranks alike,
+    before or after init_process_group(): rank 0 searches and shows its progress, the others wait for its answer. A
+    process that Lightning starts by running the script again takes the answer that the first process has saved.
 
-    Raises `InvalidRequestError` (a wrong option, workload, device or folder), `BudgetTooSmallError`,
-    `NothingWorksError` (every candidate failed) and `SearchInterruptedError` (Ctrl-C; the best so far is saved),
-    on every rank alike; and on the others `RunnerError` where rank 0 died. SIGTERM saves the best so far too and then
+    Raises on every rank alike `InvalidRequestError` (a wrong option, workload, device or folder),
+    `BudgetTooSmallError`, `NothingWorksError` (every candidate failed) and `SearchInterruptedError` (Ctrl-C; the best
+    so far is saved); on ranks above 0 also `RunnerError` if rank 0 died. SIGTERM saves the best so far too and then
     ends the process with exit code 143, unless there is a handler for it already.
     """
     asked = {name: given for name, given in locals().items() if name not in ("workload", "fresh", "quiet", "progress")}
@@ -135,14 +134,15 @@ def check_fidelity(
     budget: float = 110.0,
     quiet: bool = False,
 ) -> Fidelity:
-    """Whether training `workload` in `precision` learns what fp32 learns: one step and a short training run in both.
+    """Check whether training `workload` in `precision` learns the same as in fp32, by one step and a short training
+    run in both.
 
-    `workload` is as `recommend_config` takes it; it runs in a process of its own, on copies. `batch_size` is the
-    workload's own, 16 at most, unless given; fewer samples are used where memory is short. `pinned_modules` run in
-    fp32 meanwhile: a bad verdict's `healing_pins` are such. `budget` is wall-clock seconds for everything.
+    `workload` is as in `recommend_config`; it runs in a process of its own, on copies. `batch_size` is the workload's
+    own, 16 at most, unless given; fewer samples are used if memory is short. `pinned_modules` run in fp32 meanwhile,
+    for example the `healing_pins` of a bad verdict. `budget` is wall-clock seconds for everything.
 
-    What could not be checked, for want of memory or because the workload does not run in that precision, is
-    "unchecked", and what there was too little time to decide is "undecided", with the reason. Raises
+    The verdict is "unchecked" if memory was short or the workload does not run in that precision, and "undecided" if
+    there was too little time, with the reason. Raises
     `InvalidRequestError` (a wrong option, device, module name, or a precision that the device does not have),
     `WorkloadError` (the workload cannot be loaded or built, or does not run in fp32 either), `NothingWorksError` (the
     device cannot be probed) and `BudgetTooSmallError` (the budget ended before it was loaded).
@@ -163,13 +163,13 @@ def check_workload(
     seed: int = 0,
     quiet: bool = False,
 ) -> CheckReport:
-    """What of `workload` breaks or hurts under the autocast of a device, found on the CPU: no such device is needed.
+    """Find what breaks or hurts in `workload` under the autocast of a device. It runs on the CPU, without that device.
 
-    `workload` is as `recommend_config` takes it, but for a LaunchLine; it runs in a process of its own, on copies.
-    `device` is "cuda", "cpu" or "mps". One fp32 step of `batch_size` samples (2 unless given, or where it does not run
-    with 2 the workload's own, 8 at most) is recorded, and the dtype of each of its tensors is what torch's own autocast
-    for that device makes of it; then the user's source files are read. A branch that the step does not take is not
-    seen, nor are numbers that only training brings about: those `check_fidelity` finds.
+    `workload` is as in `recommend_config`, but no LaunchLine; it runs in a process of its own, on copies. `device` is
+    "cuda", "cpu" or "mps". One fp32 step of `batch_size` samples is recorded (by default 2, or if that does not run the
+    workload's own, 8 at most), and torch's autocast for that device determines the dtype of each of its tensors; then
+    the user's source files are read. Branches that the step does not take are not seen, nor are values that only arise
+    in training, which `check_fidelity` finds.
 
     Raises `InvalidRequestError` (a wrong option or device) and `WorkloadError` (the workload cannot be loaded or built,
     or one fp32 step of it does not work on the CPU).
@@ -192,13 +192,14 @@ def profile_amp(
     trace: str | os.PathLike[str] | None = None,
     quiet: bool = False,
 ) -> AmpProfile:
-    """Whether mixed precision pays for `workload` here, and why: fp32 against bf16 and fp16 on the same batches.
+    """Measure whether mixed precision pays for `workload` here, and why: bf16 and fp16 compared with fp32.
 
-    `workload` is as `recommend_config` takes it. It runs in processes of its own, on copies, at the user's own batch
-    size unless `batch_size` is given: all precisions in turns over `num_batches` training steps each, divided among
-    three processes, then a few steps of each under torch.profiler. What takes more than five times as long as fp32, and
-    more than a second a step, is cut. `precision` names those to hold against fp32 (TF32 too, by default, where the
-    device has it). `trace` is a new file for the profiler's Chrome trace, which https://ui.perfetto.dev opens.
+    `workload` is as in `recommend_config`. It runs in processes of its own, on copies, at the user's own batch size
+    unless `batch_size` is given: all precisions in turns on the same batches, over `num_batches` training steps each,
+    divided among three processes, then a few steps of each under torch.profiler. A precision that takes more than five
+    times as long as fp32, and more than a second a step, is cut short. `precision` names those to compare with fp32; by
+    default TF32 is included if the device has it. `trace` is a new file for the profiler's Chrome trace, which
+    https://ui.perfetto.dev opens.
 
     A precision that the device lacks, that runs out of memory or that fails has a row with the reason. Raises
     `InvalidRequestError` (a wrong option or device), `WorkloadError` (the workload cannot be loaded or built, or does
@@ -223,14 +224,14 @@ def profile_memory(
     snapshot: str | os.PathLike[str] | None = None,
     quiet: bool = False,
 ) -> MemoryProfile:
-    """What fills the memory of a training step of `workload`, in each precision, and which batch fits into how much.
+    """Measure what fills the memory of a training step of `workload` in each precision, and which batch size fits.
 
-    `workload` is as `recommend_config` takes it. It runs in processes of its own, on copies, at the user's own batch
-    size unless `batch_size` is given: a few steps for the peak, and one in which every tensor is looked at. `precision`
-    names those to measure; left out, fp32, bf16 and fp16, without what the device emulates many times slower. `fit` is
-    a size, as "16GiB" or in bytes: up to six batch sizes of each precision are measured, within the memory of this
-    device, for the largest batch that would fit into it. `snapshot` is a new file for torch's own memory snapshot of
-    the first precision's step, on CUDA, which https://pytorch.org/memory_viz opens.
+    `workload` is as in `recommend_config`. It runs in processes of its own, on copies, at the user's own batch size
+    unless `batch_size` is given: a few steps for the peak, and one in which every tensor is examined. `precision` names
+    those to measure: by default fp32, bf16 and fp16, without those that the device emulates many times slower. `fit`
+    is a size of memory, as "16GiB" or in bytes: up to six batch sizes of each precision are measured, within the memory
+    of this device, to find the largest batch that would fit into that size. `snapshot` is a new file for torch's own
+    memory snapshot of the first precision's step, on CUDA, which https://pytorch.org/memory_viz opens.
 
     A precision that the device lacks, that runs out of memory or that fails has a row with the reason. Raises
     `InvalidRequestError` (a wrong option or device), `WorkloadError` (the workload cannot be loaded or built, or does
@@ -275,9 +276,9 @@ def _warn(text: str) -> None:
 
 @contextmanager
 def _shown(quiet: bool, given: Progress | None = None) -> Iterator[Progress]:
-    """The progress that was given, else on standard error unless `quiet`; it is ended.
+    """Provide the given progress, else one on standard error, unless `quiet`; end it when the context ends.
 
-    The caller's random numbers are what they would be without it: rich draws some when it is imported.
+    The state of `random` is restored at the end, since rich draws random numbers when it is imported.
     """
     state = random.getstate()
     progress = given or Progress()

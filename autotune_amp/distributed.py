@@ -1,5 +1,7 @@
-"""One rank searches for all of them: the first one; the others wait for its answer. It comes through
-the store that torch's process groups meet at; no group is made. No torch where there is but one rank."""
+"""Search on rank 0 for all ranks of the caller's launcher. The other ranks wait for the answer.
+
+It is sent through the store of torch's process groups, without making a group. With a single rank, torch is not used.
+"""
 
 from __future__ import annotations
 
@@ -27,41 +29,41 @@ from autotune_amp.core.recommendation import (
 )
 from autotune_amp.interruption import heed
 
-# Rank 0 may come later than the others, and its budget does not hold what it does before and after the search.
+# Rank 0 may come later than the others, and its budget does not include its work before and after the search.
 _LATE_SECONDS = 600.0
 
-# What torchrun, MPI and Slurm put into the environment of each rank. Mostly exact names: MASTER_KEY is the user's own.
+# Variables that torchrun, MPI and Slurm set for each rank. Mostly exact names: MASTER_KEY may be the user's own.
 _NAMES = frozenset(
     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK"}
     | {"ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
     | {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"}
 )
 _FAMILIES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "MPI_LOCAL", "PMI_", "PMIX_")
-_SETTINGS = "PMIX_MCA_"  # the user's own
+_SETTINGS = "PMIX_MCA_"  # set by the user, not by the launcher
 
 _HEARD_SECONDS = 30.0
 _INTERRUPTED_SECONDS = 2.0
 _POLL_SECONDS = 0.1
 
-_SLURM_PORTS = range(15_000, 30_000)  # below those that Linux gives away
+_SLURM_PORTS = range(15_000, 30_000)  # below the ephemeral ports of Linux
 
-_own_store: Any = None  # open until the process ends: a group that is made later meets at the same server
+_own_store: Any = None  # open until the process ends: a process group made later uses the same server
 _num_calls = 0
 
 
 def is_from_launcher(variable: str) -> bool:
-    """Whether an environment variable of this name says which rank this is, or where the others are.
+    """Whether an environment variable of this name tells the rank of the process, or where the other ranks are.
 
-    A trial is no rank: it sees nothing of it.
+    Such variables are hidden from trials, which are no ranks of the caller's launcher.
     """
     return variable in _NAMES or (variable.startswith(_FAMILIES) and not variable.startswith(_SETTINGS))
 
 
 class OwnRank(NamedTuple):
-    """Which rank this process is, of how many.
+    """Rank of this process, and the number of ranks.
 
-    `is_rerun`: one that Lightning started by running the script again, where rank 0 has come past this call, and knew
-    of no other ranks. It takes what was saved there.
+    `is_rerun`: Lightning started this process by running the script again, after rank 0 made the same call as the only
+    rank. It takes the recommendation that rank 0 saved.
     """
 
     rank: int
@@ -70,7 +72,7 @@ class OwnRank(NamedTuple):
 
 
 class _Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Rank 0's answer on its way to the others: a recommendation, or the `error` of ours that was raised."""
+    """Message with rank 0's answer for the other ranks: a recommendation, or the name and fields of our `error`."""
 
     recommendation: Recommendation | None = None
     error: str | None = None
@@ -81,14 +83,14 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, error: BaseException) -> _Answer:
-        """For an error of rank 0: one of ours as it is, another by its name."""
+        """Return the message for an error of rank 0: one of ours with its fields, any other as a `RunnerError`."""
         if not isinstance(error, AutotuneAmpError):
             error = RunnerError(f"Rank 0 failed: {type(error).__name__}: {error}", "See the traceback of rank 0.")
         held = {name: value for name, value in vars(error).items() if name in cls.__struct_fields__}
         return cls(error=type(error).__name__, **held)
 
     def opened(self) -> Recommendation:
-        """The recommendation, or else raises the error."""
+        """Return the recommendation, or raise the error of rank 0."""
         if self.recommendation is not None:
             return self.recommendation
         if self.error == NothingWorksError.__name__:
@@ -99,9 +101,10 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def place() -> OwnRank:
-    """As torch's process group has it, or else as a launcher says in RANK and WORLD_SIZE, or else Slurm's srun.
+    """Return the rank of this process by torch's process group, else by a launcher's RANK and WORLD_SIZE, else by
+    Slurm's srun.
 
-    Raises `InvalidRequestError` where these are no numbers that go together.
+    Raises `InvalidRequestError` if the variables are not a rank and a larger number of ranks.
     """
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -122,21 +125,21 @@ def place() -> OwnRank:
 
 
 def place_variables() -> tuple[str, str]:
-    """The variables that say how many ranks there are and which this one is: torch's, or else those of Slurm's srun."""
-    # Of the step, which srun alone starts: a batch script has SLURM_PROCID=0 and the SLURM_NTASKS of its job too.
+    """Return the names of the variables for the number of ranks and for the rank: torch's, or else Slurm's."""
+    # Only srun starts a step. A batch script without one has SLURM_PROCID=0 and the SLURM_NTASKS of its job too.
     is_step = "SLURM_STEP_NUM_TASKS" in os.environ and "WORLD_SIZE" not in os.environ and "RANK" not in os.environ
     return ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID") if is_step else ("WORLD_SIZE", "RANK")
 
 
 def answer_on_first(find: Callable[[], Recommendation], where: OwnRank, budget_seconds: object) -> Recommendation:
-    """What `find` returns or raises on rank 0, on every rank; only there is it called.
+    """Call `find` on rank 0 only; return its recommendation, or raise its error, on every rank.
 
-    Raises `RunnerError` on the other ranks where rank 0 dies, fails by another error than ours or gives no answer in
-    twice the budget and ten minutes, and `SearchInterruptedError` at Ctrl-C.
+    Raises `RunnerError` on the other ranks if rank 0 dies, raises an error that is not ours, or gives no answer within
+    ten minutes and twice the budget, and `SearchInterruptedError` at Ctrl-C.
     """
     if where.num_ranks == 1:
         return find()
-    # Rank 0 may still find that the budget is none.
+    # An invalid budget is left for rank 0 to reject.
     is_budget = isinstance(budget_seconds, (int, float)) and 0 < budget_seconds < math.inf
     limit_seconds = _LATE_SECONDS + (2 * float(budget_seconds) if is_budget else 0.0)  # type: ignore[arg-type]
     try:
@@ -160,7 +163,7 @@ def answer_on_first(find: Callable[[], Recommendation], where: OwnRank, budget_s
 
 
 def left_no_answer(path: Path, cached: Recommendation | None, fingerprint: Fingerprint | None) -> InvalidRequestError:
-    """For a rerun that finds nothing saved by rank 0 which holds for its own call."""
+    """Return the error for a rerun if rank 0 has saved no recommendation that holds for the rerun's own call."""
     changes = cached.fingerprint.differences(fingerprint) if cached is not None and fingerprint is not None else ()
     return InvalidRequestError(
         f"LOCAL_RANK is {os.environ.get('LOCAL_RANK', '')!r} without a RANK, as in the processes that Lightning starts "
@@ -172,7 +175,7 @@ def left_no_answer(path: Path, cached: Recommendation | None, fingerprint: Finge
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens at."""
+    """Return a port of this host on which no process listens."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]
@@ -180,7 +183,7 @@ def free_port() -> int:
 
 
 def alone(num_ranks: int, device: str) -> tuple[str, ...]:
-    """What one rank's measurement does not hold, as warnings."""
+    """Return a warning that one of `num_ranks` ranks was measured alone; empty for a single rank."""
     beside = ", and their load was not on the CPU" if device == "cpu" else ""
     warning = (
         f"Measured on one of {num_ranks} ranks while the others waited: gradients were not exchanged{beside}. A rank "
@@ -190,10 +193,10 @@ def alone(num_ranks: int, device: str) -> tuple[str, ...]:
 
 
 class RankStore:
-    """One answer of rank 0 for `num_ranks` ranks; every rank makes as many of these as the others.
+    """Store through which rank 0 sends one answer to all ranks; every rank must make the same number of these.
 
-    Uses the store of the default process group, or else one at MASTER_ADDR and MASTER_PORT, which a process group made
-    afterwards shares. Raises `InvalidRequestError` where there is neither, `RunnerError` where rank 0 is not reached in
+    It uses the store of the default process group, or else one at MASTER_ADDR and MASTER_PORT, which a process group
+    made later shares. Raises `InvalidRequestError` if there is neither, `RunnerError` if rank 0 is not reached within
     `limit_seconds`.
     """
 
@@ -208,14 +211,15 @@ class RankStore:
         self._deadline = time.monotonic() + limit_seconds
 
     def tell(self, answer: bytes, heard_seconds: float = _HEARD_SECONDS) -> None:
-        """Give the others their answer; where rank 0 may hold the store, wait a while until they have it."""
+        """Send the answer to the other ranks. If the store may end with rank 0, wait at most `heard_seconds` until they
+        have it."""
         self._store.set("answer", answer.decode())
         deadline = time.monotonic() + (0.0 if _is_held_by_agent() else heard_seconds)
         while time.monotonic() < deadline and self._store.add("num_heard", 0) < self._num_ranks - 1:
             time.sleep(_POLL_SECONDS)
 
     def hear(self) -> str:
-        """Rank 0's answer. Raises `RunnerError` where rank 0 ended without one, or is too late."""
+        """Return rank 0's answer. Raises `RunnerError` if rank 0 ends without one, or does not answer in time."""
         from torch.distributed import DistError
 
         try:
@@ -239,7 +243,7 @@ def _is_held_by_agent() -> bool:
 
 
 def _store(rank: int, num_ranks: int, limit_seconds: float) -> Any:
-    """The store that all ranks meet at."""
+    """Return the store that all ranks share."""
     global _own_store
     from torch import distributed
 
@@ -255,7 +259,7 @@ def _store(rank: int, num_ranks: int, limit_seconds: float) -> Any:
         )
     address, port, name = found
     try:
-        # As init_process_group() makes it, which then finds this server; but rank 0 waits for nobody.
+        # With the arguments of init_process_group(), which then finds this server, except that rank 0 does not wait.
         store = distributed.TCPStore(  # type: ignore[attr-defined]  # its stubs do not export it
             address,
             port,
@@ -267,13 +271,17 @@ def _store(rank: int, num_ranks: int, limit_seconds: float) -> Any:
         )
     except distributed.DistError as error:
         raise _lost(f"Rank {rank} cannot reach rank 0 at {address}:{port}", error) from error
-    # Another step's store may be at this port, which was not agreed on.
+    # The port was derived, not agreed on: the store of another Slurm step may be there.
     _own_store = store if name is None else distributed.PrefixStore(name, store)  # type: ignore[attr-defined]  # as above
     return _own_store
 
 
 def _meeting_place() -> tuple[str, int, str | None] | None:
-    """Address and port of rank 0, as the launcher says; else on the first host of Slurm's step, and the step's name."""
+    """Return address and port of rank 0, and a name for the store, which is None if the launcher gave the port.
+
+    Under Slurm alone, rank 0 is on the first host of the step, and port and name are derived from the step. None if the
+    place of rank 0 is unknown.
+    """
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if address and port.isdecimal():
         return address, int(port), None

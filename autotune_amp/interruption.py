@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, by which Slurm, Kubernetes and torchrun end a job: both interrupt, and neither is lost."""
+"""Handling of Ctrl-C and of SIGTERM, by which Slurm, Kubernetes and torchrun end a job: both interrupt the work."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-EXIT_CODE = 128 + signal.SIGTERM  # as a shell has it
+EXIT_CODE = 128 + signal.SIGTERM  # as shells report it
 
 _has_come = False
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Ctrl-C and SIGTERM raise `KeyboardInterrupt` inside; after SIGTERM the process ends by it, with `EXIT_CODE`.
+    """Make Ctrl-C and SIGTERM raise `KeyboardInterrupt` in the context.
 
-    A signal that has a handler of its own already is left to that, and other threads than the main one get none.
-    Raises `SystemExit` where SIGTERM came.
+    After SIGTERM, the context ends by raising `SystemExit` with `EXIT_CODE`. A signal that has a handler already keeps
+    it, and outside the main thread no handlers are set.
     """
     global _has_come
     defaults: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
@@ -31,7 +31,7 @@ def interruptible() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature of a handler
         global _has_come
         nonlocal is_terminated
-        # Launchers forward what Slurm sends to all by itself: a SIGTERM more must not end what saves.
+        # Slurm signals all processes and launchers forward the signal: a second SIGTERM must not interrupt the saving.
         is_heard, _has_come = _has_come, True
         is_terminated |= number == signal.SIGTERM
         if number == signal.SIGINT or not is_heard:
@@ -54,7 +54,7 @@ def interruptible() -> Iterator[None]:
 
 
 def heed() -> None:
-    """Raises `KeyboardInterrupt` again where a signal has come and the work goes on: what a handler raises in a
-    finalizer or in a callback from C is dropped there."""
+    """Raise `KeyboardInterrupt` again if a signal has come but the work goes on: Python drops an exception that a
+    handler raises in a finalizer or in a callback from C."""
     if _has_come:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""The embedded default workload: a small causal transformer on made-up characters."""
+"""Embedded default workload: a small causal transformer on random characters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_SAMPLES, BATCH_SIZE = 4096, 32
 
 
 class CharacterTransformer(nn.Module):
-    """Token logits of shape (batch, CONTEXT, VOCABULARY) for tokens of shape (batch, CONTEXT)."""
+    """Model that returns token logits of shape (batch, CONTEXT, VOCABULARY) for tokens of shape (batch, CONTEXT)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,21 +28,21 @@ class CharacterTransformer(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Predict each next token."""
+        """Return the logits of each next token."""
         hidden = self.embedding(tokens) + self.position
         logits: Tensor = self.head(self.encoder(hidden, mask=self.mask, is_causal=True))
         return logits
 
 
 def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
-    """Mean cross entropy of the next token."""
+    """Return the mean cross entropy of the next token, for tokens of shape (batch, CONTEXT + 1)."""
     (tokens,) = batch
     logits = model(tokens[:, :-1])
     return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def workload() -> Workload:
-    """What `autotune-amp search` measures when it is given nothing: fp32 at batch 32 is its baseline."""
+    """Return the workload that `autotune-amp search` measures without a TARGET; its baseline is fp32 at batch 32."""
     tokens = torch.randint(VOCABULARY, (NUM_SAMPLES, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
     return Workload(
         model=CharacterTransformer,

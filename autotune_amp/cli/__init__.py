@@ -1,4 +1,4 @@
-"""The command line: typer reads the request, the work is done, the result is printed, the exit code is set.
+"""Command line: typer reads the request, the command does the work, the result is printed, the exit code is set.
 
 Standard output carries the result and nothing else.
 """
@@ -20,7 +20,7 @@ from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError
 from autotune_amp.interruption import interruptible
 from autotune_amp.report.output import emit, reader_may_leave, tell
 
-_TAKE_COMMANDS = ("search", "run", "apply")  # a training command, after ``--``
+_TAKE_COMMANDS = ("search", "run", "apply")  # these take a training command after ``--``
 
 # typer brought its own copy of click with 0.2x; the base of every usage error is found wherever it lives.
 _UsageError: type[Any] = typer.BadParameter.__bases__[0]
@@ -30,8 +30,8 @@ for work in (search, check, probe, show, report, profile, fidelity, memory, expo
 
 
 def main() -> None:
-    """The entry point: the only place that prints or exits."""
-    # Closed by the caller (``>&-``): without this the next file that is opened would become standard output.
+    """Run the command line of this process and exit: the only place that prints or exits."""
+    # If the caller has closed standard output (``>&-``), the next file to be opened would otherwise become it.
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
     with interruptible():
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Do what the command line asks for; returns the exit code."""
+    """Run one command, given the arguments of the command line; return the exit code."""
     own, training = arguments, None
     if "--" in arguments and arguments[0] in _TAKE_COMMANDS:
         own, training = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
@@ -54,7 +54,7 @@ def run(arguments: list[str]) -> int:
     command = typer.main.get_command(app)
     try:
         work = None
-        with reader_may_leave(sys.stdout):  # --help
+        with reader_may_leave(sys.stdout):  # to which --help prints
             work = command.main(own, prog_name="autotune-amp", standalone_mode=False, obj=training)
         if callable(work):
             answer = work()
@@ -77,7 +77,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _with_command(arguments: list[str], app_command: Any) -> str | None:
-    """Return what was typed with ``--`` before the training command in it, None where there seems to be none."""
+    """Return the command line with ``--`` added before its training command, None if it does not seem to hold one."""
     if not arguments or arguments[0] not in _TAKE_COMMANDS or "--" in arguments:
         return None
     known = {name: each for each in app_command.commands[arguments[0]].params for name in each.opts}

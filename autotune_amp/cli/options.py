@@ -1,4 +1,4 @@
-"""What the commands share: the app, options that several take, and how a result goes to standard output.
+"""Shared parts of the commands: the app, options that several commands take, and the output of a result.
 
 Nothing heavy is imported before a command needs it, so that ``--help`` answers at once.
 """
@@ -28,17 +28,17 @@ app = typer.Typer(
 
 
 class CommandOutput(NamedTuple):
-    """What goes to standard output, and the exit code that goes with it."""
+    """Result of a command: the bytes for standard output, and the exit code."""
 
     output: bytes
     exit_code: int
 
 
 def register(work: Callable[..., bytes | CommandOutput]) -> None:
-    """Makes a command of a function that returns what goes to standard output.
+    """Register a function as a command; it returns the bytes for standard output.
 
-    Typer only reads the options, and the work is done after it has returned: it would take any broken pipe or end of
-    file for the terminal's.
+    Typer only reads the options, and the function runs after typer has returned, since typer would mistake any broken
+    pipe or end of file for that of the terminal.
     """
 
     @wraps(work)
@@ -49,7 +49,7 @@ def register(work: Callable[..., bytes | CommandOutput]) -> None:
 
 
 def option(metavar: str, text: str) -> Any:
-    """An option of a command."""
+    """Return an option of a command, with its help text."""
     return typer.Option(help=text, metavar=metavar)
 
 
@@ -103,7 +103,7 @@ def autotune_amp(
 
 
 def training_command(context: typer.Context, command: str) -> list[str]:
-    """What stands after ``--``. Raises `InvalidRequestError` where nothing does."""
+    """Return the words of the training command after ``--``. Raises `InvalidRequestError` if there is none."""
     if not context.obj:
         raise InvalidRequestError("No command is given.", f"Give it after `--`, as in `{command} -- python train.py`.")
     training: list[str] = context.obj
@@ -111,7 +111,7 @@ def training_command(context: typer.Context, command: str) -> list[str]:
 
 
 def result(recommendation: Recommendation, as_json: bool, path: Path | None = None) -> bytes:
-    """A recommendation for standard output; `path` is where it was saved."""
+    """Return a recommendation as bytes for standard output; `path` is the file that it was saved to."""
     if as_json:
         return f"{recommendation.to_json()}\n".encode()
     from autotune_amp.report.terminal import print_recommendation

@@ -1,4 +1,4 @@
-"""Commands that show what a search found: show, report, export, dashboard."""
+"""Commands that show the results of a search: show, report, export, dashboard."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def show(
         from autotune_amp.search.answer.decide import ranked_again
         from autotune_amp.search.options import SearchOptions
 
-        recommendation.options_as(SearchOptions)  # damaged ones are said as such
+        recommendation.options_as(SearchOptions)  # raises if they are damaged
         recommendation = ranked_again(recommendation, path, objective, steps, samples, price_per_hour)
     return result(recommendation, as_json, path)
 
@@ -72,7 +72,7 @@ def report(
         document = {"format": 1, "report": written.as_posix()}
         return json_document(document) if as_json else f"{written.as_posix()}\n".encode()
 
-    # The controller writes its log to whatever name it is given.
+    # The log of a controller may have any name.
     log = None if path is None or path.is_dir() or path.suffix == ".json" or path.name == OUTCOMES else path
     if not follow:
         if log is not None:
@@ -179,7 +179,7 @@ def _slurm_jobs(recommendation: Recommendation, study: Path, origin: str) -> Exp
 
     target, line = recommendation.target, recommendation.launch_line
     options = recommendation.options_as(SearchOptions)
-    asked = msgspec.structs.replace(options, ray=None).arguments()  # which is no cluster of the job's
+    asked = msgspec.structs.replace(options, ray=None).arguments()  # the address is not of the job's own cluster
     asked += ["--out", str(study.parent), "--study", study.name]
     what = to_command_line(line) if line is not None else target and [target]
     searching = what and [*asked, *what]

@@ -1,4 +1,4 @@
-"""Commands that search, and that train with what was found: search, run, apply."""
+"""Commands that search, and that train with the result: search, run, apply."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def search(
     {precision=fp32}. The result is printed and saved in a study folder; the same command again goes on where it
     stopped.
     """
-    # Every option goes to recommend_config() under the name and with the default that it has there.
+    # Every option is passed to recommend_config(), where it has the same name and the same default.
     asked = {name: given for name, given in locals().items() if name not in _OF_THE_COMMAND_LINE}
     from autotune_amp.core.launch_line import from_command_line
 
@@ -151,6 +151,6 @@ def apply(
     emit(json_document(applied) if as_json else applied.diff.encode())
     with reader_may_leave(sys.stdout):
         sys.stdout.flush()
-    for note in applied.notes():  # below the diff, however long that is
+    for note in applied.notes():  # below the diff, where a long diff does not hide them
         tell(f"{note}\n")
     return b""

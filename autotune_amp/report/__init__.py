@@ -1,1 +1,1 @@
-"""What people see: progress, results, errors."""
+"""Output for people: progress, results, errors."""

@@ -1,6 +1,6 @@
 """Charts of a search: throughput and memory against batch size and each other, and the search as it went. Pure.
 
-What all charts share stands first: how a precision looks, the frame, marks and lines that say on hover what they are.
+The parts that all charts share come first: the style of each precision, the frame, marks and lines with hover labels.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from autotune_amp.report.rows import baseline_row, outcome_line, recommended_row
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.ranking import BEFORE_CONFIRMATION, is_trial
 
-# A figure, or the sentence that says why there is none.
+# A figure, or a sentence with the reason why there is none.
 Drawn: TypeAlias = "Figure | str"
 
 MIB = 2**20
 
 
 class Style(NamedTuple):
-    """How a precision is drawn; any one of the three tells it from the others."""
+    """Style of a precision in charts. Each of the three fields alone distinguishes it from the other precisions."""
 
     color: str
     symbol: str
     dash: str
 
     def symbols(self, are_open: Iterable[bool]) -> list[str]:
-        """The symbol of each mark; an open one was cut short, or may not be recommended."""
+        """Return the symbol of each mark. An open one stands for a trial that was cut short, or an excluded setting."""
         return [f"{self.symbol}-open" if is_open else self.symbol for is_open in are_open]
 
 
@@ -53,7 +53,7 @@ LOOKS: dict[Precision, Style] = {
 
 
 def legend_entry(precision: Precision, mode: str = "markers") -> Scatter:
-    """A precision's line of the legend, which would otherwise show the symbol of whichever mark comes first."""
+    """Return a trace that only adds a precision to the legend, with its own symbol and not that of the first mark."""
     look = LOOKS[precision]
     return Scatter(
         x=[None],
@@ -67,19 +67,19 @@ def legend_entry(precision: Precision, mode: str = "markers") -> Scatter:
 
 
 def marks(name: str, x: Sequence[Any], y: Sequence[Any], hovers: Sequence[str], **more: Any) -> Scatter:
-    """Marks of which each says on hover what it is."""
+    """Return a trace of marks, each with its own hover label."""
     return Scatter(name=name, x=x, y=y, hovertext=hovers, hoverinfo="text", **{"mode": "markers"} | more)
 
 
 def rule(name: str, x: Sequence[Any], y: Sequence[Any], hover: str | None = "", **look: Any) -> Scatter:
-    """A line that says on hover what it is, by its name unless told otherwise; nothing where `hover` is None."""
+    """Return a trace of a line. Its hover label is `hover`, or its name if that is empty; there is none for None."""
     look = {"color": "var(--bad)", "width": 1.5} | look
     said_on_hover = {"hoverinfo": "skip"} if hover is None else {"hoverinfo": "text", "hovertext": hover or name}
     return Scatter(name=name, x=x, y=y, mode="lines", line=look, **said_on_hover)
 
 
 def framed(figure: Figure, height: int, **layout: Any) -> Figure:
-    """`figure` in the page's own frame, `height` pixels high: theme, legend above, hover; returns it."""
+    """Give `figure` the page's theme, legend and hover style, and a height in pixels; return the figure."""
     figure.update_layout(
         template="none",
         height=height,
@@ -100,14 +100,15 @@ def framed(figure: Figure, height: int, **layout: Any) -> Figure:
 
 
 def said(*lines: str) -> str:
-    """Lines for a hover label, foreign text among them: escaped, since plotly reads tags, and wrapped for a phone."""
+    """Return a hover label of these lines: escaped, since plotly interprets tags in foreign text, and wrapped for a
+    phone."""
     wrapped = (part for line in lines for part in textwrap.wrap(one_line(line), 48))
     return "<br>".join(escape(part, quote=False) for part in wrapped)
 
 
 # --- against batch size --------------------------------------------------------------------------------------------
 
-# Around the mark of what is run today, and of what is recommended.
+# Markers drawn around the setting in use today, and around the recommended one.
 _AROUND: dict[str, dict[str, Any]] = {
     "baseline": {"symbol": "square-open", "size": 19, "color": "var(--muted)", "line_width": 2},
     "recommended": {"symbol": "circle-open", "size": 19, "color": "var(--ink)", "line_width": 2},
@@ -116,7 +117,7 @@ _RATES = {"title_text": "samples/s", "tickformat": ",~f"}
 
 
 def throughput(recommendation: Recommendation | None, records: Sequence[Record]) -> Drawn:
-    """Samples per second against batch size: every measurement and failure, and what was recommended."""
+    """Draw samples per second against batch size: all measurements and failures, the baseline, the recommendation."""
     measured, failed = measurements(records), failures(records)
     if not measured:
         return "No chart of throughput: outcomes.jsonl holds no measurement of this search."
@@ -129,17 +130,21 @@ def throughput(recommendation: Recommendation | None, records: Sequence[Record])
 
 
 def measurements(records: Iterable[Record]) -> list[tuple[Record, Measurement]]:
-    """The records that hold one, in order."""
+    """Return the records that hold a measurement, each with it, in order."""
     return [(r, r.outcome) for r in records if isinstance(r.outcome, Measurement)]
 
 
 def failures(records: Iterable[Record]) -> list[tuple[Record, Failure]]:
-    """The trials that did not run, in order."""
+    """Return the trials that failed, each with its failure, in order."""
     return [(r, r.outcome) for r in records if isinstance(r.outcome, Failure) and is_trial(r)]
 
 
 def _measured(records: Sequence[Record], height: Callable[[Measurement], float]) -> Iterable[Scatter]:
-    """Large marks for the first look at each batch size, joined by a line; small ones for what came again."""
+    """Yield the traces of each precision: its legend entry, large marks joined by a line, and small marks.
+
+    Large marks are the first trial of an ordinary setting at each batch size, small ones all other measurements.
+    `height` returns the y value of a measurement.
+    """
     for precision in PRECISIONS:
         ours = [(r, found) for r, found in measurements(records) if r.candidate.precision == precision]
         if not ours:
@@ -177,7 +182,7 @@ def _hover(record: Record, found: Measurement) -> str:
 
 
 def _crosses(failed: Sequence[tuple[Record, Failure]], name: str) -> Scatter:
-    """A cross on the axis for each batch size at which something failed, which tells of all that did."""
+    """Return a cross on the axis for each batch size with a failure; its hover label lists all failures there."""
     at: dict[int, list[tuple[Record, Failure]]] = {}
     for record, failure in failed:
         at.setdefault(record.candidate.batch_size, []).append((record, failure))
@@ -191,7 +196,7 @@ def _crosses(failed: Sequence[tuple[Record, Failure]], name: str) -> Scatter:
         [0] * len(at),
         hovers,
         mode="markers+text",
-        # One below the other, so that neighbours have room on a phone.
+        # One label below the other, so that neighbours have room on a phone.
         text=["<br>".join(dict.fromkeys(r.candidate.precision for r, _ in some)) for some in at.values()],
         textposition="top left",
         cliponaxis=False,
@@ -200,7 +205,7 @@ def _crosses(failed: Sequence[tuple[Record, Failure]], name: str) -> Scatter:
 
 
 def _batch_sizes(records: Iterable[Record]) -> dict[str, object]:
-    """An axis of the batch sizes that were tried: each a tick of its own, distances by ratio."""
+    """Return the layout of an axis of batch sizes: logarithmic, with a tick at each size that was tried."""
     sizes = sorted({r.candidate.batch_size for r in records if is_trial(r)})
     return {"type": "log", "tickvals": sizes, "ticktext": list(map(str, sizes)), "title_text": "batch size"}
 
@@ -215,8 +220,11 @@ def _rings(recommendation: Recommendation) -> Iterable[Scatter]:
 
 
 def _ring(name: str, config: AmpConfig, speed: float, interval: tuple[float, float] | None) -> Scatter:
-    """Around a median over processes, with where a new run is expected to land; None where nobody can say."""
-    # An interval that says nothing would press all that was measured flat.
+    """Return a ring around a median over processes, with whiskers for the `interval` in which a new run is expected.
+
+    There are no whiskers if the interval is unknown (None) or wide.
+    """
+    # A wide interval would stretch the axis and flatten all measurements.
     low, high = (speed, speed) if interval is None or is_wide(interval) else interval
     landing = [] if interval is None else [landing_line(interval)]
     hover = said(f"{name}: {Setting.of(config)}", rate(speed), *landing)
@@ -225,8 +233,11 @@ def _ring(name: str, config: AmpConfig, speed: float, interval: tuple[float, flo
 
 
 def memory(recommendation: Recommendation | None, records: Sequence[Record]) -> Drawn:
-    """Peak memory in MiB against batch size, as the answer and the table have it; what ran out of memory stands on the
-    axis, and only then the limit of a trial is near enough to be drawn."""
+    """Draw peak memory in MiB against batch size, as the answer and the table report it.
+
+    Trials that ran out of memory are crosses on the axis. The limit of a trial is drawn only if there are such trials,
+    since otherwise it is far from the measurements.
+    """
     measured = measurements(records)
     if not measured:
         return "No chart of memory: outcomes.jsonl holds no measurement of this search."
@@ -246,8 +257,11 @@ def memory(recommendation: Recommendation | None, records: Sequence[Record]) -> 
 
 
 def _peak_at_limit(recommendation: Recommendation, measured: Sequence[Measurement]) -> int:
-    """Bytes of a peak at which a trial ran out of memory: on a CPU the limit is for what it takes beyond the process
-    that it starts in, which is in the peak."""
+    """Return the peak memory in bytes at which a trial runs out of memory.
+
+    On a CPU the limit applies to the memory that a trial adds to the process that it starts in, but the peak includes
+    that process.
+    """
     limit = recommendation.options_as(SearchOptions).limit_bytes(recommendation.available_bytes)
     return limit + min(max(0, found.peak_memory_bytes - found.reserved_memory_bytes) for found in measured)
 
@@ -256,9 +270,10 @@ def _peak_at_limit(recommendation: Recommendation, measured: Sequence[Measuremen
 
 
 def pareto(recommendation: Recommendation) -> Drawn:
-    """Throughput against peak memory: each candidate that was measured, and the front of those not excluded.
+    """Draw throughput against peak memory: all measured candidates, and the Pareto front of those not excluded.
 
-    The front goes on down from its first and to the right of its last, so that one of a single candidate is a line too.
+    The front is extended down from its first candidate and right from its last, so that a front of a single candidate
+    is a line too.
     """
     rows = [r for r in recommendation.candidates if r.samples_per_second is not None and r.peak_memory_bytes]
     if len(rows) < 2:
@@ -307,7 +322,7 @@ def _speed(row: CandidateRow) -> float:
 
 
 def _front(rows: Sequence[CandidateRow]) -> list[CandidateRow]:
-    """What no other beats in both, by rising memory."""
+    """Return the candidates that no other one beats in both throughput and memory, by rising memory."""
     front: list[CandidateRow] = []
     for row in sorted(rows, key=lambda row: (_memory(row), -_speed(row))):
         if not front or _speed(row) > _speed(front[-1]):
@@ -334,7 +349,7 @@ def _row_hover(row: CandidateRow) -> str:
 
 # --- the search as it went -----------------------------------------------------------------------------------------
 
-# What a record was made for, in the order in which a search comes to it; the last stands lowest.
+# Purposes of records, in the order in which a search reaches them. The last one is drawn lowest.
 _PURPOSES = (
     "accumulation",
     "search",
@@ -350,19 +365,19 @@ _PURPOSES = (
 
 
 class Span(NamedTuple):
-    """A record with the seconds of measuring up to its end."""
+    """Record with its end, in seconds of measuring since the search began."""
 
     record: Record
     end_seconds: float
 
     @property
     def row(self) -> str:
-        """The bar that it is drawn in: what it was for, or the slot where there are several."""
+        """Return the label of the record's bar: its slot if there are several, else its purpose."""
         return self.record.slot or self.record.purpose
 
     @property
     def hover(self) -> str:
-        """What it was, where and when."""
+        """Return the hover label: the record's setting, purpose, slot, outcome and times."""
         where = "" if self.record.slot is None else f" on {self.record.slot}"
         return said(
             f"{self.record.number}: {self.record.candidate}, {self.record.purpose}{where}",
@@ -372,7 +387,8 @@ class Span(NamedTuple):
 
 
 def timed(records: Sequence[Record]) -> list[Span]:
-    """The records, in the order in which they ended, with their ends: one job at a time on each slot."""
+    """Return each record with its end. The records are in the order in which they ended; a slot runs one job at a
+    time."""
     spans: list[Span] = []
     ends: dict[str | None, float] = {}
     last = 0.0
@@ -385,9 +401,9 @@ def timed(records: Sequence[Record]) -> list[Span]:
 
 
 def course(recommendation: Recommendation | None, records: Sequence[Record]) -> Drawn:
-    """Above, samples per second of each trial as it ended, with the fastest so far; below, how long each record took.
+    """Draw the search over time: above, each trial's samples per second at its end; below, a bar for each record.
 
-    There is no best where nothing was recommended.
+    The line of the fastest trial so far is left out if nothing was recommended.
     """
     if not records:
         return "No chart of the search: outcomes.jsonl holds nothing of it."
@@ -435,7 +451,7 @@ def course(recommendation: Recommendation | None, records: Sequence[Record]) -> 
 
 
 def _best(spans: Sequence[Span], recommendation: Recommendation) -> Scatter:
-    """The fastest of the search's own trials so far, without what a check has ruled out since."""
+    """Return the line of the fastest trial so far, among the search's own trials of settings that are not excluded."""
     out = {Setting.of(row) for row in recommendation.candidates if row.status == "excluded"}
     found = [
         (s.end_seconds, s.record.outcome.samples_per_second)

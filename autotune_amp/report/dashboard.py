@@ -1,4 +1,4 @@
-"""Optuna's own dashboard on a study, served to this machine alone."""
+"""Server of Optuna's dashboard on a study, which only this machine can reach."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.search.storage.study import connected
 
-_HOST = "127.0.0.1"  # it asks nobody for a password
+_HOST = "127.0.0.1"  # the dashboard asks for no password
 
 
 class DashboardServer(ThreadingMixIn, WSGIServer):
-    """Answers a browser's requests side by side, and waits for none when it ends."""
+    """Server that answers a browser's requests concurrently, and waits for none of them when it ends."""
 
     daemon_threads = True
 
     @property
     def url(self) -> str:
-        """Where a browser finds it."""
+        """Return the address of the dashboard for a browser."""
         return f"http://{_HOST}:{self.server_port}/dashboard/"
 
 
 class _Handler(WSGIRequestHandler):
     def log_message(self, *_: object) -> None:
-        """A request is no news."""
+        """Log nothing: the terminal shows no requests."""
 
 
 @contextmanager
 def serving(storage: str | Path, port: int) -> Iterator[DashboardServer]:
-    """A server that listens: `storage` is an Optuna storage URL or a study's own file, port 0 any that is free.
+    """Open a server that listens on `port`, where 0 is any free one; close it when the context ends.
 
-    Raises `InvalidRequestError` where optuna-dashboard is not installed or the port is taken, `StudyError` where the
-    storage cannot be used.
+    `storage` is an Optuna storage URL or a study's own file. Raises `InvalidRequestError` if optuna-dashboard is not
+    installed or the port is taken, `StudyError` if the storage cannot be used.
     """
     try:
         from optuna_dashboard import wsgi
@@ -58,5 +58,5 @@ def serving(storage: str | Path, port: int) -> Iterator[DashboardServer]:
 
 
 def has_display() -> bool:
-    """Whether a browser would open a window: in a terminal alone it would take the terminal."""
+    """Whether a browser would open a window. Without a display, a text browser would take over the terminal."""
     return sys.platform in ("darwin", "win32") or bool({"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ))

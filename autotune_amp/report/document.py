@@ -1,7 +1,7 @@
-"""One self-contained HTML file: its sections and charts in a page that follows the reader's theme.
+"""One self-contained HTML file, with sections and charts in a page that follows the reader's theme.
 
-Colours are CSS variables (page.css), in figures too: page.js resolves them when it draws, and draws again when the
-theme changes. plotly.js comes compressed, which is two fifths of its size.
+Colours are CSS variables (page.css), also in figures: page.js resolves them when it draws, and draws again when the
+theme changes. plotly.js is embedded in compressed form, at two fifths of its size.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 def marker(kind: str) -> str:
-    """The tag near the start of a page that tells ours from other files; `kind` is what it draws."""
+    """Return the tag near the start of our pages that distinguishes them from other files; `kind` is as in `page`."""
     return f'<meta name="generator" content="autotune_amp {kind}">'
 
 
 def page(title: str, sections: Mapping[str, str], *, kind: str, lead: str, reload_seconds: int | None = None) -> str:
-    """The HTML document of a "search" or a "run": `sections` are HTML by their titles, below `lead`, which is HTML; one
-    that holds nothing is left out.
+    """Return an HTML document; its `kind` is "search" or "run".
 
-    A browser loads it again every `reload_seconds`, where they are given.
+    `sections` maps titles to HTML and is shown below `lead`, which is HTML too; empty sections are left out. A browser
+    reloads the page every `reload_seconds`, if given.
     """
     reloads = "" if reload_seconds is None else f'<meta http-equiv="refresh" content="{reload_seconds}">\n'
     parts = [f"<section><h2>{text(name)}</h2>{body}</section>" for name, body in sections.items() if body]
@@ -44,7 +44,7 @@ def page(title: str, sections: Mapping[str, str], *, kind: str, lead: str, reloa
 
 
 def chart(drawn: Figure, caption: str = "") -> str:
-    """A figure with how to read it."""
+    """Return a figure as HTML, with a caption on how to read it."""
     below = f"<figcaption>{text(caption)}</figcaption>" if caption else ""
     return (
         f'<figure class="chart"><div class="plot" style="min-height:{drawn.layout.height}px">'
@@ -54,7 +54,7 @@ def chart(drawn: Figure, caption: str = "") -> str:
 
 
 def code(title: str, lines: str) -> str:
-    """Lines to copy, with a button that does."""
+    """Return HTML that shows lines of code with a button that copies them."""
     return (
         f'<div class="code"><div><span>{text(title)}</span><button type="button" class="copy">Copy</button></div>'
         f"<pre>{text(lines)}</pre></div>"

@@ -1,4 +1,4 @@
-"""What an error is to the outside: a JSON document, and what people read."""
+"""Output of an error: a JSON document for programs, and text for people."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autotune_amp.core.recommendation import NothingWorksError, SearchInterrupte
 
 
 def error_document(error: AutotuneAmpError) -> str:
-    """`error` as the JSON document that takes the result's place on standard output."""
+    """Return `error` as the JSON document that takes the place of the result on standard output."""
     excluded = error.excluded if isinstance(error, (NothingWorksError, SearchInterruptedError)) else ()
     best = error.best if isinstance(error, SearchInterruptedError) else None
     document: dict[str, Any] = {
@@ -23,7 +23,7 @@ def error_document(error: AutotuneAmpError) -> str:
 
 
 def error_text(error: AutotuneAmpError) -> str:
-    """`error` as people read it: what happened, the reason of each candidate, what to do."""
+    """Return `error` as text for people: its message, the reason for each excluded candidate, and the next step."""
     lines = [f"Error: {error.message}"]
     if isinstance(error, NothingWorksError):
         for exclusion in error.excluded:

@@ -1,4 +1,4 @@
-"""Files of studies: the one that is meant, what may be written over, and report.html, kept up to date."""
+"""Files of studies: finds the one that a user means, protects other files, and keeps report.html up to date."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from autotune_amp.core.recommendation import Recommendation, write_atomically
 from autotune_amp.search.storage.folder import StudyFolder
 
 NAME, OUTCOMES = "report.html", "outcomes.jsonl"
-RELOAD_SECONDS = 5  # of a page that follows a run
+RELOAD_SECONDS = 5  # of a page that follows a training run
 _ELSEWHERE = "Give `autotune-amp report` a file in a folder that can be written, with --out FILE.html."
 
 
 def latest(folder: Path | None, *names: str) -> Path:
-    """`folder` where it is a file; or in the study that was written last, the first of these files that is there.
+    """Return `folder` itself unless it is a directory; else the first file of `names` in the study written last.
 
-    None is ./studies. Raises `FormatError` where none is there or nothing can be read.
+    `folder` may be a study or a folder of studies; None is ./studies. Raises `FormatError` if there is no such file or
+    the folder cannot be read.
     """
     given = folder or Path("studies")
     try:
@@ -41,9 +42,10 @@ def latest(folder: Path | None, *names: str) -> Path:
 
 
 def write_over(path: Path, text: str, what: str, is_ours: Callable[[str], bool], elsewhere: str) -> None:
-    """Write a file, over another only where that `is_ours`: `what` names such a one, `elsewhere` is the way out.
+    """Write a file; overwrite an existing one only if `is_ours` accepts its text.
 
-    Raises `StudyError` where it cannot be written or another file is there.
+    Raises `StudyError` if the file cannot be written or must not be overwritten. The error says that it is no `what`,
+    and has `elsewhere` as its next step.
     """
     try:
         is_free = is_ours(read_file(path).decode(errors="replace"))
@@ -60,12 +62,12 @@ def write_over(path: Path, text: str, what: str, is_ours: Callable[[str], bool],
 
 
 def write_report(study: Path, out: Path | None = None) -> Path:
-    """Draw a study as its report.html, or as the file `out`; returns that path.
+    """Draw a study as its report.html, or as the file `out`; return the path of that file.
 
-    `study` is its folder, its recommendation.json, or the outcomes.jsonl of a search that recommended nothing, whose
-    page holds what there is of it: failures, and what was measured. Where outcomes.jsonl is not beside the
-    recommendation, the page says what it therefore lacks. Raises `FormatError` for a file that is missing, damaged or
-    of a newer format, `StudyError` where the page cannot be written.
+    `study` is the study's folder, its recommendation.json, or the outcomes.jsonl of a search that recommended nothing,
+    whose page shows its failures and measurements. If there is no outcomes.jsonl beside the recommendation, the page
+    lists the charts that it lacks for this reason. Raises `FormatError` for a file that is missing, damaged or of a
+    newer format, `StudyError` if the page cannot be written.
     """
     source = study
     if study.is_dir() or study.name == OUTCOMES:
@@ -74,10 +76,10 @@ def write_report(study: Path, out: Path | None = None) -> Path:
 
 
 def write_run_report(log: Path, out: Path | None = None, reload_seconds: int | None = None) -> Path:
-    """Draw the last run in a controller's log as the file `out`, or beside it with a name that ends in .html.
+    """Draw the last run in a controller's log as the file `out`, or beside the log with the suffix .html.
 
-    Returns the page's path; a browser loads it again every `reload_seconds`. Raises `FormatError` for what is no run
-    log, damaged or of a newer format, `StudyError` where the page cannot be written.
+    Returns the path of the page, which a browser reloads every `reload_seconds`. Raises `FormatError` if `log` is no
+    run log, is damaged or of a newer format, `StudyError` if the page cannot be written.
     """
     from autotune_amp.report.run_page import run_page
     from autotune_amp.runtime.run_log import read
@@ -87,13 +89,15 @@ def write_run_report(log: Path, out: Path | None = None, reload_seconds: int | N
 
 
 def follow_run(log: Path, out: Path | None = None, pause: Callable[[float], object] = time.sleep) -> Iterator[Path]:
-    """`write_run_report` once the log holds a run and whenever it has grown, each time with the page's path; once more
-    at the end, as a page that stays."""
+    """Call `write_run_report` once the log has contents and each time it has grown; yield the page's path each time.
+
+    At the end the page is written once more, without reloading.
+    """
     drawn = 0
     try:
         while True:
             size = log.stat().st_size if log.exists() else 0
-            if size not in (0, drawn) or (log.exists() and not log.is_file()):  # which is said
+            if size not in (0, drawn) or (log.exists() and not log.is_file()):  # that raises below
                 drawn = size
                 yield write_run_report(log, out, RELOAD_SECONDS)
             pause(RELOAD_SECONDS)
@@ -103,10 +107,10 @@ def follow_run(log: Path, out: Path | None = None, pause: Callable[[float], obje
 
 
 def keep_report(folder: Path, note: Callable[[str], None], warn: Callable[[str], None]) -> None:
-    """Write report.html where it is missing or older than what it is drawn from; `warn` is told what hinders that.
+    """Write report.html if it is missing or older than its source file; pass the reason to `warn` if that fails.
 
-    The result of a search stands without it, so nothing is raised, not for Ctrl-C either. A search that ended before
-    its first outcome has none.
+    Nothing is raised, not even at Ctrl-C, since the result of a search is complete without a report. A search that
+    ended before its first outcome gets no report.
     """
     report = folder / NAME
     try:
@@ -125,13 +129,16 @@ def keep_report(folder: Path, note: Callable[[str], None], warn: Callable[[str],
 
 
 def _source_in(folder: Path) -> Path:
-    """What a study's report is drawn from."""
+    """Return the file that a study's report is drawn from: outcomes.jsonl if only that exists."""
     recommendation, outcomes = folder / "recommendation.json", folder / OUTCOMES
     return outcomes if outcomes.exists() and not recommendation.exists() else recommendation
 
 
 def _write_page(page: Path, text: str, kind: str, what: str) -> Path:
-    """Over an earlier page of its kind: they are apart because a run log may be named report.jsonl."""
+    """Write a page, over an existing file only if that is a page of the same kind.
+
+    The kinds must differ, since the page of a run log named report.jsonl is a report.html too.
+    """
     from autotune_amp.report.document import marker
 
     write_over(page, text, what, lambda found: marker(kind) in found[:1000], _ELSEWHERE)
@@ -139,7 +146,7 @@ def _write_page(page: Path, text: str, kind: str, what: str) -> Path:
 
 
 def _drawn(source: Path) -> str:
-    """The page of a recommendation, or of the last search among outcomes without one."""
+    """Return the page of a recommendation, or of the last search in an outcomes.jsonl without a recommendation."""
     from autotune_amp.report.search_page import search_page, unfinished_page  # plotly is imported only for these
 
     folder = StudyFolder(str(source.parent.parent), source.parent.name)

@@ -1,4 +1,4 @@
-"""What a fidelity check and a memory profile look like on a terminal."""
+"""Terminal output of a fidelity check and of a memory profile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STYLES = {"faithful": "bold green", "unfaithful": "bold red"}
 
 
 def print_fidelity(fidelity: Fidelity, console: Console) -> None:
-    """The verdict with its reason and the next step, the numbers behind it, and the most damaged modules."""
+    """Print the verdict with its reason and the next step, the numbers behind it, and the most damaged modules."""
     heading = Text(f"{fidelity.heading()}: ")
     console.print(heading.append(fidelity.verdict, _STYLES.get(fidelity.verdict, "yellow")))
     if fidelity.modules:
@@ -36,7 +36,8 @@ def print_fidelity(fidelity: Fidelity, console: Console) -> None:
 
 
 def print_memory(profile: MemoryProfile, console: Console) -> None:
-    """The parts and the modules' activations in each precision, what fits, and what would free most."""
+    """Print the memory of each part and of the modules' activations in each precision, the batch that fits, and the
+    advice on what would free most."""
     console.print(Text(results.heading(profile)))
     names = [row.precision for row, _ in results.measured_rows(profile)]
     for first, lines in (("held by", results.parts(profile)), ("activations of", results.modules(profile))):

@@ -1,4 +1,4 @@
-"""Charts of fidelity and of fp16's loss scale: rounding noise, gradients against formats, the scale's course. Pure."""
+"""Charts of fidelity and of fp16's loss scale: rounding noise, gradients in fp16's range, the scale over time. Pure."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from autotune_amp.search.loss_scales import DEFAULT_PAIR, Pair, Scales, Uncalibr
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
 
 _WHOLE, _MODEL = "whole gradient", "the model itself"
-_LEAST_DRAWN = 1e-6  # no noise at all, on an axis of ratios
-_MAX_NAME = 22  # characters of a module's name, whose end tells modules apart
+_LEAST_DRAWN = 1e-6  # stands for a ratio of 0, which a logarithmic axis lacks
+_MAX_NAME = 22  # characters of a module's name; its end is kept, since that is what distinguishes modules
 _POWERS = {"tickprefix": "2<sup>", "ticksuffix": "</sup>"}
-# Powers of two: below the first, half of fp16's least number, it rounds to zero; the last overflows.
+# Powers of two: fp16 rounds to zero below the first, which is half of its least number, and overflows at the second.
 _FP16_FLUSHED, _FP16_END = -25, 16
 
 
 def fidelity(checks: Sequence[Fidelity]) -> Drawn:
-    """Rounding noise over batch noise: of the whole gradient, and of each module."""
+    """Draw the ratio of rounding noise to batch noise, for the whole gradient and for each module."""
     made = [check for check in checks if check.noise_ratio is not None]
     if not made:
         why = "; ".join(check.reason.rstrip(".") for check in checks)
@@ -64,13 +64,13 @@ def fidelity(checks: Sequence[Fidelity]) -> Drawn:
 
 
 def label(name: str) -> str:
-    """A module's name on an axis: escaped, its beginning left out where it is long."""
+    """Return a module's name for an axis: escaped, and without its beginning if it is long."""
     name = one_line(name)
     return said(name if len(name) <= _MAX_NAME else f"\N{HORIZONTAL ELLIPSIS}{name[1 - _MAX_NAME :]}")
 
 
 class Calibrated(NamedTuple):
-    """A calibration that speaks, the pair of init_scale and growth_interval chosen on it, and the candidate's name."""
+    """Calibration that found safe loss scales, with the chosen (init_scale, growth_interval) and a candidate's name."""
 
     scales: Scales
     pair: Pair
@@ -78,12 +78,12 @@ class Calibrated(NamedTuple):
 
     @property
     def log2_scale(self) -> float:
-        """What the chosen scale multiplies the gradient of one pass by, as a power of 2."""
+        """Return the base-2 logarithm of the factor that the chosen scale applies to the gradient of one pass."""
         return math.log2(self.pair[0]) - self.scales.log2_divisor
 
 
 def calibrated(recommendation: Recommendation, records: Sequence[Record]) -> Calibrated | str:
-    """The calibration behind the config, or else the last one; or the clause that says why there is none."""
+    """Return the calibration behind the config, or else the last one; without any, a clause with the reason."""
     config, evidence = recommendation.config, recommendation.evidence.loss_scale
     known = loss_scales.calibrated(records, DEFAULT_NUM_STEPS if evidence is None else evidence.num_steps)
     own = config.numerics
@@ -102,7 +102,7 @@ def calibrated(recommendation: Recommendation, records: Sequence[Record]) -> Cal
 
 
 def gradients(recommendation: Recommendation, found: Calibrated | str) -> Drawn:
-    """The histogram of the gradient as computed, and at the chosen loss scale, between the ends of fp16."""
+    """Draw the histogram of the gradient as computed and at the chosen loss scale, with the limits of fp16."""
     checks = [check.gradient_histogram for check in recommendation.fidelity if check.gradient_histogram]
     if isinstance(found, Calibrated):
         histogram = found.scales.calibration.gradient_histogram
@@ -137,7 +137,8 @@ def gradients(recommendation: Recommendation, found: Calibrated | str) -> Drawn:
 
 
 def foretold(found: Calibrated | str) -> Drawn:
-    """The loss scale over the horizon, with its skips: as chosen, and with GradScaler's defaults."""
+    """Draw the predicted loss scale over a training run, with skipped steps: for the chosen parameters and for
+    GradScaler's defaults."""
     if isinstance(found, str):
         return f"No forecast of the loss scale: {found}."
     figure, end = Figure(), found.scales.num_steps
@@ -176,5 +177,5 @@ def foretold(found: Calibrated | str) -> Drawn:
 
 
 def _log2(scale: float) -> float | None:
-    """None for a scale that backed off to 0."""
+    """Return the base-2 logarithm, or None for a scale that backed off to 0."""
     return math.log2(scale) if scale > 0 else None

@@ -1,4 +1,4 @@
-"""Standard output: documents and tables as bytes, and a reader who leaves before the end."""
+"""Standard output: documents and tables as bytes, for a reader that may stop reading before the end."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ if TYPE_CHECKING:
 
 
 def json_document(document: object) -> bytes:
-    """A struct or builtin data as one JSON document."""
+    """Return a struct or builtin data as one JSON document."""
     import msgspec
 
     return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
 
 
 def rendered(show: Callable[[Console], None]) -> bytes:
-    """What `show` prints to a console as wide and as colourful as standard output, as bytes for it."""
+    """Return the output of `show` as bytes for standard output; the console passed to it has that width and colours."""
     from rich.console import Console
 
     class PrintableConsole(Console):
-        """Escapes control characters of foreign text, in whatever table or panel it stands."""
+        """Console that escapes control characters of foreign text, also in tables and panels."""
 
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
             for segment in super().render(renderable, options):
                 yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     console = PrintableConsole(file=sys.stdout)
-    with reader_may_leave(sys.stdout), console.capture() as capture:  # which writes nothing to it in the end
+    with reader_may_leave(sys.stdout), console.capture() as capture:  # at its end, this writes an empty text
         show(console)
     # Rich fills each line with blanks up to the width of its table.
     return re.sub(r" +$", "", capture.get(), flags=re.MULTILINE).encode(console.encoding, "replace")
 
 
 def emit(result: bytes) -> None:
-    """Write to standard output; raises `InvalidRequestError` where that cannot be written."""
+    """Write bytes to standard output. Raises `InvalidRequestError` if that cannot be written."""
     with reader_may_leave(sys.stdout):
         sys.stdout.buffer.write(result)
         sys.stdout.flush()
 
 
 def tell(text: str) -> None:
-    """Write foreign text to standard error; where that cannot be written, nobody is told."""
+    """Write foreign text to standard error, and ignore that it cannot be written."""
     with suppress(OSError):
         sys.stderr.write(printable(text))
         sys.stderr.flush()
@@ -58,14 +58,14 @@ def tell(text: str) -> None:
 
 @contextmanager
 def reader_may_leave(stream: TextIO) -> Iterator[None]:
-    """Do what writes to the stream; somebody who stops reading is no error.
+    """Suppress the error of a context that writes to a stream whose reader has stopped reading.
 
-    Raises `InvalidRequestError` where the stream cannot be written for another reason, such as a full disk.
+    Raises `InvalidRequestError` if the stream cannot be written for another reason, such as a full disk.
     """
     try:
         yield
     except OSError as error:
-        # What is left in the buffer must not be flushed in vain at exit.
+        # The rest of the buffer must not be flushed at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if isinstance(error, BrokenPipeError):  # ``| head -1``
             return

@@ -1,4 +1,4 @@
-"""TerminalProgress: a running search on a terminal or in a notebook, or as plain lines where there is neither."""
+"""TerminalProgress: displays a running search on a terminal or in a notebook, and as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-# Rich is imported in functions: an answer from the cache, which draws nothing, must not wait for it.
+# Rich is imported in functions: a cached recommendation, which needs no drawing, must not wait for it.
 _DRAW_SECONDS = 0.1
-_LINE_SECONDS = 10.0  # between two lines that say what a job does, where nothing is redrawn
+_LINE_SECONDS = 10.0  # between two lines about the activity of a job, on a screen that cannot redraw
 _MAX_HELD = 65536
 
 
 class Screen:
-    """Plain lines as they come: for files, pipes and dumb terminals. A reader that went away does not end a search."""
+    """Screen of plain lines, for files, pipes and dumb terminals. A search goes on after its reader stops reading."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -37,36 +37,36 @@ class Screen:
         self._said_at = time.monotonic()
 
     def line(self, text: str, style: str = "", is_cut: bool = False) -> None:  # noqa: ARG002 - all for a terminal
-        """One line of ours, never appended to an unfinished line of the user's; `is_cut` where it may be shortened."""
+        """Print one line of ours, never after an unfinished line of the user's. `is_cut`: the line may be shortened."""
         self.end_line()
         self.write(printable(text) + "\n")
 
     def output(self, text: str) -> None:
-        """The user's own text."""
+        """Print text from the user's own code."""
         self.write(text)
         self._is_mid_line = not text.endswith("\n")
 
     def draw(self, display: Callable[[], RenderableType]) -> None:
-        """Show it, where there is a way to."""
+        """Redraw the display, on a screen that can."""
 
     def activity(self, text: str) -> None:
-        """Say what a job does, now and then."""
+        """Print a line about the activity of a job, once every ten seconds at most."""
         if time.monotonic() - self._said_at >= _LINE_SECONDS:
             self._said_at = time.monotonic()
             self.line(f"  {text}")
 
     def close(self) -> None:
-        """Leave the stream as it was found."""
+        """Leave the stream as it was before."""
         self.end_line()
 
     def end_line(self) -> None:
-        """Finish the user's last line."""
+        """End the user's last line, if it is unfinished."""
         if self._is_mid_line:
             self.write("\n")
             self._is_mid_line = False
 
     def write(self, text: str) -> None:
-        """Write to the stream, escaped what its encoding lacks."""
+        """Write to the stream, and escape the characters that its encoding lacks."""
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         with suppress(OSError):
             self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
@@ -74,10 +74,10 @@ class Screen:
 
 
 class LiveScreen(Screen):
-    """A `Screen` with a few lines at the bottom that are redrawn in place, at most ten times a second.
+    """`Screen` with a few lines at the bottom that are redrawn in place, at most ten times a second.
 
-    The user's text is gathered between two drawings, so that many small prints cost no more than one large one. An
-    unfinished line is held back, for the display begins on a line of its own; one without end is broken.
+    The user's text is collected between two drawings, so that many small prints cost no more than one large one. An
+    unfinished line is held back, since the display begins on a line of its own; a very long one is broken.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -87,7 +87,7 @@ class LiveScreen(Screen):
         super().__init__(stream)
         self._held = ""
         self._drawn_at = -_DRAW_SECONDS
-        # Rich writes through this: `write` takes any character and outlives the reader.
+        # Rich writes through this screen: its `write` takes any character and ignores that the reader has left.
         self.flush, self.isatty, self.encoding = stream.flush, stream.isatty, stream.encoding
         self._console = Console(file=cast("TextIO", self), force_terminal=True, highlight=False)
         # No refresh thread: `tick` comes often enough, and rich does not wait for its thread when it stops.
@@ -101,7 +101,7 @@ class LiveScreen(Screen):
         self._live.start()
 
     def line(self, text: str, style: str = "", is_cut: bool = False) -> None:
-        """One line of ours above the display, cut or wrapped to the terminal's width."""
+        """Print one line of ours above the display, cut or wrapped to the terminal's width."""
         from rich.text import Text
 
         self._release(everything=True)
@@ -111,13 +111,13 @@ class LiveScreen(Screen):
         self._console.print(Text(text, style), no_wrap=True, overflow="ellipsis")
 
     def output(self, text: str) -> None:
-        """The user's own text above the display."""
+        """Print text from the user's own code above the display."""
         self._held += text
         if len(self._held) >= _MAX_HELD:
             self._release(everything="\n" not in self._held)
 
     def draw(self, display: Callable[[], RenderableType]) -> None:
-        """Draw it, unless that was done a moment ago."""
+        """Redraw the display, unless it was drawn less than a tenth of a second ago."""
         now = time.monotonic()
         if now - self._drawn_at >= _DRAW_SECONDS:
             self._drawn_at = now
@@ -125,12 +125,12 @@ class LiveScreen(Screen):
             self._live.update(display(), refresh=True)
 
     def close(self) -> None:
-        """Take the display down and show the cursor again."""
+        """Remove the display and show the cursor again."""
         self._release(everything=True)
         self._live.stop()
 
     def activity(self, text: str) -> None:
-        """Nothing: the display has it."""
+        """Print nothing: the display shows the activity."""
 
     def _release(self, everything: bool = False) -> None:
         from rich.segment import Segment, Segments
@@ -140,14 +140,14 @@ class LiveScreen(Screen):
             text += "\n"
         whole, newline, self._held = text.rpartition("\n")
         if newline:
-            # A bare segment: nothing wraps, measures or interprets it.
+            # A bare segment, so that rich does not wrap, measure or interpret the text.
             self._console.print(Segments([Segment(whole + newline)]), crop=False)
 
 
 class NotebookScreen(Screen):
-    """A `Screen` in a notebook's cell: rich's display, redrawn in place, and plain lines below it.
+    """`Screen` for a notebook's cell: rich's display, redrawn in place, and plain lines below it.
 
-    On standard output: what is on standard error looks like a failure there.
+    It writes to standard output, since notebooks show standard error like a failure.
     """
 
     def __init__(self) -> None:
@@ -156,9 +156,9 @@ class NotebookScreen(Screen):
         self._handle: DisplayHandle | None = None
 
     def draw(self, display: Callable[[], RenderableType]) -> None:
-        """Draw it, unless that was done a moment ago."""
+        """Redraw the display, unless it was drawn less than a tenth of a second ago."""
         from IPython.display import DisplayHandle
-        from rich.padding import Padding  # has a notebook's form, which a group has not
+        from rich.padding import Padding  # unlike a group, a padding has a representation for notebooks
 
         now = time.monotonic()
         if now - self._drawn_at >= _DRAW_SECONDS:
@@ -171,10 +171,10 @@ class NotebookScreen(Screen):
                 self._handle.update(drawn)
 
     def activity(self, text: str) -> None:
-        """Nothing: the display has it."""
+        """Print nothing: the display shows the activity."""
 
     def close(self) -> None:
-        """Empty the display: no kernel can take it out of the cell."""
+        """Empty the display, since a kernel cannot remove it from the cell."""
         from IPython.display import HTML
 
         super().close()
@@ -189,7 +189,7 @@ def _is_in_notebook() -> bool:
 
 
 class TerminalProgress(Progress):
-    """Shows a search: live on a terminal and in a notebook, else one line on `stream` for each phase and trial."""
+    """Display of a search: live on a terminal and in a notebook, else one line on `stream` for each phase and trial."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -198,19 +198,22 @@ class TerminalProgress(Progress):
         self._budget_seconds: float | None = None
         self._elapsed_seconds = 0.0
         self._best = "-"
-        self._heads: dict[str, str] = {}  # by slot, what is being run
-        self._trials: dict[str, str] = {}  # and how far it is
+        self._heads: dict[str, str] = {}  # the running trial of each slot
+        self._trials: dict[str, str] = {}  # the same, with its progress
         self._shown_details: set[str] = set()
 
     def started(self, study: str, folder: str, budget_seconds: float | None) -> None:  # noqa: ARG002
-        """Say where the results go; from here to `ended` a terminal is live. No budget: until the search is decided."""
+        """Print the study's folder and the budget, and begin the live display.
+
+        A budget of None lasts until the search is decided and confirmed.
+        """
         self.work_started(budget_seconds)
         how_long = "until it is decided and confirmed" if budget_seconds is None else duration(budget_seconds)
         stop = "The stop button" if isinstance(self._screen, NotebookScreen) else "Ctrl-C"
         self._screen.line(f"Study {folder}: {how_long}. {stop} keeps the best so far.")
 
     def work_started(self, budget_seconds: float | None) -> None:
-        """From here to `ended` a terminal is live."""
+        """Begin the live display of a terminal or notebook, which lasts until `ended`."""
         self._budget_seconds = budget_seconds
         if _is_in_notebook():
             self._screen.close()
@@ -220,28 +223,28 @@ class TerminalProgress(Progress):
             self._screen = LiveScreen(self._stream)
 
     def phase(self, text: str) -> None:
-        """Head what follows."""
+        """Print a phase of the search as a heading."""
         self._phase = text
         self._screen.line(text[:1].upper() + text[1:], "bold")
         self._screen.draw(self._display)
 
     def found_hardware(self, hardware: Hardware) -> None:
-        """Say what the search runs on."""
+        """Print the device that the search runs on, with its memory and usable precisions."""
         usable = [name for name, capability in hardware.precisions.items() if capability.level != "unsupported"]
         device = f"{hardware.device}: {one_line(hardware.identity.name)}"
         self._screen.line(f"  {device}, {size(hardware.memory.available)} available, {', '.join(usable)}")
 
     def trial_started(self, number: int, candidate: Setting, purpose: Purpose, slot: str | None = None) -> None:  # noqa: ARG002
-        """Show the trial being run."""
+        """Show the running trial."""
         self._heads[slot or "now"] = f"{candidate!s:<18}  trial {number}: "
         self._show(slot, "setting up")
 
     def step(self, num_steps: int, step_seconds: float, slot: str | None = None) -> None:
-        """Show how far the trial is."""
+        """Show the progress of the trial."""
         self._show(slot, f"step {num_steps}, {duration(step_seconds)} each")
 
     def activity(self, text: str, slot: str | None = None) -> None:
-        """Show what the job does, as a line now and then where nothing is redrawn."""
+        """Show the activity of a job; on a screen that cannot redraw, as a line every ten seconds at most."""
         self._heads.setdefault(slot or "now", "")
         self._show(slot, text)
         self._screen.activity(self._trials[slot or "now"])
@@ -251,14 +254,14 @@ class TerminalProgress(Progress):
         self._screen.draw(self._display)
 
     def trial_ended(self, record: Record, best: Record | None) -> None:
-        """One line for the trial, and once the traceback of an error in the user's own code."""
+        """Print one line for the trial, and once the traceback of an error in the user's own code."""
         self._trials.pop(record.slot or "now", None)
         if best is not None and isinstance(best.outcome, Measurement):
             self._best = f"{best.candidate!s:<18}  {_measured(best.outcome)}"
         outcome = record.outcome
         failed = isinstance(outcome, Failure)
         style = "yellow" if failed else "green" if record == best else ""
-        self._screen.line(trial_line(record), style, is_cut=failed)  # what failed is told in full at the end
+        self._screen.line(trial_line(record), style, is_cut=failed)  # failures are told in full at the end
         if isinstance(outcome, Failure) and outcome.kind in ("crash", "workload_error"):
             details = outcome.details or ""
             if details.strip() and details not in self._shown_details:
@@ -267,26 +270,26 @@ class TerminalProgress(Progress):
         self._screen.draw(self._display)
 
     def tick(self, elapsed_seconds: float) -> None:
-        """Move the bar."""
+        """Update the elapsed time and its bar."""
         self._elapsed_seconds = elapsed_seconds
         self._screen.draw(self._display)
 
     def output(self, text: str) -> None:
-        """Pass the user's text on, above the display."""
+        """Print text from the user's own code above the display."""
         if text:
             self._screen.output(text)
 
     def trial_lost(self, number: int, slot: str | None) -> None:
-        """One line."""
+        """Print that a trial was lost together with its slot."""
         self._trials.pop(slot or "now", None)
         self.note(f"Trial {number} was lost with {slot}, and runs again elsewhere.")
 
     def note(self, text: str) -> None:
-        """One line."""
+        """Print a note as one line."""
         self._screen.line(f"  {one_line(text)}")
 
     def ended(self) -> None:
-        """Take the display down; what comes later is plain lines again."""
+        """Remove the live display; later output is plain lines again."""
         self._screen.close()
         self._screen = Screen(self._stream)
 
@@ -316,7 +319,7 @@ class TerminalProgress(Progress):
 
 
 def trial_line(record: Record) -> str:
-    """A finished trial in one line: number, candidate, outcome, cost, and what it was for."""
+    """Return a finished trial in one line: number, candidate, outcome, seconds, purpose and slot."""
     outcome = record.outcome
     told = _measured(outcome) if isinstance(outcome, Measurement) else outcome_line(outcome)
     purpose = "" if record.purpose == "search" else record.purpose
@@ -326,6 +329,6 @@ def trial_line(record: Record) -> str:
 
 
 def _measured(outcome: Measurement) -> str:
-    """Throughput, step time and memory, in columns."""
+    """Return throughput, step time and memory, in columns."""
     columns = f"{rate(outcome.samples_per_second):>17}  {duration(outcome.step_seconds):>8}"
     return f"{columns}  {size(outcome.peak_memory_bytes):>8}" + "  cut" * outcome.was_cut

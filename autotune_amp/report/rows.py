@@ -1,4 +1,4 @@
-"""What the terminal and the page show alike: a candidate, an exclusion, a trial in words and cells, lines to copy."""
+"""Text that the terminal and the page share: candidates, exclusions and trials in words and cells, lines to copy."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ from autotune_amp.core.setting import ON_THE_WINNER, Setting
 from autotune_amp.core.text import count, duration, number, one_line, outcome_name, rate, shell_line, size, times
 from autotune_amp.profile.results import profiled_line
 
-# The columns that are left out where they say the same of every candidate, with what they then say.
+# Columns that are left out if every candidate has this value there.
 _OPTIONAL = {"accum": "1", "workers": "-", "J/sample": "-"}
 
 
 def recommended_row(recommendation: Recommendation) -> CandidateRow | None:
-    """The candidate that the config stands for, as found or strict; the other one where only that has a row."""
+    """Return the measured candidate of the recommended config, or None without one.
+
+    A setting may have several rows: as found or strict, with or without environment variables. The row that agrees with
+    the config in this is preferred.
+    """
     config = recommendation.config
     rows = [row for row in _rows_of(recommendation, config) if row.step_seconds is not None]
     state = config.as_found, bool(config.environment)
@@ -30,13 +34,13 @@ def recommended_row(recommendation: Recommendation) -> CandidateRow | None:
 
 
 def baseline_row(recommendation: Recommendation) -> CandidateRow | None:
-    """The candidate that is what the user runs today: the one as found, where it differs from the strict one."""
+    """Return the candidate that the user runs today, or None without a row; as found rather than strict."""
     rows = _rows_of(recommendation, recommendation.evidence.baseline.config)
     return max((row for row in rows if not row.has_environment), key=lambda row: row.as_found, default=None)
 
 
 def _rows_of(recommendation: Recommendation, config: AmpConfig) -> list[CandidateRow]:
-    """Those of its setting, as found and strict."""
+    """Return the candidates with the setting of `config`, both as found and strict."""
 
     def alike(setting: Setting) -> Setting:
         return msgspec.structs.replace(Setting.of(setting), as_found=True)
@@ -45,7 +49,7 @@ def _rows_of(recommendation: Recommendation, config: AmpConfig) -> list[Candidat
 
 
 def table(recommendation: Recommendation) -> list[tuple[CandidateRow, dict[str, str]]]:
-    """Each candidate with its cells by column; what says the same of all of them is left out."""
+    """Return each candidate with its cells by column, without the columns of `_OPTIONAL` that tell nothing."""
     rows = [(row, _cells(row)) for row in recommendation.candidates]
     for name, usual in _OPTIONAL.items():
         if all(cells[name] == usual for _, cells in rows):
@@ -73,18 +77,18 @@ VARIANT_COLUMNS = ("also tried", "gain", "memory", "outcome")
 
 
 def variants(recommendation: Recommendation) -> list[tuple[VariantRow, tuple[str, str, str, str]]]:
-    """Return each further value with its cells: it, what it gained, what memory it took more, and what became of it."""
+    """Return each further value with its cells by `VARIANT_COLUMNS`: value, gain, change in memory, outcome."""
     return [(row, _variant(row)) for row in recommendation.variants]
 
 
 def is_untried(row: CandidateRow | VariantRow) -> bool:
-    """Whether it did not run: it was left out before, or there was no time."""
+    """Whether a setting or a further value did not run, since it was excluded before or there was no time."""
     has_run = (row.samples_per_second if isinstance(row, CandidateRow) else row.speedup) is not None
     return row.status in ("untried", "excluded") and not has_run
 
 
 def untried_line(recommendation: Recommendation) -> str:
-    """Name in one line what did not run: precisions with their batch sizes, then the further values."""
+    """Return one line about settings that did not run: precisions with batch sizes, the number of further values."""
     sizes: dict[str, set[int | None]] = {}
     for row in recommendation.candidates:
         if is_untried(row):
@@ -102,7 +106,7 @@ def untried_line(recommendation: Recommendation) -> str:
 
 
 def report_path(recommendation: Recommendation, path: str | None = None) -> str:
-    """Where the report of the search is; `path` as in `uses`."""
+    """Return the path of the search's report; `path` is as in `uses`."""
     folder = Path(path).parent if path is not None else Path("studies", recommendation.search.study)
     return one_line((folder / "report.html").as_posix())
 
@@ -132,20 +136,20 @@ def _variant(row: VariantRow) -> tuple[str, str, str, str]:
 
 
 def outcome_words(row: CandidateRow, recommended: CandidateRow | None, baseline: CandidateRow | None) -> str:
-    """What a candidate is and what became of it: ``recommended, confirmed, with the variables``."""
+    """Return the roles and the outcome of a candidate, such as ``recommended, confirmed, with the variables``."""
     roles = "recommended, " * (row is recommended) + "baseline, " * (row is baseline)
     return roles + outcome_name(row.status) + ", with the variables" * row.has_environment
 
 
 def reason_words(row: CandidateRow) -> str:
-    """Why it became that, without the outcome's own name."""
+    """Return the reason for a candidate's outcome, without the name of the outcome."""
     if row.status == "cut" and not row.reason:
         return "far slower"
     return one_line(row.reason or "").removeprefix(f"{outcome_name(row.status)}: ")
 
 
 def exclusions(excluded: Iterable[Exclusion]) -> list[tuple[str, str, str]]:
-    """Return precisions, their batch sizes, and the one reason for all of them."""
+    """Return a row for each reason: the precisions, their batch sizes, and the reason that they share."""
     batch_sizes: dict[tuple[str, str], list[int]] = {}
     for exclusion in excluded:
         sizes = batch_sizes.setdefault((exclusion.precision, one_line(exclusion.reason)), [])
@@ -157,12 +161,12 @@ def exclusions(excluded: Iterable[Exclusion]) -> list[tuple[str, str, str]]:
 
 
 def span(*values: int) -> str:
-    """The least and the largest: ``2-8``, or the one value that they are."""
+    """Return the range of the values as text, such as ``2-8``; a single value if all are equal."""
     return "-".join(str(end) for end in sorted({min(values), max(values)}))
 
 
 def outcome_line(outcome: Measurement | Failure | Fidelity | Calibration | Accumulation | Profiled) -> str:
-    """What came out of a trial, a check or a profile, in a few words."""
+    """Return the outcome of a trial, a check or a profile in a few words."""
     if isinstance(outcome, Measurement):
         return rate(outcome.samples_per_second) + ", cut as far slower" * outcome.was_cut
     if isinstance(outcome, Failure):
@@ -185,8 +189,10 @@ PREPARED = "model, optimizer = autotune_amp.prepare({}.config, model, optimizer)
 
 
 def uses(recommendation: Recommendation, path: str | None = None) -> list[tuple[str, list[str]]]:
-    """How to train with the recommendation: titles, and under each the lines to copy. `path` is that of its file; None
-    is where a search puts it unless told otherwise."""
+    """Return the ways to train with the recommendation: titles, each with its lines to copy.
+
+    `path` is the path of the recommendation's file; None is the default one of a search.
+    """
     path = path or f"studies/{recommendation.search.study}/recommendation.json"
     exports = explain.export_lines(recommendation.config)
     shell = [("In the shell, before Python starts", exports)] if exports else []
@@ -198,7 +204,7 @@ def uses(recommendation: Recommendation, path: str | None = None) -> list[tuple[
 
 
 def shortest_use(recommendation: Recommendation, path: str | None = None) -> list[tuple[str, list[str]]]:
-    """Return what `uses` does, as a terminal shows it: of Python the lines that set something, without the loop."""
+    """Return the lines of `uses` for a terminal: those in Python only if they set something, without the loop."""
     set_here = () if recommendation.is_kept else ("autotune_amp.", explain.loader_line(recommendation.config))
     shown = []
     for title, lines in uses(recommendation, path):
@@ -208,10 +214,10 @@ def shortest_use(recommendation: Recommendation, path: str | None = None) -> lis
 
 
 def python_lines(recommendation: Recommendation, path: str) -> list[str]:
-    """Python that trains with the config, by the controller of `path`; `export_command` gives what needs none.
+    """Return lines of Python that train with the config, through a controller that reads `path`.
 
-    They leave `dataset`, `model`, `optimizer` and `compute_loss(model, batch)` to the script. `path` is that of the
-    recommendation's file.
+    `path` is the path of the recommendation's file. The script has to define `dataset`, `model`, `optimizer` and
+    `compute_loss(model, batch)`. For lines without a controller, see `export_command`.
     """
     config, device_type = recommendation.config, recommendation.hardware.identity.type
     loader = [explain.LOADER_COMMENT, explain.loader_line(config)]
@@ -220,7 +226,7 @@ def python_lines(recommendation: Recommendation, path: str) -> list[str]:
         each = ["# of each model in the state and its optimizer:", PREPARED.format("amp")] if config.set_up else []
         return [*loader, f"amp = {loaded}", *each, "train_step(state, batch, amp)"]
     loop = explain.controlled_loop("loader", explain.LOSS)
-    if explain.accumulates(config):  # the losses of a window add up to that of the whole batch
+    if explain.accumulates(config):  # the losses of a window add up to the loss of the whole batch
         found = recommendation.evidence.accumulation
         combination = "mean" if found is None or found.verdict not in ("sum", "weighted") else found.verdict
         loss = explain.pass_loss(combination, "controller.window_size", "controller.window_share")
@@ -233,7 +239,7 @@ def python_lines(recommendation: Recommendation, path: str) -> list[str]:
 
 
 def export_command(path: str) -> tuple[str, str]:
-    """What the command is for, and the command; `path` as in `python_lines`."""
+    """Return a title for the export command, and the command; `path` is as in `python_lines`."""
     file = Path(path)
     study = file.parent if file.name == "recommendation.json" else file
     command = f"autotune-amp export {shell_line([study.as_posix()])} --to torch"
@@ -241,7 +247,7 @@ def export_command(path: str) -> tuple[str, str]:
 
 
 def origin_line(path: Path, recommendation: Recommendation) -> str:
-    """What an export came from: which study, what that recommends, and how sure it is."""
+    """Return the origin of an export in one line: study, recommended setting and speed, and whether unconfirmed."""
     config, evidence = recommendation.config, recommendation.evidence
     place = path.parent if path.name == "recommendation.json" and path.parent.name else path
     doubt = "" if evidence.is_confirmed else ", unconfirmed"

@@ -1,4 +1,4 @@
-"""The page of a training run, from the log that the controller wrote. Pure."""
+"""Page of a training run, from the log that the controller wrote. Pure."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _CAPTION = (
     "where the run took it up, above it each move, numbered as in the table. Only fp16 scales the loss."
 )
 
-_MAX_TICKS = 8  # whole powers of two
+_MAX_TICKS = 8  # of the axis of loss scales, at whole powers of two
 
 
 def run_page(run: LoggedRun, name: str, reload_seconds: int | None = None) -> str:
-    """The HTML document; `name` is the log's. A browser loads it again every `reload_seconds`."""
+    """Return the HTML document of a run; `name` is the log's. A browser reloads it every `reload_seconds`, if given."""
     config = msgspec.json.format(run.begin.config.to_json(), indent=2)
     return document.page(
         f"{one_line(name)}: {_title(rungs(run))}",
@@ -43,7 +43,7 @@ def run_page(run: LoggedRun, name: str, reload_seconds: int | None = None) -> st
 
 
 def course(run: LoggedRun) -> Figure:
-    """Loss scale with the moves, steps skipped so far, and the loss where it was seen, over the updates."""
+    """Draw the loss scale with the moves, the steps skipped so far, and the loss if it was logged, over the updates."""
     samples = [line for line in run.lines if isinstance(line, SampleLine)]
     losses = [line.loss for line in samples if line.loss is not None]
     heights = [0.5, 0.22, 0.28] if losses else [0.7, 0.3]
@@ -71,13 +71,13 @@ def course(run: LoggedRun) -> Figure:
 
 
 def _until_next(x: Sequence[int], y: Sequence[float | None]) -> tuple[list[int], list[float | None]]:
-    """Points of a stepped line that lasts until the next one: where a value ends it holds up to there."""
+    """Return x and y of a stepped line in which each value lasts until the next point, even if that has no value."""
     ends = [
         (after, value)
         for (value, next_value), after in zip(pairwise(y), x[1:], strict=True)
         if value is not None and next_value is None
     ]
-    # The end of a value comes before the point at which there is none.
+    # At the same x, the end of a value comes before the point without a value.
     points = sorted(
         [*((at, 1, value) for at, value in zip(x, y, strict=True)), *((at, 0, v) for at, v in ends)], key=_at
     )
@@ -101,12 +101,12 @@ def _line(name: str, x: Sequence[int], y: Sequence[float | None], hover: str, co
 
 
 def rungs(run: LoggedRun) -> list[Line]:
-    """The first line in each precision, in order."""
+    """Return the first line of the run and every line at which the precision changes, in order."""
     return [run.lines[0], *(after for before, after in pairwise(run.lines) if after.precision != before.precision)]
 
 
 def _names(run: LoggedRun, height: float) -> list[Scatter]:
-    """The precision's symbol and name where the run takes it up."""
+    """Return the symbol and name of each precision, drawn at `height` at the update where the run changes to it."""
     return [
         marks(
             rung.precision,
@@ -125,7 +125,8 @@ def _names(run: LoggedRun, height: float) -> list[Scatter]:
 
 
 def _moves_drawn(moves: Sequence[MoveLine], bottom: float, top: float) -> list[Scatter]:
-    """Numbered as in the table: a line across, and at its top a mark that says why."""
+    """Return the traces of the moves: a vertical line for each, and on top its number in the table, with the reason on
+    hover."""
     across = [x for move in moves for x in (move.update, move.update, None)]
     dashed = rule("move", across, [bottom, top, None] * len(moves), None, color="var(--accent)", dash="dot")
     mark = marks(
@@ -148,12 +149,12 @@ def _kind(move: MoveLine) -> str:
 
 
 def _way(move: MoveLine) -> str:
-    """Its precisions: ``fp16 to bf16``."""
+    """Return the precisions of a move, such as ``fp16 to bf16``."""
     return move.after if move.before == move.after else f"{move.before} to {move.after}"
 
 
 def _reason(move: MoveLine) -> str:
-    """Its reason, and the modules that it pins."""
+    """Return the reason of a move, with the modules that it pins."""
     pinned = f"; in fp32 now: {', '.join(move.pinned_modules)}" if move.kind == "pin" else ""
     return one_line(move.reason + pinned)
 

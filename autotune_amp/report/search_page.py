@@ -1,4 +1,4 @@
-"""The page of a search: of a finished one, or of one that recommended nothing. Pure."""
+"""Page of a search, with or without a recommendation. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autotune_amp.report.numerics_charts import Calibrated, calibrated, fidelity
 from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.ranking import is_trial
 
-_ELSEWHERE = ("config", "reason", "warning", "fidelity")  # facts that have a place of their own
+_ELSEWHERE = ("config", "reason", "warning", "fidelity")  # facts that the page shows in another place
 
 _THROUGHPUT = (
     "Large marks are the first trial of each batch size, small ones measured again; open ones were cut short as far "
@@ -52,7 +52,7 @@ _FIDELITY = (
 
 
 def search_page(recommendation: Recommendation, records: Sequence[Record], path: str) -> str:
-    """The HTML document; `path` is that of recommendation.json, for the lines to copy."""
+    """Return the HTML document of a finished search; `path` is its recommendation.json, for the lines to copy."""
     facts = recommendation.facts()
     checked = _fidelity(recommendation.fidelity, recommendation.checks(), records)
     charts, absent = _charts(
@@ -83,7 +83,10 @@ def search_page(recommendation: Recommendation, records: Sequence[Record], path:
 
 
 def unfinished_page(name: str, records: Sequence[Record]) -> str:
-    """The HTML document of the study `name`; `records` are of one search, and at least one."""
+    """Return the HTML document of a search in the study `name` that recommended nothing.
+
+    `records` are those of the search, at least one.
+    """
     ruled_out = (
         *ranking.exclusions(ranking.found_fidelity(records)),
         *loss_scales.exclusions(loss_scales.calibrated(records)),
@@ -114,12 +117,12 @@ def unfinished_page(name: str, records: Sequence[Record]) -> str:
     )
 
 
-# What a section is made of: charts with their captions, and HTML.
+# Parts of a section: charts with their captions, and HTML.
 _Parts: TypeAlias = "Sequence[tuple[Drawn, str] | str]"
 
 
 def _charts(sections: Mapping[str, _Parts]) -> tuple[dict[str, str], str]:
-    """The sections as HTML, and a list of the charts that are not there, each with the reason."""
+    """Return the sections as HTML, and a list of the missing charts, each with the reason."""
     shown, absent = {}, []
     for title, parts in sections.items():
         body = ""
@@ -157,7 +160,7 @@ def _loss_scale(recommendation: Recommendation, records: Sequence[Record]) -> _P
 
 
 def _fidelity(drawn: Sequence[Fidelity], told: Iterable[Fidelity], records: Sequence[Record]) -> _Parts:
-    """The chart, and what each check of a precision or of accumulation found."""
+    """Return the chart of the checks `drawn`, and the result of each check in `told` and of accumulation as text."""
     lines = [(found.precision, check_line(found)) for found in told]
     accumulations = [r.outcome for r in records if isinstance(r.outcome, Accumulation)]
     checks = lines + [("accumulation", f"{accumulation_line(found)}. {found.reason}") for found in accumulations]

@@ -1,4 +1,4 @@
-"""What a finished search, a check, a probe and a profile look like on a terminal."""
+"""Terminal output of a finished search, a check, a probe and a profile."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from autotune_amp.profile.results import AmpProfile
 
 
-# Facts that the panel says, or what stands below it.
+# Facts that the panel or the lines below it show already.
 _IN_ANSWER = ("config", "speed", "speed-up", "memory", "reason", "warning")
 
 
 def print_recommendation(recommendation: Recommendation, console: Console, path: str | None = None) -> None:
-    """The answer with the line to copy, what may be wrong with it, the candidates that ran, and the evidence.
+    """Print the answer with the lines to copy, the warnings, the candidates that ran, and the evidence.
 
-    `path` is that of its file, as in `rows.uses`.
+    `path` is the path of the recommendation's file, as in `rows.uses`.
     """
     search, hardware = recommendation.search, recommendation.hardware
     sure = "blue" if recommendation.is_kept else "green" if recommendation.is_sure else "yellow"
     print_panel(recommendation.title(), recommendation.answer(), console, sure)
-    # Below the panel and never wrapped by us: these lines are there to be copied.
+    # Below the panel and never wrapped: these lines are meant to be copied.
     for title, lines in rows.shortest_use(recommendation, path):
         _print_lines(f"{title}:", lines, console)
     if recommendation.warnings:
@@ -66,7 +66,7 @@ def print_recommendation(recommendation: Recommendation, console: Console, path:
 
 
 def print_check(report: CheckReport, console: Console) -> None:
-    """What breaks, then what hurts, a block for each; then what was looked at and what cannot be seen so."""
+    """Print a block for each finding, in order of severity; then the scope of the check, and what it cannot see."""
     num_breaking = sum(finding.severity == "breaks" for finding in report.findings)
     found = (
         f"{num_breaking} will break, {len(report.findings) - num_breaking} will hurt"
@@ -110,7 +110,7 @@ def _looked_at(report: CheckReport) -> list[tuple[str, str]]:
 
 
 def hardware_table(hardware: Hardware, console: Console) -> None:
-    """The device, its memory, and each precision with its level, measured rate and reason."""
+    """Print the device, its memory, and each precision with its level, measured rate and reason."""
     console.print(_grid(hardware.facts()))
     table = new_table("precision", "level", "matmul rate", last="reason")
     styles = {"native": "green", "emulated": "yellow", "unsupported": "dim"}
@@ -120,14 +120,14 @@ def hardware_table(hardware: Hardware, console: Console) -> None:
 
 
 def print_profile(profile: AmpProfile, console: Console) -> None:
-    """The precisions, where a step's time goes in fp32 and in the best of the others, and what to try."""
+    """Print the precisions, the parts of a step's time in fp32 and in the best other precision, and what to try."""
     console.print(Text(results.heading(profile)))
     console.print(_precisions(profile))
     print_panel("Does mixed precision pay here?", results.facts(profile), console)
 
 
 def _candidates(recommendation: Recommendation) -> Table:
-    """The candidates that ran, and those that failed; neighbours of one fate share a line."""
+    """Return the table of the candidates that ran or failed; neighbours with an equal `_fate` share a row."""
     recommended, baseline = rows.recommended_row(recommendation), rows.baseline_row(recommendation)
     columns = ["precision", "batch", "samples/s", "step", "memory"]
     shown: list[tuple[list[str], Text, str]] = []
@@ -150,7 +150,7 @@ def _candidates(recommendation: Recommendation) -> Table:
 
 
 def _fate(row: CandidateRow) -> object:
-    """Neighbours with one fate share a line; what was measured has its own."""
+    """Return the key by which neighbours share a row; a measured candidate and one without a reason have their own."""
     if row.reason is None or row.samples_per_second is not None:
         return id(row)
     return row.precision, row.as_found, row.num_workers, row.status, row.reason
@@ -168,7 +168,11 @@ def _precisions(profile: AmpProfile) -> Table:
 
 
 def new_table(first: str, *numbers: str, last: str, first_width: int = 24) -> Table:
-    """Columns as wide as what they hold, but for the last, which is folded, and a speed-up with its interval."""
+    """Return a table with these columns but no rows.
+
+    The first column is folded at `first_width` characters and the last one at the end of the line. Numbers are never
+    wrapped, except a speed-up or gain, which has an interval.
+    """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column(first, max_width=first_width, overflow="fold")
     for name in numbers:
@@ -178,12 +182,12 @@ def new_table(first: str, *numbers: str, last: str, first_width: int = 24) -> Ta
 
 
 def print_panel(title: str, lines: list[tuple[str, str]], console: Console, border_style: str = "blue") -> None:
-    """Labels and their texts in a box; green is for what is sure to be better."""
+    """Print labels and their texts in a box. A green border stands for a sure improvement."""
     console.print(Panel(_grid(lines), title=Text(title, "bold"), title_align="left", border_style=border_style))
 
 
 def _grid(lines: list[tuple[str, str]]) -> Table:
-    """Labels and their texts, side by side; warnings and notes stand out."""
+    """Return a table of labels and their texts, with warnings and notes highlighted."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

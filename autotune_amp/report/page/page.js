@@ -7,7 +7,7 @@ probe.hidden = true;
 
 const isDark = () => (root.style.colorScheme || (prefersDark.matches ? "dark" : "light")) === "dark";
 
-// "var(--name)", wherever it stands in a figure, becomes the colour that it has in the theme of the moment.
+// Replaces each "var(--name)" in a figure by its colour in the current theme.
 function inTheme(value) {
   if (typeof value === "string" && value.startsWith("var(--")) {
     probe.style.color = value;
@@ -29,7 +29,7 @@ async function loadPlotly() {
   document.head.append(script);
 }
 
-// A label that would cover another is left to the hover of its mark.
+// Hides each label that would cover another; its mark still shows it on hover.
 function hideCovering(plot) {
   const shown = [];
   for (const label of plot.querySelectorAll(".textpoint text")) {
@@ -56,7 +56,7 @@ async function draw() {
       displaylogo: false,
       modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
     });
-    if (isFirst) plot.on("plotly_afterplot", () => hideCovering(plot)); // of a new width, zoom or theme
+    if (isFirst) plot.on("plotly_afterplot", () => hideCovering(plot)); // at a new width, zoom or theme
     hideCovering(plot);
   }
   root.dataset.drawn = isDark() ? "dark" : "light";
@@ -67,7 +67,7 @@ async function copy(button) {
   try {
     await navigator.clipboard.writeText(text.textContent);
   } catch {
-    // No clipboard for a page that is opened from a file, in some browsers: mark the text for the reader's own copy.
+    // Some browsers offer no clipboard to a page opened from a file: select the text, so that the reader can copy it.
     getSelection().selectAllChildren(text);
     document.execCommand("copy");
   }

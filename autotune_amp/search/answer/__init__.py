@@ -1,1 +1,1 @@
-"""From the records to the recommendation: what is chosen, its evidence, and the sentences that explain it."""
+"""Answer of a search, made from its records: the choice, its evidence, and the sentences that explain it."""

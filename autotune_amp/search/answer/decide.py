@@ -1,7 +1,7 @@
-"""Records -> recommendation: the choice and its evidence. Pure: a finished outcomes.jsonl is ranked again anywhere.
+"""Decision: from records to the choice and its evidence. Pure: a finished outcomes.jsonl can be ranked again anywhere.
 
-The first that `ranking.rank_for` ranks and that surely gains 3 % on what runs today is chosen; without one that stays.
-fp16 counts only the share of the gradient that reaches the optimizer. Numbers are medians over processes, with
+The choice is the first setting of `ranking.rank_for` that surely gains 3 % over the baseline; without one, the baseline
+is kept. fp16 counts only the share of the gradient that reaches the optimizer. Numbers are medians over processes, with
 intervals.
 """
 
@@ -48,10 +48,10 @@ from autotune_amp.search.storage.folder import StudyFolder
 from autotune_amp.trial.jobs import NUM_STEPS_BEFORE_CUT
 from autotune_amp.trial.memory import recommended_environment
 
-# A confirmation that differs from the search's trials by more was not measured on the same machine, so to speak: left
-# alone, the two differed by factors of 0.72 to 1.31 (forty searches of studies/truth, real_training and peers).
+# Ratio of the speeds in the search's trials and in the confirmation beyond which the machine must have changed. On
+# machines left alone it was 0.72 to 1.31 (forty searches of studies/truth, real_training and peers).
 DRIFT = 1.5
-# Where a study lies is for whoever asks to say, and a storage's URL may hold a password.
+# A study may be moved to another place, and the URL of a storage may hold a password.
 _OPTIONS_NOT_KEPT = ("study", "out", "storage")
 _SECONDS_PER_HOUR = 3600
 
@@ -63,14 +63,13 @@ def decide(
     search: SearchSummary | None = None,
     description: Description | None = None,
 ) -> Decision:
-    """The choice, with its evidence, from the records of a search and of its confirmation.
+    """Return the choice with its evidence, from the records of a search and of its confirmation.
 
-    No choice is slower than what runs today, unless that failed: what speaks against today's numbers is a warning. The
-    contenders were confirmed in `environment`, the recommended one, and the baseline in the user's own (a record's
-    empty environment). `search` says how it ended. Where the confirmation was of another objective's winner, this
-    one's is chosen by the search's own trials, and is unconfirmed.
-    Raises `ValueError` where nothing was measured that may be recommended, `InvalidRequestError` where nothing was that
-    the objective asks for.
+    The choice is never slower than the baseline, unless that failed; fidelity problems of the baseline are warnings.
+    The contenders were confirmed in the recommended `environment`, the baseline in the user's own, which records keep
+    as an empty one. `search` tells how the search ended. If the confirmation was for another objective, the choice
+    rests on the search's own trials and is unconfirmed. Raises `ValueError` if no setting may be recommended,
+    `InvalidRequestError` if the energy that the objective needs was not measured.
     """
     records, space, objective = ledger.records, ledger.space, ledger.objective
     contenders = ranking.contenders(ledger.merits, ledger.tiers, space.baseline)
@@ -85,7 +84,7 @@ def decide(
         }
         contenders = confirmed or contenders
     else:
-        today = ledger.measured.get(space.baseline, today)  # trials of one kind are compared
+        today = ledger.measured.get(space.baseline, today)  # trials are compared with trials only
         searched = best_runs(_before_confirmation(records), space.baseline, {})
         held = searched if searched.measurements else baseline
     if objective == "energy" and all(m.joules_per_sample is None for m in ledger.merits.values()):
@@ -129,7 +128,7 @@ def decide(
 
 
 def _outlook(ledger: Ledger, evidence: Evidence) -> Outlook | None:
-    """What another effective batch size would reach, where that is more than what is recommended."""
+    """Return the fastest setting with another effective batch size; None unless it beats the recommendation by 3 %."""
     found = [(r.outcome, r.candidate) for r in ledger.records if r.purpose == "outlook"]
     measured = [(o.samples_per_second, c, o) for o, c in found if isinstance(o, Measurement)]
     if not measured or ledger.objective != "speed":
@@ -147,7 +146,7 @@ def _outlook(ledger: Ledger, evidence: Evidence) -> Outlook | None:
 
 
 def _was_confirmed(ledger: Ledger, environment: Mapping[str, str]) -> bool:
-    """Whether the confirmation was of this objective's winner, and not of another's."""
+    """Whether the confirmation measured the winner for the ledger's objective, rather than for another one."""
     chosen = ledger.with_only(_before_confirmation(ledger.records)).finalists
     if chosen is None:
         return False
@@ -169,7 +168,7 @@ def gather(
     environment: Mapping[str, str],
     description: Description | None = None,
 ) -> Evidence:
-    """The evidence for `chosen`, measured in `environment`, against `baseline`, measured in the user's own."""
+    """Return the evidence for `chosen`, measured in `environment`, over `baseline`, measured in the user's own."""
     records, candidate = ranking.counted(ledger.records), chosen.candidate
     with_its_scale = [
         r.outcome
@@ -219,20 +218,22 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _promise(runs: SettingRuns, records: Sequence[Record]) -> tuple[float, float]:
-    """The prediction interval, widened to hold the median that it stands beside, and what others' load may change."""
+    """Return the prediction interval of samples per second, widened to include the median and the effect of load from
+    other processes."""
     low, high = prediction_interval(runs.speeds, other_processes(records, runs))
     low_factor, high_factor = machine_load.interval_factors(runs.loads)
     return low_factor * min(low, runs.speed), high_factor * max(high, runs.speed)
 
 
 def _drifted(runs: SettingRuns, records: Sequence[Record]) -> float | None:
-    """Samples per second of the search's trials, the median, where the confirmation is far from it.
+    """Return the median samples per second of the search's trials if the confirmation differs from it by more than
+    `DRIFT`, else None.
 
-    Of a Trainer's own steps nothing is to be expected but that they are slower.
+    Also None if the confirmation ran a Trainer's own loop, which is expected to be slower than trials.
     """
     if any(m.is_own_loop for m in runs.measurements):
         return None
-    whole = [r for r in records if not r.has_share]  # of the CPU; a share of it is slower than all
+    whole = [r for r in records if not r.has_share]  # trials on a share of the CPU are slower
     found = [r.outcome for r in whole if r.candidate == runs.candidate and r.purpose == "search"]
     measured = [o for o in found if isinstance(o, Measurement) and o.num_steps >= NUM_STEPS_BEFORE_CUT]
     if not measured or not runs.num_confirming:
@@ -256,8 +257,11 @@ def _baseline_evidence(runs: SettingRuns, records: Sequence[Record]) -> Baseline
 
 
 def _plain_environment(records: Sequence[Record], candidate: Setting, baseline: SettingRuns) -> PlainEnvironment | None:
-    """The plain run of the choice; None where there was none. Of a run that failed both numbers are None."""
-    if candidate == baseline.candidate and baseline.num_confirming:  # which is always run plainly
+    """Return the evidence from plain runs of the choice, without the recommended variables; None if there were none.
+
+    Both of its numbers are None if the plain runs failed.
+    """
+    if candidate == baseline.candidate and baseline.num_confirming:  # the baseline always runs without variables
         return PlainEnvironment(samples_per_second=baseline.speed, speedup=1.0)
     ours = [r.outcome for r in records if r.candidate == candidate and r.purpose == "plain"]
     if not ours:
@@ -272,7 +276,8 @@ def _plain_environment(records: Sequence[Record], candidate: Setting, baseline: 
 def loader_evidence(
     records: Sequence[Record], chosen: SettingRuns, description: Description | None = None
 ) -> LoaderEvidence | None:
-    """What is known of the loader where it sets the speed of the choice with the user's own number of workers."""
+    """Return the evidence on the data loader, if it limits the speed of the choice with the user's own number of
+    workers; else None."""
     own = chosen.candidate.with_own_workers
     searched = [(r.candidate, r.outcome) for r in records if r.purpose == "search"]
     ran = chosen.measurements if own == chosen.candidate else [outcome for c, outcome in searched if c == own]
@@ -298,7 +303,7 @@ def loader_evidence(
 
 
 def memory_evidence(chosen: SettingRuns, description: Description | None = None) -> MemoryEvidence:
-    """What the peak memory of the choice was measured on."""
+    """Return the conditions under which the peak memory of the choice was measured: batches, processes, evaluation."""
     sizes = None if description is None else description.sample_sizes
     worst_case = None
     if description is not None and description.has_worst_batch:
@@ -330,10 +335,9 @@ def recommend(
     search: SearchSummary,
     **circumstances: Any,
 ) -> Recommendation:
-    """The recommendation for the length of training in `options`, with what a `Recommendation` says of the search's
-    `circumstances`; see `decide`.
+    """Return the recommendation for the length of the training run in `options`; see `decide`, which may raise.
 
-    `environment` is the one that the contenders were confirmed in. Raises what `decide` raises.
+    The contenders were confirmed in `environment`. `circumstances` are further fields of the `Recommendation`.
     """
     decision = decide(ledger, environment=environment, search=search, description=workload)
     fields = msgspec.to_builtins(options)
@@ -348,10 +352,10 @@ def recommend(
 
 
 def rerank(known: Recommendation, options: SearchOptions, folder: StudyFolder) -> Recommendation:
-    """`known` for the objective, the length of training and the price in `options`, from the records in its folder.
+    """Return `known`, ranked again for the objective, length of the training run and price in `options`.
 
-    Reads only. Raises `StudyError` where the folder lacks the records, and `InvalidRequestError` where nothing was
-    measured that the objective asks for.
+    The study's folder is only read. Raises `StudyError` if it lacks the records, and `InvalidRequestError` if the
+    energy that the objective needs was not measured.
     """
     records = folder.records(known.search.search_id) if known.search.search_id else []
     if not records or known.workload is None:
@@ -365,12 +369,12 @@ def rerank(known: Recommendation, options: SearchOptions, folder: StudyFolder) -
     steps = asked.horizon_steps(space.baseline.effective_batch_size * space.num_ranks)
     ledger = Ledger(space, records, objective=asked.objective, num_steps=steps)
     confirming = [r for r in records if r.purpose == "confirm"]
-    # The pairs of loss scale and growth interval that the search chose: what else it asked for is not kept.
+    # The pairs of loss scale and growth interval that the search chose; other pairs that it replayed are not saved.
     chosen = (Setting.of(known.config), known.config.loss_scale)
     for setting, scale in [chosen, *((r.candidate, r.loss_scale) for r in confirming)]:
         if scale is not None:
             ledger.replay(setting, (scale.init_scale, scale.growth_interval))
-    # What the contenders were confirmed in: this may be another machine than the one that searched.
+    # The environment of the confirmation comes first: the machine that searched may have been another one.
     environments = filter(None, (*(r.environment for r in confirming), known.config.environment))
     return recommend(
         ledger,
@@ -394,9 +398,9 @@ def ranked_again(
     samples: int | None,
     price_per_hour: float | None,
 ) -> Recommendation:
-    """`rerank` of the recommendation at `path` for what a user asks; None is what it has.
+    """Return `known`, which was loaded from `path`, ranked again by a user's options; None keeps the option as it was.
 
-    Raises `InvalidRequestError` for a wrong option and for a search that was interrupted, and what `rerank` raises.
+    Raises `InvalidRequestError` for a wrong option or a search that was interrupted, and the errors of `rerank`.
     """
     if known.search.was_interrupted:
         raise InvalidRequestError(
@@ -417,12 +421,12 @@ def ranked_again(
 def cost_of_training(
     config: AmpConfig, evidence: Evidence, options: SearchOptions, num_measured_ranks: int = 1
 ) -> TrainingCost | None:
-    """Hours and price of the training that the options name, None where they name none.
+    """Return hours and price of a training run of the length in `options`, or None if they give no length.
 
-    The evidence is of `num_measured_ranks` together, of which the options' ranks have one lot each.
-    Hours are samples / (samples per second of a lot * lots); the interval is that of the throughput, inverted. Steps
-    that fp16's loss scaler skips are among the steps and take as long as the others: they are not made up for. A number
-    of steps is taken as steps of the recommended config, and the baseline is timed over the same number of samples.
+    The evidence is the throughput of a group of `num_measured_ranks` ranks, and `options.num_ranks` is the number of
+    such groups: hours are samples / (samples per second of a group * groups), with the inverted interval of the
+    throughput. Steps that fp16's loss scaler skips count as steps and take as long as others; no step replaces them. A
+    number of steps means steps of the recommended config, and the baseline is timed over the same number of samples.
     """
     effective = config.effective_batch_size * num_measured_ranks * options.num_ranks
     if options.num_samples is not None:

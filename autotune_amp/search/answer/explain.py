@@ -1,4 +1,4 @@
-"""What is said about a choice: the reason in a sentence or two, the warnings, the table, what was left out. Pure."""
+"""Explanation of a choice: the reason in a sentence or two, the warnings, the table, and the exclusions. Pure."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.ranking import PLATEAU, Merit, SettingRuns, least_speed
 from autotune_amp.search.space import SAME_MEMORY, Space, without
 
-WIDE_INTERVAL = 0.2  # plus and minus; processes 5 % apart, as the prior has it, give 15 % with three, 13 % with five
+WIDE_INTERVAL = 0.2  # half width; processes 5 % apart, as the prior assumes, give 15 % with three, 13 % with five
 
-SECONDS_OF_A_TRIAL = 15.0  # with what may follow it, where a larger budget is proposed
+SECONDS_OF_A_TRIAL = 15.0  # including the jobs that may follow it, to propose a larger budget
 
 _WHOLE_DEVICE = "The joules are those of the whole device: what else ran on it while a trial was measured counts too."
 _UNTRIED = "not tried: less promising than what was measured"
@@ -41,10 +41,11 @@ def reason(
     *,
     is_kept: bool,
 ) -> str:
-    """Why this one: what it gains, and why nothing better was taken.
+    """Return the reason for a choice: its gain, and why no better setting was chosen.
 
-    The choice was made among the `contenders`; `today` is the baseline as it was held against them. `unsure` is the
-    first of those that seemed to be worth a change, with the interval of its gain, where none surely was.
+    The choice was made among the `contenders`; `today` is the baseline as it was compared with them. If the baseline is
+    kept because no gain is sure, `unsure` is the first contender that seemed worth a change, with the interval of its
+    speed-up.
     """
     objective, baseline = ledger.objective, ledger.space.baseline
     if is_kept and was_alone(ledger):
@@ -78,12 +79,12 @@ def reason(
 
 
 def was_alone(ledger: Ledger) -> bool:
-    """Say whether nothing was tried but what runs today, though there was more to try."""
+    """Return whether only the baseline was tried, although there were more settings to try."""
     return {r.candidate for r in ledger.trials} == {ledger.space.baseline} != set(ledger.space.candidates)
 
 
 def _only_today(ledger: Ledger, search: SearchSummary | None) -> str:
-    """Only one setting was measured: why, and what to do."""
+    """Return the reason for a choice if only the baseline was measured: why that is, and the next step."""
     said = f"Only {ledger.space.baseline} was measured"
     if search is None:
         return f"{said}, and nothing was compared with it."
@@ -99,7 +100,7 @@ def _only_today(ledger: Ledger, search: SearchSummary | None) -> str:
 
 
 def _amount(objective: Objective, found: Merit) -> str:
-    """``612 MiB`` or ``0.35 J a sample``."""
+    """Return the memory or energy of a setting as text, such as ``612 MiB`` or ``0.35 J a sample``."""
     if objective == "memory":
         return size(found.peak_memory_bytes)
     joules = found.joules_per_sample
@@ -107,7 +108,7 @@ def _amount(objective: Objective, found: Merit) -> str:
 
 
 def _share(objective: Objective, other: Merit, ours: Merit) -> float:
-    """What one takes as a share of what the other takes, for speed the time; 1 where that is unknown."""
+    """Return the cost of `other` as a share of the cost of `ours`, 1 if unknown. For speed, the cost is the time."""
     if objective == "speed":
         return ours.samples_per_second / other.samples_per_second
     if objective == "memory":
@@ -126,10 +127,11 @@ def _why_not_better(
     contenders: Mapping[Setting, Merit],
     held: set[Setting],
 ) -> list[str]:
-    """A sentence about the best that is better than the choice, the `held` apart; nothing where none is.
+    """Return a sentence on why the best setting that beats the choice was not taken; empty if none beats it.
 
-    What was not confirmed is compared with the search's own trials of the choice, since a machine may run at another
-    speed by the time of the confirmation; what was cut was far slower then, and is compared with nothing.
+    `held` are settings to leave out. Settings that were not confirmed are compared with the search's own trials of the
+    choice, since the speed of the machine may change until the confirmation. Settings whose trial was cut short are
+    left out, since they were far slower.
     """
     objective, last = ledger.objective, max(ledger.tiers[c] for c in contenders) if contenders else 0
 
@@ -166,7 +168,7 @@ def _why_not_better(
 
 
 def _loader_reason(chosen: Setting, evidence: Evidence) -> list[str]:
-    """What a choice with another number of workers owes to them."""
+    """Return a sentence on the gain by another number of loader workers; empty if the choice has no such number."""
     loader = evidence.loader
     if chosen.num_workers is None or loader is None:
         return []
@@ -185,15 +187,15 @@ def doubts(
     description: Description | None,
     search: SearchSummary | None,
 ) -> tuple[list[str], list[str]]:
-    """What the reader has to know: warnings, which change what they do, the most important first, and notes.
+    """Return warnings, which the reader should act on, the most important first; and notes.
 
-    `why_uncalibrated` is what became of fp16's calibration, where one was tried and did not come to an end; `search`
-    says how the search ended, and what others did on the machine before.
+    `why_uncalibrated` is the reason if fp16's calibration was tried without a result. `search` tells how the search
+    ended, and the load by other processes before it.
     """
     space = ledger.space
     before = None if search is None or search.load is None else machine_load.evidence([search.load])
     harm, numerical = _numerical_doubts(ledger, chosen, evidence, why_uncalibrated)
-    # What others do is why processes disagree and machines change: the first of these is enough.
+    # Load by other processes is why processes disagree and machines change: the first of these warnings is enough.
     load = machine_load.doubts(evidence.load) or machine_load.doubts(before, "search on an idle machine")
     was_interrupted = search is not None and search.was_interrupted
     spread, unconfirmed = _measuring_doubts(evidence, was_interrupted=was_interrupted)
@@ -222,11 +224,11 @@ def doubts(
 
 
 def _measuring_doubts(evidence: Evidence, *, was_interrupted: bool) -> tuple[list[str], list[str]]:
-    """What is to be said of the spread of what was measured, and of too few processes."""
+    """Return warnings about the spread of the measurements, and about too few processes."""
     found, unconfirmed = [], []
     low, high = evidence.samples_per_second_interval
     searched = evidence.search_samples_per_second
-    # What others did on the machine is in the interval too, and told of.
+    # Load by other processes widens the interval too, and has a warning of its own.
     is_widened = searched is not None or (evidence.load is not None and evidence.load.interval_factors != (1.0, 1.0))
     if searched is not None:
         found.append(
@@ -249,14 +251,14 @@ def _measuring_doubts(evidence: Evidence, *, was_interrupted: bool) -> tuple[lis
 def _numerical_doubts(
     ledger: Ledger, chosen: SettingRuns, evidence: Evidence, why_uncalibrated: str | None
 ) -> tuple[list[str], list[str]]:
-    """What may harm the training, and what else is to be known of its numbers."""
+    """Return warnings about numerical harm to the training run, and notes about its numerics."""
     fidelity, scale = evidence.fidelity, evidence.loss_scale
     found: list[str] = []
     notes: list[str] = []
     num_skips = sum(m.num_skips for m in chosen.measurements)
     if fidelity is not None and fidelity.verdict != "faithful":
         found.append(f"{sentence(fidelity.reason)} {sentence(fidelity.next_step)}")
-    elif chosen.candidate in ledger.ruled_out:  # what runs today is kept all the same
+    elif chosen.candidate in ledger.ruled_out:  # the baseline may be kept all the same
         found.append(f"{sentence(ledger.ruled_out[chosen.candidate])} Try --precision with another one.")
     if fidelity is not None and fidelity.later is not None and fidelity.later.verdict in ("undecided", "doubtful"):
         found.append(f"{sentence(fidelity.later.reason)} Look at the losses of its first few hundred steps.")
@@ -289,7 +291,7 @@ def _missing_plans(space: Space, config: AmpConfig) -> list[str]:
 
 
 def _loader_doubts(evidence: Evidence) -> list[str]:
-    """That the loader sets the speed, and what was tried against it."""
+    """Return a warning if the data loader limits the speed, with the numbers of workers that were tried."""
     loader = evidence.loader
     if loader is None or evidence.data_share <= ranking.MAX_DATA_SHARE:
         return []
@@ -314,7 +316,7 @@ def _loader_doubts(evidence: Evidence) -> list[str]:
 
 
 def memory_doubts(description: Description | None) -> list[str]:
-    """What keeps the measured memory from being that of the worst batch."""
+    """Return a warning if the memory of the worst batch may not have been measured."""
     if description is None or description.has_worst_batch:
         return []
     sizes, seen, problem = description.sample_sizes, description.batch_sizes_seen, description.scan_problem
@@ -330,7 +332,7 @@ def memory_doubts(description: Description | None) -> list[str]:
 
 
 def _own_loop_doubts(chosen: SettingRuns, description: Description | None) -> list[str]:
-    """What keeps the promise from being that of the framework's own Trainer."""
+    """Return a note if the speed was not measured in the framework's own Trainer."""
     if description is None or description.trainer is None or all(m.is_own_loop for m in chosen.measurements):
         return []
     problems = [m.why_not_own_loop for m in chosen.measurements if m.why_not_own_loop is not None]
@@ -342,7 +344,7 @@ def _own_loop_doubts(chosen: SettingRuns, description: Description | None) -> li
 
 
 def _ending_doubts(chosen: SettingRuns) -> list[str]:
-    """What keeps the measured memory from being that of the workload's evaluation and checkpoint too."""
+    """Return warnings if the memory of the workload's own evaluation and checkpoint could not be measured."""
     problems = [m.ending_problem for m in chosen.measurements if m.ending_problem is not None]
     return [
         f"The peak memory does not hold for the workload's own evaluation and checkpoint: {sentence(problem)} "
@@ -354,7 +356,8 @@ def _ending_doubts(chosen: SettingRuns) -> list[str]:
 def accumulation_doubts(
     space: Space, chosen: Setting, config: AmpConfig, found: Accumulation | None
 ) -> tuple[list[str], list[str]]:
-    """What a changed effective batch and a loss to be weighted ask of the user, and what of it concerns a fallback."""
+    """Return what the user has to change for another effective batch size or for accumulation, as warnings; as notes if
+    only a fallback accumulates."""
     warnings: list[str] = []
     notes: list[str] = []
     before, after = space.baseline.effective_batch_size, chosen.effective_batch_size
@@ -377,7 +380,7 @@ def accumulation_doubts(
 
 
 def excluded(ledger: Ledger, *, is_budget_spent: bool) -> tuple[Exclusion, ...]:
-    """Every candidate that failed, could not run or was left untried for want of time, each with its reason, once."""
+    """Return the candidates that failed, could not run or were not tried for lack of time, each with one reason."""
     failed = [
         Exclusion(precision=c.precision, batch_size=c.batch_size, reason=f"{failure.kind}: {failure.message}")
         for c, failure in ledger.failures.items()
@@ -395,10 +398,10 @@ def excluded(ledger: Ledger, *, is_budget_spent: bool) -> tuple[Exclusion, ...]:
 
 
 def rows(ledger: Ledger, exclusions: Sequence[Exclusion], environment: Mapping[str, str]) -> tuple[CandidateRow, ...]:
-    """The table of all candidates, the untried ones too; `exclusions` say why those were left out.
+    """Return the table of all candidates, including the untried ones, whose reasons are in `exclusions`.
 
-    What a check or a calibration rules out was measured and is excluded all the same. Numbers are those measured in
-    `environment`, the baseline's those in the user's own; a second line has those in `environment`.
+    A measured candidate that a check or a calibration rules out is excluded too. Numbers were measured in
+    `environment`, those of the baseline in the user's own environment; a second row has the baseline in `environment`.
     """
     baseline, out = ledger.space.baseline, ledger.ruled_out
     tried = [r.candidate for r in ledger.trials if r.purpose != "outlook"]

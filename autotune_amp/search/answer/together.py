@@ -1,4 +1,4 @@
-"""What ran at the same time: trials on several slots, and the ranks of one. Pure."""
+"""Evidence about jobs that ran at the same time: trials on several slots, and the ranks of one trial. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autotune_amp.search.ranking import best_runs
 
 
 def ranks(records: Sequence[Record], description: Description | None) -> RanksEvidence | None:
-    """What ranks that train together reach of what one does, None where they are not ours."""
+    """Return the evidence on how throughput scales with the ranks; None if the search trains each trial on one rank."""
     if description is None or not description.is_ranked:
         return None
     num_ranks, alone = description.num_ranks, next((r for r in records if r.purpose == "one_rank"), None)
@@ -27,7 +27,7 @@ def ranks(records: Sequence[Record], description: Description | None) -> RanksEv
 
 
 def slots(records: Sequence[Record]) -> SlotsEvidence | None:
-    """Where trials ran at the same time, None where there was one place."""
+    """Return the evidence on the slots that ran trials at the same time, with the slowdown; None for a single slot."""
     names = tuple(dict.fromkeys(sorted(r.slot for r in records if r.slot is not None)))
     if len(names) < 2:
         return None
