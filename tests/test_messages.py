@@ -9,7 +9,7 @@ from pathlib import Path
 import autotune_amp
 
 ROOT = Path(autotune_amp.__file__).parent
-VERBS = {"give", "pass", "name", "use", "make", "mend", "must"}
+VERBS = {"give", "pass", "name", "use", "make", "fix", "must"}
 
 
 def words(text: ast.expr) -> set[str]:

@@ -384,7 +384,7 @@ def ranks_line(found: RanksEvidence, device_type: str) -> str:
     text = f"{found.num_ranks} train together under DistributedDataParallel"
     if found.efficiency is None or found.one_rank_samples_per_second is None:
         return f"{text}; one alone was not measured, for want of time"
-    where = "on its share of the CPU" if device_type == "cpu" else "on its card"
+    where = "on its share of the CPU" if device_type == "cpu" else "on its GPU"
     share = f"{100 * found.efficiency:.0f} % of {found.num_ranks} times what one reaches alone {where}"
     return f"{text}: {found.setting} at {share} ({rate(found.one_rank_samples_per_second)}, in one process)"
 
@@ -403,14 +403,14 @@ def loss_scale_line(scale: LossScale, known: LossScaleEvidence | None) -> str:
     if known is None:
         return text
     text += (
-        f"; over {known.num_steps:,} steps {count(known.num_skips, 'skip')} foretold, "
+        f"; over {known.num_steps:,} steps {count(known.num_skips, 'skip')} predicted, "
         f"{_percent(known.applied_share)} of the gradient applied "
         f"(GradScaler's defaults: {known.default_num_skips}, {_percent(known.default_applied_share)})"
     )
     if known.num_confirming_steps:
         text += (
             f"; in {known.num_confirming_steps:,} measured steps {count(known.num_skips_seen, 'skip')} seen, "
-            f"{known.num_skips_foretold} foretold"
+            f"{known.num_skips_foretold} predicted"
         )
     return f"{text}; {_percent(known.flushed_share)} of the gradient's entries flushed"
 

@@ -32,23 +32,23 @@ def decide(
         return _decide_rocm(f"ROCm {hip}", is_tf32_supported=is_tf32_supported)
     has = f"compute capability {'.'.join(map(str, compute_capability))}"
     return {
-        "fp32": native("Every CUDA card computes in fp32."),
+        "fp32": native("Every CUDA GPU computes in fp32."),
         "tf32": native(f"TF32 tensor cores ({has}).")
         if is_tf32_supported
-        else unsupported(f"TF32 tensor cores begin with 8.0; this card has {has}."),
+        else unsupported(f"TF32 tensor cores begin with 8.0; this GPU has {has}."),
         "bf16": native(f"bf16 tensor cores ({has}).")
         if is_bf16_native
-        else emulated(f"bf16 arithmetic begins with 8.0; this card has {has} and computes in fp32 with conversions."),
+        else emulated(f"bf16 arithmetic begins with 8.0; this GPU has {has} and computes in fp32 with conversions."),
         "fp16": _decide_fp16(compute_capability, name),
         "fp8": native(f"fp8 tensor cores ({has}), for linear layers that torchao makes.")
         if compute_capability >= (8, 9)
-        else unsupported(f"fp8 tensor cores begin with 8.9; this card has {has}."),
+        else unsupported(f"fp8 tensor cores begin with 8.9; this GPU has {has}."),
     }
 
 
 def _decide_fp16(compute_capability: tuple[int, int], name: str) -> Capability:
     if re.search(r"\bGTX 16\d\d", name):
-        return unsupported(f"{name}: cards of the GTX 16 series give NaN in fp16 convolutions.")
+        return unsupported(f"{name}: GPUs of the GTX 16 series give NaN in fp16 convolutions.")
     if compute_capability >= (7, 0):
         return native("fp16 tensor cores.")
     if compute_capability >= (5, 3):
@@ -58,12 +58,12 @@ def _decide_fp16(compute_capability: tuple[int, int], name: str) -> Capability:
 
 def _decide_rocm(rocm: str, *, is_tf32_supported: bool) -> dict[Precision, Capability]:
     return {
-        "fp32": native(f"Every card under {rocm} computes in fp32."),
+        "fp32": native(f"Every GPU under {rocm} computes in fp32."),
         "tf32": native(f"{rocm} has TF32 on this architecture (gfx94x, gfx95x).")
         if is_tf32_supported
-        else unsupported("TF32 on AMD cards begins with gfx94x."),
-        "bf16": native(f"{rocm} answers yes for every card, emulated or not: the rate says what it is worth."),
-        "fp16": native(f"Every card under {rocm} computes in fp16."),
+        else unsupported("TF32 on AMD GPUs begins with gfx94x."),
+        "bf16": native(f"{rocm} answers yes for every GPU, emulated or not: the rate says what it is worth."),
+        "fp16": native(f"Every GPU under {rocm} computes in fp16."),
         "fp8": unsupported("fp8 is not probed under ROCm."),
     }
 
@@ -90,7 +90,7 @@ def resolve(index: int | None) -> str:
         hidden = "" if visible is None else f" CUDA_VISIBLE_DEVICES is {visible!r}."
         raise DeviceError(
             f"No CUDA device: {str(error).splitlines()[0]}{hidden}",
-            "Run nvidia-smi to see whether the driver works, or do without a card: pass device='cpu' (--device cpu).",
+            "Run nvidia-smi to see whether the driver works, or do without a GPU: pass device='cpu' (--device cpu).",
         ) from error
     return numbered("cuda", torch.cuda.current_device() if index is None else index, torch.cuda.device_count())
 

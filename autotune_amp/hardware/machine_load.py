@@ -287,7 +287,7 @@ def doubts(found: LoadEvidence | None, remedy: str = "search again with --fresh"
     if found.is_stolen:
         said.append(f"The hypervisor gave {100 * (found.stolen_share or 0.0):.0f} % of the CPU time to others.")
     if found.card_processes:
-        said.append(f"Others were on the card: {'; '.join(f'{p.name}, pid {p.pid}' for p in found.card_processes)}.")
+        said.append(f"Others were on the GPU: {'; '.join(f'{p.name}, pid {p.pid}' for p in found.card_processes)}.")
     if found.card_slowdowns:
-        said.append(f"The card lowered its clocks: {'; '.join(found.card_slowdowns)}.")
+        said.append(f"The GPU lowered its clocks: {'; '.join(found.card_slowdowns)}.")
     return said

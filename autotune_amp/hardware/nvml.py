@@ -20,7 +20,7 @@ from autotune_amp.hardware import host
 _SLOWDOWNS = {
     0x08: "hardware slowdown (heat or power)",
     0x20: "heat, limited by the driver",
-    0x40: "heat, limited by the card",
+    0x40: "heat, limited by the GPU",
     0x80: "power brake, asked for by the server",
 }
 
@@ -92,7 +92,7 @@ def process_notes(uuid: str) -> tuple[str, ...]:
     """
     ours = {os.getpid(), *ancestors()}
     return tuple(
-        f"Process {pid} holds {'memory' if used is None else f'{used / 2**30:.1f} GiB'} on this card: its work slows "
+        f"Process {pid} holds {'memory' if used is None else f'{used / 2**30:.1f} GiB'} on this GPU: its work slows "
         "what is measured. In a container it may be the calling one, under another number."
         for pid, used in processes(uuid) or ()
         if pid not in ours

@@ -55,13 +55,13 @@ def cards(devices: Sequence[int] | Literal["all"], option: str = "--devices") ->
     uuids = nvml.visible_uuids()
     if not uuids:
         raise InvalidRequestError(
-            f"{option} needs NVIDIA cards, and NVML sees none that CUDA may use here.",
+            f"{option} needs NVIDIA GPUs, and NVML sees none that CUDA may use here.",
             f"Leave {option} out, or look with nvidia-smi and at CUDA_VISIBLE_DEVICES.",
         )
     numbers = range(len(uuids)) if devices == "all" else devices
     if absent := [number for number in numbers if number >= len(uuids)]:
         raise InvalidRequestError(
-            f"{option} asks for card {absent[0]}, and CUDA sees {len(uuids)} here, counted from 0.",
+            f"{option} asks for GPU {absent[0]}, and CUDA sees {len(uuids)} here, counted from 0.",
             "Give no more than there are.",
         )
     slots, notes = [], []
@@ -69,7 +69,7 @@ def cards(devices: Sequence[int] | Literal["all"], option: str = "--devices") ->
     first = models[numbers[0]]
     if first is None and len(models) > 1:
         raise InvalidRequestError(
-            f"{option}: NVML does not say what these cards are, so that their results cannot be compared.",
+            f"{option}: NVML does not say what these GPUs are, so that their results cannot be compared.",
             "Search on one of them, with --device cuda:N.",
         )
     for number in numbers:
@@ -78,7 +78,7 @@ def cards(devices: Sequence[int] | Literal["all"], option: str = "--devices") ->
             problem = f"is a {models[number]} and cuda:{numbers[0]} a {first}, whose results cannot be compared"
             if devices != "all":
                 raise InvalidRequestError(
-                    f"{option}: cuda:{number} {problem}.", "Give cards of one model, or one search for each model."
+                    f"{option}: cuda:{number} {problem}.", "Give GPUs of one model, or one search for each model."
                 )
         others = nvml.process_notes(uuids[number])
         if problem is None and others and devices == "all" and number != numbers[0]:

@@ -190,7 +190,7 @@ class CommandBackend(WorkloadBackend):
             unsettable=cannot,
             notes=(
                 *(
-                    f"{each} is not tried: {why.rstrip('.')}. If that can be mended, search again."
+                    f"{each} is not tried: {why.rstrip('.')}. If that can be fixed, search again."
                     for each, why in more.items()
                     if each != "batch_size"
                 ),

@@ -237,7 +237,7 @@ def _nothing_works(refused: Mapping[Precision, str], runs: Mapping[Precision, Pr
     reasons = {**refused, **{name: f"{failure.kind}: {failure.message}" for name, failure in failures.items()}}
     return NothingWorksError(
         "No precision could be measured.",
-        "Mend what the reasons name, or give a smaller --batch-size.",
+        "Fix what the reasons name, or give a smaller --batch-size.",
         tuple(Exclusion(precision=name, batch_size=None, reason=why) for name, why in reasons.items()),
     )
 

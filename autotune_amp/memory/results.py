@@ -191,7 +191,7 @@ def largest_line(largest: LargestBatch, limit_bytes: int) -> str:
     if largest.is_all_data:
         text += ", all that the dataset has"
     if largest.model_error is None:
-        return f"{text}, by a model that could not be held against a third size"
+        return f"{text}, by a model that could not be compared with a third size"
     off = f"{abs(100 * largest.model_error):.0f} % too {'low' if largest.model_error < 0 else 'high'}"
     return (
         f"{text}; the model was {off} at batch {largest.checked_batch_size}, and with that allowed for it is "

@@ -206,7 +206,7 @@ def next_step(label: str, verdict: Verdict, pins: tuple[str, ...], *, is_of_weig
         return f"Pass pinned_modules={list(pins)!r} to AmpConfig: with these in fp32 it is faithful."
     if verdict == "doubtful":
         return "Compare the losses of a few hundred steps in fp32 and in this precision before relying on it."
-    return "Train in a precision with less to go wrong, or mend the code that the reason names."
+    return "Train in a precision with less to go wrong, or fix the code that the reason names."
 
 
 def _one_step(found: Findings) -> Iterator[Grade]:

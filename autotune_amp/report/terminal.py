@@ -91,7 +91,7 @@ def _print_finding(finding: Finding, console: Console) -> None:
         ("in", f"{first} and {count(len(others), 'other')}" if others else first),
         ("code", one_line(finding.code)),
         ("why", finding.why),
-        ("mend", finding.mend),
+        ("fix", finding.mend),
     ]
     console.print(Padding(_grid([line for line in lines if line[1]]), (0, 0, 0, 2)))
 

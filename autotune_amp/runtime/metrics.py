@@ -171,7 +171,7 @@ class Metrics:
         if is_sampled and log.isEnabledFor(logging.DEBUG) and self._ranks.device.type == "cuda":
             uuid_ = str(torch.cuda.get_device_properties(self._ranks.device).uuid)
             said = self._policy.num_updates, *nvml.temperature_and_clock(uuid_)
-            log.debug("update %d: the card is at %s degrees Celsius, its clock at %s MHz", *said)
+            log.debug("update %d: the GPU is at %s degrees Celsius, its clock at %s MHz", *said)
 
     def tell_scale(self, cause: str) -> None:
         """Report the loss scale and the cause of its change, if it changed."""

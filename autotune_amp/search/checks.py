@@ -75,7 +75,9 @@ def check_job(
     assert options.precisions is not None
     (precision,) = options.precisions
     if precision == "fp32" and description.weights not in ("bf16", "fp16"):
-        raise InvalidRequestError("precision is 'fp32', which the others are held against.", "Give tf32, bf16 or fp16.")
+        raise InvalidRequestError(
+            "precision is 'fp32', which the others are compared with.", "Give tf32, bf16 or fp16."
+        )
     if precision == "fp8":  # emulated if the device has none: its numerics are the same
         known = description.variants.get(FP8_RECIPE.name, {FP8_RECIPE.default: "the model's layers are not known"})
         if (reason := known[FP8_RECIPE.default]) is not None:

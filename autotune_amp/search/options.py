@@ -107,7 +107,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
         if found.ranks > 1 and (num_ranks > 1 or found.slots is not None or found.devices is not None):
             raise _wrong("ranks", found.ranks, "1 under a launcher, and where --devices or --slots is given")
         if found.ranks > 1 and found.device not in ("auto", "cpu", "cuda"):
-            raise _wrong("device", found.device, "auto, cpu or cuda where --ranks is given: it takes the first cards")
+            raise _wrong("device", found.device, "auto, cpu or cuda where --ranks is given: it takes the first GPUs")
         num_ranks *= found.ranks
         effective = found.effective_batch_size
         if isinstance(effective, int) and effective % num_ranks:
@@ -117,9 +117,9 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
         if found.devices is not None and not found.device.startswith(("auto", "cuda")):
             raise _wrong("device", found.device, "auto or cuda where --devices is given")
         if found.slots is not None and (found.devices is not None or found.device not in ("auto", "cpu")):
-            raise _wrong("slots", found.slots, "given for a CPU alone, whose shares they are; --devices is for cards")
+            raise _wrong("slots", found.slots, "given for a CPU alone, whose shares they are; --devices is for GPUs")
         if found.ray is not None and (num_ranks > found.ranks or not found.can_use_ray):
-            wanted = "left out under a launcher, for energy, and beside --devices, --slots or the number of a card"
+            wanted = "left out under a launcher, for energy, and beside --devices, --slots or the number of a GPU"
             raise _wrong("ray", found.ray, wanted)
         if found.price_per_hour is not None and found.num_steps is None and found.num_samples is None:
             raise _wrong("price_per_hour", found.price_per_hour, "given together with --steps or --samples")
@@ -260,7 +260,7 @@ _OPTIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "budget": (_that(lambda given: _is_number(given) and given > 0, float), "a number of seconds above 0"),
     "trials": (_that(is_count), "a whole number from 1 up"),
     "device": (_that(_matching(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")), "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N"),
-    "devices": (_devices, "all, or numbers of cards such as 0,1"),
+    "devices": (_devices, "all, or numbers of GPUs such as 0,1"),
     "slots": (_that(is_count), "a whole number from 1 up"),
     "ray": (_that(lambda given: given is None or (isinstance(given, str) and given != "")), "auto, or HOST:PORT"),
     "ranks": (_that(lambda given: _is_whole(given) and given >= 1), "a whole number from 1 up"),

@@ -222,8 +222,8 @@ class _Search:
                 search_id=ledger.search_id,
                 is_budget_spent=self._is_spent or was_interrupted,
                 warnings=(
+                    *self._source.warnings(),  # of files first
                     *self._warnings,
-                    *self._source.warnings(),
                 ),
                 notes=(*self._notes, *(f"This answer cannot be cached: {part}." for part in fingerprint.unknown)),
                 load=load_before if self.places.is_here else None,
@@ -333,7 +333,7 @@ class _Search:
         if held > _HELD_SHARE_WORTH_A_WORD * hardware.memory.total:
             self._warnings.append(
                 f"The calling process holds {size(held)} on {hardware.device}, which trials had to do without: make "
-                "the data and the model inside functions that the trial calls, or move them off the card and call "
+                "the data and the model inside functions that the trial calls, or move them off the GPU and call "
                 "torch.cuda.empty_cache() before searching."
             )
         if self._options.objective == "energy":

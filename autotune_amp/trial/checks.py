@@ -70,7 +70,7 @@ def _check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
     try:
         return _found(subject, spec, tell)
     except NoStepError:
-        reason = "one call of train_step takes no optimizer step, so that it cannot be held against fp32"
+        reason = "one call of train_step takes no optimizer step, so that it cannot be compared with fp32"
         if spec.what == "fidelity":
             return spec.unchecked(reason, "Give train_step a whole step of it, or compare runs of some hundred steps")
         return Failure(kind="workload_error", message=reason)

@@ -80,7 +80,7 @@ def require_counter(device_type: str, uuid: str | None, powercap: Path = POWERCA
     if counter_of(device_type, uuid, powercap) is None:
         raise InvalidRequestError(
             f"--objective is 'energy', which cannot be measured here: this {device_type} device has no energy counter "
-            "that this user may read (MIG instances, older cards and most VMs have none, and a CPU's is for root).",
+            "that this user may read (MIG instances, older GPUs and most VMs have none, and a CPU's is for root).",
             "Use --objective speed or memory; or, for a CPU's, run "
             f"`chmod a+r {powercap}/intel-rapl:*/energy_uj` as root.",
         )

@@ -186,7 +186,7 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
         return self.unchecked(failure) if self.what == "fidelity" else failure
 
     def unchecked(
-        self, why: Failure | str, next_step: str = "Mend what the reason names, give more time or memory, or use fp32."
+        self, why: Failure | str, next_step: str = "Fix what the reason names, give more time or memory, or use fp32."
     ) -> Fidelity:
         """Return the *unchecked* verdict for a check that could not be made, with the reason."""
         if isinstance(why, Failure):

@@ -101,4 +101,4 @@ def test_a_card_that_is_not_there_is_refused(virtual_machine: VirtualMachine, tm
         text=True,
     )
     assert done.returncode == 2
-    assert "card 4" in json.loads(done.stdout)["error"]["message"]
+    assert "GPU 4" in json.loads(done.stdout)["error"]["message"]

@@ -76,7 +76,7 @@ def test_cards_by_number_are_taken_as_they_are(host: dict[str, tuple[str, ...]])
     ]
 
 
-@pytest.mark.parametrize(("devices", "said"), [((0, 2), "NVIDIA B"), ((0, 4), "card 4"), ((9,), "card 9")])
+@pytest.mark.parametrize(("devices", "said"), [((0, 2), "NVIDIA B"), ((0, 4), "GPU 4"), ((9,), "GPU 9")])
 def test_a_card_that_cannot_be_compared_or_is_not_there_is_refused(
     host: Any, devices: tuple[int, ...], said: str
 ) -> None:

@@ -174,7 +174,7 @@ class RaySlots(WorkloadSlots):
         )
         found = backend.submit(job).result()
         if isinstance(found, Failure):
-            raise WorkloadError(f"The workload cannot be fingerprinted: {found.message}", "Mend what is said.")
+            raise WorkloadError(f"The workload cannot be fingerprinted: {found.message}", "Fix what is said.")
         return replace(found, unknown=())  # unknown parts cannot be compared
 
     def _drop(self, slot: Slot, problem: str) -> None:

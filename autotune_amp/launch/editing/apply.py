@@ -112,7 +112,7 @@ def apply(
         details = f"\n{observed.details.rstrip()}" if observed.details else ""
         raise WorkloadError(
             f"The command cannot be observed: {observed.message}.{details}",
-            "Mend that, or give a command that takes more steps.",
+            "Fix that, or give a command that takes more steps.",
         )
     has_own_weights = recommended.workload is not None and recommended.workload.weights != "fp32"
     behaviour = partial(_behaviour, has_own_weights=has_own_weights)

@@ -21,7 +21,7 @@ ADVISORY = (
     "scales and guards, but cannot step the precision down; where steps fail for good it stops the run."
 )
 BAD_WEIGHTS = (
-    "No step can mend them: load a checkpoint from before. They were loaded so, or a step was taken that the "
+    "No step can fix them: load a checkpoint from before. They were loaded so, or a step was taken that the "
     "controller did not check (guard=False, disable(), an optimizer stepped without it)."
 )
 

@@ -29,7 +29,7 @@ def withdraw_unfit(
         if max_slowdown is not None and plan.slowdown is not None and plan.slowdown > max_slowdown:
             policy.withdraw(plan.precision, f"{plan.slowdown:.2g} times slower, above {max_slowdown:g}")
         if plan.precision == "bf16" and device.type == "cuda" and not cuda.is_bf16_native(device):
-            policy.withdraw("bf16", "this card only emulates it")
+            policy.withdraw("bf16", "this GPU only emulates it")
 
 
 def why_not_in_memory(plan: FallbackPlan, device: torch.device) -> str | None:

@@ -275,7 +275,7 @@ def _numerical_doubts(
     if scale is not None and scale.num_skips_seen > scale.num_skips_foretold:
         found.append(
             f"The loss scaler skipped {scale.num_skips_seen} of {scale.num_confirming_steps} measured steps, where the "
-            f"calibration foretold {scale.num_skips_foretold}: the gradients grow beyond what it saw."
+            f"calibration predicted {scale.num_skips_foretold}: the gradients grow beyond what it saw."
         )
     return found, notes
 
@@ -348,7 +348,7 @@ def _ending_doubts(chosen: SettingRuns) -> list[str]:
     problems = [m.ending_problem for m in chosen.measurements if m.ending_problem is not None]
     return [
         f"The peak memory does not hold for the workload's own evaluation and checkpoint: {sentence(problem)} "
-        "Mend it where it raised, give a larger --budget where it wants time; then search again with --fresh."
+        "Fix it where it raised, give a larger --budget where it wants time; then search again with --fresh."
         for problem in problems
     ]
 

@@ -71,7 +71,7 @@ class StudyFolder:
             raise StudyError(
                 f"The study folder {self.path} cannot be used: {getattr(error, 'filename', None) or self.path}: "
                 f"{cause(error)}.",
-                "Choose another with --out, or mend its permissions.",
+                "Choose another with --out, or fix its permissions.",
             ) from error
         return self
 
