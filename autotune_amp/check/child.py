@@ -1,4 +1,4 @@
-"""Child side of a check: one recorded step, and a look at the source."""
+"""Child side of a check: record one step and read the user's source files."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from autotune_amp.trial.training import checked_loss
 NewAutocast: TypeAlias = Callable[[], AbstractContextManager[object]]
 SeeLoss: TypeAlias = Callable[[Tensor], object]
 
-# What breaks hardly moves with the batch size: 2 samples are recorded, or 8 where a step does not run with 2.
+# Findings hardly depend on the batch size: 2 samples are recorded, or up to 8 if the step fails with 2.
 NUM_SAMPLES, MOST_SAMPLES = 2, 8
 
 
 def look(context: Context, job: Look, tell: Tell) -> CheckReport | Failure:
-    """Check the workload; what its own code raises comes back as a `Failure`."""
+    """Return the report of a check, or the `Failure` for an exception that the workload's own code raised."""
     try:
         return _look(context, job, lambda text: tell({"event": "phase", "name": text}))
     except Exception as error:
@@ -58,7 +58,7 @@ def _look(context: Context, job: Look, say: Say) -> CheckReport:
             raise
     say(f"taking {most} samples: the step does not run with {fewest}")
     torch_state.seed(job.seed)
-    return _report(context, job, make_model(context.workload), most, say)  # the other may have its weights in fp32
+    return _report(context, job, make_model(context.workload), most, say)  # the first one's weights may be fp32 by now
 
 
 def _report(context: Context, job: Look, model: nn.Module, batch_size: int, say: Say) -> CheckReport:
@@ -77,10 +77,12 @@ def report_on(
     source: Any = None,
     say: Say = lambda _: None,
 ) -> CheckReport:
-    """Read the source of `workload` and record one step of `model`, which is its own.
+    """Record one step of `model`, made by `workload`, read the user's source files, and return the report.
 
-    `source` is the function that made the workload, `say` is told now and then how far it is. Weights that are kept in
-    half precision are in fp32 afterwards. What the step raises without the recording too comes through.
+    `batch_size` is in samples; None takes that of the workload's data, at most 8. `source` is the function that made
+    the workload. `say` is called with the progress. Weights in half precision are cast to fp32 in place. If the
+    recorded step raises, it is repeated without recording: an exception that is raised again propagates, any other is
+    the report's `problem`.
     """
     batch_size = batch_size or _most_samples(workload)
     say(f"loading {batch_size} samples")
@@ -95,9 +97,9 @@ def report_on(
         with recording.running():
             _step(workload, model, batch, recording.autocast, recording.see_loss)
     except Exception as error:
-        _take(workload, model, batch_size)  # raises what is the workload's own
+        _take(workload, model, batch_size)  # raises if the error is the workload's own
         problem = failures.failure_from_exception(error).message
-        if (rule := rules.rule_of(problem)) is not None:  # code that looks at dtypes itself, as torch's own may
+        if (rule := rules.rule_of(problem)) is not None:  # code that inspects dtypes, as torch's own may
             findings.append(found(rule, raised_at(error)))
     return CheckReport(
         workload=workload.name,
@@ -113,7 +115,7 @@ def report_on(
 
 
 def _written(source: Any, workload: Workload, model: nn.Module) -> list[Any]:
-    """The classes and functions that the workload is made of."""
+    """Return the classes and functions that the workload is made of, including the types of its modules."""
     parts = workload.model, workload.loss, workload.build, workload.train_step, workload.optimizer, workload.clip
     given = [part for part in (source, *parts) if callable(part) and not isinstance(part, nn.Module | Workload)]
     return [*given, *dict.fromkeys(type(module) for module in model.modules() if not isinstance(module, LoopState))]
@@ -122,7 +124,7 @@ def _written(source: Any, workload: Workload, model: nn.Module) -> list[Any]:
 def _of_weights(
     model: nn.Module, device: AutocastDevice, sources: Sequence[reading.SourceText], makers: Sequence[Any]
 ) -> Iterator[Finding]:
-    """Trained weights that are not kept in fp32, one finding for each dtype."""
+    """Yield a finding for complex trained weights, and one for each other dtype than fp32 that trained weights have."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if modules := dict.fromkeys(name.rpartition(".")[0] for name, parameter in trained if parameter.is_complex()):
         why = "Complex weights are trained, whose gradients GradScaler cannot unscale."
@@ -144,13 +146,16 @@ def _most_samples(workload: Workload) -> int:
 
 
 def _take(workload: Workload, model: nn.Module, batch_size: int) -> None:
-    """Take a step that nobody records."""
+    """Run one step without recording it."""
     with closing(data.stream(workload.data, batch_size)) as stream:
         _step(workload, model, next(stream), nullcontext, lambda _: None)
 
 
 def _step(workload: Workload, model: nn.Module, batch: Any, autocast: NewAutocast, see_loss: SeeLoss) -> None:
-    """A forward and a backward pass, or the step of a loop, with this autocast; the loss is shown before going back."""
+    """Run a forward and a backward pass, or a `train_step`, under `autocast`.
+
+    `see_loss` is called with the loss before the backward pass.
+    """
     if isinstance(model, LoopState):
         assert workload.train_step is not None
         workload.train_step(model.held, batch, _WatchedAmp(autocast, see_loss))
@@ -162,14 +167,14 @@ def _step(workload: Workload, model: nn.Module, batch: Any, autocast: NewAutocas
 
 
 class _WatchedAmp(StepAmp):
-    """What a `train_step` is given: it scales nothing, and shows each loss."""
+    """Stand-in for the amp argument of a `train_step`: it scales nothing, and passes each loss to `see_loss`."""
 
     def __init__(self, autocast: NewAutocast, see_loss: SeeLoss) -> None:
         super().__init__(autocast, "cpu", AmpConfig(precision="fp32", batch_size=1), scales=False)
         self._see_loss = see_loss
 
     def scale(self, outputs: Any) -> Any:
-        """The outputs as they are."""
+        """Return the outputs unscaled, after passing each tensor among them to `see_loss`."""
         for leaf in tree_leaves(outputs):
             if isinstance(leaf, Tensor):
                 self._see_loss(leaf)

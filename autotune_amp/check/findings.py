@@ -1,4 +1,4 @@
-"""Findings of a check, the report that they make, and the job that finds them. Plain data, no torch."""
+"""Findings of a check, its report and its job. Plain data without torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ FORMAT = 1
 
 
 class Place(NamedTuple):
-    """Where something was found: in which module, "" outside of all, and in which line of which file, if known."""
+    """Location of a finding: the qualified name of the module, "" outside all modules, and the source line.
+
+    `file` and `line` are None if they are unknown.
+    """
 
     module: str = ""
     file: str | None = None
@@ -23,16 +26,17 @@ class Place(NamedTuple):
 
     @property
     def code(self) -> str:
-        """The text of the line."""
+        """Return the text of the line without indentation, "" if the source is unknown."""
         return "" if self.file is None or self.line is None else linecache.getline(self.file, self.line).strip()
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One place that breaks or hurts under autocast.
 
-    `rule` is the name of the rule, `precisions` are those in which it holds. `modules` are the qualified names of the
-    modules that it was seen in, "" being what is outside of every module. `line` counts from 1 in `file`, whose text
-    there is `code`; None and "" where the source is not known. `mend` is the line, or the sentence, that mends it.
+    `rule` is the name of the rule, `precisions` are those in which the finding holds. `modules` are the qualified names
+    of the modules in which it was seen, "" for code outside all modules. `line` counts from 1 in `file`, and `code` is
+    its text; None and "" if the source is unknown. `why` is the reason, `mend` the fixed line or a sentence that says
+    how to fix it, `source` the address of the documentation.
     """
 
     rule: str
@@ -48,11 +52,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="check"):
-    """What a check found of a workload under the autocast of a device of type `device`, what breaks first.
+    """Report of a check: the findings under the autocast of a device of type `device`, those that break first.
 
-    `num_calls` is how many torch functions the recorded step of `batch_size` samples called, `num_modules` the modules
-    that ran. `files` are the user's own that were read, `unread` the classes and functions that have no source.
-    `problem` is why the recording ended early where the step alone does not, None where it did not.
+    `num_calls` is the number of torch functions that the recorded step of `batch_size` samples called, `num_modules`
+    that of the modules that ran. `files` are the user's files that were read, `unread` the classes and functions
+    without source. `problem` is the error that ended the recording early although the step works unrecorded, or None.
     """
 
     format: int = FORMAT
@@ -68,18 +72,19 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
 
     @property
     def will_break(self) -> bool:
-        """Whether any finding does."""
+        """Whether any finding has the severity "breaks"."""
         return any(finding.severity == "breaks" for finding in self.findings)
 
     def to_json(self) -> str:
-        """As one JSON document."""
+        """Return the report as one JSON document."""
         return msgspec.json.format(msgspec.json.encode(self)).decode()
 
 
 class Look(Job[CheckReport], frozen=True, kw_only=True):
-    """Record one fp32 step of the workload on the CPU and read its source, for the autocast of `autocast_device`.
+    """Job that records one fp32 step of a workload on the CPU and reads its source, for `autocast_device`'s autocast.
 
-    Where it is not `is_recorded`, the step is only taken, which shows whether it ends its process by itself.
+    `batch_size` is in samples, None for a few. Without `is_recorded` the step only runs, which shows whether it crashes
+    its process by itself.
     """
 
     answer: ClassVar[Any] = CheckReport
@@ -100,7 +105,7 @@ def found(
     mend: str | None = None,
     precisions: tuple[Precision, ...] | None = None,
 ) -> Finding:
-    """A finding of `rule` at a place, with what is special to it in place of what the rule says."""
+    """Return a finding of `rule` at a place; arguments that are given replace the values of the rule."""
     return Finding(
         rule=rule.name,
         severity=severity or rule.severity,
@@ -116,7 +121,11 @@ def found(
 
 
 def in_order(findings: list[Finding]) -> tuple[Finding, ...]:
-    """What breaks first, then by rule and place; one finding for each place, with all modules that it was seen in."""
+    """Return the findings sorted: those that break first, then by rule, file and line.
+
+    Findings of one rule with the same precisions and line (or modules, if the file is unknown) are merged into one,
+    with the modules of all and the worst severity.
+    """
     merged: dict[tuple[Any, ...], Finding] = {}
     for finding in findings:
         place = finding.file, finding.line

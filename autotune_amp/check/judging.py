@@ -1,4 +1,4 @@
-"""What one recorded call breaks or hurts, judged from its name, its numbers and the dtypes that it would have."""
+"""Findings of one recorded call, from its name, its numbers and the dtypes that it would have under autocast."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from autotune_amp.precision import rules
 from autotune_amp.precision.rules import AutocastDevice
 from autotune_amp.precision.torch_state import HALF_DTYPES
 
-# What autocast computes in here. What breaks in bf16 breaks in fp16 too, whose range is the smaller.
+# Autocast dtype of a recording. Code that breaks in bf16 breaks in fp16 too, whose range is smaller.
 LOW: Final = torch.float16
-FLUSHED: Final = 2.0**-25  # this and less is zero in fp16
-# An odd size costs a large product a part of a tile of it; a classifier's ten classes fill no tile anyway.
+FLUSHED: Final = 2.0**-25  # magnitudes up to this are zero in fp16
+# A large size that is no multiple of 8 wastes part of a tile; a classifier's ten classes fill no tile anyway.
 LEAST_SIZE: Final = 64
 
 CASTS: Final = {"to", "type", "half", "bfloat16", "type_as", "double", "float"}
 PRODUCTS: Final = {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
-# A number is made the tensor's own kind, which raises where that does not hold it ...
+# Calls that convert a number to the tensor's dtype, and raise if it is out of range.
 _WRITES: Final = {
     *("masked_fill", "masked_fill_", "fill_", "fill_diagonal_", "index_fill", "index_fill_"),
     *("full", "full_like", "new_full", "pad"),
 }
-_CLAMPS: Final = {"clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_"}  # ... on the CPU alone
-# ... or computed with, and the result rounded.
+_CLAMPS: Final = {"clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_"}  # likewise, on the CPU alone
+# Calls that compute with a number, and round the result.
 _SUMS: Final = {"add", "add_", "__add__", "__radd__", "__iadd__"}
 _ADDS: Final = _SUMS | {"sub", "sub_", "__sub__", "__isub__", "where", "__setitem__"}
 _PRODUCTS_BY_NUMBERS: Final = {"mul", "mul_", "__mul__", "__rmul__", "__imul__"}
@@ -44,16 +44,18 @@ _DECOMPOSITIONS: Final = re.compile(
     r"|triangular_solve|inv(_ex|erse)?|pinv(erse)?|det|slogdet|logdet|matrix_rank|lu(_factor|_solve)?|ldl_\w+|tensorinv"
     r"|tensorsolve|ormqr|orgqr|linalg_householder_product)"
 )
-# Those that take real or complex signals; the inverse to a real one takes complex numbers, which autocast never casts.
+# Transforms of real or complex signals; an inverse to a real signal takes complex numbers, which autocast never casts.
 _FFTS: Final = re.compile(r"fft_i?r?fft[2n]?|stft")
 
 
 class Call(NamedTuple):
-    """One call of a torch function.
+    """Recorded call of a torch function, with the dtypes that it would have on the device under autocast.
 
-    `given` are the tensors among `arguments`, of `dtypes_given` on the device, `made` its results, of `dtypes_made`
-    (of what it changes, where it gives none), and `error` is what it raises there. `made_at` is where the first that is
-    given was made, `kept_in` the dtypes of half precision that weights have.
+    `arguments` are the positional and the keyword arguments, `given` the tensors among them, with dtypes
+    `dtypes_given`. `made` are the resulting tensors, with dtypes `dtypes_made`; without a result, that of the first
+    tensor given, which the call changes. `error` is the message that the call raises on the device, or None. `place` is
+    the line of the call, `made_at` the line that made the first tensor given. `kept_in` are the half-precision dtypes
+    of the model's weights.
     """
 
     name: str
@@ -74,7 +76,7 @@ class Call(NamedTuple):
 
 
 def judged(call: Call, device: AutocastDevice) -> Iterator[Finding]:
-    """What is found of a call under the autocast of `device`."""
+    """Yield the findings of a call under the autocast of `device`."""
     for finding in (
         *_errors(call),
         *_numbers(call, device),
@@ -101,7 +103,7 @@ def _errors(call: Call) -> Iterator[Finding]:
 
 
 def _puts_another_dtype(call: Call) -> bool:
-    """Whether it writes to places that a tensor names: what is written is cast for slices only."""
+    """Whether an assignment indexed by a tensor writes another dtype. Torch casts the values for slices only."""
     target, index, value = call.arguments[0]
     by_tensor = any(isinstance(leaf, Tensor) for leaf in tree_leaves(index))
     is_tensor = isinstance(value, Tensor) and value.dim() > 0 and target.is_floating_point()
@@ -109,7 +111,10 @@ def _puts_another_dtype(call: Call) -> bool:
 
 
 def _decompositions(call: Call, device: AutocastDevice) -> Iterator[Finding]:
-    """Decompositions of half precision: by their names on accelerators, by what it raises on the CPU, which is here."""
+    """Yield a finding for a decomposition or solver in half precision.
+
+    It is recognised by its name on accelerators, and on the CPU by the error that the CPU's own kernels raise.
+    """
     takes_half = any(dtype in HALF_DTYPES for dtype in call.dtypes_given)
     has_error = call.error is not None and rules.rule_of(call.error) is rules.LINEAR_ALGEBRA
     is_named = device != "cpu" and _DECOMPOSITIONS.fullmatch(call.name) is not None
@@ -118,7 +123,7 @@ def _decompositions(call: Call, device: AutocastDevice) -> Iterator[Finding]:
 
 
 def _transforms(call: Call) -> Iterator[Finding]:
-    """Fourier transforms of half-precision tensors; fp16's break on CUDA by their lengths alone."""
+    """Yield a finding for a Fourier transform in half precision. On CUDA, fp16 works for powers of two as lengths."""
     is_refused = call.error is not None and rules.rule_of(call.error) is rules.FFT
     if not is_refused and not (_FFTS.fullmatch(call.name) and torch.float16 in call.dtypes_given[:1]):
         return
@@ -129,7 +134,7 @@ def _transforms(call: Call) -> Iterator[Finding]:
 
 
 def _complex_numbers(call: Call) -> Iterator[Finding]:
-    """Complex numbers made of half precision: fp16 has its own, bf16 has none."""
+    """Yield a finding for complex numbers made from half precision: fp16 has a complex dtype, bf16 has none."""
     if call.name in ("complex", "polar", "view_as_complex") and torch.complex32 in call.dtypes_made:
         why = "There are no complex numbers of bf16, and those of fp16 have hardly any operations."
         yield found(rules.HALF_KERNELS, call.place, why=why, precisions=("bf16",))
@@ -152,7 +157,7 @@ def _numbers(call: Call, device: AutocastDevice) -> Iterator[Finding]:
     if LOW not in call.dtypes_made:
         return
     arguments, named = call.arguments
-    if call.name in ("full", "new_full", "__setitem__"):  # not their sizes or indices
+    if call.name in ("full", "new_full", "__setitem__"):  # sizes and indices are not numbers written
         arguments = arguments[-1:]
     writes = _WRITES | _CLAMPS if device == "cpu" else _WRITES
     for leaf in tree_leaves((arguments, named)):
@@ -171,7 +176,7 @@ def _overflows(call: Call) -> bool:
 
 
 def _number(leaf: Any) -> float:
-    """An argument that is a number, or a tensor without dimensions that nothing trains; 0 for any other."""
+    """Return an argument's value if it is a number or an untrained floating-point tensor without dimensions, else 0."""
     if isinstance(leaf, Tensor):
         is_number = leaf.dim() == 0 and leaf.is_floating_point() and not leaf.requires_grad
         return float(leaf) if is_number else 0.0
@@ -183,7 +188,7 @@ def _casts(call: Call, device: AutocastDevice) -> Iterator[Finding]:
         return
     code = call.place.code
     asked = [leaf for leaf in tree_leaves(call.arguments) if isinstance(leaf, torch.dtype) and leaf in HALF_DTYPES]
-    # A dtype that is neither autocast's nor the weights' was not taken from a tensor.
+    # A dtype that is neither autocast's nor the weights' is fixed in the code, not taken from a tensor.
     is_fixed = any(dtype != LOW and dtype not in call.kept_in for dtype in asked)
     if call.name in ("half", "bfloat16") or is_fixed or (asked and _HALF_BY_NAME.search(code)):
         yield found(rules.MANUAL_CAST, call.place, mend=mending.without_cast(code))
@@ -198,7 +203,7 @@ def _casts(call: Call, device: AutocastDevice) -> Iterator[Finding]:
 
 
 def _largest(tensor: Tensor) -> float:
-    """The largest magnitude in it that is finite."""
+    """Return the largest finite magnitude in a tensor, 0 if it has none."""
     finite = torch.nan_to_num(tensor.detach(), nan=0.0, posinf=0.0, neginf=0.0)
     return float(finite.abs().max()) if finite.numel() else 0.0
 

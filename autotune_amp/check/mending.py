@@ -1,4 +1,4 @@
-"""The user's own line, rewritten so that it holds under autocast; None where that cannot be done. Pure, no torch."""
+"""Fixes for a line of the user's code that fails under autocast. Pure functions without torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 Text: TypeAlias = Callable[[ast.AST], str]
-# What to put in the place of a part of a node, and which part; None where the node is not one to mend.
+# Function that returns the part of a node to replace and its new text, or None if the node needs no fix.
 Mend: TypeAlias = Callable[[ast.AST, Text], "tuple[ast.AST, str] | None"]
 
 
 def of_constant(code: str, number: float) -> str | None:
-    """The constant taken from the tensor's own format."""
+    """Return the line with `number` replaced by the limit of the tensor's own dtype, or None if it cannot be."""
 
     def mend(node: ast.AST, text: Text) -> tuple[ast.AST, str] | None:
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
@@ -27,7 +27,7 @@ def of_constant(code: str, number: float) -> str | None:
 
 
 def of_epsilon(code: str, number: float) -> str | None:
-    """What the epsilon is added to, cast up."""
+    """Return the line with the operand to which the epsilon `number` applies cast to fp32, or None if there is none."""
 
     def mend(node: ast.AST, text: Text) -> tuple[ast.AST, str] | None:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
@@ -44,14 +44,14 @@ def of_epsilon(code: str, number: float) -> str | None:
 
 
 def of_binary_cross_entropy(code: str, sigmoid_line: int | None) -> str | None:
-    """The same on logits."""
+    """Return the line with `binary_cross_entropy_with_logits`, and which sigmoid to remove; None if not possible."""
     where = "the sigmoid before it" if sigmoid_line is None else f"the sigmoid of line {sigmoid_line}"
     line = re.sub(r"\bbinary_cross_entropy\(", "binary_cross_entropy_with_logits(", code)
     return f"{line}  # and take out {where}" if line != code else None
 
 
 def of_linear_algebra(code: str) -> str | None:
-    """What goes in, cast up."""
+    """Return the line with the first argument of a torch function cast to fp32, or None if it calls none."""
 
     def mend(node: ast.AST, text: Text) -> tuple[ast.AST, str] | None:
         if not (isinstance(node, ast.Call) and node.args and re.match(r"torch\.(linalg\.)?\w+$", text(node.func))):
@@ -62,7 +62,7 @@ def of_linear_algebra(code: str) -> str | None:
 
 
 def without_cast(code: str) -> str | None:
-    """The line without its cast to half precision."""
+    """Return the line without its cast to half precision, or None if it has none."""
 
     def mend(node: ast.AST, text: Text) -> tuple[ast.AST, str] | None:
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
@@ -77,25 +77,25 @@ def without_cast(code: str) -> str | None:
 
 
 def in_fp32(code: str) -> str | None:
-    """fp32 in another format's place."""
+    """Return the line with fp32 in place of float64, fp16 or bf16, or None if it names none of them."""
     line = re.sub(r"\.(double|half|bfloat16)\(\)", ".float()", code)
     line = re.sub(r"\btorch\.(float64|double|float16|half|bfloat16)\b", "torch.float32", line)
     return line if line != code else None
 
 
 def of_function(device: str) -> str:
-    """The decorators that an autograd.Function needs."""
+    """Return a sentence that names the decorators that an autograd.Function needs on `device`."""
     device = f'device_type="{device}"'
     return f"Write @torch.amp.custom_fwd({device}) over forward, and @torch.amp.custom_bwd({device}) over backward."
 
 
 def of_autocast(code: str) -> str | None:
-    """Without the line; what is in it stays."""
+    """Return a sentence that says to remove an autocast but not its body, or None if the line opens no autocast."""
     return f"Take out `{code}` and keep what is in it." if re.match(r"(with|@).*autocast\(", code) else None
 
 
 def of_old_name(code: str) -> str | None:
-    """The names that torch.amp has."""
+    """Return the line with the names of torch.amp in place of those of torch.cuda.amp or torch.cpu.amp."""
     device = "cpu" if "torch.cpu" in code else "cuda"
     line = re.sub(r"torch\.(cuda|cpu)\.amp\.(autocast|GradScaler)\(", rf'torch.amp.\2("{device}", ', code)
     line = re.sub(r"torch\.(cuda|cpu)\.amp\.(custom_fwd|custom_bwd)\b", rf'torch.amp.\2(device_type="{device}")', line)
@@ -106,19 +106,19 @@ def of_old_name(code: str) -> str | None:
 
 
 def of_scaler(code: str) -> str | None:
-    """A scaler that is off."""
+    """Return the line with its GradScaler disabled, or None if it makes none."""
     line = re.sub(r"GradScaler\(([^()]*)\)", lambda m: f"GradScaler({m[1]}{', ' if m[1] else ''}enabled=False)", code)
     return line if line != code else None
 
 
 def of_sizes(sizes: Sequence[int], multiple: int) -> str:
-    """The next sizes that fit."""
+    """Return a sentence that says to round each size up to the next multiple."""
     rounded = [f"{size} up to {-(-size // multiple) * multiple}" for size in sizes]
     return f"Round {', '.join(rounded)}."
 
 
 def _value(node: ast.AST) -> float | None:
-    """The number that a literal is, with its sign."""
+    """Return the value of a number literal with its sign, or None for another node."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         value = _value(node.operand)
         return None if value is None else -value
@@ -132,7 +132,10 @@ def _cast_up(node: ast.AST, text: Text) -> str:
 
 
 def _mended(code: str, mend: Mend) -> str | None:
-    """The line with one of its nodes mended, the innermost first; None where it is no whole statement or has none."""
+    """Return the line with the innermost node that `mend` fixes replaced.
+
+    Return None if the line is no whole statement, or if `mend` fixes no node.
+    """
     whole = f"{code} pass" if code.endswith(":") else code
     try:
         tree = ast.parse(whole)

@@ -1,4 +1,4 @@
-"""Errors that devices raise for the dtypes of an operation's operands, where tensors without data raise none."""
+"""Errors that devices raise for the dtypes of an operation's operands and tensors without data do not raise."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from autotune_amp.precision.torch_state import HALF_DTYPES
 
 # CUDA's kernels read weights in the input's dtype; the CPU's take fp32 weights with a half-precision input too.
 _SAME_ON_CUDA: Final = {"native_layer_norm", "native_group_norm"}
-_NO_HALF_ANYWHERE: Final = {"_cdist_forward"}  # autocast casts for it wherever it is on
+_NO_HALF_ANYWHERE: Final = {"_cdist_forward"}  # autocast, if on, casts its operands to fp32
 NOT_IN_BF16: Final = "(bf16 works)"
 _OF_DTYPES: Final = (rules.MIXED_OPERANDS, rules.HALF_KERNELS, rules.LINEAR_ALGEBRA, rules.FFT)
 
 
 class OperandCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
-    """Raises what `device` would for the dtypes that operands have once autocast has cast them.
+    """Mode that raises the error that `device` would raise for an operation's dtypes after autocast's casts.
 
-    Tensors without data take any dtypes. Where those differ, the operation is run on zeros by the CPU's own kernels,
-    once for each signature; for the CPU itself, whatever takes half precision is. `reached` are the floating-point
-    dtypes of the last operation that was given any.
+    Tensors without data accept any dtypes. If the dtypes differ, or if the device is the CPU and one is half precision,
+    the operation is run on zeros by the CPU's own kernels, once for each signature. `reached` are the floating-point
+    dtypes of the last operation that had any.
     """
 
     def __init__(self, device: AutocastDevice) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.reached: list[torch.dtype] = []
         self._device = device
-        self._known: dict[Any, str | None] = {}  # the errors, by signature
+        self._known: dict[Any, str | None] = {}  # error of each signature, None if it works
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -57,10 +57,13 @@ class OperandCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
 
 def _error_on_cpu(func: Any, args: Any, kwargs: dict[str, Any], low: torch.dtype) -> str | None:
-    """Return what the CPU raises for these dtypes, with `low` for those in half precision; None where nothing, or an
-    error that is not about dtypes: all numbers are zero."""
+    """Return the error about dtypes that the CPU raises for an operation, or None.
+
+    The operation runs on zeros, with `low` in place of any half-precision dtype. Other errors are ignored, since the
+    zeros may cause them.
+    """
     was_on = torch.is_autocast_enabled("cpu")
-    torch.set_autocast_enabled("cpu", False)  # it has cast already
+    torch.set_autocast_enabled("cpu", False)  # the operands are cast already
     try:
         with _disable_current_modes(), torch.no_grad():
             given, named = tree_map(lambda leaf: _on_cpu(leaf, low), (args, kwargs))

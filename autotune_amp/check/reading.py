@@ -1,4 +1,4 @@
-"""A look at the user's own source, for what one recorded step cannot show: scalers, clipping, old names. No torch."""
+"""Findings in the user's source that one recorded step cannot show: scalers, clipping, old names. No torch."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _WIDTHS: Final = {
 
 
 class SourceText(NamedTuple):
-    """One file of the user's, parsed; `names` are what its imports call, by the name that they have in it."""
+    """Parsed file of the user. `names` maps each name that the file imports to its full name."""
 
     file: str
     tree: ast.Module
     names: dict[str, str]
 
     def called(self, node: ast.AST) -> str:
-        """The full name of what an expression names, "" where it names nothing."""
+        """Return the full dotted name that an expression refers to, "" if it is not a name."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -50,19 +50,19 @@ class SourceText(NamedTuple):
         return ".".join([self.names.get(node.id, node.id), *reversed(parts)])
 
     def place(self, line: int) -> Place:
-        """A line of it."""
+        """Return the place of a line of this file."""
         return Place(file=self.file, line=line)
 
 
 def sources_of(objects: Iterable[Any]) -> tuple[list[SourceText], tuple[str, ...]]:
-    """The files in which these classes and functions are written, and the names of those whose source is not there.
+    """Return the parsed files that define these classes and functions, and the names of those without source.
 
-    What is installed, torch among it, is not the user's to mend.
+    Installed code, such as torch, is left out, since the user cannot fix it.
     """
     sources: dict[str, SourceText] = {}
     unread: dict[str, None] = {}
     for given in objects:
-        function = inspect.unwrap(getattr(given, "func", given))  # of a partial
+        function = inspect.unwrap(getattr(given, "func", given))  # of a functools.partial
         subject = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
         if getattr(subject, "__module__", "").partition(".")[0] in ("torch", "builtins"):
             continue
@@ -78,7 +78,7 @@ def sources_of(objects: Iterable[Any]) -> tuple[list[SourceText], tuple[str, ...
 
 
 def read(source: SourceText) -> Iterator[Finding]:
-    """What is found in a file."""
+    """Yield the findings in a file."""
     yield from _old_names(source)
     yield from _scalers(source)
     for node in ast.walk(source.tree):
@@ -90,10 +90,10 @@ def read(source: SourceText) -> Iterator[Finding]:
 def of_weights(
     dtype: str, severity: Severity, modules: tuple[str, ...], sources: Iterable[SourceText], makers: Iterable[Any]
 ) -> Finding:
-    """Say that trained weights of `modules` are kept in `dtype`, and where that is asked for.
+    """Return the finding that trained weights of `modules` are kept in `dtype`, at the line that asks for this dtype.
 
-    It is where one of `makers` says so, or what they call, or the line that assigns one to its name; else the only
-    place in any file. Where several ask for this dtype, any may be another workload's, and none is named.
+    The line is in one of `makers` or a function that it uses, or assigns a maker to its name; otherwise it is the only
+    one in any file. If several lines ask for the dtype, any may belong to another workload, and none is named.
     """
     sources = list(sources)
     places = [place for source in sources for place in _mentions(source, dtype)]
@@ -113,10 +113,10 @@ def of_weights(
 
 
 def _file_of(subject: Any) -> str | None:
-    """Return the file, or the notebook cell, in which a function or class was written; None where that is not known.
+    """Return the file or notebook cell in which a function or class was written, or None if it is unknown.
 
-    A class is looked for by its methods, which know their file wherever it was unpickled: `inspect` asks its module,
-    which in a trial's process is another one where the class is of the user's ``__main__``.
+    A class is found by its methods, whose code keeps its file when unpickled. `inspect` looks in the module of the
+    class, and in a trial's process ``__main__`` is not the user's.
     """
     functions = map(_function_of, vars(subject).values() if inspect.isclass(subject) else [subject])
     written = (
@@ -124,12 +124,12 @@ def _file_of(subject: Any) -> str | None:
         for function in functions
         if inspect.isfunction(function) and function.__module__ == subject.__module__
     )
-    # A dataclass has methods from elsewhere.
+    # The methods that a dataclass generates are in the file "<string>".
     if (file := next((file for file in written if file != "<string>"), None)) is not None:
         return file
     try:
         return inspect.getsourcefile(subject)
-    except (TypeError, OSError):  # of something built in, or of a class without methods in a module that has no file
+    except (TypeError, OSError):  # a built-in, or a class without methods in a module without a file
         return None
 
 
@@ -146,7 +146,7 @@ def _parsed(file: str) -> SourceText | None:
     lines = linecache.getlines(file)
     try:
         tree = ast.parse("".join(lines))
-    except SyntaxError:  # a notebook's cell with magic in it
+    except SyntaxError:  # as in a notebook cell with IPython magic
         return None
     return SourceText(file, tree, _imports(tree)) if lines else None
 
@@ -162,7 +162,7 @@ def _imports(tree: ast.Module) -> dict[str, str]:
 
 
 def _mentions(source: SourceText, dtype: str) -> Iterator[Place]:
-    """Where a file asks for a dtype by its name, as ``.half()`` or ``torch.float16``."""
+    """Yield the places where a file names a dtype, as ``.half()`` or ``torch.float16``."""
     method, *names = _WIDTHS[dtype]
     for node in ast.walk(source.tree):
         is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method
@@ -171,10 +171,10 @@ def _mentions(source: SourceText, dtype: str) -> Iterator[Place]:
 
 
 def _reachable(maker: Any) -> Iterator[Any]:
-    """Return a function of the user's own and those that it names, the nearest first; of classes the methods."""
+    """Yield a function of the user and the functions that it refers to, nearest first; of a class its methods."""
     seen: set[CodeType] = set()
     waiting = [maker]
-    for given in waiting:  # which grows
+    for given in waiting:  # the loop appends to it
         found = given.func if isinstance(given, functools.partial) else given
         if inspect.isclass(found):
             waiting += [member for member in map(_function_of, vars(found).values()) if inspect.isfunction(member)]
@@ -184,13 +184,13 @@ def _reachable(maker: Any) -> Iterator[Any]:
         seen.add(found.__code__)
         yield found
         for cell in found.__closure__ or ():
-            with contextlib.suppress(ValueError):  # of a name that has no value yet
+            with contextlib.suppress(ValueError):  # a closure variable that has no value yet
                 waiting.append(cell.cell_contents)
         waiting += (found.__globals__[name] for name in _names(found.__code__) if name in found.__globals__)
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """The names that a function uses, and those in it."""
+    """Yield the names that a function's code uses, including its inner functions."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -198,7 +198,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _span(maker: Any) -> set[tuple[str | None, int | None]]:
-    """The lines of a function."""
+    """Return the (file, line) pairs of a function, none if it has no source."""
     try:
         lines, first = inspect.getsourcelines(maker)
     except (OSError, TypeError):  # it has no source
@@ -208,7 +208,7 @@ def _span(maker: Any) -> set[tuple[str | None, int | None]]:
 
 
 def _assignments(source: SourceText, maker: Any) -> set[tuple[str | None, int | None]]:
-    """Return the lines of a file that assign a function to the names that it has there, as ``half = make(float16)``."""
+    """Return the (file, line) pairs that assign `maker` to a global name in its file, as ``half = make(float16)``."""
     known = getattr(maker, "__globals__", {})
     return {
         (source.file, line)
@@ -228,7 +228,7 @@ def _old_names(source: SourceText) -> Iterator[Finding]:
         elif isinstance(node, ast.Import):
             is_old = any(_OLD.match(alias.name) for alias in node.names)
         else:
-            # What was imported by name was found where it was.
+            # A name imported from there is reported at its import.
             is_old = isinstance(node, ast.Attribute) and bool(_OLD.fullmatch(ast.unparse(node)))
         if is_old:
             place = source.place(node.lineno)  # type: ignore[attr-defined]
@@ -236,7 +236,7 @@ def _old_names(source: SourceText) -> Iterator[Finding]:
 
 
 def _scalers(source: SourceText) -> Iterator[Finding]:
-    """GradScalers that are always on, in a file whose every autocast is to bf16."""
+    """Yield a finding for each GradScaler that is always on, in a file in which every autocast is to bf16."""
     calls = [(source.called(node.func), node) for node in ast.walk(source.tree) if isinstance(node, ast.Call)]
     dtypes = [_dtype_of(source, name, node) for name, node in calls if name.endswith("autocast")]
     if not dtypes or any(dtype != "bfloat16" for dtype in dtypes):
@@ -248,7 +248,7 @@ def _scalers(source: SourceText) -> Iterator[Finding]:
 
 
 def _dtype_of(source: SourceText, name: str, call: ast.Call) -> str:
-    """The last part of the dtype that an autocast is given; "" where it is given none, or one by another name."""
+    """Return the last part of the name of the dtype passed to an autocast call, "" if none is passed by name."""
     given = [keyword.value for keyword in call.keywords if keyword.arg == "dtype"]
     place = 0 if _OLD.match(name) else 1
     given += call.args[place : place + 1]
@@ -256,7 +256,10 @@ def _dtype_of(source: SourceText, name: str, call: ast.Call) -> str:
 
 
 def _clipping(source: SourceText, scope: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Finding]:
-    """Clipping behind a scaled backward pass, before anything is unscaled, in one function or in the file itself."""
+    """Yield a finding for gradient clipping after a scaled backward pass and before `unscale_`.
+
+    The calls are looked for in one function, or at the top level of the file.
+    """
     calls = sorted((node for node in _inside(scope) if isinstance(node, ast.Call)), key=lambda node: node.lineno)
     methods = [
         (node.lineno, node.func.attr, ast.unparse(node.func.value), node)
@@ -278,7 +281,7 @@ def _clipping(source: SourceText, scope: ast.Module | ast.FunctionDef | ast.Asyn
 
 
 def _inside(scope: ast.AST) -> Iterator[ast.AST]:
-    """The nodes in it, without those in its functions."""
+    """Yield the nodes in a scope, without those inside its functions."""
     for node in ast.iter_child_nodes(scope):
         yield node
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):

@@ -1,9 +1,9 @@
-"""One fp32 step on the CPU, each of its calls repeated on tensors without data under the device's own autocast.
+"""Recording of one fp32 step on the CPU, each call repeated on tensors without data under the device's autocast.
 
-A shadow stands for each tensor of the step: a fake one of the device's, with the dtype that the tensor would have
-there. torch's own autocast, of the version that is installed, says what becomes of the dtypes: which operations go down
-to half precision, which up to fp32, which raise. The step itself stays in fp32 and on the CPU whatever its code
-asks for, and its code is told the shadow's dtype, so that it goes the way that it would go on the device.
+Each tensor of the step has a shadow: a fake tensor on the device, with the dtype that the tensor would have there. The
+autocast of the installed torch decides which operations run in half precision, which in fp32, and which raise. The step
+itself stays in fp32 on the CPU, whatever its code asks for, but its code sees the dtype of the shadow, so that it takes
+the branches that it would take on the device.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from autotune_amp.precision.rules import AutocastDevice, Severity
 from autotune_amp.precision.torch_state import HALF_DTYPES
 
 Say: TypeAlias = Callable[[str], None]
-SAY_SECONDS = 1.0  # between two reports of how far a recording is
+SAY_SECONDS = 1.0  # between two reports of a recording's progress
 _OWN = Path(__file__).parents[1]
 _TORCH = str(Path(torch.__file__).parent)
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _PACKAGES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"])
 
-# What cannot be repeated without the device itself, though autocast lowers all of it.
+# Functions that cannot be repeated without the device itself; autocast runs all of them in half precision.
 _LOWERED: Final = {"lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward"}
-_MIXED, _NO_KERNEL = "the same dtypes are wanted", "not implemented for 'Half'"  # as the rules know them
+_MIXED, _NO_KERNEL = "the same dtypes are wanted", "not implemented for 'Half'"  # as the rules' patterns match them
 _DTYPES = re.compile(r"dtype|scalar type|Half|float|not implemented for", re.IGNORECASE)
 _DEVICE = re.compile(r"(cuda|mps|xpu)(:\d+)?")
-# What a step takes here instead.
+# Methods that a recorded step calls in place of those of these names, to stay in fp32 on the CPU.
 _HERE: Final[dict[str, Callable[..., Any]]] = {
     "half": Tensor.float,
     "bfloat16": Tensor.float,
@@ -65,9 +65,10 @@ class _Shadow(NamedTuple):
 
 
 class Recording(TorchFunctionMode):
-    """Follows the calls of a step of `model`, inside `running`, for the autocast of `device`.
+    """Mode that records the torch calls of a step of `model` inside `running`, for the autocast of `device`.
 
-    `findings` are what it has seen so far, `num_calls` and `modules_run` how much; `say` is told so every second.
+    `findings` are those so far, `num_calls` counts the calls, `modules_run` are the names of the modules that ran.
+    `say` is called with the progress every second. Weights and buffers in half precision are cast to fp32 in place.
     """
 
     def __init__(self, model: nn.Module, device: AutocastDevice, say: Say = lambda _: None) -> None:
@@ -79,15 +80,15 @@ class Recording(TorchFunctionMode):
         self._device = device
         self._names = {module: name for name, module in modules_by_name(model).items()}
         self._inside: list[str] = []
-        self._levels: list[torch.dtype | None] = [None]  # of autocast, the innermost last; None where it is off
-        self._asked: dict[int, torch.dtype | None] = {}  # by autocast, what it was made with
+        self._levels: list[torch.dtype | None] = [None]  # dtypes of nested autocasts, the innermost last; None if off
+        self._asked: dict[int, torch.dtype | None] = {}  # dtype that each autocast was made with, by its id
         self._is_repeating = self._is_in_call = False
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._fake_mode:
             self._at = torch.empty(0, device=device).device
         self._operands = OperandCheck(device)
-        self._reached: list[torch.dtype] = []  # by a call that failed, the formats that its last operation was given
-        self._kept_in: set[torch.dtype] = set()  # of its weights, what is half precision
+        self._reached: list[torch.dtype] = []  # dtypes given to the last operation of a failed call
+        self._kept_in: set[torch.dtype] = set()  # half-precision dtypes of the weights
         self._shadows: Any = WeakTensorKeyDictionary()
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if (fake := self._faked(tensor, tensor.dtype)) is not None:
@@ -98,9 +99,9 @@ class Recording(TorchFunctionMode):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Record what is called in here; torch is left as it was."""
+        """Record the calls made in this context, and leave torch as it was."""
         with ExitStack() as stack:
-            log = logging.getLogger("torch._subclasses.fake_tensor")  # it tells of each call that raises
+            log = logging.getLogger("torch._subclasses.fake_tensor")  # it logs each call that raises
             stack.callback(log.setLevel, log.level)
             log.setLevel(logging.CRITICAL)
             for module in self._names:
@@ -112,8 +113,8 @@ class Recording(TorchFunctionMode):
             stack.enter_context(_replaced(torch.autocast, "__exit__", lambda *_: self._leave_autocast()))
             stack.enter_context(_replaced(_last_before_cpp(), "apply", classmethod(self._apply_function)))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            # Activation checkpointing compares dtypes of the forward pass, which are the shadows', with those of the
-            # backward pass, in which nothing is recorded.
+            # Activation checkpointing would compare the dtypes of the forward pass, which are the shadows', with those
+            # of its repetition in the backward pass, in which nothing is recorded.
             checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
             stack.callback(checks.__setitem__, "default", checks["default"])
             checks["default"] = checks["none"]
@@ -122,12 +123,12 @@ class Recording(TorchFunctionMode):
             yield
 
     def __deepcopy__(self, _: Any) -> Recording:
-        """Be the same in a copy of the model that the step makes, whose hooks hold it."""
+        """Return the recording itself: a copy that the step makes of the model has the same hooks."""
         return self
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """The autocast of the training itself."""
+        """Enter the autocast of the training step itself, to fp16."""
         self._levels.append(LOW)
         try:
             with self._showing(LOW):
@@ -136,7 +137,7 @@ class Recording(TorchFunctionMode):
             self._levels.pop()
 
     def see_loss(self, loss: Tensor) -> None:
-        """The training goes back from this."""
+        """Add a finding if the loss, from which the backward pass starts, is in half precision."""
         self._say(f"{self.num_calls:,} calls recorded; the backward pass")
         shadow = self._shadows.get(loss)
         if shadow is not None and shadow.fake.dtype in HALF_DTYPES:
@@ -164,7 +165,7 @@ class Recording(TorchFunctionMode):
         finally:
             self._is_in_call = was_in_call
         if name in CASTS and any(result is leaf for leaf in args):
-            result = result.view_as(result)  # a cast that changes nothing here may change the shadow
+            result = result.view_as(result)  # a cast that changes nothing here may change the shadow's dtype
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if made or name in ("__setitem__", "allclose"):
             self._follow(name, func, args, kwargs, made)
@@ -178,7 +179,7 @@ class Recording(TorchFunctionMode):
         dtypes_given = [self._dtype(tensor) for tensor in given]
         for index, tensor in enumerate(made):
             if any(tensor is one for one in given) and tensor in self._shadows:
-                continue  # changed in place, and its shadow with it
+                continue  # changed in place, and its shadow likewise
             fake = fakes[index] if index < len(fakes) else None
             dtype = self._guessed(name, tensor, asked, self._reached or dtypes_given) if fake is None else fake.dtype
             if fake is None or not self._is_usable(fake, tensor):
@@ -201,16 +202,16 @@ class Recording(TorchFunctionMode):
         self.findings += judged(call, self._device)
 
     def _repeated(self, name: str, func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], str | None]:
-        """What the call gives for the shadows, or what it raises."""
+        """Return the tensors that a call gives for the shadows, and None or the message of the error that it raises."""
         self._reached = self._operands.reached = []
-        if name == "__getitem__" or name in _LOWERED:  # they want the device itself
+        if name == "__getitem__" or name in _LOWERED:  # they need the device itself
             is_lowered = name == "__getitem__" or self._levels[-1] is not None
             return [], None if is_lowered or len(self._dtypes((args, kwargs))) < 2 else _MIXED
         try:
             with self._repeating(self._levels[-1]):
                 given, named = tree_map(self._on_device, (args, kwargs))
                 result = func(*given, **named)
-        except Exception as error:  # whatever the fakes cannot do, beside what the device could not
+        except Exception as error:  # of the device, or of fake tensors alone
             message, self._reached = str(error), self._operands.reached
             if rules.rule_of(message) is None and _DTYPES.search(message) and self._runs_in_fp32(func, args, kwargs):
                 message = _MIXED if len(self._dtypes((args, kwargs))) > 1 else _NO_KERNEL
@@ -218,8 +219,8 @@ class Recording(TorchFunctionMode):
         return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)], None
 
     def _runs_in_fp32(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether the call works for shadows that are all in fp32."""
-        with suppress(Exception), self._repeating(None):  # what fails here too does not fail for the dtypes
+        """Whether a call works if all shadows among its arguments are cast to fp32."""
+        with suppress(Exception), self._repeating(None):  # an error here too is not about dtypes
             given, named = tree_map(_in_fp32, tree_map(self._on_device, (args, kwargs)))
             func(*given, **named)
             return True
@@ -229,7 +230,7 @@ class Recording(TorchFunctionMode):
     def _repeating(self, dtype: torch.dtype | None) -> Iterator[None]:
         self._is_repeating = True
         is_caching = torch.is_autocast_cache_enabled()
-        # A cast of a shadow that requires grad would be kept: C++ frees it without the fake mode, and aborts.
+        # The cache would keep a cast of a shadow that requires grad: C++ frees it outside the fake mode, and aborts.
         torch.set_autocast_cache_enabled(False)
         try:
             with (
@@ -267,11 +268,14 @@ class Recording(TorchFunctionMode):
             return torch.empty(like.shape, dtype=dtype, device=self._device)
 
     def _is_usable(self, fake: Tensor, tensor: Tensor) -> bool:
-        """Whether calls can be repeated on it: copying one that is not contiguous takes the device itself."""
+        """Whether calls can be repeated on `fake` in place of `tensor`.
+
+        It must be contiguous, since copying one that is not needs the device itself.
+        """
         return fake.shape == tensor.shape and fake.device.type == self._device and fake.is_contiguous()
 
     def _dtypes(self, arguments: Any) -> set[torch.dtype]:
-        """The formats of the numbers among the arguments."""
+        """Return the floating-point dtypes that the tensors among the arguments would have on the device."""
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
         return {dtype for dtype in map(self._dtype, tensors) if dtype.is_floating_point}
 
@@ -281,7 +285,7 @@ class Recording(TorchFunctionMode):
         return dtype
 
     def _guessed(self, name: str, tensor: Tensor, asked: Sequence[torch.dtype], given: Sequence[torch.dtype]) -> Any:
-        """The dtype of a result whose call cannot be repeated: what was `asked` for, else that of what goes in."""
+        """Return the dtype of a result whose call cannot be repeated: the one `asked` for, else from those `given`."""
         if asked:
             return asked[0]
         floating = [dtype for dtype in given if dtype.is_floating_point]
@@ -297,7 +301,7 @@ class Recording(TorchFunctionMode):
         name = self._names.get(module)
         if name is not None:
             self.modules_run.add(name)
-        elif self._inside:  # a copy that the step has made
+        elif self._inside:  # a copy of a module, made by the step
             name = self._inside[-1]
         self._inside.append(name or "")
 
@@ -309,7 +313,7 @@ class Recording(TorchFunctionMode):
             context: Any, device_type: str, dtype: Any = None, enabled: bool = True, *rest: Any, **more: Any
         ) -> None:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that the device is not here
+                warnings.simplefilter("ignore")  # the warning that there is no such device
                 initialise(context, device_type, dtype, enabled, *rest, **more)
             self._asked[id(context)] = (dtype or LOW) if enabled else None
 
@@ -330,11 +334,14 @@ class Recording(TorchFunctionMode):
         self._show_level()
 
     def _show_level(self) -> None:
-        if not self._is_in_call:  # in which nothing is recorded: activation checkpointing repeats the forward pass
+        if not self._is_in_call:  # a call records nothing: in backward(), checkpointing repeats the forward pass
             _show(self._levels[-1], ("cpu", self._device))
 
     def _apply_function(self, kind: Any, *args: Any, **kwargs: Any) -> Any:
-        """In the place of a Function's apply: runs it, and repeats it on shadows forward and backward."""
+        """Run a Function in place of its `apply`, and repeat its forward and backward on shadows.
+
+        Add a finding if they raise under autocast, or if autocast changes the dtypes of the outputs.
+        """
         result = _apply_of(kind)(*args, **kwargs)
         if self._levels[-1] is None or kwargs or _is_decorated(kind) or kind.__module__.startswith("torch."):
             return result
@@ -342,7 +349,7 @@ class Recording(TorchFunctionMode):
             dtypes = self._function_dtypes(kind, args, self._levels[-1])
             is_lowered = dtypes != self._function_dtypes(kind, args, None)
             severity: Severity | None = "hurts" if is_lowered else None
-        except Exception as error:  # whatever the fakes cannot do, beside what the device could not
+        except Exception as error:  # of the device, or of fake tensors alone
             severity = "breaks" if rules.rule_of(str(error)) is not None else None
         if severity is not None:
             code = kind.forward.__code__
@@ -352,7 +359,10 @@ class Recording(TorchFunctionMode):
         return result
 
     def _function_dtypes(self, kind: Any, args: Sequence[Any], dtype: torch.dtype | None) -> list[torch.dtype]:
-        """What a Function makes of the arguments' shadows, whose backward is run too; raises what it raises."""
+        """Return the dtypes of a Function's outputs for the arguments' shadows, with forward under autocast to `dtype`.
+
+        The backward is run too, without autocast. Errors of both propagate.
+        """
         context = _FunctionContext()
         with self._repeating(dtype):
             given = [self._on_device(leaf) for leaf in args]
@@ -375,7 +385,7 @@ class Recording(TorchFunctionMode):
 
     @contextmanager
     def _showing(self, dtype: torch.dtype | None, *, only_device: bool = False) -> Iterator[None]:
-        """Have torch say that autocast to `dtype` is on, None for off: on the device, and for the CPU's own tensors."""
+        """Set autocast to `dtype` (None: off) on the device and, unless `only_device`, on the CPU; restore it after."""
         places = (self._device,) if only_device else ("cpu", self._device)
         before = [(place, torch.is_autocast_enabled(place), torch.get_autocast_dtype(place)) for place in places]
         _show(dtype, places)
@@ -388,14 +398,14 @@ class Recording(TorchFunctionMode):
 
 
 class _Always:
-    """Stands for a tuple of True, however long."""
+    """Stand-in for a tuple of True of any length."""
 
     def __getitem__(self, index: int) -> bool:
         return True
 
 
 class _FunctionContext:
-    """Stands for the context of an autograd.Function: what is saved in it can be read."""
+    """Stand-in for the context of an autograd.Function; the tensors saved in it can be read."""
 
     saved_tensors: tuple[Any, ...] = ()
     needs_input_grad: Any = _Always()
@@ -409,14 +419,15 @@ class _FunctionContext:
 
 
 def _apply_of(kind: Any) -> Any:
-    """The apply of C++, past what is put in its way."""
+    """Return the C++ `apply` of a Function class, past the one that the recording puts in its place."""
     return super(_last_before_cpp(), kind).apply
 
 
 def _last_before_cpp() -> Any:
-    """The class whose apply every Function's leads to: before torch 2.14 that of Function is Python, and goes on.
+    """Return the class to whose `apply` that of every Function leads, the last one before C++.
 
-    From 2.14 on an apply that was taken from its class before anything is recorded is not seen.
+    Before torch 2.14, `Function.apply` is Python and calls that of its base class. From 2.14 on, an `apply` that was
+    taken from its class before the recording began is not seen.
     """
     kind: Any = torch.autograd.Function
     is_python = hasattr(kind.apply, "__func__")
@@ -424,7 +435,7 @@ def _last_before_cpp() -> Any:
 
 
 def _line_of_def(code: CodeType) -> int:
-    """The line of a function's ``def``, below its decorators."""
+    """Return the line of a function's ``def``, below its decorators."""
     lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
     return code.co_firstlineno + next((i for i, line in enumerate(lines) if line.lstrip().startswith("def ")), 0)
 
@@ -436,9 +447,9 @@ def _is_decorated(kind: Any) -> bool:
 
 
 def _restores_autocast(frame: FrameType) -> bool:
-    """Whether an autocast is entered by torch itself, as activation checkpointing does in the backward pass.
+    """Whether `frame`, which enters an autocast, is torch's own, as in activation checkpointing's backward pass.
 
-    That of a function which the user decorated is entered in torch.amp.
+    torch.amp does not count: there the autocast of a function that the user decorated is entered.
     """
     file = frame.f_code.co_filename
     return file.startswith(_TORCH) and file != torch.amp.autocast_mode.__file__
@@ -465,13 +476,13 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def raised_at(error: Exception) -> Place:
-    """Return the innermost line of the user's own that an exception passed through."""
+    """Return the innermost line of the user's own code that an exception passed through, else an empty `Place`."""
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     return next((Place("", file, line) for file, line in reversed(lines) if not _is_inner(file)), Place())
 
 
 def _is_inner(file: str) -> bool:
-    """Whether a file is torch's, ours or the standard library's: no place to mend anything."""
+    """Whether a file belongs to torch, this package or the standard library, where the user cannot fix anything."""
     if file.startswith(_TORCH) or file.startswith("<frozen"):
         return True
     if Path(file).is_relative_to(_OWN):
@@ -480,7 +491,7 @@ def _is_inner(file: str) -> bool:
 
 
 def _here(arguments: Any) -> Any:
-    """The arguments with fp32 in the place of half precision, and the CPU in that of a device."""
+    """Return the arguments with fp32 in place of half-precision dtypes, and the CPU in place of other devices."""
     changed = [leaf for leaf in tree_leaves(arguments) if _leaf_here(leaf) is not leaf]
     return tree_map(_leaf_here, arguments) if changed else arguments
 

@@ -1,8 +1,8 @@
-"""The process between us and a program that we start: it starts the program, and ends all that came of it.
+"""Keeper: the process between a parent and a program, which starts the program and kills all its descendants.
 
-It does so when the program ends, when the parent asks for it, and when the parent is gone, killed too. On Linux what a
-program leaves behind becomes the keeper's child, whatever session or environment it has, so that nothing can get away.
-A file of its own that runs by its path: it must be up within milliseconds.
+It kills them when the program ends, when the parent asks for it, and when the parent is gone, even if killed. On Linux,
+orphaned descendants of the program become the keeper's children, whatever their session or environment, so that none
+can escape. This file is run by its path, since the keeper must be up within milliseconds.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-CANNOT_START = 126  # exit status, as a shell has it
-END_SECONDS = 30.0  # a process may have to give back the memory of a whole device
-# What the parent asks for by signals: to end the program, to have it stand still, to let it go on.
+CANNOT_START = 126  # exit status of a program that cannot be started, as in a shell
+END_SECONDS = 30.0  # a process may have to free the memory of a whole device
+# Signals from the parent: end the program, pause it, let it continue.
 END, PAUSE, GO_ON = signal.SIGUSR1, signal.SIGTSTP, signal.SIGCONT
-_ORPHANED = signal.SIGUSR2  # from the kernel, where the thread that started this process is gone
+_ORPHANED = signal.SIGUSR2  # from the kernel, when the thread that started this process is gone
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_EXIT_SECONDS = 10.0  # in which a process is gone whose first thread is
-_LOOK_SECONDS = 1.0  # between two looks whether the parent is there, where no signal tells
+_EXIT_SECONDS = 10.0  # a process is gone within this time after its first thread
+_LOOK_SECONDS = 1.0  # between two checks that the parent exists, if no signal tells
 
 
 def keep(
     mark: str, parent: int, folders: Sequence[str], when_orphaned: Sequence[Any] | None, arguments: Sequence[str]
 ) -> int:
-    """Run the program until it ends or is to end; returns its status, negative for a signal's, 0 where it was ended.
+    """Run a program until it ends or has to be ended; return its exit status, negative for a signal, 0 if it was ended.
 
-    Where the parent is gone and cannot do so itself, `when_orphaned` is called, a function by its module and its name
-    with its arguments, and `folders` are removed.
+    `mark` is the value of the variable by which the program's descendants are found, `parent` the parent's process id.
+    If the parent is gone and cannot clean up itself, call `when_orphaned` (a module, the name of a function in it, and
+    the function's arguments) and remove `folders`.
     """
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
@@ -49,9 +50,9 @@ def keep(
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _ORPHANED, 0, 0, 0)
     program = _start(mark, arguments)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as Slurm ends a job, by a signal to every process: there is work
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm ends a job by sending it to every process
     _leave_streams()
-    from autotune_amp.isolation import marks  # while the program starts
+    from autotune_amp.isolation import marks  # imported while the program starts
 
     shared_before = marks.shared_memory()
     status, is_asked, is_orphaned = None, False, False
@@ -77,7 +78,7 @@ def keep(
 
 
 def _leave_streams() -> None:
-    """Let go of the program's input and output, which end with it; errors of our own are told beside its errors."""
+    """Detach from the program's input and output, which then close with it; the keeper's errors go to its stderr."""
     with Path(os.devnull).open("r+b") as null:
         for number in (0, 1):
             os.dup2(null.fileno(), number)
@@ -88,7 +89,7 @@ def _start(mark: str, arguments: Sequence[str]) -> int:
     if pid:
         return pid
     try:
-        os.setsid()  # what it sends to its group is not for us
+        os.setsid()  # signals to the program's process group must not reach the keeper
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != parent:
@@ -104,7 +105,7 @@ def _start(mark: str, arguments: Sequence[str]) -> int:
 
 
 def _reaped(program: int) -> int | None:
-    """Reap all children that have ended; returns the program's status if it is among them."""
+    """Reap all children that have ended; return the program's exit status if it is among them, else None."""
     status = None
     with suppress(ChildProcessError):
         while True:
@@ -116,19 +117,22 @@ def _reaped(program: int) -> int | None:
 
 
 def _end(marks: Any, mark: str, shared_before: Iterable[str]) -> None:
-    """Kill all that came of the program at once, without a signal that it could answer, and free what it shared."""
+    """Kill all descendants of the program at once, by a signal that they cannot handle, and free their shared memory.
+
+    `shared_before` are the names of shared memory that existed before, which is kept.
+    """
     import psutil
 
     shared: set[str] = set()
     until = time.monotonic() + END_SECONDS
-    num_empty = 0  # looks that found nobody: two, since a process that is just executing a program shows no mark
+    num_empty = 0  # rounds that found no process; two, since one that is just executing a program shows no mark
     while num_empty < 2 and time.monotonic() < until:
         _reaped(0)
         found = {*psutil.Process().children(recursive=True), *marks.marked(mark)}
         num_empty = 0 if found else num_empty + 1
         for process in found:
             with suppress(psutil.Error):
-                process.suspend()  # so that none shares more, or answers to another's end
+                process.suspend()  # so that none shares more memory, or reacts to another's end
         shared |= marks.shared_memory_of(found).difference(shared_before)
         for process in found:
             with suppress(psutil.Error):
@@ -140,7 +144,7 @@ def _end(marks: Any, mark: str, shared_before: Iterable[str]) -> None:
 
 
 def main(settings: str, *arguments: str) -> None:
-    """Keep a program, and end as it did."""
+    """Run a program under this keeper, and exit with the status or the signal of the program."""
     known = json.loads(settings)
     sys.path[:] = known["path"]
     status = keep(known["mark"], known["parent"], known["folders"], known["when_orphaned"], arguments)

@@ -1,4 +1,4 @@
-"""Conversion of a live workload to bytes that another process can read, with errors for parts that cannot be sent."""
+"""Conversion of a live workload to bytes for another process, with errors that name parts that cannot be sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ONE_DEVICE = "Pass the bare model: one device is measured, without the exchange
 _IN_A_FUNCTION = "Make it inside a function that the trial calls (model, data and optimizer may all be functions)."
 _NOT_IN_PLACE = "Call compile() inside a function that makes the model, or pass torch.compile(model)."
 
-# Objects tied to a process group, which a trial does not have; FSDP is made of them. Looked up only if imported.
+# Objects tied to a process group, which a trial does not have; FSDP consists of them. Looked up only if imported.
 _OF_A_GROUP = (("torch.distributed.tensor", "DTensor"), ("torch.distributed", "ProcessGroup"))
 
 
@@ -25,7 +25,7 @@ def pack(source: WorkloadSource) -> bytes:
     """Return the workload as bytes, in one piece, so that tied weights and optimizer groups keep their identity.
 
     Tensors on an accelerator are sent as CPU copies, a model without its DistributedDataParallel wrapper. Raises
-    `WorkloadError` that names a part that cannot be sent, such as a module compiled in place by ``module.compile()``.
+    `WorkloadError` with the name of a part that cannot be sent, such as a module compiled in place by `compile()`.
     """
     import torch
 
@@ -49,8 +49,11 @@ def pack(source: WorkloadSource) -> bytes:
 
 
 def _pickle_module() -> Any:
-    """Return cloudpickle adapted to trials: code keeps the name of its file, which cloudpickle replaces, and its text
-    if no file holds it; a DataLoader with persistent workers has no running iterator."""
+    """Return a pickle module for torch.save: cloudpickle, adapted to trials.
+
+    Code objects keep the name of their file, which cloudpickle would replace, and their text if no file holds it. A
+    DataLoader with persistent workers loses its running iterator.
+    """
     import cloudpickle
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
@@ -58,7 +61,7 @@ def _pickle_module() -> Any:
 
     found = (getattr(sys.modules.get(module), name, None) for module, name in _OF_A_GROUP)
     of_a_group = tuple(kind for kind in found if isinstance(kind, type))
-    texts: dict[str, str] = {}  # each is written once, as long as it is one object
+    texts: dict[str, str] = {}  # by file; pickled once as long as it is one object
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it ships no types
         def reducer_override(self, obj: Any) -> Any:
@@ -71,7 +74,7 @@ def _pickle_module() -> Any:
             if isinstance(obj, of_a_group):
                 raise WorkloadError(f"a {type_name(obj)} needs the process group of this process", _ONE_DEVICE)
             compiled = vars(obj).get("_compiled_call_impl") if isinstance(obj, nn.Module) else None
-            if not isinstance(compiled, types.MethodType | None):  # a method with disable=True
+            if not isinstance(compiled, types.MethodType | None):  # with disable=True it is a method, which is no loss
                 raise WorkloadError(f"a {type_name(obj)} compiled in place loses that in a copy", _NOT_IN_PLACE)
             if isinstance(obj, DistributedDataParallel):
                 return _same, (obj.module,)
@@ -81,8 +84,10 @@ def _pickle_module() -> Any:
 
 
 def _code_of_file(file: str, text: str, make: Any, arguments: tuple[Any, ...]) -> types.CodeType:
-    """Make code that tracebacks and checks can cite: `text` is that of `file`, a notebook's cell, "" where it is read
-    from disk."""
+    """Return the code object that `make` creates, with the file name `file`, so that tracebacks show its lines.
+
+    `text` is the source of a notebook cell, and "" if `file` is on disk.
+    """
     if text and file not in linecache.cache:
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     code: types.CodeType = make(*arguments)

@@ -1,4 +1,4 @@
-"""A program of ours or of the user's, started under a keeper that ends all that came of it, ourselves killed or not."""
+"""Program that runs under a keeper, which kills all its descendants at the end, even if this process is killed."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from autotune_amp.core.errors import RunnerError
 from autotune_amp.isolation import keeper
 from autotune_amp.isolation.marks import KILL_SECONDS, kill_marked
 
-# Of the folder for temporary files; a socket's path has 107 bytes (103 on macOS), and what is made in a program's own
-# folder, multiprocessing's sockets among them, takes 60 of them.
+# Longest path of the folder for temporary files. A socket's path has 107 bytes at most (103 on macOS), of which names
+# inside a program's own folder, such as those of multiprocessing's sockets, take 60.
 _MAX_PATH_BYTES = 40
 
 
 class Program:
-    """A program that runs under a keeper, with temporary files in a folder of its own.
+    """Program that runs under a keeper, with a folder of its own for temporary files.
 
-    `popen` is the keeper: its status is the program's, its streams are the program's. `folder` is for temporary files;
-    whoever makes it removes it after `end`, the keeper does where we are gone, with the further `folders`, and calls
-    `when_orphaned` before, a function by its module and its name with its arguments. Raises `RunnerError` where no
-    process can be started.
+    `popen` is the keeper's process, with the exit status and the streams of the program. `folder` is for temporary
+    files, and whoever made it removes it after `end`. If this process is gone, the keeper calls `when_orphaned` (a
+    module, the name of a function in it, and the function's arguments), then removes `folder` and the further
+    `folders`. Raises `RunnerError` if no process can be started.
     """
 
     def __init__(
@@ -70,44 +70,50 @@ class Program:
             ) from error
 
     def processes(self) -> list[psutil.Process]:
-        """The program, first, and all that came of it."""
+        """Return the running processes of the program: its own first, then its descendants."""
         with contextlib.suppress(psutil.NoSuchProcess):
             return psutil.Process(self.popen.pid).children(recursive=True)
         return []
 
     def pause(self) -> None:
-        """Have the program stand still until `go_on`, where it would not outlive our own death so."""
+        """Pause the program until `go_on`.
+
+        Only on Linux: elsewhere a paused program would outlive this process, so nothing is done.
+        """
         if sys.platform == "linux":
             self.popen.send_signal(keeper.PAUSE)
 
     def go_on(self) -> None:
-        """Let the program run on."""
+        """Continue a program after `pause`."""
         if sys.platform == "linux":
             self.popen.send_signal(keeper.GO_ON)
 
     def end(self) -> None:
-        """Have the keeper kill the program and all that came of it, and wait until they are gone."""
+        """Have the keeper kill the program and its descendants, and wait until they are gone."""
         self.popen.send_signal(keeper.END)
         try:
             self.popen.wait(keeper.END_SECONDS + KILL_SECONDS)
         except subprocess.TimeoutExpired:
             self.popen.kill()
             self.popen.wait()
-        if self.popen.returncode in (-signal.SIGKILL, -keeper.END):  # so ends the keeper too, if it was killed itself
+        if self.popen.returncode in (-signal.SIGKILL, -keeper.END):  # perhaps the keeper itself was killed
             kill_marked(self._mark)
 
 
 def make_folder() -> Path:
-    """Make a folder for the temporary files of a program; the sockets that are made in it allow no long path."""
+    """Make a folder for the temporary files of a program, with a path that is short enough for sockets in it."""
     usual = tempfile.gettempdir()
     parent = usual if len(os.fsencode(usual)) <= _MAX_PATH_BYTES else "/tmp"  # noqa: S108 - a folder of its own
     return Path(tempfile.mkdtemp(prefix="amp-", dir=parent))
 
 
 def _compilers_cache() -> dict[str, str]:
-    """Where torch keeps what it compiled, which is below TMPDIR and so gone with the program, unless told otherwise."""
+    """Return the variable that keeps the cache of torch's compiler in the usual place.
+
+    By default the cache is below TMPDIR, and would be removed with the folder of the program.
+    """
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name; torch says it so
+    except (KeyError, OSError):  # a container's user without a name, for which torch uses the same text
         user = f"uid_{os.getuid()}"
     return {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir(), f"torchinductor_{user}"))}

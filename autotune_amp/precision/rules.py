@@ -1,4 +1,4 @@
-"""What breaks or hurts under autocast: each rule once, with its source and how it is mended. Pure data, no torch."""
+"""Rules for code that breaks or hurts under autocast, each with its reason, fix and source. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _TENSOR_CORES = "https://docs.nvidia.com/deeplearning/performance/dl-performance
 
 
 class Rule(NamedTuple):
-    """One thing that autocast, or the format that it computes in, does not bear.
+    """Rule for one kind of code that fails under autocast, or in the format that autocast computes in.
 
-    `severity` is the worst that it does; a finding of it may be milder. `why` and `mend` are sentences, `source` is
-    where to read more. `error` is a pattern of the message that torch raises where it breaks, None where it raises none
-    of its own.
+    `severity` is the worst effect; a finding may be milder. `why` is the reason and `mend` the fix, both as sentences;
+    `source` is the address of the documentation. `error` is a pattern of torch's message if such code raises one of its
+    own, else None.
     """
 
     name: str
@@ -208,5 +208,5 @@ RULES: Final = (
 
 
 def rule_of(error: str) -> Rule | None:
-    """The rule whose error this message is; None where it is none's."""
+    """Return the rule whose error pattern matches a message, or None."""
     return next((rule for rule in RULES if rule.error is not None and re.search(rule.error, error)), None)

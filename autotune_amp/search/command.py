@@ -1,4 +1,4 @@
-"""Source of a search that is a training command."""
+"""Source of a search whose trials run a training command, and the fingerprint of its files."""
 
 from __future__ import annotations
 
@@ -38,8 +38,11 @@ _GONE = "gone"
 
 
 def sources(arguments: Sequence[str]) -> list[Path]:
-    """Return the files that a command names, those that its Python files import, and those that its shell scripts, or
-    the text after ``-c``, name. What else it reads is known once it has run."""
+    """Return the files that the text of a command leads to.
+
+    They are the files named in the arguments, in the text after ``-c`` and in shell scripts, and those that Python
+    files import. Other files that the command reads are known only once it has run.
+    """
     values = [value for argument in arguments for value in (argument, argument.partition("=")[2]) if value]
     scripts = [word for flag, text in pairwise(arguments) if re.fullmatch(r"-\w*c", flag) for word in _words(text)]
     found = dict.fromkeys(Path(value) for value in (*values, *scripts) if _is_file(value))
@@ -52,8 +55,10 @@ def sources(arguments: Sequence[str]) -> list[Path]:
 
 
 def _named_in(path: Path) -> Iterator[Path]:
-    """Yield the files that the text of a Python file or a shell script names, as they are found from the working
-    directory and beside it."""
+    """Yield the files that a Python file imports or that a shell script names.
+
+    They are looked up in the working directory and in the folder of the file.
+    """
     if path.suffix not in (".py", ".sh") or path.stat().st_size > MAX_READ_BYTES:
         return
     text = path.read_text(errors="replace")
@@ -78,7 +83,7 @@ def _words(text: str) -> list[str]:
 def _is_file(value: str) -> bool:
     try:
         return Path(value).is_file()
-    except (OSError, ValueError):  # a text that is no path
+    except (OSError, ValueError):  # the text is not a path
         return False
 
 
@@ -90,17 +95,17 @@ def _digest(file: Path) -> str:
 
 
 def fingerprint_parts(line: LaunchLine) -> dict[str, str]:
-    """Return the parts of a command's fingerprint other than the machine, as far as its text says them."""
+    """Return the parts of the fingerprint that follow from a command's text: its arguments, values and files."""
     parts = {"command": f"={shlex.join(line.arguments)}"}
     parts |= {f"--value {name}": f"={word}" for name, word in line.values.items()}
     return parts | {f"file {file}": _digest(file) for file in (*sources(line.arguments), *map(Path, line.files))}
 
 
 class OpenedFiles:
-    """The files of code and settings that trials read, each with the digest that it had when it was first read.
+    """Record of the files of code and settings that trials read, with the digest of each when it was first read.
 
-    One that is as it was then adds nothing to a digest, so that a search goes on by the same name as the files of its
-    trials become known. They are written to a file of the study's folder.
+    Unchanged files add nothing to the digest of a fingerprint, so that a search resumes under the same name although
+    the files become known only in its trials. The record is kept in a file of the study's folder.
     """
 
     def __init__(self) -> None:
@@ -108,7 +113,10 @@ class OpenedFiles:
         self._path: Path | None = None
 
     def keep_in(self, path: Path) -> None:
-        """Know again what trials of earlier searches read. Raises `FormatError` where the file is damaged."""
+        """Load the record of earlier searches from `path`, and write additions to it.
+
+        Raises `FormatError` if the file is damaged.
+        """
         self._path = path
         with contextlib.suppress(FileNotFoundError):
             try:
@@ -119,14 +127,17 @@ class OpenedFiles:
                 ) from error
 
     def add(self, paths: Iterable[str]) -> None:
-        """Take in what a trial read."""
+        """Record the files that a trial read, unless they are known."""
         new = {path: _digest(Path(path)) for path in paths if path not in self._first and _is_file(path)}
         if new and self._path is not None:
             self._first |= new
             write_atomically(self._path, json.dumps(self._first, indent=1))
 
     def parts(self, known: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
-        """Return the digest of each file but those `known` otherwise, and of these the ones that have changed."""
+        """Return the current digests of the recorded files by label, and those among them that have changed.
+
+        Files in `known`, which the fingerprint has already, are left out.
+        """
         real = {os.path.realpath(each) for each in known}
         now = {path: _digest(Path(path)) if _is_file(path) else _GONE for path in self._first if path not in real}
         changed = {_label(path): each for path, each in now.items() if each != self._first[path]}
@@ -149,12 +160,12 @@ class CommandSource(Source):
 
     @property
     def launch_line(self) -> LaunchLine:
-        """Return the command, with the placeholders found once it was observed."""
+        """Return the command's launch line, including the placeholders found in it once the command was observed."""
         return self.command.line
 
     @cached_property
     def command(self) -> Command:
-        """Return the command together with what its runs have shown so far."""
+        """Return the command, which keeps the observations of its runs."""
         from autotune_amp.launch.command import Command
 
         command = Command(self._line)
@@ -169,10 +180,10 @@ class CommandSource(Source):
         slot: Slot | None = None,
         standby: Standby | None = None,  # noqa: ARG002 - it is the command that is started again
     ) -> WorkloadBackend:
-        """Return a backend that starts the command for each trial, one after the other, since runs may write the same
-        files.
+        """Return a backend that starts the command for each trial.
 
-        Raises `InvalidRequestError` for a slot beside others.
+        Trials run one after the other, since they may write the same files. Raises `InvalidRequestError` if `slot` is
+        one of several.
         """
         if slot is not None and slot.name is not None:
             raise InvalidRequestError(
@@ -184,18 +195,21 @@ class CommandSource(Source):
         return CommandBackend(self.command, super().backend(watcher, isolation, environment), watcher, environment)
 
     def keep_in(self, folder: Path) -> None:
-        """Move files that trials leave to a subfolder of the study's folder; know again the files that they read."""
+        """Move files that trials leave to a subfolder of the study's folder, and keep the record of files they read there.
+
+        Raises `FormatError` if the record is damaged.
+        """
         self.command.keep_in(folder)
         self._opened.keep_in(folder / "opened.json")
 
     def warnings(self) -> tuple[str, ...]:
-        """Return notes that name the files that trials left and where they are now."""
+        """Return notes that name the files that trials left, and where they are now."""
         return leftover_notes(self.command.aside, self.command.kept)
 
     def fingerprint_by_child(
         self, options: dict[str, Any], identity: DeviceIdentity, backend: Backend, state: dict[str, Any]
     ) -> Fingerprint:
-        """Return the fingerprint, including the command and the files that it names, imports or was seen to read."""
+        """Return the fingerprint, including the command, the files that it names or imports, and those that trials read."""
         found = super().fingerprint_by_child(options, identity, backend, state)
         parts = fingerprint_parts(self._line)
         opened, changed = self._opened.parts(_files(parts))
@@ -205,7 +219,7 @@ class CommandSource(Source):
         )
 
     def with_opened(self, fingerprint: Fingerprint) -> Fingerprint:
-        """Add the files that trials read."""
+        """Return the fingerprint with the files that trials read as further parts."""
         opened, _ = self._opened.parts(_files(fingerprint.parts))
         return _with_unknown(msgspec.structs.replace(fingerprint, parts={**fingerprint.parts, **opened}))
 
@@ -215,7 +229,7 @@ def _files(parts: Iterable[str]) -> list[str]:
 
 
 def _with_unknown(fingerprint: Fingerprint) -> Fingerprint:
-    """Say that it cannot be compared where its files are too many to be read for every answer."""
+    """Return the fingerprint, marked as not comparable if it has too many files to read for every cached answer."""
     if len(_files(fingerprint.parts)) <= MAX_SOURCES:
         return fingerprint
     unknown = f"the command reads more than {MAX_SOURCES} files of code and settings"
