@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One place that breaks or hurts under autocast.
+    """Finding of a check: one place in the code that breaks or hurts under autocast.
 
     `rule` is the name of the rule, `precisions` are those in which the finding holds. `modules` are the qualified names
     of the modules in which it was seen, "" for code outside all modules. `line` counts from 1 in `file`, and `code` is

@@ -113,7 +113,8 @@ def _puts_another_dtype(call: Call) -> bool:
 def _decompositions(call: Call, device: AutocastDevice) -> Iterator[Finding]:
     """Yield a finding for a decomposition or solver in half precision.
 
-    It is recognised by its name on accelerators, and on the CPU by the error that the CPU's own kernels raise.
+    It is recognised by the error that it raises, on the CPU that of the CPU's own kernels, and on accelerators also by
+    its name.
     """
     takes_half = any(dtype in HALF_DTYPES for dtype in call.dtypes_given)
     has_error = call.error is not None and rules.rule_of(call.error) is rules.LINEAR_ALGEBRA

@@ -211,7 +211,7 @@ class Recording(TorchFunctionMode):
             with self._repeating(self._levels[-1]):
                 given, named = tree_map(self._on_device, (args, kwargs))
                 result = func(*given, **named)
-        except Exception as error:  # of the device, or of fake tensors alone
+        except Exception as error:  # the device's error, or one of fake tensors alone
             message, self._reached = str(error), self._operands.reached
             if rules.rule_of(message) is None and _DTYPES.search(message) and self._runs_in_fp32(func, args, kwargs):
                 message = _MIXED if len(self._dtypes((args, kwargs))) > 1 else _NO_KERNEL
@@ -349,7 +349,7 @@ class Recording(TorchFunctionMode):
             dtypes = self._function_dtypes(kind, args, self._levels[-1])
             is_lowered = dtypes != self._function_dtypes(kind, args, None)
             severity: Severity | None = "hurts" if is_lowered else None
-        except Exception as error:  # of the device, or of fake tensors alone
+        except Exception as error:  # the device's error, or one of fake tensors alone
             severity = "breaks" if rules.rule_of(str(error)) is not None else None
         if severity is not None:
             code = kind.forward.__code__
@@ -424,7 +424,7 @@ def _apply_of(kind: Any) -> Any:
 
 
 def _last_before_cpp() -> Any:
-    """Return the class to whose `apply` that of every Function leads, the last one before C++.
+    """Return the class whose `apply` every Function's `apply` calls last before C++.
 
     Before torch 2.14, `Function.apply` is Python and calls that of its base class. From 2.14 on, an `apply` that was
     taken from its class before the recording began is not seen.

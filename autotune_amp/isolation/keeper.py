@@ -50,7 +50,7 @@ def keep(
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _ORPHANED, 0, 0, 0)
     program = _start(mark, arguments)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm ends a job by sending it to every process
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm ends every process of a job by it; clean-up is still due
     _leave_streams()
     from autotune_amp.isolation import marks  # imported while the program starts
 

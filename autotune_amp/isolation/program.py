@@ -96,7 +96,7 @@ class Program:
         except subprocess.TimeoutExpired:
             self.popen.kill()
             self.popen.wait()
-        if self.popen.returncode in (-signal.SIGKILL, -keeper.END):  # perhaps the keeper itself was killed
+        if self.popen.returncode in (-signal.SIGKILL, -keeper.END):  # perhaps the keeper was killed itself
             kill_marked(self._mark)
 
 

@@ -195,7 +195,7 @@ class CommandSource(Source):
         return CommandBackend(self.command, super().backend(watcher, isolation, environment), watcher, environment)
 
     def keep_in(self, folder: Path) -> None:
-        """Move files that trials leave to a subfolder of the study's folder, and keep the record of files they read there.
+        """Use the study's folder: files that trials leave move to a subfolder, files that they read are recorded in it.
 
         Raises `FormatError` if the record is damaged.
         """
@@ -209,7 +209,7 @@ class CommandSource(Source):
     def fingerprint_by_child(
         self, options: dict[str, Any], identity: DeviceIdentity, backend: Backend, state: dict[str, Any]
     ) -> Fingerprint:
-        """Return the fingerprint, including the command, the files that it names or imports, and those that trials read."""
+        """Return the fingerprint, including the command and the files that it names, imports or was seen to read."""
         found = super().fingerprint_by_child(options, identity, backend, state)
         parts = fingerprint_parts(self._line)
         opened, changed = self._opened.parts(_files(parts))
