@@ -240,7 +240,7 @@ class Heard:
     sites: list[messages.Site] = field(default_factory=list)
     refused: messages.Refused | None = None
     unstepped: messages.Unstepped | None = None
-    last_time: float = 0.0  # of the latest step
+    last_time: float = 0.0  # monotonic time of the latest step
     _loaders: dict[int, dict[str, messages.Loader]] = field(default_factory=dict)
     _scalers: dict[int, list[messages.Scaler]] = field(default_factory=dict)
     _switches: dict[int, list[messages.Switch]] = field(default_factory=dict)

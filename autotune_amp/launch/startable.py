@@ -18,7 +18,7 @@ _PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?")
 _SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed")  # their options before the script may take values
 _WRAPPERS = ("env", "nice", "nohup", "time", "uv", "run")  # before a program, in the same folder
-_OPTIONS_OF_PYTHON, _OPTIONS_OF_SHELLS = ("-W", "-X", "--check-hash-based-pycs"), ("-o", "-O")  # that take a value
+_OPTIONS_OF_PYTHON, _OPTIONS_OF_SHELLS = ("-W", "-X", "--check-hash-based-pycs"), ("-o", "-O")  # options with a value
 
 
 def likely_command(words: Sequence[str]) -> list[str] | None:

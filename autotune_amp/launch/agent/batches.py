@@ -12,7 +12,7 @@ from torch.utils.data import dataloader
 from . import where
 from .channel import Channel
 
-MAX_DEPTH = 4  # of containers in a batch
+MAX_DEPTH = 4  # levels of containers in a batch
 _FETCHES_AHEAD = "accelerate.data_loader"  # its loader hands a batch on once it has fetched the next
 
 

@@ -32,7 +32,7 @@ class Channel:
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        if self._socket is not None:  # the socket of the forked process's parent, whose end the listener must notice
+        if self._socket is not None:  # inherited at a fork: left open, it would hide the end of the other process
             self._socket.close()
         self._socket = None
         self._thread: threading.Thread | None = None

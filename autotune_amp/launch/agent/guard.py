@@ -316,7 +316,7 @@ def _is_cache(path: str) -> bool:
 
 
 def _is_data() -> bool:
-    """Whether the code that is about to write writes data: one of torch's dataset classes or a library that
+    """Whether data are about to be written: the caller is one of torch's dataset classes or a library that
     downloads.
     """
     for frame in where.frames(2):

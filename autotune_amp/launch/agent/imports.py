@@ -57,7 +57,7 @@ class _Finder:
             return None
         execute = spec.loader.exec_module
 
-        def exec_module(module: Any) -> None:  # find_spec alone may be a check for torch
+        def exec_module(module: Any) -> None:  # not earlier: frameworks look up torch's spec to check that it exists
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
             execute(module)

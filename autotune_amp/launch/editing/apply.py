@@ -228,7 +228,7 @@ def _verified(
     sources: Mapping[str, _Source],
     behaviour: Callable[[Rank], Observed],
 ) -> Applied:
-    """Run the command from now on with the edited copies in place of the files; return `applied` with the outcome."""
+    """Run the new command with the edited copies in place of the files; return `applied` with the outcome."""
     with tempfile.TemporaryDirectory(prefix="autotune_amp-") as folder:
         overlay = {}
         for number, (path, text) in enumerate(edited.texts.items()):

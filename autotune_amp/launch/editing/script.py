@@ -1,4 +1,4 @@
-"""Text of a training script: finds the call at a line and the value of one of its arguments, and returns splices. Pure.
+"""Training script as text: finding the call at a line and the value of one of its arguments, and making splices. Pure.
 
 Splices replace ranges of the text, so that everything else stays as its author formatted it.
 """
@@ -55,7 +55,7 @@ def spliced(text: str, splices: Iterable[Splice]) -> str:
 
 
 class Script:
-    """One file of a training script. Raises SyntaxError if it is not Python."""
+    """Source file of a training program. Raises SyntaxError if it is not Python."""
 
     def __init__(self, path: str, text: str) -> None:
         self.path = path
