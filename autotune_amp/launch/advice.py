@@ -1,4 +1,4 @@
-"""What to do about a command that failed by itself, where what it said tells. Pure."""
+"""Advice for a command that failed by itself, derived from its error and its output. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _STEPS = {
 
 
 def advised(failure: Failure) -> Failure:
-    """The failure, naming the error that a command ended with, and the next step before what it printed."""
+    """Return the failure with the error that the command ended with in its message and, if the cause is known, the next
+    step before the printed output.
+    """
     details = failure.details or ""
     if failure.kind == "crash":
         named = printed_error(details)

@@ -1,4 +1,4 @@
-"""CommandBackend: jobs answered by running a training command; what needs no training runs in a process of its own."""
+"""CommandBackend: runs a training command for each job that trains; other jobs run in a process of their own."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Check, Describe, Trial, me
 
 NUM_FROZEN_STEPS, MAX_SKIPS = 6, 4
 MAX_FROZEN_ENTRIES = 2_000_000
-# With less than the run of today's, a follow check and a trial there is nothing to choose from; three rounds confirm a
-# choice.
+# A search needs at least today's run, a run that checks the placeholders, and a trial, else there is nothing to choose
+# from; three rounds confirm a choice.
 MIN_NUM_RUNS, NUM_RUNS_OF_A_CONFIRMED_SEARCH = 3, 12
-# What a run in another precision may take: a share of the time left, which a first compilation needs, and some times
-# what today's took. On a CPU without bf16 it takes a hundred times as long.
+# Time limit of a run in another precision: a share of the time left, which a first compilation needs, or a multiple of
+# the time that today's run took, if that is longer. A CPU without bf16 takes a hundred times as long.
 FOLLOWING_SHARE, FOLLOWING_TIMES = 0.5, 2.0
 LEAST_STEPS = NUM_WARMUP_STEPS + 2 * measure.MIN_NUM_INTERVALS
 PAUSE_SECONDS = 60.0  # an evaluation, a checkpoint or the start of loader workers is no hang
@@ -72,18 +72,20 @@ OF_SECOND_DIM = (
 
 
 class Answered(NamedTuple):
-    """A job that was run when it was asked for."""
+    """Handle of a job that was run as soon as it was submitted."""
 
     found: Any
     start_seconds: float | None = None
 
     def result(self) -> Any:
-        """What came of it."""
+        """Return the result of the job."""
         return self.found
 
 
 class CommandBackend(WorkloadBackend):
-    """Runs a `Command` once for each trial, filled with its setting; `local` is for jobs that need no training."""
+    """Backend that runs a `Command` once for each trial, filled with its setting. Jobs that need no training go to
+    `local`.
+    """
 
     def __init__(
         self, command: Command, local: WorkloadBackend, watcher: Watcher, environment: dict[str, str] | None = None
@@ -92,33 +94,39 @@ class CommandBackend(WorkloadBackend):
         self._local = local
         self._watcher = watcher
         self._environment = environment
-        self._described: dict[Setting, tuple[LaunchLine, Ran]] = {}  # runs that trials of the same need not repeat
+        self._described: dict[Setting, tuple[LaunchLine, Ran]] = {}  # runs that a trial of the setting need not repeat
 
     @property
     def abilities(self) -> frozenset[Ability]:
-        """Fidelity, by frozen pairs."""
+        """Return the abilities: fidelity, judged by frozen pairs (gradients in two precisions, from the same
+        weights).
+        """
         return frozenset({"fidelity"})
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """See `Backend`."""
+        """Return the slots of the local backend; see `Backend`."""
         return self._local.slots
 
     @property
     def is_build_shared(self) -> bool:
-        """Every trial builds its own."""
+        """Whether trials share one built workload: never, since every run of the command builds its own."""
         return False
 
     def load(self, deadline_seconds: float) -> dict[str, Any]:
-        """Start the process that probes."""
+        """Start the process that runs probes; see `WorkloadBackend`."""
         return self._local.load(deadline_seconds)
 
     def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> OpenResult:
-        """See `WorkloadBackend`; what a run takes to its first step is all in the description."""
+        """Open the device; see `WorkloadBackend`. `ready_seconds` is 0: the description of a command includes the time
+        until its first step.
+        """
         return self._local.open(device, num_threads, deadline_seconds)._replace(why_not_forked=None, ready_seconds=0.0)
 
     def submit(self, job: Job[Any], slot: Slot | None = None) -> Handle[Any]:  # noqa: ARG002 - there is one
-        """Run the command for what trains; see `Backend`."""
+        """Run the command if the job trains, else pass the job to the local backend; return its handle. See
+        `Backend`.
+        """
         if isinstance(job, Describe):
             return Answered(self._describe(job))
         if isinstance(job, Check):
@@ -128,18 +136,20 @@ class CommandBackend(WorkloadBackend):
         return self._local.submit(job)
 
     def share_build(self, job: Job[Any], deadline_seconds: float) -> str | None:  # noqa: ARG002 - Backend's signature
-        """See `Backend`."""
+        """Return the reason why no build is shared; see `Backend`."""
         return "a command builds its model itself"
 
     def keep(self) -> None:
-        """Nothing is forked that could be kept instead."""
+        """Do nothing: no process is forked, so none can be kept instead."""
 
     def close(self) -> None:
-        """End the process that probes."""
+        """End the process that runs probes."""
         self._local.close()
 
     def _describe(self, job: Describe) -> Description | Failure:
-        """Observe what the command does today, then whether it follows its placeholders."""
+        """Run the command as it is today, then check in another run whether it follows its placeholders; return its
+        description.
+        """
         command, began = self._command, time.monotonic()
         assumed = {"precision": "fp32", "batch_size": job.baseline_batch_size or 1}
         today = Setting(**{**assumed, **command.line.today_values})
@@ -177,7 +187,7 @@ class CommandBackend(WorkloadBackend):
             more, other, followed = self._follow(other, today, rank, job, began)
             cannot |= more
             known += set_from_outside(followed.sets)
-            if measure.weights_of(followed) != measure.weights_of(rank):  # they are what the precision makes them
+            if measure.weights_of(followed) != measure.weights_of(rank):  # their dtype follows from the precision
                 description = replace(description, weights="fp32")
             on_each = " on each rank" if rank.world > 1 else ""
             if "accumulation_steps" in cannot and keeps_effective_batch_size(today, rank, other, followed):
@@ -210,10 +220,11 @@ class CommandBackend(WorkloadBackend):
     def _observe(
         self, setting: Setting, job: Describe, deadlines: Deadlines, began: float | None = None
     ) -> tuple[Rank, Ran] | Failure:
-        """Run it as a trial of the setting would; return the slowest rank and the run.
+        """Run the command as a trial of `setting` would; return the slowest rank and the run.
 
-        Raises `BudgetTooSmallError` as soon as its steps show that the time of a search that `began` is too short, and
-        `WorkloadError` where it would change what was there before, which it would do with any setting.
+        Raises `BudgetTooSmallError` as soon as the steps show that a search that started at `began` has too little
+        time, and `WorkloadError` if the command ends after too few steps, or would change files that were there before,
+        as it would with any setting.
         """
         as_trial = Trial(
             candidate=setting, device=job.device, measure_seconds=measure_seconds(job.deadline_seconds or math.inf)
@@ -244,8 +255,12 @@ class CommandBackend(WorkloadBackend):
         return found[0], ran
 
     def _of_samples(self, today: Setting, first: tuple[Rank, Ran], job: Describe) -> tuple[Rank, Ran]:
-        """What was observed, again where the model takes its samples along the second dimension, as recurrent ones do.
-        Nothing but the batch size that was asked for tells so, nor whether the ranks divide it among them."""
+        """Return the rank and the run to count samples by, and set on the command how it counts them.
+
+        If the batch size that was asked for does not show, either the ranks divide it among them, or the model takes
+        its samples along the second dimension, as recurrent models do; then the command is observed again. Nothing but
+        the batch size that was asked for tells these cases apart.
+        """
         command, rank = self._command, first[0]
         command.unsettable = unsettable(command.line, rank)
         if "batch_size" not in command.line.placeholders or self._deviation(today, rank) is None:
@@ -266,7 +281,7 @@ class CommandBackend(WorkloadBackend):
         return deviation(command.line, setting, rank, shares, is_accumulation_own=is_own)
 
     def _keep_effective_batch_size(self, other: Setting, today: Setting) -> None:
-        """Take it that the script accumulates to today's total at every batch size, as it did in a run of `other`."""
+        """Mark the script as accumulating to today's total at every batch size, as it did in a run of `other`."""
         command = self._command
         del command.unsettable["accumulation_steps"]
         line = replace(command.line, keeps_effective_batch_size=True)
@@ -281,10 +296,12 @@ class CommandBackend(WorkloadBackend):
     def _follow(
         self, other: Setting, today: Setting, first: Rank, job: Describe, began: float
     ) -> tuple[dict[str, str], Setting, Rank]:
-        """Whether another batch size and precision show in what is observed; what the command does not run in, the
-        setting that it followed, and the rank that did: today's is `first`.
+        """Run the command with another batch size and precision, and check that both show in the observed steps.
 
-        Raises `WorkloadError` where what shows is still today's."""
+        Return the precisions and dimensions that the command cannot run with (and why), the setting that it followed,
+        and the rank observed with that; `first` is the rank of today's run. Raises `WorkloadError` if today's values
+        show still, and `BudgetTooSmallError` if time is up.
+        """
 
         def left() -> float:
             return math.inf if job.deadline_seconds is None else job.deadline_seconds - (time.monotonic() - began)
@@ -327,7 +344,9 @@ class CommandBackend(WorkloadBackend):
     def _follow_apart(
         self, other: Setting, today: Setting, first: Rank, job: Describe, began: float, failure: Failure
     ) -> tuple[dict[str, str], Setting, Rank]:
-        """See `_follow`; the command did not run with both, and another batch size is not needed."""
+        """Check precision and batch size in separate runs; the command failed with both changed, and another batch size
+        is not needed. Arguments and return value are those of `_follow`.
+        """
         found: tuple[dict[str, str], Setting, Rank] = {}, today, first
         if other.precision != today.precision:
             found = self._follow(replace(other, batch_size=today.batch_size), today, first, job, began)
@@ -340,8 +359,9 @@ class CommandBackend(WorkloadBackend):
     def _why_not(
         self, other: Setting, found: Rank | Failure, today: Setting, first: Rank, *, has_time: bool
     ) -> str | None:
-        """Why a precision cannot be set, from a run that was to be in it; None where it ran so, or was told to and did
-        not follow, or all time was up."""
+        """Return why the precision of `other` cannot be set, from a run that asked for it. None if the run was in that
+        precision, if a placeholder asked for it and it did not follow, or if all time was up.
+        """
         if isinstance(found, Failure) and found.kind == "timeout":
             return f"the command is too slow in it: {found.message}" if has_time else None
         if isinstance(found, Failure):
@@ -367,7 +387,9 @@ class CommandBackend(WorkloadBackend):
             )
 
     def _require_time(self, job: Describe, heard: Heard, run_began: float, began: float) -> None:
-        """Raises `BudgetTooSmallError` where a search, which gives a baseline, would come to nothing."""
+        """Raise `BudgetTooSmallError` if a search (a job that gives a baseline batch size) would end without a
+        result.
+        """
         seconds = measure.foreseen_seconds(heard, run_began)
         if job.deadline_seconds is None or job.baseline_batch_size is None or seconds is None:
             return
@@ -392,7 +414,9 @@ class CommandBackend(WorkloadBackend):
         return measured if problem is None else problem
 
     def _described_run(self, trial: Trial) -> Ran | None:
-        """Return the run in which the command was described, where a trial would run the same and it is the first."""
+        """Return the run that described the command, if the trial would repeat it and is the first to do so;
+        else None.
+        """
         line, ran = self._described.pop(trial.candidate, (None, None))
         if ran is None or trial.environment or trial.seed or trial.purpose != "search" or line != self._command.line:
             return None
@@ -414,7 +438,9 @@ class CommandBackend(WorkloadBackend):
         )
 
     def _check(self, check: Check) -> Fidelity | Failure:
-        """fp32 and the precision on the same weights and batches of today's size, no step taken."""
+        """Judge the fidelity of a precision by frozen runs in it and in fp32, with the same weights and batches of
+        today's size. No optimizer step is taken.
+        """
         began, gradients, losses = time.monotonic(), [], []
         today = self._command.today
         assert today is not None  # a search describes before it checks
@@ -431,7 +457,7 @@ class CommandBackend(WorkloadBackend):
                 ran = self._command.run(
                     replace(today, precision=precision),
                     Deadlines(whole_seconds=left),
-                    # A scaler's first steps may be skipped, and tell nothing.
+                    # The first steps of a GradScaler may be skipped, and give no gradients.
                     lambda heard: max(heard.num_frozen_steps, heard.num_steps - MAX_SKIPS) >= NUM_FROZEN_STEPS,
                     Watcher(),
                     seed=check.seed,
@@ -471,5 +497,5 @@ def _ignoring(problem: str) -> WorkloadError:
 
 
 def _finite(loss: float | str) -> float:
-    """Return a loss, 0 for one that is not finite, whose gradients say so too."""
+    """Return the loss, or 0 if it is not finite; its gradients show that too."""
     return loss if isinstance(loss, float) else 0.0

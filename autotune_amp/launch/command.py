@@ -1,4 +1,6 @@
-"""A command and what is known of it: what it does today, what of that can be set, and the files that its runs leave."""
+"""Training command with the facts learned from its runs: today's setting, what can be set, and the files that it
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ from autotune_amp.launch.running import Ran, run
 
 
 class Command:
-    """A launch line that is run many times.
+    """Launch line that is run many times.
 
-    Once it was observed, `today` is what it does, `maker` what makes its training loader, and `unsettable` as in
-    `Description`; `sample_dim` is the dimension of what enters its model along which samples are counted where there
-    is no DataLoader, `num_sharing` how many ranks divide the batch size among them. The files that its runs leave
-    outside of their own folders go to the folder `aside`, but for data, the paths `kept`; `opened` is called with the
-    files of code and settings that a run read.
+    Set once the command was observed: `today`, the setting that it runs; `maker`, the place that makes its training
+    loader; `unsettable`, as in `Description`; `sample_dim`, the dimension of the model's inputs along which samples are
+    counted if there is no DataLoader; `num_sharing`, the number of ranks that divide the batch size among them. Files
+    that runs leave outside of their own folders are moved to the folder `aside`, except data, whose paths are in
+    `kept`. `opened` is called with the files of code and settings that a run read.
     """
 
     def __init__(self, line: LaunchLine) -> None:
@@ -54,7 +56,9 @@ class Command:
         output: Path | None = None,
         **agent: Any,
     ) -> Ran:
-        """Run it once, filled with `setting`; what has no placeholder and is not today's is set from outside."""
+        """Run the command once, filled with `setting`. A value without a placeholder that differs from today's is set
+        from outside.
+        """
         outside = {} if self.today is None else self.line.outside(setting, self.today)
         if "batch_size" in outside:
             outside["maker"] = self.maker
@@ -82,6 +86,8 @@ class Command:
         return ran
 
     def keep_in(self, folder: Path) -> None:
-        """Move what runs leave to a folder in the study's, and know again the data that earlier ones made."""
+        """Move files that runs leave into a study's `folder` from now on, and load the list of the data that earlier
+        runs made.
+        """
         self._memory, self.aside = folder / "made.json", folder.absolute() / FOLDER
         self.kept = remembered(self._memory)

@@ -1,4 +1,6 @@
-"""The job that holds the gradients of two frozen runs against each other: files in, a verdict out. No torch here."""
+"""Job that compares the gradients of two frozen runs: files in, a verdict out. Importing this module imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from autotune_amp.launch.messages import Gradient
 
 
 class FrozenStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's gradients of one optimizer at one batch: a file for each precision, entries of each parameter."""
+    """Gradients of one optimizer at one batch on one rank: a file for each precision, and each parameter's number of
+    entries.
+    """
 
     low: str
     reference: str
@@ -21,7 +25,9 @@ class FrozenStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrozenPair(Job[Fidelity], frozen=True, kw_only=True):
-    """Judge `precision` by `steps`, a list for each batch; `losses` are those of the low precision and of fp32."""
+    """Job that judges `precision` by `steps`, grouped by batch. `losses` are those of the low precision, then those of
+    fp32.
+    """
 
     answer: ClassVar[Any] = Fidelity
 
@@ -31,7 +37,7 @@ class FrozenPair(Job[Fidelity], frozen=True, kw_only=True):
     losses: tuple[tuple[float, ...], tuple[float, ...]]
 
     def run(self, context: Any, tell: Tell) -> Fidelity:  # noqa: ARG002 - it takes no steps to tell of
-        """See `numerics.frozen.judge_frozen`."""
+        """Compare the gradients and return the fidelity; see `numerics.frozen.judge_frozen`."""
         import torch
 
         from autotune_amp.numerics.frozen import judge_frozen
@@ -55,7 +61,7 @@ class FrozenPair(Job[Fidelity], frozen=True, kw_only=True):
 
 
 class Unpaired(NamedTuple):
-    """Why two runs cannot be held against each other, and what would help."""
+    """Reason why two runs cannot be compared, and the next step for the user."""
 
     why: str
     next_step: str
@@ -65,7 +71,9 @@ _SEED = "Seed it: the same seed must give the same first weights and batches."
 
 
 def pair(low: list[Gradient], reference: list[Gradient]) -> tuple[tuple[FrozenStep, ...], ...] | Unpaired:
-    """Return the steps that both runs made, the reference in fp32."""
+    """Return the steps that both runs took, grouped by batch, or why the runs cannot be compared. `reference` ran in
+    fp32.
+    """
     ours = {(g.rank, g.optimizer, g.number): g for g in low}
     theirs = {(g.rank, g.optimizer, g.number): g for g in reference}
     both = sorted(ours.keys() & theirs.keys(), key=lambda key: (key[2], key[0], key[1]))

@@ -1,4 +1,4 @@
-"""Placeholders for what frameworks' own parsers take, so that a command in its usual form needs none. Pure."""
+"""Placeholders for arguments that frameworks' parsers are known to take, so that a usual command needs none. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from autotune_amp.launch.messages import Switch
 
 
 class _Known(msgspec.Struct, frozen=True):
-    """What a parser takes: flags for numbers, and for the precision the flags to take away and those of each value."""
+    """Arguments of a parser: a flag for each number; for the precision, the flags to remove and the arguments of each
+    value.
+    """
 
     numbers: dict[str, str]
     precision_flags: tuple[str, ...]
@@ -25,7 +27,7 @@ _KNOWN = {
     "HfArgumentParser": _Known(
         {"batch_size": "--per_device_train_batch_size", "accumulation_steps": "--gradient_accumulation_steps"},
         ("--bf16", "--fp16", "--tf32"),
-        # In so many words: TRL's arguments are in bf16 by default, and take no flag without a value.
+        # Every flag has a value, since TRL's arguments are bf16 by default and take no flag without one.
         {
             "fp32": "--bf16 False",
             "tf32": "--bf16 False --tf32 True",
@@ -54,7 +56,8 @@ _COPIED = {"batch_size": "--per_device_train_batch_size", "accumulation_steps": 
 
 
 def with_placeholders(line: LaunchLine, switches: Iterable[Switch]) -> tuple[LaunchLine, list[str]]:
-    """`line` with placeholders for what the parsers behind `switches` take and it has none for; a note names them.
+    """Return `line` with placeholders for the arguments that the parsers behind `switches` take, where it has none, and
+    a note that lists these arguments.
 
     Arguments that are given keep their places; others come last, or right after ``accelerate launch``.
     """
@@ -98,7 +101,9 @@ def _spellings(flag: str) -> tuple[str, str]:
 
 
 def _value(arguments: list[str], flag: str) -> tuple[int, str] | None:
-    """Where the flag is, and its value: ``--flag value`` or ``--flag=value``; None where it is not given so."""
+    """Return the position of a flag and its value, given as ``--flag value`` or ``--flag=value``; None if it is not
+    given.
+    """
     for index, argument in enumerate(arguments):
         name, sign, value = argument.partition("=")
         if name in _spellings(flag):

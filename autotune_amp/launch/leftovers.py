@@ -1,8 +1,8 @@
-"""The files that the runs of a command leave outside of their own folders: moved out of the user's way after each run,
-so that neither the next trial nor the real training resumes from them.
+"""Files that the runs of a command leave outside of their own folders. They are moved away after each run, so that
+neither the next trial nor the real training run resumes from them.
 
-The agent's guard notes every path that a run makes in one file. Its entries `-path` are moved; `+path` are data that
-were downloaded or prepared, which stay for the next run once they are complete.
+The agent's guard lists every path that a run makes in one file. Entries `-path` are moved; `+path` are data that were
+downloaded or prepared, which stay for the next run once they are complete.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from autotune_amp.core.documents import cause, decode, read_file
 from autotune_amp.core.errors import FormatError
 from autotune_amp.core.recommendation import write_atomically
 
-FOLDER = "trial_leftovers"  # of a study: there they go
+FOLDER = "trial_leftovers"  # the folder of a study that leftovers are moved to
 _FILE_CLOCK_SECONDS = 0.02  # files are stamped by a clock that lags behind by a tick of the kernel, 10 ms at most
 MAX_NAMED, MAX_NAMED_IN_FOLDER = 5, 3  # beyond them they are counted
 
 
 def write(file: Path, kept: Iterable[str]) -> None:
-    """Note the data that earlier runs made, which the next may change."""
+    """Write the list of the data that earlier runs made, which the next run may change."""
     file.write_bytes(b"".join(b"+" + os.fsencode(path) + b"\0" for path in kept))
 
 
 def set_aside(file: Path, folder: Path | None, data_until: float) -> tuple[str, ...]:
-    """Move what `file` notes to `folder`, below which it keeps its path from the working directory, or from the root.
+    """Move the paths that are listed in `file` to `folder`, below which they keep their path from the working
+    directory, or from the root.
 
-    Data stay that were last written before `data_until` (seconds since the epoch): later ones may be half written, or
-    half of what was to be. A file that an earlier run left there under the same path is replaced. Return the paths that
-    stay and exist: data, what cannot be moved, and all where `folder` is None; of a folder that was made, the folder
-    alone.
+    Data last written before `data_until` (seconds since the epoch) stay; later data may be incomplete. A file that an
+    earlier run left in `folder` under the same path is replaced. Return the paths that stay and exist: data, paths that
+    cannot be moved, and all paths if `folder` is None. A folder that a run made stands for its files.
     """
     noted = [os.fsdecode(entry) for entry in file.read_bytes().split(b"\0") if entry]
     data = {entry[1:] for entry in noted if entry[0] == "+"}
@@ -57,7 +57,9 @@ def _target(path: Path, folder: Path) -> Path:
 
 
 def _move(path: Path, target: Path, data: Collection[str], data_until: float, *, is_data: bool = False) -> bool:
-    """Move a file, or all that a folder holds but for `data` of before `data_until`; return whether that was done."""
+    """Move a file or the contents of a folder, except `data` of before `data_until`; return whether all of it was
+    moved.
+    """
     if not os.path.lexists(path):
         return True
     is_folder, is_data = path.is_dir() and not path.is_symlink(), is_data or str(path) in data
@@ -96,16 +98,16 @@ def _from_here(path: str) -> str:
 
 
 def remember(path: Path, kept: Iterable[str]) -> None:
-    """Write down what stays, with what tells whether it is still what a run of ours left."""
+    """Write the paths that stay to the file `path`, with the state that shows whether they were changed since."""
     files = {str(file): _state(file) for each in kept for file in (Path(each), *sorted(Path(each).rglob("*")))}
     write_atomically(path, json.dumps(files, indent=1))
 
 
 def clear_up(noted: str, aside: str, memory: str, began: float) -> None:
-    """Move what the file `noted` names to the folder `aside`, and write down in the file `memory` what stays.
+    """Move the paths listed in the file `noted` to the folder `aside`, and write those that stay to the file `memory`.
 
-    The keeper of a command calls it if the search was killed. Data written since `began` (seconds since the epoch) are
-    moved too: whether they are complete is not known then.
+    The supervisor of a command calls this if the search was killed. Data written since `began` (seconds since the
+    epoch) are moved too, since they may be incomplete.
     """
     remember(Path(memory), set_aside(Path(noted), Path(aside), began))
 
@@ -114,10 +116,10 @@ CLEAR_UP = clear_up.__module__, clear_up.__name__
 
 
 def remembered(path: Path) -> tuple[str, ...]:
-    """Return the paths that `remember` wrote down and nobody has changed or made anew since; of folders those whose
-    files are all so.
+    """Return the paths that `remember` wrote and that nobody changed or made anew since; a folder only if this holds
+    for all of its files.
 
-    Raises `FormatError` where the file is damaged.
+    Raises `FormatError` if the file is damaged.
     """
     try:
         files = decode(read_file(path), dict[str, list[int] | None])
@@ -132,7 +134,9 @@ def remembered(path: Path) -> tuple[str, ...]:
 
 
 def _state(path: Path) -> list[int] | None:
-    """A file's inode and time of change, a folder's inode; None where it is not there."""
+    """Return a file's inode and modification time in nanoseconds, or a folder's inode; None if the path does
+    not exist.
+    """
     try:
         found = path.lstat()
     except OSError:
@@ -145,8 +149,9 @@ def _holds_only(path: Path, names: Collection[str]) -> bool:
 
 
 def leftover_notes(folder: Path | None, kept: Iterable[str]) -> tuple[str, ...]:
-    """Tell the user of the files that were moved to `folder`, and of the data that were `kept`; nothing where there are
-    none."""
+    """Return notes for the user on the files that were moved to `folder` and the data that were `kept`; empty if there
+    are none.
+    """
     said, moved, stay = [], _moved_to(folder) if folder else (), named(map(_from_here, kept))
     if folder and moved:
         said.append(
@@ -159,7 +164,9 @@ def leftover_notes(folder: Path | None, kept: Iterable[str]) -> tuple[str, ...]:
 
 
 def _moved_to(folder: Path) -> tuple[str, ...]:
-    """Return what was moved to `folder`, by the path that it had: of a folder that is gone from there, the folder."""
+    """Return the former paths of the files in `folder`; if a folder they were in no longer exists, the path of that
+    folder.
+    """
     found = set()
     for file in folder.rglob("*"):
         if file.is_dir() and not file.is_symlink():
@@ -172,7 +179,9 @@ def _moved_to(folder: Path) -> tuple[str, ...]:
 
 
 def named(paths: Iterable[str]) -> str:
-    """Name the first paths; those of a folder that holds more than `MAX_NAMED_IN_FOLDER` of them by their number."""
+    """Return a text that lists the first `MAX_NAMED` paths; a folder with more than `MAX_NAMED_IN_FOLDER` of them is
+    listed with their number.
+    """
     found = [Path(path) for path in paths]
     num_in = Counter(path.parent for path in found)
     names = [str(path) for path in found if num_in[path.parent] <= MAX_NAMED_IN_FOLDER]

@@ -1,4 +1,4 @@
-"""The parent's end of the socket: one thread hears all processes of a run."""
+"""Parent's end of the socket: one thread receives the messages of all processes of a run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _DECODER: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
 class Gone(NamedTuple):
-    """A process's connection has ended."""
+    """Notice that the connection of a process has ended."""
 
     pid: int
 
 
 class Listener:
-    """Hears what connects to the socket at `path`; `heard` holds it in the order of its arrival."""
+    """Server of the socket at `path`. `heard` is a queue of the received messages, in the order of their arrival."""
 
     def __init__(self, path: str) -> None:
         self.heard: queue.SimpleQueue[Message | Gone] = queue.SimpleQueue()
@@ -40,14 +40,14 @@ class Listener:
         self._thread.start()
 
     def ask(self, what: str) -> None:
-        """Ask all processes."""
+        """Send the request `what` to all connected processes."""
         for key in list(self._selector.get_map().values()):
             if key.data is not None:
                 with contextlib.suppress(OSError):
                     key.fileobj.sendall(what.encode() + b"\n")  # type: ignore[union-attr]
 
     def close(self) -> None:
-        """Hear nobody any more."""
+        """End the thread and close all connections."""
         self._wakes.send(b".")
         self._thread.join()
         for key in list(self._selector.get_map().values()):
@@ -69,7 +69,7 @@ class Listener:
 
 
 def _unreadable(pid: int, line: bytes, error: Exception) -> Error:
-    """What a process said and cannot be read, as an error of its."""
+    """Return an error in the name of a process that sent a line that cannot be read."""
     return Error(
         pid=pid,
         time=time.monotonic(),
@@ -89,7 +89,7 @@ class _Speaker:
         self._rest = b""
 
     def read(self, heard: queue.SimpleQueue[Message | Gone]) -> bool:
-        """Put what it says into `heard`; false once it has gone."""
+        """Put the received messages into `heard`; return false once the connection has ended."""
         try:
             chunk = self.connection.recv(1 << 16)
         except OSError:
@@ -98,7 +98,7 @@ class _Speaker:
         for line in lines:
             try:
                 message = decode(line, _DECODER)
-            except msgspec.MsgspecError as error:  # the others are heard nevertheless
+            except msgspec.MsgspecError as error:  # the messages after it are still read
                 message = _unreadable(self._pid or 0, line, error)
             self._pid = message.pid
             heard.put(message)

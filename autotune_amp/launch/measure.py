@@ -1,4 +1,4 @@
-"""What a run that was heard amounts to: a measurement of its setting, or a description of the command. Pure."""
+"""Result of an observed run of a command: the measurement of its setting, or a description of the command. Pure."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from autotune_amp.trial.jobs import MAX_FALLING_SECONDS, NUM_WARMUP_STEPS, Trial
 from autotune_amp.trial.judge import RunEvidence, judge
 
 MIN_NUM_INTERVALS = 2
-MAX_RARE = 0.1  # of a run's steps
+MAX_RARE = 0.1  # share of a run's steps
 _LOW: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}
 _FULL: tuple[Precision, ...] = ("fp32", "tf32")
 
 
 def slowest(heard: Heard) -> tuple[Rank, list[Interval]] | None:
-    """The rank whose steps take longest, with its intervals; None before every rank has `MIN_NUM_INTERVALS`."""
+    """Return the rank whose steps take longest and its intervals; None before every rank has `MIN_NUM_INTERVALS`."""
     found = [(rank, list(rank.intervals())) for rank in heard.ranks.values()]
     if not heard.is_whole or not found or min(len(intervals) for _, intervals in found) < MIN_NUM_INTERVALS:
         return None
@@ -32,7 +32,7 @@ def slowest(heard: Heard) -> tuple[Rank, list[Interval]] | None:
 
 
 def is_enough(heard: Heard, trial: Trial, began: float) -> bool:
-    """Whether its steps are measured as well as the trial asks for, or far too slow."""
+    """Whether the steps of the run are measured as well as the trial asks for, or are far too slow."""
     found = slowest(heard)
     if found is None:
         return False
@@ -53,8 +53,9 @@ def is_enough(heard: Heard, trial: Trial, began: float) -> bool:
 
 
 def foreseen_seconds(heard: Heard, began: float) -> float | None:
-    """Return the seconds that a run takes until the least that can be measured of it is; None while two steps of every
-    rank have not shown that."""
+    """Return the predicted seconds from `began` until the run has the least number of intervals to measure; None until
+    every rank has taken two steps.
+    """
     found = [(rank.pace[0].time - began, rank.step_seconds) for rank in heard.ranks.values() if rank.pace]
     steps = [seconds for _, seconds in found if seconds is not None]
     if not heard.is_whole or len(steps) < len(found) or not steps:
@@ -64,9 +65,12 @@ def foreseen_seconds(heard: Heard, began: float) -> float | None:
 
 
 def measurement(heard: Heard, trial: Trial, began: float, memory_bytes: int) -> Measurement | Failure:
-    """The job's: samples of all ranks by the time of the slowest, memory of all ranks together on a CPU, of the
-    largest on an accelerator. What counts against a CPU's limit is `memory_bytes`, of all processes, where that is
-    more. A `Failure` where `judge` finds the losses or the memory of a rank to be one."""
+    """Return the measurement of a run, or the `Failure` that `judge` finds in the losses or the memory of a rank.
+
+    The rate is the samples of all ranks by the time of the slowest. Memory is that of all ranks together on a CPU, and
+    of the largest rank on an accelerator; `memory_bytes` of all processes, which counts against a CPU's limit, is
+    reported if it is larger.
+    """
     found = slowest(heard)
     if found is None:
         return Failure(kind="workload_error", message="too few optimizer steps were seen to measure it")
@@ -80,7 +84,7 @@ def measurement(heard: Heard, trial: Trial, began: float, memory_bytes: int) -> 
     reserved = [each.reserved_memory_bytes for each in heard.ranks.values() if each.reserved_memory_bytes is not None]
     losses = [float(loss) for step in rank.steps for loss in step.losses]
     reserved_bytes = max(reserved) if reserved else max(memory_bytes, sum(peaks))
-    # On a CPU the processes of a run were held to their limit while it went on.
+    # On a CPU the memory limit was already applied to the processes of the run while it went on.
     limit_bytes = None if trial.device == "cpu" else trial.memory_limit_bytes
     if failure := judge(RunEvidence(memory_bytes=reserved_bytes, memory_limit_bytes=limit_bytes)):
         return failure
@@ -110,7 +114,7 @@ def measurement(heard: Heard, trial: Trial, began: float, memory_bytes: int) -> 
 
 
 def description(rank: Rank, name: str, today: Setting, began: float) -> Description:
-    """What the command trains, from a run of what it does `today`."""
+    """Return the description of a command from the rank that was observed when it ran with its setting of `today`."""
     loader = training_loader(rank)
     num_by_dtype = _num_parameters(rank)
     weights, has_frozen_low = _most(num_by_dtype), any(dtype in _LOW for dtype in _num_frozen(rank))
@@ -133,35 +137,40 @@ def description(rank: Rank, name: str, today: Setting, began: float) -> Descript
 
 
 def training_loader(rank: Rank) -> Loader | None:
-    """The loader that its training fetches from, that of the largest dataset where there are several."""
+    """Return the loader that training fetches from; of several, the one with the largest dataset. None if there is
+    none.
+    """
     loaders = [rank.loaders[index] for index in rank.training_loaders if index in rank.loaders]
     return max(loaders, key=lambda each: each.num_samples or 0, default=None)
 
 
 def samples_per_step(rank: Rank) -> float | None:
-    """Samples behind an optimizer step of one rank: most steps' own number, an epoch's last batch being smaller, else
-    the mean. None where too few steps were seen."""
+    """Return the number of samples in an optimizer step of one rank: that of most steps, since the last batch of an
+    epoch is smaller, else the mean. None if too few steps were seen.
+    """
     intervals = list(rank.intervals())
     return _usual([(one.num_samples, one.num_steps) for one in intervals])
 
 
 def batch_sizes(rank: Rank) -> frozenset[float]:
-    """Return the sizes that are the batch of a pass, in samples on one rank: of what its loaders hand out, and of what
-    enters its model, which is less where the script divides what it was handed. Empty where nothing was seen."""
+    """Return the sizes that count as the batch size, in samples on one rank: that of the batches from the loaders, and
+    that of the model's inputs, which is smaller if the script divides its batches. Empty if nothing was seen.
+    """
     intervals = [one for one in rank.intervals() if one.num_batches]
     handed_out = _usual([(one.num_samples, one.num_batches) for one in intervals])
     return frozenset(size for size in (handed_out, rank.entered.batch_size if rank.steps else None) if size)
 
 
 def batch_size(rank: Rank) -> int:
-    """Return the batch size of its training loader; without one, the size of what enters its model."""
+    """Return the batch size of the rank's training loader; without a loader, that of the inputs of its model."""
     loader = training_loader(rank)
     return (loader and loader.batch_size) or round(min(batch_sizes(rank), default=1)) or 1
 
 
 def passes_per_step(rank: Rank) -> tuple[float, float] | None:
-    """Return the least and the largest number of batches behind an optimizer step; steps whose number is rare, as at an
-    epoch's end, are left out. None where too few steps were seen."""
+    """Return the least and the largest number of batches in an optimizer step, without steps whose number is rare, as
+    at the end of an epoch. None if too few steps were seen.
+    """
     nums = [one.num_batches / one.num_steps for one in rank.intervals() if one.num_batches]
     counted = Counter(nums)
     usual = [num for num in nums if counted[num] > max(1, MAX_RARE * len(nums))] or nums
@@ -169,7 +178,7 @@ def passes_per_step(rank: Rank) -> tuple[float, float] | None:
 
 
 def _usual(amounts: list[tuple[float, float]]) -> float | None:
-    """Return the quotient that most of the pairs have, else that of their sums."""
+    """Return the quotient of most of the pairs, else the quotient of their sums; None without pairs."""
     if not amounts:
         return None
     usual, num = Counter(a / b for a, b in amounts).most_common(1)[0]
@@ -177,8 +186,9 @@ def _usual(amounts: list[tuple[float, float]]) -> float | None:
 
 
 def autocast_precision(rank: Rank) -> Precision:
-    """Return what autocast, or the mixed precision of FSDP, had its steps compute in: "fp32" or "tf32" where neither
-    lowered anything, whatever the weights are kept in."""
+    """Return the compute type of the steps as set by autocast or by FSDP's mixed precision: "fp32" or "tf32" if neither
+    lowered anything, whatever the dtype of the weights.
+    """
     devices = {device.partition(":")[0] for optimizer in rank.optimizers.values() for device in optimizer.devices}
     regions = [region.partition(":") for step in rank.steps for region in step.regions]
     low = Counter(_LOW[dtype] for device, _, dtype in regions if device in devices and dtype in _LOW)
@@ -186,13 +196,14 @@ def autocast_precision(rank: Rank) -> Precision:
         return max(low, key=lambda precision: low[precision])
     used = Counter(dtype for step in rank.steps for _, _, dtype in step.forwards)
     if used and max(used, key=lambda dtype: used[dtype]) not in _num_parameters(rank) + _num_frozen(rank):
-        return _most(used)  # no weight is kept so: FSDP casts them
+        return _most(used)  # no weight is kept in this dtype: FSDP casts them
     return "tf32" if any(optimizer.uses_tf32 for optimizer in rank.optimizers.values()) else "fp32"
 
 
 def weights_of(rank: Rank) -> Precision | None:
-    """Return the precision in which most weights of its modules are used, None where nothing of that could be seen: all
-    of it was compiled, without a region."""
+    """Return the precision in which most weights of the modules are used; None if nothing of that was seen, as when
+    everything was compiled without an autocast region.
+    """
     used = Counter(dtype for step in rank.steps for _, _, dtype in step.forwards)
     is_compiled = any(step.num_compilations for step in rank.steps)
     if not used and is_compiled and not any(step.regions for step in rank.steps):
@@ -201,7 +212,9 @@ def weights_of(rank: Rank) -> Precision | None:
 
 
 def precision_of(rank: Rank) -> Precision | None:
-    """Return what its steps ran in: by autocast, else by what its weights are used in; None where neither was seen."""
+    """Return the precision of the steps: that of autocast, else that in which the weights are used; None if neither was
+    seen.
+    """
     precision, weights = autocast_precision(rank), weights_of(rank)
     if precision not in _FULL or weights is None:
         return None if precision in _FULL else precision
@@ -209,8 +222,9 @@ def precision_of(rank: Rank) -> Precision | None:
 
 
 def todays_precision(rank: Rank) -> Precision:
-    """Return the precision of a training as it is: by autocast, whatever its weights are loaded in, unless an argument
-    of its framework makes them so, as Lightning's ``bf16-true`` and DeepSpeed's do."""
+    """Return the precision of an unchanged training run: that of autocast, whatever dtype the weights are loaded in,
+    unless an argument of the framework sets that dtype, such as Lightning's ``bf16-true`` or DeepSpeed's.
+    """
     seen = precision_of(rank)
     stated = [switch.today.get("precision", seen) for switch in rank.switches if "precision" in switch.arguments]
     return seen if seen is not None and seen in stated else autocast_precision(rank)

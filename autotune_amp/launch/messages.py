@@ -1,4 +1,4 @@
-"""What the agent in a command's processes says: one struct for each event, as `agent` sends it."""
+"""Messages from the agent in a command's processes: one struct for each event, as `agent` sends it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
-    """`pid` of the process that says it, `time` on the host's monotonic clock."""
+    """Base of all messages: `pid` of the sending process, `time` in seconds on the host's monotonic clock."""
 
     pid: int
     time: float
@@ -21,15 +21,16 @@ class _OfRank(_Message, frozen=True, kw_only=True):
 
 
 class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
-    """A Python has started."""
+    """Message that a Python process has started."""
 
     parent_pid: int
     python: str
 
 
 class Torch(_OfRank, frozen=True, kw_only=True, tag="torch"):
-    """A Python has imported torch; its rank is as a launcher says. `worker` is the name that multiprocessing gave the
-    process, None where it started it not."""
+    """Message that a Python process has imported torch; its rank is as the launcher says. `worker` is the name that
+    multiprocessing gave to the process, None if multiprocessing did not start it.
+    """
 
     arguments: tuple[str, ...]
     parent_pid: int
@@ -39,8 +40,11 @@ class Torch(_OfRank, frozen=True, kw_only=True, tag="torch"):
 
 
 class Optimizer(_OfRank, frozen=True, kw_only=True, tag="optimizer"):
-    """An optimizer is about to take its first step, or has just taken it. `num_parameters` is by dtype, as is
-    `num_frozen`, of parameters that the modules seen so far do not train."""
+    """Message that an optimizer is about to take its first step, or has just taken it.
+
+    `num_parameters` is by dtype, as is `num_frozen`, the number of parameters of the modules seen so far that are not
+    trained.
+    """
 
     index: int
     name: str
@@ -55,7 +59,9 @@ class Optimizer(_OfRank, frozen=True, kw_only=True, tag="optimizer"):
 
 
 class Loader(_Message, frozen=True, kw_only=True, tag="loader"):
-    """A DataLoader was made: by `maker`, which is the same in every run, at `line` of the user's own."""
+    """Message that a DataLoader was made: by `maker`, which is the same in every run, at `line` of the user's
+    own code.
+    """
 
     index: str
     maker: str
@@ -68,7 +74,9 @@ class Loader(_Message, frozen=True, kw_only=True, tag="loader"):
 
 
 class Scaler(_Message, frozen=True, kw_only=True, tag="scaler"):
-    """A GradScaler was made, as `Loader` says; one that is not enabled does nothing."""
+    """Message that a GradScaler was made; `maker` and `line` as in `Loader`. A scaler that is not enabled does
+    nothing.
+    """
 
     is_enabled: bool
     maker: str
@@ -76,12 +84,13 @@ class Scaler(_Message, frozen=True, kw_only=True, tag="scaler"):
 
 
 class Site(_Message, frozen=True, kw_only=True, tag="site"):
-    """A call that made something which training uses, of class `name`: a `kind` of ``loader``, ``batch_sampler``,
+    """Call that made an object of class `name` which training uses. `kind` is ``loader``, ``batch_sampler``,
     ``autocast``, ``scaler``, ``forward``, ``training_arguments``, ``lightning_trainer`` or ``accelerator``.
 
-    It is at `line` and ends at `end` (line, column), where that is known. `maker` is the module of a library that made
-    the call, "" where the user's own line did. `values` are what came of it; `parameters` the names of what can be
-    given by position. `loader` is a DataLoader's index, `dataset` the same for all over the same data.
+    The call is at `line` and ends at `end` (line, column), None if not known. `maker` is the module of a library that
+    made the call, "" for the user's own code. `values` are the resulting values; `parameters` the names of the
+    arguments that can be given by position. `loader` is the index of a DataLoader; `dataset` is the same for all
+    loaders of the same data.
     """
 
     kind: str
@@ -96,11 +105,14 @@ class Site(_Message, frozen=True, kw_only=True, tag="site"):
 
 
 class Step(_Message, frozen=True, kw_only=True, tag="step"):
-    """An optimizer step. Samples by loader, batches, waits, backward passes and compilations are counted from the
-    beginning; losses, forwards and autocast regions are since the step before. A loss that is not finite is text
-    (``nan``, ``inf``, ``-inf``), since JSON has no such numbers. A forward is the class of an outermost module, the
-    size of what entered it, the dtype that its weights were used in. `is_settled`: the device was waited for, so that
-    intervals between such steps are true."""
+    """Message about an optimizer step.
+
+    Samples by loader, batches, waits, backward passes and compilations are counted from the start of the process;
+    losses, forwards and autocast regions since the previous step. A loss that is not finite is text (``nan``, ``inf``,
+    ``-inf``), since JSON has no such numbers. A forward is the class of an outermost module, the size of its input, and
+    the dtype that its weights were used in. `is_settled`: the device was synchronized, so that intervals between such
+    steps are true.
+    """
 
     optimizer: int
     is_skipped: bool
@@ -120,8 +132,10 @@ class Step(_Message, frozen=True, kw_only=True, tag="step"):
 
 
 class Gradient(_OfRank, frozen=True, kw_only=True, tag="gradient"):
-    """A frozen step: its gradient is at `path`, in float32, `sizes` entries of each parameter; digests of the rest.
-    `has_low_weights`: some weights are kept in half precision."""
+    """Message about a frozen step (one whose update is not applied): its gradient is in the file `path`, in float32,
+    with `sizes` entries of each parameter. `weights` and `batch` are digests. `has_low_weights`: some weights are kept
+    in half precision.
+    """
 
     optimizer: int
     number: int
@@ -133,7 +147,7 @@ class Gradient(_OfRank, frozen=True, kw_only=True, tag="gradient"):
 
 
 class Set(_Message, frozen=True, kw_only=True, tag="set"):
-    """The value of `name`, a field of a setting, was set from outside, in `what` at `line`."""
+    """Message that the value of `name`, a field of a setting, was set from outside, in `what` at `line`."""
 
     name: str
     what: str
@@ -143,9 +157,11 @@ class Set(_Message, frozen=True, kw_only=True, tag="set"):
 
 
 class Switch(_Message, frozen=True, kw_only=True, tag="switch"):
-    """A framework's object was made through which training can be set: `arguments` are those of its class `owner` for
-    fields of a setting, `today` what they are, as far as they say it. `parser` is what took them from the command line
-    of `script`, "" where nothing did."""
+    """Message that a framework's object was made through which training can be set.
+
+    `arguments` maps fields of a setting to the arguments of its class `owner`, `today` to their values as far as they
+    are given. `parser` is the parser that took them from the command line of `script`, "" if none did.
+    """
 
     owner: str
     arguments: dict[str, str]
@@ -156,7 +172,9 @@ class Switch(_Message, frozen=True, kw_only=True, tag="switch"):
 
 
 class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
-    """The process is ending rather than changing what was there before; `path` is an address for an upload."""
+    """Message that the process ends because it was about to change a file that was there before; for an upload, `path`
+    is its address.
+    """
 
     what: str
     path: str
@@ -164,8 +182,11 @@ class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
 
 
 class Error(_OfRank, frozen=True, kw_only=True, tag="error"):
-    """An exception ends the process: `types` are the names of its class and that one's bases, `free_memory_share` the
-    least share of its accelerator's memory that was left, None where that is not known."""
+    """Message that an exception ends the process.
+
+    `types` are the names of its class and the base classes, `free_memory_share` is the least share of the accelerator's
+    memory that was free, None if not known.
+    """
 
     types: tuple[str, ...]
     message: str
@@ -174,17 +195,17 @@ class Error(_OfRank, frozen=True, kw_only=True, tag="error"):
 
 
 class Unstepped(_Message, frozen=True, kw_only=True, tag="unstepped"):
-    """So many backward passes were made, and no optimizer of torch's has taken a step."""
+    """Message that `num_backward` backward passes were made, but no optimizer of torch has taken a step."""
 
     num_backward: int
 
 
 class Exit(_OfRank, frozen=True, kw_only=True, tag="exit"):
-    """The process ends by itself."""
+    """Message that the process ends by itself."""
 
 
 class Stack(_Message, frozen=True, kw_only=True, tag="stack"):
-    """Where the threads of a process are; `at` are the files that the main thread is in, the innermost last."""
+    """Stacks of all threads of a process. `at` are the files that the main thread is in, the innermost last."""
 
     text: str
     at: tuple[str, ...]

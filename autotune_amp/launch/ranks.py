@@ -1,4 +1,4 @@
-"""What the processes of one run said, put together: which are ranks, what their steps took, who fell silent. Pure."""
+"""State of one run, built from the messages of its processes: its ranks, their steps, and the ranks that hang. Pure."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from autotune_amp.launch.messages import Message, Step
 from autotune_amp.trial.jobs import MAX_WARMUP_STEPS, NUM_WARMUP_STEPS, is_warming
 from autotune_amp.trial.judge import MAX_SKIPS, StepLosses
 
-LIMITS_OF_WARMUP_STEPS = 2, MAX_WARMUP_STEPS  # no trial of a command is ended in its warm-up, whatever that shows
+LIMITS_OF_WARMUP_STEPS = 2, MAX_WARMUP_STEPS  # no trial of a command is ended during its warm-up
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps of one rank between two that its device was waited for; `step_seconds` is the mean of `num_steps` steps.
+    """Steps of one rank between two at which its device was synchronized; `step_seconds` is the mean of `num_steps`
+    steps.
 
-    `num_batches` are those that its loaders handed out; without a loader, those that entered its model.
+    `num_batches` is the number of batches from its loaders; without a loader, of those that entered its model.
     """
 
     step_seconds: float
@@ -34,23 +35,28 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Entered(msgspec.Struct, frozen=True, kw_only=True):
-    """Batches that entered the outermost modules for one optimizer step: their usual size, in samples, their number,
-    and the backward passes of each."""
+    """Batches that entered the outermost modules for one optimizer step: their usual size in samples, their number, and
+    the number of backward passes of each.
+    """
 
     batch_size: int = 0
     num: int = 0
     num_passes: float = 1.0
 
     def num_batches(self, num_passes: int, num_steps: int) -> float:
-        """Return how many entered in steps with so many backward passes. Those of a step with one batch, an optimizer
-        that closes over it takes another number of each time."""
+        """Return the number of batches that entered in `num_steps` steps with `num_passes` backward passes. A step with
+        one batch and several passes counts one batch: an optimizer with a closure repeats it a varying number of times.
+        """
         is_counted = num_passes and not (self.num == 1 and self.num_passes != 1)
         return num_passes / self.num_passes if is_counted else self.num * num_steps
 
 
 def _entered(forwards: Sequence[tuple[str, int | None, str]], num_passes: int, num_optimizers: int) -> Entered:
-    """Of models that are trained together, as a GAN's, the one that runs least says how many batches there were; a
-    batch that enters twice, as in siamese networks, has one backward pass."""
+    """Return the batches that entered for one optimizer step.
+
+    Of models that are trained together, as in a GAN, the one that runs least often gives their number. A batch that
+    enters twice, as in siamese networks, has one backward pass.
+    """
     num_by_class = Counter(name for name, size, _ in forwards if size)
     if not num_by_class:
         return Entered()
@@ -62,8 +68,9 @@ def _entered(forwards: Sequence[tuple[str, int | None, str]], num_passes: int, n
 
 @dataclass
 class Rank:
-    """One process that trains: the steps of each of its optimizers, its loaders and its loss scalers, and what
-    of its frameworks could be set or was. Once it `has_ended` no more steps come."""
+    """One training process: the steps of each of its optimizers, its loaders and loss scalers, and the settings of its
+    frameworks that can be or were set. Once it `has_ended`, no more steps come.
+    """
 
     pid: int
     rank: int = 0
@@ -79,15 +86,18 @@ class Rank:
 
     @property
     def pace(self) -> list[Step]:
-        """The steps of the optimizer that steps least: of a GAN's, the generator's."""
+        """Return the steps of the optimizer that steps least often; in a GAN, the generator's."""
         by_optimizer = [[s for s in self.steps if s.optimizer == index] for index in self.optimizers]
         return min(by_optimizer, key=len, default=[])
 
     @property
     def warm(self) -> list[Step]:
-        """The steps of `pace` from the last of the warm-up on, without those on what loader workers had ready before
-        the first, and the skips in which a loss scaler finds its scale. Of a process that ended before its steps were
-        steady, or soon after, those after the least warm-up."""
+        """Return the steps of `pace` from the last warm-up step on.
+
+        Steps on batches that loader workers had ready before the first step are left out, as are the skips in which a
+        loss scaler finds its scale. If the process ended before its steps were steady, or soon after, these are the
+        steps after the shortest warm-up.
+        """
         steps, num_warmup = self.pace, self._num_warmup_steps()
         if num_warmup is None and not self.has_ended:
             return []
@@ -100,7 +110,7 @@ class Rank:
 
     @property
     def warm_losses(self) -> list[tuple[StepLosses, ...]]:
-        """The losses of each optimizer's steps after the warm-up."""
+        """Return the losses of the steps after the warm-up, for each optimizer."""
         since = self.warm[0].time if self.warm else math.inf
         return [
             tuple(
@@ -112,7 +122,9 @@ class Rank:
         ]
 
     def _num_warmup_steps(self) -> int | None:
-        """Return the steps until they were steady, None while they are not. In one that compiles nothing is seen."""
+        """Return the number of steps until the step time was steady, None while it is not. Steps that compile are not
+        considered.
+        """
         pace, group_seconds, warming_seconds = self.pace, list[float](), 0.0
         for i, j in self._spans(pace):
             if pace[i].num_compilations == pace[j].num_compilations:
@@ -127,15 +139,16 @@ class Rank:
 
     @property
     def step_seconds(self) -> float | None:
-        """Of the fastest step so far that compiled nothing, None before there was one."""
+        """Return the seconds of the fastest step so far that compiled nothing, None before there was one."""
         pace = self.pace
         found = [b.time - a.time for a, b in pairwise(pace) if a.num_compilations == b.num_compilations]
         return min(found, default=None)
 
     @property
     def training_loaders(self) -> frozenset[str]:
-        """Those that are fetched from in at least half of the steps: the others evaluate. A loader that is made anew
-        for every epoch is one loader."""
+        """Return the indices of the loaders that are fetched from in at least half of the steps; the others serve
+        evaluation. A loader that is made anew for every epoch counts as one loader.
+        """
         fetched = [_fetched(a, b) for a, b in pairwise(self.pace)]
         num = Counter(kind for one in fetched for kind in {self._kind(name) for name in one})
         return frozenset(name for one in fetched for name in one if 2 * num[self._kind(name)] >= len(fetched))
@@ -145,7 +158,7 @@ class Rank:
         return (name,) if loader is None else (loader.maker, loader.num_samples, loader.batch_size, loader.shuffles)
 
     def intervals(self) -> Iterator[Interval]:
-        """Of the warm steps, without those in which it evaluated or something was compiled."""
+        """Yield the intervals of warm steps, except those in which the rank evaluated or compiled."""
         training, warm = self.training_loaders, self.warm
         entered = self.entered if warm and not training else Entered()
         for i, j in self._spans(warm):
@@ -169,7 +182,9 @@ class Rank:
 
     @property
     def entered(self) -> Entered:
-        """What entered its outermost modules in the latest step of `pace` before which all of them were watched."""
+        """Return the batches that entered the outermost modules in the latest step of `pace` for which all of these
+        were watched.
+        """
         first, steps = 0, list[Step]()
         pace = {id(step) for step in self.pace}
         for number, step in enumerate(self.steps):
@@ -185,22 +200,22 @@ class Rank:
 
     @property
     def num_compiling_steps(self) -> int:
-        """Warm steps that are in no interval since something was compiled in them."""
+        """Return the number of warm steps that are left out of the intervals because something was compiled in them."""
         warm = self.warm
         return sum(j - i for i, j in self._spans(warm) if warm[i].num_compilations != warm[j].num_compilations)
 
     def _spans(self, steps: Sequence[Step]) -> Iterator[tuple[int, int]]:
-        """From one step that the device was waited for to the next."""
+        """Yield the pairs of successive step numbers at which the device was synchronized."""
         return pairwise(number for number, step in enumerate(steps) if step.is_settled)
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """The most that it took: resident on a CPU, allocated on an accelerator; None where nothing says so."""
+        """Return the peak memory: resident on a CPU, allocated on an accelerator; None if it is not known."""
         return max((s.peak_memory_bytes for s in self.steps if s.peak_memory_bytes is not None), default=None)
 
     @property
     def reserved_memory_bytes(self) -> int | None:
-        """The most that it reserved of an accelerator, None without one."""
+        """Return the peak of the accelerator's memory that was reserved, None without an accelerator."""
         return max((s.reserved_memory_bytes for s in self.steps if s.reserved_memory_bytes is not None), default=None)
 
 
@@ -214,7 +229,7 @@ def _fetched(before: Step, after: Step) -> dict[str, int]:
 
 @dataclass
 class Heard:
-    """All that was said in one run."""
+    """Collected messages of one run."""
 
     pythons: dict[int, messages.Hello] = field(default_factory=dict)  # by pid
     torches: dict[int, messages.Torch] = field(default_factory=dict)  # by pid
@@ -225,13 +240,13 @@ class Heard:
     sites: list[messages.Site] = field(default_factory=list)
     refused: messages.Refused | None = None
     unstepped: messages.Unstepped | None = None
-    last_time: float = 0.0  # of the latest step
+    last_time: float = 0.0  # monotonic time of the latest step
     _loaders: dict[int, dict[str, messages.Loader]] = field(default_factory=dict)
     _scalers: dict[int, list[messages.Scaler]] = field(default_factory=dict)
     _switches: dict[int, list[messages.Switch]] = field(default_factory=dict)
     _sets: dict[int, list[messages.Set]] = field(default_factory=dict)
-    _gone: list[int] = field(default_factory=list)  # pids, in the order of their going
-    _ended: set[int] = field(default_factory=set)  # pids that said so
+    _gone: list[int] = field(default_factory=list)  # pids, in the order in which their connections ended
+    _ended: set[int] = field(default_factory=set)  # pids that sent an error or an exit
 
     def hear(self, message: Message) -> None:
         """Add a message."""
@@ -277,7 +292,7 @@ class Heard:
                 self.stacks[message.pid] = message
 
     def gone(self, pid: int) -> None:
-        """A process's connection has ended."""
+        """Note that the connection of a process has ended."""
         self._gone.append(pid)
         self._end(pid)
 
@@ -287,54 +302,62 @@ class Heard:
 
     @property
     def rank_by_pid(self) -> dict[int, int]:
-        """Of the processes that are ranks, also before their first step: a launcher gave a rank to them, and to no
-        parent of theirs, from which what they start would have it."""
+        """Return the rank of each process that is one, also before its first step.
+
+        A process is a rank if a launcher gave it a rank and did not give one to its parent: processes that a rank
+        starts inherit its variables.
+        """
         launched = {pid: said for pid, said in self.torches.items() if said.world > 1 and said.worker is None}
         ranks = {pid: said.rank for pid, said in launched.items() if said.parent_pid not in launched}
         return ranks | {pid: rank.rank for pid, rank in self.ranks.items()}
 
     @property
     def world(self) -> int:
-        """The ranks that are to be heard of."""
+        """Return the number of ranks that are expected to send messages."""
         worlds = [rank.world for rank in self.ranks.values()] + [said.world for said in self.torches.values()]
         return max(worlds, default=1)
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank was heard of."""
+        """Whether every rank has taken a step or is about to."""
         return len(self.ranks) >= self.world
 
     @property
     def num_steps(self) -> int:
-        """Steps that all ranks have taken."""
+        """Return the number of steps that all ranks have taken."""
         return min((len(rank.pace) for rank in self.ranks.values()), default=0) if self.is_whole else 0
 
     @property
     def step_seconds(self) -> float | None:
-        """Of the latest step, None before there were two."""
+        """Return the seconds of the latest step, None before there were two."""
         pace = max((rank.pace for rank in self.ranks.values()), key=len, default=[])
         return pace[-1].time - pace[-2].time if len(pace) > 1 else None
 
     @property
     def num_frozen_steps(self) -> int:
-        """Frozen steps whose gradients all ranks have written."""
+        """Return the number of frozen steps whose gradients all ranks have written."""
         return min((sum(g.pid == pid for g in self.gradients) for pid in self.ranks), default=0) if self.is_whole else 0
 
     @property
     def lost(self) -> list[int]:
-        """The pids of ranks that ended without a word, the first of them first."""
+        """Return the pids of the ranks that ended without an error or exit message, in the order in which they
+        ended.
+        """
         return [pid for pid in self._gone if pid in self.rank_by_pid and pid not in self._ended]
 
     @property
     def silent(self) -> list[int]:
-        """The pids of the ranks that others wait for, as far as it can be told: they have taken the fewest steps, and
-        are not themselves in a collective operation or a backward pass. Known once all were asked for their stacks."""
+        """Return the pids of the ranks that the others seem to wait for: those that took the fewest steps and are not
+        in a collective operation or a backward pass themselves. Valid once all were asked for their stacks.
+        """
         steps = {pid: len(self.ranks[pid].pace) if pid in self.ranks else 0 for pid in self.rank_by_pid}
         behind = [pid for pid in steps if steps[pid] == min(steps.values())]
         return [pid for pid in behind if not _waits(self.stacks.get(pid))] or behind
 
     def samples_per_second(self) -> float | None:
-        """The job's: the samples of all ranks in the time of the slowest, None before every rank has an interval."""
+        """Return the rate of the whole job: the samples of all ranks in the time of the slowest; None before every rank
+        has an interval.
+        """
         per_rank: list[tuple[float, float]] = []
         for rank in self.ranks.values():
             intervals = list(rank.intervals())
@@ -349,6 +372,6 @@ class Heard:
 
 
 def _waits(stack: messages.Stack | None) -> bool:
-    """Whether a process is where it waits for other ranks; one that cannot say where it is does not."""
+    """Whether a process is at a place where it waits for other ranks; false if its stack is not known."""
     innermost = "" if stack is None or not stack.at else stack.at[-1]
     return "/torch/distributed/" in innermost or innermost.endswith("/torch/autograd/graph.py")

@@ -1,4 +1,6 @@
-"""The real training with a recommendation: its command takes this process's place, set from outside by the agent."""
+"""Real training run with a recommendation: its command replaces this process, and the agent sets its values from
+outside.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,11 @@ from autotune_amp.launch.running import INJECTED
 
 
 def start(command: Sequence[str], path: Path) -> NoReturn:
-    """Replace this process by the command, with the recommendation at `path`: signals and exit code are its own.
+    """Replace this process by the command, with the recommendation at `path`; signals and exit code are the command's
+    own.
 
-    On Windows, which replaces no process, the command is left running and this one ends.
-    Raises `WorkloadError` where it cannot be started.
+    On Windows, which cannot replace a process, the command is started and this process ends. Raises `WorkloadError` if
+    the command cannot be started.
     """
     recommendation = Recommendation.load(path)
     arguments, outside = to_start(command, recommendation, path)
@@ -38,7 +41,10 @@ def start(command: Sequence[str], path: Path) -> NoReturn:
 def to_start(
     command: Sequence[str], recommendation: Recommendation, path: Path
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """The command with its placeholders filled, and what of the recommendation it does not say itself."""
+    """Return the command with its placeholders filled, and the recommended values that it does not contain itself.
+
+    Raises `InvalidRequestError` if a placeholder is left that no recommendation fills.
+    """
     config, found = recommendation.config, recommendation.workload
     searched = recommendation.launch_line
     files = [file for file in (searched.files if searched else ()) if any(file in argument for argument in command)]
@@ -56,7 +62,7 @@ def to_start(
     outside = {
         name: getattr(config, name)
         for name in ("precision", "batch_size", "accumulation_steps")
-        # What a placeholder of the search stood for today is not what the script does without it.
+        # Without a placeholder that the search had, the script may not run with the value that this had today.
         if name not in says_itself
         and (getattr(config, name) != getattr(today, name) or (searched and name in searched.placeholders))
     }
@@ -68,7 +74,9 @@ def to_start(
 def environment(
     outside: Mapping[str, Any], recommendation: Recommendation, path: Path, inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """What the command is started with: the agent, and the variables that were recommended."""
+    """Return the environment variables to start the command with: inherited, the recommended ones, and those of the
+    agent.
+    """
     agent = {
         "outside": outside,
         "controller": {"path": str(path.resolve()), "device": recommendation.hardware.identity.type},

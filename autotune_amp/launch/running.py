@@ -1,4 +1,6 @@
-"""One run of a training command: started with the agent in it, heard until it has said enough, ended with all of it."""
+"""One run of a training command: started with the agent in it, observed until the verdict stands, ended with all its
+processes.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +36,18 @@ from autotune_amp.launch.verdict import RunState, verdict
 from autotune_amp.trial.failures import num_oom_kills
 
 INJECTED = Path(__file__).parent / "agent" / "path"
-_MEMORY_SECONDS = 0.5  # between two looks at all its processes and their memory
-_GROWTH = 1.1  # of what is resident, from which on it is looked at closely again
-_GRACE_SECONDS = 2.0  # after the first error: the rank that is its cause may say so later
-_STACK_SECONDS = 2.0  # for the stacks of ranks that hang
+_MEMORY_SECONDS = 0.5  # between two checks of the memory of all processes
+_GROWTH = 1.1  # growth of resident memory at which the exact memory is read again
+_GRACE_SECONDS = 2.0  # to wait after the first error: the rank that caused it may report later
+_STACK_SECONDS = 2.0  # to wait for the stacks of ranks that hang
 _NUM_KEPT_CHUNKS = 256
 
 
 class Ran(NamedTuple):
-    """How a run ended: when it was started (monotonic), what was heard, what was seen from outside, the verdict.
+    """Result of a run: start time (monotonic), messages, state as seen from outside, verdict.
 
-    `kept` are the paths that this run and those before it made outside of their own folders and that stay there,
-    `opened` the files of code and settings that this run read.
+    `kept` are the paths that this run and earlier ones made outside of their own folders and that stay there, `opened`
+    the files of code and settings that this run read.
     """
 
     began: float
@@ -71,13 +73,15 @@ def run(
     memory: Path | None = None,
     aside: Path | None = None,
 ) -> Ran:
-    """Start the command in the working directory, hear its processes, and kill them all once the verdict stands.
+    """Start the command in the working directory, receive its messages, and kill all its processes once the verdict
+    stands.
 
-    `agent` are the settings of the agent beside its socket; what it writes goes to the folder `output`, else it is
-    removed. Nothing that was there may be changed by the command but what is in `folders` and the data that earlier
-    runs have `kept`. What it makes elsewhere is moved to the folder `aside` at the end, of a run that is interrupted or
-    killed too, but for data that were complete when it took its first step, whose paths are written to the file
-    `memory`. Should this process be killed, `folders` are removed. Raises `WorkloadError` where it cannot be started.
+    `agent` are the settings of the agent besides its socket. Files that the agent writes go to the folder `output`, if
+    given, else they are removed. The command must not change any existing file except in `folders` and in the data that
+    earlier runs have `kept`. Files that it makes elsewhere are moved to the folder `aside` at the end, also if the run
+    is interrupted or killed, except for data that were complete at its first step; the paths of these are written to
+    the file `memory`. If this process is killed, `folders` are removed. Raises `WorkloadError` if the command cannot be
+    started.
     """
     require_startable(arguments, environment.get("PATH"))
     own = make_folder()
@@ -114,7 +118,7 @@ def run(
 
 
 def _opened(noted: Path) -> tuple[str, ...]:
-    """Return the files that the processes of a run noted."""
+    """Return the paths that the processes of a run wrote to the file `noted`."""
     content = noted.read_bytes() if noted.exists() else b""
     return tuple(dict.fromkeys(os.fsdecode(path) for path in content.split(b"\0") if path))
 
@@ -145,7 +149,7 @@ class _Command:
                     **environment,
                     "PYTHONPATH": path,
                     "AUTOTUNE_AMP_AGENT": json.dumps(agent),
-                    "MLFLOW_TRACKING_URI": f"file://{folder}/mlruns",  # it has no switch that turns it off, nor has
+                    "MLFLOW_TRACKING_URI": f"file://{folder}/mlruns",  # neither can be turned off
                     "TRACKIO_DIR": f"{folder}/trackio",
                 },
                 folder,
@@ -161,7 +165,7 @@ class _Command:
         self._reader.start()
 
     def until(self, deadlines: Deadlines, is_enough: Callable[[Heard], bool], memory_limit_bytes: int | None) -> Ran:
-        """Wait until the verdict stands."""
+        """Wait until the verdict on the run stands, and return the result of the run."""
         has_asked, since = False, None
         while True:
             self._take_in()
@@ -171,7 +175,7 @@ class _Command:
                 self._heard, seen, deadlines, is_enough=is_enough(self._heard), memory_limit_bytes=memory_limit_bytes
             )
             if found is None:
-                since = None  # what looked like an end was a pause
+                since = None  # the apparent end was a pause
             if isinstance(found, Failure) and self._program.popen.poll() is None:
                 since = since or now
                 if found.kind == "timeout" and not has_asked:
@@ -186,12 +190,14 @@ class _Command:
 
     @property
     def first_step_time(self) -> float:
-        """When an optimizer first stepped, in seconds since the epoch; without a step, when the command was started."""
+        """Return the time of the first optimizer step in seconds since the epoch; without a step, that of the command's
+        start.
+        """
         steps = [rank.steps[0].time for rank in self._heard.ranks.values() if rank.steps]
         return time.time() - (time.monotonic() - min(steps, default=self._began))
 
     def _take_in(self) -> None:
-        """What came within a tick."""
+        """Wait at most a tick for messages, and add those that have arrived."""
         num_before = self._heard.num_steps
         heed()
         self._watcher.tick()
@@ -239,7 +245,7 @@ class _Command:
                     self._heard.hear(message)
 
     def end(self) -> None:
-        """Have the keeper kill the command and all that came of it."""
+        """Have the supervisor kill the command and all processes that it started."""
         self._watcher.ending()
         self._program.end()
         self._listener.close()
@@ -254,7 +260,7 @@ class _Command:
 
 
 def _total(processes: Sequence[psutil.Process], bytes_of: Callable[[psutil.Process], int]) -> int:
-    """Of those that are still there."""
+    """Return the sum of `bytes_of` over the processes that still exist."""
     total = 0
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -263,19 +269,22 @@ def _total(processes: Sequence[psutil.Process], bytes_of: Callable[[psutil.Proce
 
 
 def _resident_bytes(process: psutil.Process) -> int:
-    """Its memory with pages that others map too: at least what it is."""
+    """Return the resident memory of a process, including pages shared with others: an upper bound of `_own_bytes`."""
     return int(process.memory_info().rss)
 
 
 def _own_bytes(process: psutil.Process) -> int:
-    """Its memory, pages that several map counted as its share. The kernel goes through all pages for that, and a
-    training whose memory it looks at waits: every half second made one a third slower."""
+    """Return the memory of a process, in which a page that several processes share counts by the process's share of it.
+
+    For this the kernel visits all pages, and the training process waits meanwhile: reading it every half second made a
+    training run a third slower.
+    """
     found = process.memory_full_info()
     return int(getattr(found, "pss", found.rss))
 
 
 def _python_seconds(processes: Sequence[psutil.Process]) -> float:
-    """For how long the oldest Python among them has run."""
+    """Return the seconds for which the oldest Python process among `processes` has run."""
     ages = [0.0]
     for process in processes:
         with contextlib.suppress(psutil.Error):

@@ -1,4 +1,6 @@
-"""What of a command can be set, by a placeholder or from outside, and whether what was asked for is what ran. Pure."""
+"""Values of a command that can be set, by a placeholder or from outside, and whether a run used the values asked for.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from autotune_amp.launch.ranks import Rank
 
 
 def unsettable(line: LaunchLine, rank: Rank) -> dict[str, str]:
-    """By precision or dimension, why it cannot be set to anything but what it is; `rank` was seen as it is today."""
+    """Return, for each precision or dimension that cannot be changed, the reason. `rank` was observed in a run as of
+    today.
+    """
     found, placeholders = {}, line.placeholders
     in_framework = {name for switch in rank.switches for name in switch.arguments}
     precision = placeholders.get("precision")
@@ -51,7 +55,9 @@ def unsettable(line: LaunchLine, rank: Rank) -> dict[str, str]:
 
 
 def set_from_outside(sets: Iterable[Set]) -> list[str]:
-    """A note of what is set without a placeholder, and where; none where nothing is."""
+    """Return a note that names the values that are set without a placeholder and the places where; empty if there are
+    none.
+    """
     found = [f"{one.name.replace('_', ' ')} in {one.what}{f' at {one.line}' if one.line else ''}" for one in sets]
     if not found:
         return []
@@ -59,9 +65,12 @@ def set_from_outside(sets: Iterable[Set]) -> list[str]:
 
 
 def probing_setting(today: Setting, cannot: Mapping[str, str], *, is_batch_free: bool = True) -> Setting | None:
-    """What shows whether a command follows: `today` with another batch size and precision, as far as they can be set;
-    None where neither can. Unless `is_batch_free`, a batch size that nothing makes up for by accumulation stays: a
-    script that accumulates today may keep its total itself."""
+    """Return a setting that shows whether a command follows: `today` with another batch size and another precision, as
+    far as they can be set; None if neither can.
+
+    Unless `is_batch_free`, the batch size is changed only if accumulation can make up for it, or if the script
+    accumulates today and so may keep its effective batch size itself.
+    """
     is_given = "accumulation_steps" in cannot
     is_kept = "batch_size" in cannot or (is_given and not is_batch_free and today.accumulation_steps == 1)
     sizes = [] if is_kept else [_other_size(today)]
@@ -78,7 +87,9 @@ def probing_setting(today: Setting, cannot: Mapping[str, str], *, is_batch_free:
 
 
 def _other_size(today: Setting) -> int:
-    """Half of today's batch size; of what accumulates, the nearest below that which makes up the same total."""
+    """Return half of today's batch size; for a script that accumulates, the nearest size below that which divides its
+    effective batch size.
+    """
     half = max(1, today.batch_size // 2) if today.batch_size > 1 else 2
     if today.accumulation_steps == 1:
         return half
@@ -88,7 +99,9 @@ def _other_size(today: Setting) -> int:
 
 
 def keeps_effective_batch_size(today: Setting, seen: Rank, other: Setting, seen_other: Rank) -> bool:
-    """Whether an optimizer step took as many samples as `today` with another batch size, and in no step others."""
+    """Whether every optimizer step took the same number of batches, and as many samples at another batch size as
+    `today`.
+    """
     totals = samples_per_step(seen), samples_per_step(seen_other)
     passes = passes_per_step(seen), passes_per_step(seen_other)
     is_steady = all(found is not None and found[0] == found[1] for found in passes)
@@ -101,12 +114,14 @@ def keeps_effective_batch_size(today: Setting, seen: Rank, other: Setting, seen_
 
 
 def _other_steps(today: Setting) -> int:
-    """Accumulation steps with which half the batch makes another number of samples than today's."""
+    """Return accumulation steps with which half the batch size gives another effective batch size than today's."""
     return today.accumulation_steps + (1 if today.accumulation_steps == 2 else 2)
 
 
 def batches_in(num_samples: float, batch_size: int) -> int:
-    """The batches of `batch_size` that an optimizer step took, 1 where its samples are no such number of batches."""
+    """Return the number of batches of `batch_size` in an optimizer step, 1 if its samples are not a whole number of
+    batches.
+    """
     num = round(num_samples / batch_size)
     return num if num and _is_close(num_samples, num * batch_size) else 1
 
@@ -118,7 +133,8 @@ def _is_close(seen: float, asked: float) -> bool:
 def deviation(
     line: LaunchLine, setting: Setting, rank: Rank, num_sharing: int = 1, *, is_accumulation_own: bool = False
 ) -> Failure | None:
-    """Where a run of `setting` did something else, in words that name both; None where it did what it was asked for.
+    """Return a failure that names the value asked for and the value seen, if a run of `setting` did not use it; else
+    None.
 
     `num_sharing` ranks divide a batch among them. With `is_accumulation_own` the script decides how many batches it
     accumulates.
@@ -136,10 +152,11 @@ def deviation(
 
 
 def ignored_precision(line: LaunchLine, setting: Setting, rank: Rank, today: Setting, rank_today: Rank) -> str | None:
-    """Why a run of `setting` was no other than that of `today`, None where its precision shows or nothing does.
+    """Return why a run of `setting` used the same precision as the run of `today`; None if it used another or none is
+    visible.
 
     A model whose weights are loaded in bf16 computes with them as they are in rows called fp32, and a script may also
-    convert its weights where it is asked for bf16: only the two runs together tell these apart.
+    convert its weights when bf16 is asked for: only the two runs together tell these apart.
     """
     if setting.precision == today.precision or {setting.precision, today.precision} <= _FULL:
         return None
@@ -147,7 +164,7 @@ def ignored_precision(line: LaunchLine, setting: Setting, rank: Rank, today: Set
     return _of_precision(line, setting, rank).message if seen == seen_today and seen[1] is not None else None
 
 
-_FULL = {"fp32", "tf32"}  # TF32 shows in no autocast region
+_FULL = {"fp32", "tf32"}  # no autocast region shows TF32
 
 
 def _may_have_run_in(precision: Precision, rank: Rank) -> bool:
@@ -168,7 +185,9 @@ def _of_precision(line: LaunchLine, setting: Setting, rank: Rank) -> Failure:
 def _other_samples(
     line: LaunchLine, setting: Setting, rank: Rank, num_sharing: int, *, is_accumulation_own: bool
 ) -> str | None:
-    """Name the size of its batches or the samples of its optimizer steps, where they are others than asked for."""
+    """Return a message that names the size of the batches or the samples of the optimizer steps, if they differ from
+    those asked for; else None.
+    """
     seen, passes = samples_per_step(rank), passes_per_step(rank)
     asked, asked_size = setting.effective_batch_size / num_sharing, setting.batch_size / num_sharing
     if seen is None or passes is None:
@@ -177,7 +196,7 @@ def _other_samples(
     is_followed = any(_is_close(size, asked_size) for size in sizes)
     is_total = _is_close(seen, asked)
     keeps = line.keeps_effective_batch_size
-    is_decided = (is_accumulation_own or keeps) and not (keeps and passes[0] == passes[1])  # by the script
+    is_decided = (is_accumulation_own or keeps) and not (keeps and passes[0] == passes[1])  # the script decides
     if (is_total and (is_followed or not keeps)) or (is_followed and is_decided):
         return None
     why = {name: f"{{{name}}} does not reach its loader, or it adapts it" for name in line.placeholders}

@@ -1,4 +1,4 @@
-"""Whether a command can be started at all: its program and its script are looked for before anything is run."""
+"""Check whether a command can be started: its program and its script are looked for before anything is run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from autotune_amp.core.text import shell_line
 
 _PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?")
 _SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
-_LAUNCHERS = ("torchrun", "accelerate", "deepspeed")  # which take options with values before the script
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed")  # their options before the script may take values
 _WRAPPERS = ("env", "nice", "nohup", "time", "uv", "run")  # before a program, in the same folder
-_OPTIONS_OF_PYTHON, _OPTIONS_OF_SHELLS = ("-W", "-X", "--check-hash-based-pycs"), ("-o", "-O")  # that take a value
+_OPTIONS_OF_PYTHON, _OPTIONS_OF_SHELLS = ("-W", "-X", "--check-hash-based-pycs"), ("-o", "-O")  # options with a value
 
 
 def likely_command(words: Sequence[str]) -> list[str] | None:
-    """Return the training command that words without ``--`` are meant as, None where they do not look like one."""
+    """Return the training command that is probably meant by words without ``--``, None if they do not look like a
+    command.
+    """
     given = shlex.split(words[0]) if len(words) == 1 and " " in words[0] else list(words)
     first = given[0] if given else ""
     by = {".py": "python", ".sh": "bash"}.get(Path(first).suffix)
@@ -32,18 +34,18 @@ def likely_command(words: Sequence[str]) -> list[str] | None:
 
 
 def require_startable(arguments: Sequence[str], path: str | None) -> None:
-    """Raise `WorkloadError` where the program of a command, or the script or module that it names, is not there.
+    """Raise `WorkloadError` if the program of a command, or the script or module that it names, does not exist.
 
-    `path` is where programs are looked for, as in the variable PATH.
+    `path` lists the folders to look for programs in, like the variable PATH.
     """
     first = arguments[0]
     if shutil.which(first, path=path) is None:
         raise _no_program(first)
     if "-C" in arguments or any(argument.startswith("--chdir") for argument in arguments):
-        return  # paths start elsewhere
+        return  # paths are relative to another folder
     at = next((number for number, each in enumerate(arguments) if _is_launcher(Path(each).name)), None)
     if at is None or not all(_is_wrapping(each) for each in arguments[:at]):
-        return  # in a container, on another host, or a program of its own
+        return  # the script is in a container or on another host, or the program is none that is known
     script = _script(arguments[at], arguments[at + 1 :], path)
     if script is None or "{" in script or Path(script).exists():
         return
@@ -78,9 +80,9 @@ def _is_wrapping(argument: str) -> bool:
 
 
 def _script(launcher: str, rest: Sequence[str], path: str | None) -> str | None:
-    """Return the script that a launcher is given, None where it is given none or that cannot be told.
+    """Return the script that a launcher is given, None if it is given none or that cannot be told.
 
-    Raises `WorkloadError` for a module of ``-m`` that this Python, where it is the command's, does not find.
+    Raises `WorkloadError` for a module after ``-m`` that this Python does not find, if the command uses this Python.
     """
     name = Path(launcher).name
     if name in _LAUNCHERS:

@@ -1,4 +1,6 @@
-"""How a run of a command ended, or whether it goes on: gathers the evidence of its processes for `judge`. Pure."""
+"""Verdict on a run of a command: how it ended, or that it goes on. Gathers the evidence of its processes for `judge`.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,20 @@ from autotune_amp.launch.ranks import Heard
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
 from autotune_amp.trial.judge import RaisedError, RunEvidence, culprit, judge
 
-# What a launcher says of its ranks: the cause only where no rank says one.
+# Errors that launchers raise about their ranks: they are the cause only if no rank reports an error.
 _LAUNCHERS_ERRORS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException")
 _TAIL_CHARACTERS = 8000
-UNOBSERVED_SECONDS = 10.0  # a Python says hello before it does anything
+UNOBSERVED_SECONDS = 10.0  # a Python process with the agent sends `Hello` before it does anything
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
-    """A run as it stands: seconds since it was started and since its latest step, memory of all its processes, for how
-    long a Python has run in it while none has said anything, how the command ended (None: it runs), what it printed.
-    `is_oom_killed`: the kernel has ended a process for want of memory since."""
+    """State of a run as seen from outside: seconds since its start and since its latest step, memory of all its
+    processes.
+
+    `unobserved_seconds`: how long a Python process has run in it while none has sent a message. `status`: exit status
+    of the command, None while it runs. `printed`: its output. `is_oom_killed`: the kernel has killed a process for lack
+    of memory since the run started.
+    """
 
     seconds: float
     seconds_since_step: float
@@ -41,7 +47,9 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 def verdict(
     heard: Heard, seen: RunState, deadlines: Deadlines, *, is_enough: bool, memory_limit_bytes: int | None
 ) -> Literal["measured"] | Failure | None:
-    """What became of it, None while it goes on. `is_enough`: its steps are measured."""
+    """Return "measured" or the failure that a run ended with, None while it goes on. `is_enough`: its steps are
+    measured.
+    """
     if heard.refused is not None:
         return _of_refused(heard.refused)
     if _is_fatal(heard, seen):
@@ -56,7 +64,7 @@ def verdict(
         return failure
     if seen.status is not None:
         return _of_exit(heard, seen)
-    if not heard.pythons and seen.unobserved_seconds > UNOBSERVED_SECONDS:  # nor is it kept from changing files
+    if not heard.pythons and seen.unobserved_seconds > UNOBSERVED_SECONDS:  # nor is it guarded
         return Failure(kind="workload_error", message=_unseen(heard), details=_tail(seen))
     if heard.unstepped is not None and not heard.ranks:
         return Failure(
@@ -85,14 +93,18 @@ def _of_refused(refused: Refused) -> Failure:
 
 
 def _is_fatal(heard: Heard, seen: RunState) -> bool:
-    """Whether an error is the end of it: a rank's is, that of a helper only where the command ended by it."""
+    """Whether an error ends the run: that of a rank does, that of a helper process only if the command ended
+    with it.
+    """
     if seen.status is not None and (seen.status != 0 or not heard.ranks):
         return bool(heard.errors)
     return any(error.pid in heard.rank_by_pid for error in heard.errors)
 
 
 def _of_errors(heard: Heard, seen: RunState) -> Iterator[Failure]:
-    """Yield the failure of each process that raised or was lost; that of a launcher only where there is none."""
+    """Yield the failure of each process that raised an error or was lost; that of a launcher only if there is
+    no other.
+    """
     own = [error for error in heard.errors if error.types[0] not in _LAUNCHERS_ERRORS]
     for error in own:
         yield _of_rank(_of_error(error, seen), error.rank, error.world)
@@ -101,12 +113,12 @@ def _of_errors(heard: Heard, seen: RunState) -> Iterator[Failure]:
     elif not own:
         error = heard.errors[0]
         nested = re.search(r"Process (\d+) terminated", error.message)
-        if error.types[0] == "ProcessRaisedException" and nested:  # of torch.multiprocessing, with a traceback
+        if error.types[0] == "ProcessRaisedException" and nested:  # it quotes the rank's traceback
             *_, last = filter(str.strip, error.message.splitlines())
             kind, _, said = last.partition(": ")
             error = replace(error, types=(kind.rpartition(".")[2],), message=said)
             yield _of_rank(_of_error(error, seen), int(nested[1]), 2)
-        elif seen.status:  # the rank's own words are in what was printed
+        elif seen.status:  # the rank's own error is in the printed output
             yield _of_status(heard, seen, seen.status)
         else:
             yield _of_error(error, seen)
@@ -128,12 +140,14 @@ def _of_rank(failure: Failure, rank: int, world: int) -> Failure:
 
 def _judged(evidence: RunEvidence) -> Failure:
     failure = judge(evidence)
-    assert failure is not None  # it raised or ended, or is overdue
+    assert failure is not None  # the process raised or ended, or is overdue
     return failure
 
 
 def _of_lost(heard: Heard, seen: RunState) -> Failure:
-    """Return the failure of a rank that ended without a word; what its launcher printed says how."""
+    """Return the failure of a rank that ended without a message; its exit status is taken from the launcher's
+    output.
+    """
     pid = heard.lost[0]
     by_launcher = re.search(rf"exitcode:? *(-?\d+)\)? .*\(pid: {pid}\)", seen.printed)
     by_spawn = re.search(r"process \d+ terminated with signal (\w+)", seen.printed)
@@ -179,7 +193,7 @@ def _of_exit(heard: Heard, seen: RunState) -> Literal["measured"] | Failure:
 
 def _overdue(heard: Heard, seen: RunState, deadlines: Deadlines) -> Failure | None:
     whole, first, step = deadlines.whole_seconds, deadlines.first_step_seconds, deadlines.step_seconds
-    is_loading = False  # of a command, its start and its building cannot be told from its first step
+    is_loading = False  # a command's start and build cannot be told from its first step
     if whole is not None and seen.seconds > whole:
         state = f"still running, with {count(heard.num_steps, 'step')}," if heard.torches else "still starting"
         message = f"it was {state} when its time of {whole:.0f} s was up"
@@ -206,7 +220,7 @@ def _overdue(heard: Heard, seen: RunState, deadlines: Deadlines) -> Failure | No
 
 
 def _unseen(heard: Heard) -> str:
-    """Why no rank was heard of."""
+    """Return the reason why no rank has sent a message."""
     if not heard.pythons:
         return (
             "no Python in it could be observed: is it started with -I, -E or -S, by `env -i`, in a container, "
@@ -225,7 +239,9 @@ def _heard_ranks(heard: Heard) -> str:
 
 
 def _stacks(heard: Heard, first: list[int]) -> str:
-    """Where the ranks are, those named first; without ranks, where everything with torch is."""
+    """Return the stacks of the ranks, those in `first` at the top; without ranks, of all processes that
+    imported torch.
+    """
     pids = heard.rank_by_pid or dict.fromkeys(heard.torches, 0)
     asked = sorted(heard.stacks.keys() & pids, key=lambda pid: (pid not in first, pids[pid]))
     return "\n".join(f"rank {pids[pid]}, pid {pid}:\n{heard.stacks[pid].text}" for pid in asked)

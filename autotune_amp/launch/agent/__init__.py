@@ -1,9 +1,9 @@
-"""What runs inside the processes of a training command: it sees their optimizer steps and tells the parent.
+"""Agent inside the processes of a training command: observes their optimizer steps and sends messages to the parent.
 
-It is brought in by ``path/sitecustomize.py`` under the name ``autotune_amp_agent``. Python's standard library alone,
-3.8 and newer, since the user's environment may hold nothing of ours; torch is there once the user's program has
-imported it. In the order in which things happen: `channel`, `imports`, `observer`, and what that one asks: `batches`,
-`passes`, `where`.
+``path/sitecustomize.py`` loads it under the name ``autotune_amp_agent``. It uses Python's standard library alone, 3.8
+and newer, since the user's environment may not have our dependencies; torch is available once the user's program has
+imported it. The modules in the order of events: `channel`, `imports`, `observer`, and those that the observer uses:
+`batches`, `passes`, `where`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any
 
 
 def arm(settings_text: str) -> None:
-    """Start in a process: say so, and guard it at once; the rest when torch is imported.
+    """Start the agent in this process: send a hello and guard files at once, and install the rest when torch is
+    imported.
 
-    `settings_text` is a JSON object: ``socket`` the path of the parent's, ``folder`` the trial's own; ``guard``, what
-    may be changed (see `guard.arm`), where files are guarded; ``observes``, false where nothing is to be patched for
-    the sake of observing; ``frozen``, where no step is to be taken; ``outside``, what is to be set from outside;
-    ``seed``; ``overlay``, files that are run as if they held the text of others; ``sites``, whether to tell of the
-    calls of the user's own. Without a socket it is the real training: see `real`.
+    `settings_text` is a JSON object. ``socket``: path of the parent's socket; ``folder``: the trial's own folder;
+    ``guard``: what may be changed (see `guard.arm`), if files are guarded; ``observes``: false if nothing is to be
+    patched for observing; ``frozen``: given if no step is to be taken; ``outside``: values to be set from outside;
+    ``seed``; ``overlay``: files that are run with the text of other files; ``sites``: whether to report the calls of
+    the user's code. Without a socket this is the real training run: see `real`.
     """
     from .channel import Channel
     from .imports import after_import

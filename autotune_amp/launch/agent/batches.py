@@ -1,4 +1,4 @@
-"""The batches that DataLoaders hand out, by loader: samples, and the wait for them."""
+"""Counts of batches that DataLoaders hand out: samples by loader, and the time spent waiting for them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from torch.utils.data import dataloader
 from . import where
 from .channel import Channel
 
-MAX_DEPTH = 4  # of containers in a batch
-_FETCHES_AHEAD = "accelerate.data_loader"  # it hands a batch on once it has the next
+MAX_DEPTH = 4  # levels of containers in a batch
+_FETCHES_AHEAD = "accelerate.data_loader"  # its loader hands a batch on once it has fetched the next
 
 
 class Loaders:
-    """Samples handed out by each loader of this process, by the number of the loader."""
+    """Observer of the DataLoaders of this process. `num_samples` are the samples handed out, by the index of the
+    loader.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -47,7 +49,7 @@ class Loaders:
         dataset = id(loader.dataset)
         if dataset not in self._makers or where.is_called_by_user():
             self._makers[dataset] = where.maker(), where.user_line()
-        maker, line = self._makers[dataset]  # Accelerate makes another of the user's own
+        maker, line = self._makers[dataset]  # Accelerate makes another loader from the user's
         self._channel.add(
             "loader",
             index=loader._autotune_amp_index,
@@ -72,7 +74,7 @@ class Loaders:
             iterator._autotune_amp_drawn = deque()
 
         def _reset(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-            iterator._autotune_amp_drawn = deque()  # an epoch that was left early had drawn ahead
+            iterator._autotune_amp_drawn = deque()  # an epoch that was left early has drawn indices ahead
             reset(iterator, loader, *args, **kwargs)
 
         def _next_index(iterator: Any) -> Any:
@@ -112,20 +114,20 @@ class Loaders:
         self._use(iterator._autotune_amp_index, 0)
 
     def _use(self, index: str, num: int) -> None:
-        """Samples are in use once they are handed out, those that are fetched ahead with the next."""
+        """Count samples as used once they are handed out; those of a loader that fetches ahead, with its next batch."""
         if index in self._ahead:
             num, self._ahead[index] = self._ahead[index], num
         self.num_samples[index] = self.num_samples.get(index, 0) + num
 
 
 def size_of(batch: Any, dim: int = 0) -> int | None:
-    """The size of the first tensor in a batch along `dim`, None where it has none."""
+    """Return the size along `dim` of the first tensor in a batch, None if there is no tensor with that dimension."""
     tensor = first_tensor(batch)
     return None if tensor is None or tensor.dim() <= dim else int(tensor.shape[dim])
 
 
 def first_tensor(batch: Any, depth: int = 0) -> Any:
-    """The first tensor in a batch, None where there is none within `MAX_DEPTH` containers."""
+    """Return the first tensor in a batch, None if there is none within `MAX_DEPTH` containers."""
     if isinstance(batch, torch.Tensor):
         return batch
     if depth > MAX_DEPTH or isinstance(batch, (str, bytes)):
@@ -141,7 +143,7 @@ def first_tensor(batch: Any, depth: int = 0) -> Any:
 
 
 def _sampler(loader: Any) -> Any:
-    """What draws the samples, behind those that make batches of them."""
+    """Return the sampler that draws the samples, inside any samplers that group them into batches."""
     sampler = loader.batch_sampler or loader.sampler
     while hasattr(sampler, "batch_sampler") or hasattr(sampler, "sampler"):
         sampler = getattr(sampler, "batch_sampler", None) or sampler.sampler

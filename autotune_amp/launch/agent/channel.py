@@ -1,4 +1,6 @@
-"""Messages to the parent: lines of JSON on its socket. A process that listens, and whose parent is gone, ends."""
+"""Connection to the parent: messages are lines of JSON on its socket. A process that listens ends when its parent is
+gone.
+"""
 
 from __future__ import annotations
 
@@ -15,38 +17,39 @@ from collections.abc import Callable
 from typing import Any
 
 PARENT_GONE = 113  # exit status
-SEND_SECONDS = 0.1  # messages wait for one another so long, and none that trains for the socket
+SEND_SECONDS = 0.1  # messages are collected for this long, so that training does not wait for the socket
 
 
 class Channel:
-    """Connected by the first message that is sent, anew after a fork."""
+    """Connection to the parent that is opened by the first message, and opened anew after a fork."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._listens = False
         self._socket: socket.socket | None = None
-        self.now_and_then: Callable[[], Any] = lambda: None  # called by the thread, before it sends
+        self.now_and_then: Callable[[], Any] = lambda: None  # called by the listening thread before it sends
         self._reset()
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        if self._socket is not None:  # of the process that this one was forked from, whose end must be heard of
+        if self._socket is not None:  # inherited at a fork: left open, it would hide the end of the other process
             self._socket.close()
         self._socket = None
         self._thread: threading.Thread | None = None
         self._is_ending = False
         self._messages: list[dict[str, Any]] = []
-        self._lock = threading.RLock()  # a file's finalizer may speak of it while we do
+        self._lock = threading.RLock()  # a file's finalizer may send a message while this thread does
 
     def listen(self) -> None:
-        """Start a thread that sends what waits, and hears the parent: that it is gone, or that it asks ``dump``, where
-        every thread is."""
+        """Start a thread that sends waiting messages and receives the parent's requests: ``dump`` asks for the stacks
+        of all threads, and the end of the connection ends this process.
+        """
         self._listens = True
         if self._socket is not None:
             self._start_listening(self._socket)
 
     def end(self) -> None:
-        """End the thread: one that lives while Python is torn down can take the process with it."""
+        """End the thread: one that still lives while Python is torn down can crash the process."""
         self._is_ending = True
         if self._socket is not None and self._thread is not None:
             with contextlib.suppress(OSError):  # the parent is gone
@@ -54,7 +57,9 @@ class Channel:
             self._thread.join(1.0)
 
     def shield(self, action: Callable[..., Any]) -> Callable[..., Any]:
-        """`action` that raises nothing into the user's program: the parent hears of it in place of that."""
+        """Return `action` wrapped so that it raises nothing into the user's program: its errors are sent to the
+        parent.
+        """
 
         @functools.wraps(action)
         def shielded(*args: Any, **kwargs: Any) -> Any:
@@ -66,7 +71,7 @@ class Channel:
         return shielded
 
     def after_init(self, owner: Any, action: Callable[[Any], None]) -> None:
-        """Have `action` called with every object of the class `owner` that was made, shielded."""
+        """Call `action`, shielded, with every object of the class `owner` right after it was made."""
         original, made = owner.__init__, self.shield(action)
 
         @functools.wraps(original)
@@ -77,8 +82,8 @@ class Channel:
         owner.__init__ = __init__
 
     def send_error(self, error: BaseException, free_memory_share: float | None = None) -> None:
-        """Send an exception, and who this process is."""
-        import traceback  # takes longer than the rest of this module, in every Python that a command starts
+        """Send an exception with the rank of this process."""
+        import traceback  # slow to import, in every Python that a command starts
 
         from . import where
 
@@ -92,18 +97,18 @@ class Channel:
         )
 
     def add(self, event: str, **fields: Any) -> None:
-        """Have a message sent with the next one, or soon; its time is now unless it is given."""
+        """Queue a message, to be sent with the next one or soon; its time is now unless `time` is given."""
         message = {"event": event, "pid": os.getpid(), "time": time.monotonic(), **fields}
         with self._lock:
             self._messages.append(message)
 
     def send(self, event: str, **fields: Any) -> None:
-        """Send a message, and those that wait."""
+        """Send a message, and those that are queued."""
         self.add(event, **fields)
         self.flush()
 
     def flush(self) -> None:
-        """Send what waits."""
+        """Send the queued messages; end this process if the parent is gone."""
         with self._lock:
             messages, self._messages = self._messages, []
             if not messages:
@@ -112,9 +117,9 @@ class Channel:
                 if self._socket is None:
                     self._socket = self._connected()
                 lines = "".join(json.dumps(message, ensure_ascii=False, default=str) + "\n" for message in messages)
-                self._socket.sendall(lines.encode(errors="replace"))  # paths may hold what is no text
+                self._socket.sendall(lines.encode(errors="replace"))  # paths may hold bytes that are not text
             except OSError:
-                os._exit(PARENT_GONE)  # nothing of a trial may run on, its handlers at exit neither
+                os._exit(PARENT_GONE)  # no code of a trial may run on, not even its exit handlers
 
     def _connected(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
@@ -150,7 +155,7 @@ class Channel:
 
 
 def _stacks() -> str:
-    """Where every thread but this one is, the innermost frames of each."""
+    """Return the innermost frames of every thread except this one, as text."""
     import traceback
 
     names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -162,7 +167,7 @@ def _stacks() -> str:
 
 
 def _at() -> list[str]:
-    """The files that the main thread is in, the innermost last."""
+    """Return the files that the main thread is in, the innermost last."""
     files: list[str] = []
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and len(files) < 8:

@@ -1,4 +1,4 @@
-"""What Transformers, Accelerate and Lightning take as arguments: told of as they are today, and set from outside."""
+"""Arguments of Transformers, Accelerate and Lightning: reported as they are today, and set from outside."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ _LIGHTNING = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16"
 
 
 class Frameworks:
-    """Sets what `outside` has values for, and tells what each framework that trains can be set in."""
+    """Hooks that set the arguments for which `outside` has values, and report the arguments that each framework in use
+    takes.
+    """
 
     def __init__(self, outside: Any) -> None:
         self._outside = outside
         self._values: dict[str, Any] = outside.values
         self._told: set[str] = set()
-        self._in_trainer: dict[str, Any] = dict(outside.values)  # what every Trainer of Transformers gets
-        # Line and parser that made each TrainingArguments, by its identity.
+        self._in_trainer: dict[str, Any] = dict(outside.values)  # values for every Trainer of Transformers
+        # Line and parser that made each TrainingArguments object, by the identity of the object.
         self._origins: dict[int, tuple[str, str]] = {}
 
     def install(self) -> None:
-        """Hook into each once it is imported."""
+        """Hook into each framework once it is imported."""
         after_import("transformers.training_args", self._watch_training_arguments)
         after_import("transformers.trainer", self._set_training_arguments)
         after_import("accelerate.accelerator", self._set_accelerator)
@@ -54,13 +56,15 @@ class Frameworks:
             )
 
     def _set(self, owner: Any, name: str, argument: str, what: str) -> None:
-        """An attribute, to the value of `name`."""
+        """Set the attribute `argument` of `owner` to the value of `name`, if there is one, and report it."""
         if name in self._values:
             self._outside.tell(name, what, getattr(owner, argument), self._values[name])
             setattr(owner, argument, self._values[name])
 
     def _watch_training_arguments(self, module: Any) -> None:
-        """Remember what makes each of them: which one trains is known once a Trainer receives it."""
+        """Remember the line and parser that make each TrainingArguments; which one trains is known once a Trainer
+        receives it.
+        """
         owner = module.TrainingArguments
         original = owner.__post_init__
 
@@ -72,7 +76,9 @@ class Frameworks:
         owner.__post_init__ = __post_init__
 
     def _set_training_arguments(self, module: Any) -> None:
-        """Set those that a Trainer receives; others, such as defaults that a library compares with, stay."""
+        """Set the TrainingArguments that a Trainer receives; others stay, such as defaults that a library compares
+        with.
+        """
         owner, kind = module.Trainer, module.TrainingArguments
         original = owner.__init__
 
@@ -86,7 +92,7 @@ class Frameworks:
                 else:
                     kwargs["args"] = given
             self._tell_training_arguments(given)
-            with _environment("ACCELERATE_MIXED_PRECISION"):  # where Transformers 4 puts it for its Accelerator
+            with _environment("ACCELERATE_MIXED_PRECISION"):  # set by Transformers 4
                 if self._in_trainer:
                     self._change_training_arguments(given, kind)
                 original(trainer, *args, **kwargs)
@@ -100,14 +106,14 @@ class Frameworks:
         self._tell_switch("TrainingArguments", {**_TRAINING_ARGUMENTS, "precision": "bf16"}, today, parser, line)
 
     def _change_training_arguments(self, arguments: Any, kind: Any) -> None:
-        """Give them our values, and have Transformers work out anew what follows from them."""
+        """Set our values in TrainingArguments, and have Transformers derive again what follows from them."""
         values, line = self._in_trainer, self._origins.get(id(arguments), ("", ""))[0]
         for name, argument in _TRAINING_ARGUMENTS.items():
             if name in values:
                 was, what = getattr(arguments, argument), f"TrainingArguments' {argument}"
                 self._outside.tell(name, what, was, values[name], line)
                 setattr(arguments, argument, values[name])
-        self._values.pop("batch_size", None)  # its loader has it already
+        self._values.pop("batch_size", None)  # the Trainer's loader gets it from the arguments
         precision = values.get("precision")
         if precision is not None:
             self._outside.is_in_framework = True
@@ -125,7 +131,7 @@ class Frameworks:
         @functools.wraps(original)
         def __init__(accelerator: Any, *args: Any, **kwargs: Any) -> None:
             if _is_called_by("transformers"):
-                original(accelerator, *args, **kwargs)  # by its own Trainer, as TrainingArguments say
+                original(accelerator, *args, **kwargs)  # made by Transformers' Trainer, as TrainingArguments say
                 return
             given, precision = kwargs.get("mixed_precision"), self._values.get("precision")
             if precision is not None:
@@ -141,7 +147,7 @@ class Frameworks:
             self._tell_switch("Accelerator", {"precision": "mixed_precision"}, {"precision": today}, parser)
 
         @functools.wraps(accumulate)
-        def accumulate_(accelerator: Any, *args: Any, **kwargs: Any) -> Any:  # without it the number does nothing
+        def accumulate_(accelerator: Any, *args: Any, **kwargs: Any) -> Any:  # nothing else uses the number
             steps = accelerator.gradient_accumulation_steps
             arguments = {"accumulation_steps": "gradient_accumulation_steps"}
             self._tell_switch("Accelerator.accumulate", arguments, {"accumulation_steps": steps})
@@ -182,7 +188,7 @@ class Frameworks:
 
 
 def _precision_of(arguments: Any) -> str:
-    """What TrainingArguments train in: as they say, else as ``accelerate launch`` does."""
+    """Return the precision that TrainingArguments train in: their own, else that given to ``accelerate launch``."""
     if arguments.bf16 or arguments.fp16:
         return "bf16" if arguments.bf16 else "fp16"
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -191,7 +197,7 @@ def _precision_of(arguments: Any) -> str:
 
 @contextlib.contextmanager
 def _environment(name: str) -> Iterator[None]:
-    """An environment variable that is afterwards what it was."""
+    """Context that restores an environment variable at its end."""
     before = os.environ.get(name)
     try:
         yield
@@ -203,7 +209,7 @@ def _environment(name: str) -> Iterator[None]:
 
 
 def _parser_of_arguments() -> str:
-    """``HfArgumentParser`` where that is at work on the command line."""
+    """Return ``HfArgumentParser`` if that is parsing the command line right now, else ""."""
     typed = sys.argv[1:]
     for frame in where.frames():
         if frame.f_code.co_name == "parse_args_into_dataclasses":

@@ -1,8 +1,7 @@
-"""Gradients without steps: every batch meets the first weights, so that two precisions can be held against each other.
+"""Gradients without optimizer steps: every batch meets the first weights, so that two precisions can be compared.
 
 A run in fp32 and one in the low precision write the same entries of the same gradients; digests of weights and batch
-prove that they are the same. Weights that the script keeps in half precision are raised to fp32 in the run that the
-other is held against.
+prove that these are the same. Weights that the script keeps in half precision are raised to fp32 in the reference run.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class Frozen:
-    """Takes no step. The first `num_steps` gradients go to files in `folder`: float32, at most `max_entries` of them,
-    at even distances in each parameter."""
+    """Replacement of optimizer steps. The first `num_steps` gradients are written to files in `folder`: in float32, at
+    most `max_entries` of them, at even distances in each parameter.
+    """
 
     def __init__(self, channel: Channel, observer: Any, folder: str, settings: dict[str, Any]) -> None:
         self._channel = channel
@@ -34,12 +34,14 @@ class Frozen:
         self._max_entries = settings["max_entries"]
         observer.loaders.keeps_latest = observer.passes.keeps_latest = True
         if settings.get("in_fp32"):
-            self._raised: dict[int, Any] = {}  # modules, which are held so that no other has their identity
+            self._raised: dict[int, Any] = {}  # modules by id; holding them keeps the ids unique
             observer.passes.on_outermost.append(self._raise)
             self._raise_before_ddp()
 
     def _raise_before_ddp(self) -> None:
-        """DistributedDataParallel makes its buckets of the dtypes that parameters have when it is made."""
+        """Raise a module to fp32 before DistributedDataParallel makes its buckets, whose dtypes are those of the
+        parameters.
+        """
         owner: Any = torch.nn.parallel.DistributedDataParallel
         original, raises = owner.__init__, self._channel.shield(self._raise)
 
@@ -51,22 +53,24 @@ class Frozen:
         owner.__init__ = __init__
 
     def _raise(self, module: Any) -> None:
-        """Raise a module's weights, and what enters it, from half precision to fp32, in place."""
+        """Raise a module's weights and inputs from half precision to fp32, the weights in place."""
         for tensor in (*module.parameters(), *module.buffers()):
-            if tensor.dtype in _HALF and not hasattr(tensor, "to_local"):  # FSDP's hold a storage of its own
+            if tensor.dtype in _HALF and not hasattr(tensor, "to_local"):  # FSDP's tensors have a storage of their own
                 tensor.data = tensor.data.float()
         if id(module) not in self._raised:
             self._raised[id(module)] = module
             module.register_forward_pre_hook(lambda _, *given: in_fp32(given), with_kwargs=True)
 
     def before(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """In place of what the step would do; of one with a closure, after its passes."""
+        """Capture the gradients in place of an optimizer step; if the step has a closure, after the closure's
+        passes.
+        """
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if closure is None:
             self._capture(optimizer)
             return None
 
-        def captured(*args_: Any, **kwargs_: Any) -> Any:  # Lightning makes its passes inside of the step
+        def captured(*args_: Any, **kwargs_: Any) -> Any:  # Lightning runs its passes inside the step
             loss = closure(*args_, **kwargs_)
             self._capture(optimizer)
             return loss
@@ -77,7 +81,7 @@ class Frozen:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         number = self._observer.num_steps
         found_inf, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
-        is_skipped = found_inf is not None and bool(found_inf)  # a fused optimizer finds so out by itself
+        is_skipped = found_inf is not None and bool(found_inf)  # a fused optimizer is called for skipped steps too
         if number < self._num_steps and not is_skipped:
             index, rank = self._observer.index_of(optimizer), where.rank()["rank"]
             path = os.path.join(self._folder, f"gradient_{rank}_{index}_{number}.float32")
@@ -97,7 +101,7 @@ class Frozen:
                 **where.rank(),
             )
         for parameter in parameters:
-            parameter.grad = None  # with which no optimizer moves it
+            parameter.grad = None  # no optimizer moves a parameter without a gradient
 
     def _has_low_weights(self, trained: list[Any]) -> bool:
         modules = (reference() for reference in self._observer.modules.values())
@@ -118,18 +122,18 @@ class Frozen:
 
 
 def _local(tensor: Any) -> Any:
-    """Of a tensor that is spread over ranks, this rank's part."""
+    """Return this rank's part of a tensor that is distributed over ranks; other tensors as they are."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _real(tensor: Any) -> Any:
-    """The entries of any tensor, in full and as real numbers."""
+    """Return the entries of any tensor, dense and as real numbers."""
     dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
     return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
 
 
 def _digest(tensors: list[Any]) -> str:
-    """The same for half precision and for what it was raised to."""
+    """Return a digest of the tensors' entries that is the same in half precision and raised to fp32."""
     found = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         entries = _real(_local(tensor.detach()))

@@ -1,17 +1,17 @@
-"""Nothing that was there before is overwritten, appended to, moved or removed by a trial, nor anything uploaded: the
-process ends before that happens, and says what and at which line.
+"""Guard of existing files: the process ends before a trial overwrites, appends to, moves or removes a file that was
+there before, or uploads anything, and reports the line that was about to do so.
 
-*Asked:* what Python itself opens for writing, renames, removes or truncates (audit events: ``open``, shutil, logging,
-numpy and pandas all come by there), a file opened to be updated (``r+``) once it is written to or its descriptor is
-taken, statements that change an SQLite database, and what is written in native code by torch, torch.jit and
-safetensors; creating or committing to a repository of the Hugging Face Hub.
+*Checked:* files that Python itself opens for writing, renames, removes or truncates (audit events: ``open``, shutil,
+logging, numpy and pandas all raise them); a file opened for update (``r+``) once it is written to or its descriptor is
+taken; statements that change an SQLite database; files that torch, torch.jit and safetensors write in native code;
+creating a repository of the Hugging Face Hub or committing to one.
 
-*Free:* the trial's own folders; what the same run has made, which all its processes note in one file, and the data that
-earlier runs made; devices, pipes, byte code, locks that hold nothing; the caches in `_CACHES`, which libraries fill and
-mend by themselves. Data that were downloaded or prepared are noted apart from what else is made: see `_is_data`.
+*Free:* the trial's own folders; files that the same run has made, which all its processes list in one file, and the
+data that earlier runs made; devices, pipes, byte code, empty lock files; the caches in `_CACHES`, which libraries fill
+and repair by themselves. Data that were downloaded or prepared are listed apart from other new files: see `_is_data`.
 
-*Cannot be known here:* what programs that are no Python do (``rm``, ``tee``, a shell's ``>``), what a Python does that
-ignores PYTHONPATH, other native writers (HDF5, Arrow, OpenCV), os.open with a ``dir_fd``.
+*Not visible here:* writing by programs other than Python (``rm``, ``tee``, a shell's ``>``), by a Python that ignores
+PYTHONPATH, by other native writers (HDF5, Arrow, OpenCV), and os.open with a ``dir_fd``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from .imports import after_import
 REFUSED = 114  # exit status
 _SHARED_MEMORY = "/dev/shm/"  # noqa: S108 - no folder of devices
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_TRUNC
-_NEW = os.O_CREAT | os.O_EXCL  # fails where there is a file
-# Folders of caches by the variables that name them, and where they are without.
+_NEW = os.O_CREAT | os.O_EXCL  # fails if the file exists
+# Folders of caches: the variable that names each, and its default.
 _CACHES = {
     "XDG_CACHE_HOME": "~/.cache",
     "HF_HOME": "",
@@ -72,18 +72,21 @@ _DATA_MODULES = (
 _DATA_FUNCTIONS = frozenset({"extract", "extractall", "unpack_archive", "urlretrieve"})  # of the standard library
 _CACHE_NAME = re.compile(r"\.?caches?|.+[._-]cache", re.IGNORECASE)
 _STANDARD = os.path.dirname(os.__file__) + os.sep
-# What changes a database, of the actions that SQLite asks its authorizer for: insert, delete, update, create, drop.
+# Actions of SQLite's authorizer that change a database: insert, delete, update, create, drop.
 _SQL_CHANGES = frozenset({*range(1, 19), 23, 26, 29, 30})
 
 
-# Files of code and settings: an answer holds for those that a training reads.
+# Files of code and settings: a cached answer holds for those that a training run reads.
 _SOURCES = (".py", ".pyc", ".sh", ".yaml", ".yml", ".json", ".toml", ".cfg", ".ini")
 
 
 def arm(channel: Channel, free: list[str], made: str, opened: str) -> None:
-    """Guard this process from here on. What is in one of the folders `free` may be changed, and what is named in the
-    file `made`, to which whatever is made elsewhere is added: as `+path` where it is data, else as `-path`. Code and
-    settings of the user's own that are read are added to the file `opened`."""
+    """Guard this process from here on.
+
+    Files may be changed in the folders `free` and if they are named in the file `made`. Every path that is made
+    elsewhere is added to `made`: as `+path` if it is data, else as `-path`. Code and settings of the user that are read
+    are added to the file `opened`.
+    """
     guard = _Guard(channel, free, made, opened)
     guard.watch_updating()
     sys.addaudithook(guard.hear)
@@ -103,8 +106,8 @@ class _Guard:
         self._here = os.path.realpath(os.getcwd())
         folders = ["/dev", "/proc", *free, *filter(os.path.isabs, (*caches, sys.pycache_prefix or ""))]
         self._free = tuple(os.path.realpath(folder) + os.sep for folder in folders)
-        self._own: dict[str, bool] = {}  # paths that were made, and whether each holds data
-        self._opening = threading.local()  # `is_deferred` while a file is opened whose first write is asked for
+        self._own: dict[str, bool] = {}  # paths that the run made, and whether each holds data
+        self._opening = threading.local()  # `is_deferred` while opening a file that is checked at its first write
         self._asked: dict[str, Any] = {
             "open": self._opens,
             "cpython.run_file": self._reads,
@@ -119,15 +122,15 @@ class _Guard:
         }
 
     def hear(self, event: str, arguments: Any) -> None:
-        """Called with whatever Python is about to do."""
+        """Check an audit event: called before every action of Python that raises one."""
         asked = self._asked.get(event)
         if asked is None:
             return
-        with suppress(Exception):  # what cannot be judged (an open file, a name that cannot be) is Python's to do
+        with suppress(Exception):  # an open file or an impossible name is left to Python
             asked(*arguments)
 
     def changes(self, what: str, path: str) -> None:
-        """A file is about to be written to: noted where it is new, the end where it was there."""
+        """Check a file that is about to be written to: note it if it is new, end the process if it was there before."""
         try:
             status = os.stat(path)
         except OSError:
@@ -137,7 +140,7 @@ class _Guard:
             self._refuse_unless_own(what, path)
 
     def removes(self, what: str, path: str) -> None:
-        """A file or folder is about to go."""
+        """End the process if a file or folder that is about to be removed was there before."""
         if os.path.lexists(path):
             self._refuse_unless_own(what, path)
 
@@ -152,7 +155,7 @@ class _Guard:
             self._reads(path)
 
     def _reads(self, path: Any) -> None:
-        """Note what is read, byte code as the source that it was made of."""
+        """Note a file that is read, byte code as the source that it was compiled from."""
         name = os.fsdecode(path)
         if name in self._read or not name.endswith(_SOURCES):
             return
@@ -168,7 +171,7 @@ class _Guard:
         self._makes(target)
 
     def _makes(self, path: str) -> None:
-        """Note it as the trial's own, if it is not there."""
+        """Note a path as the trial's own, if it does not exist yet."""
         if self._is_free(path) or os.path.lexists(path):
             return
         is_data = _is_cache(os.path.relpath(path, self._here)) or _is_data()
@@ -202,7 +205,9 @@ class _Guard:
             os._exit(REFUSED)
 
     def watch_updating(self) -> None:
-        """A file that is opened to be updated may only be read: whether it is written to is known when it is."""
+        """Hook into ``open`` so that a file opened for update may be read: it is checked when it is first
+        written to.
+        """
         original = io.open
 
         @functools.wraps(original)
@@ -217,7 +222,7 @@ class _Guard:
             opener: Any = None,
         ) -> Any:
             is_text = isinstance(mode, str) and "b" not in mode
-            if not self._is_to_be_updated(file, mode) or (is_text and buffering == 0):  # an error, which open() raises
+            if not self._is_to_be_updated(file, mode) or (is_text and buffering == 0):  # error of open()
                 return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
             ask = functools.partial(self.changes, "open", _followed(file))
             self._opening.is_deferred = True
@@ -239,17 +244,19 @@ class _Guard:
         builtins.open = io.open = open_
 
     def _is_to_be_updated(self, file: Any, mode: Any) -> bool:
-        """Whether it is there, is the user's, and is opened to be read and written."""
+        """Whether the file exists, is not the trial's own, and is opened to be read and written."""
         is_plain = isinstance(mode, str) and "+" in mode and "r" in mode and not set(mode) - set("r+bt")
         if not is_plain or not isinstance(file, (str, bytes, os.PathLike)):
             return False
         path = _followed(file)
         return os.path.isfile(path) and not self._is_own(path)
 
-    # -- what writes without Python's knowing is asked before it does --------------------------------------------------
+    # -- Native writers, which raise no audit event, are checked before they write -------------------------------------
 
     def watch_torch(self, torch: Any) -> None:
-        """torch.save, torch.export.save, torch.package: all of them write by one class; TorchScript by its own."""
+        """Hook into the one class by which torch.save, torch.export.save and torch.package write, and into
+        TorchScript's method.
+        """
         guard, writer, script = self, torch._C.PyTorchFileWriter, torch.jit.RecursiveScriptModule
 
         class PyTorchFileWriter(writer):  # type: ignore[misc, valid-type]
@@ -262,7 +269,7 @@ class _Guard:
         _ask_before(script, "save", lambda _, file, **__: guard.changes("torch.jit.save", _followed(file)))
 
     def watch_safetensors(self, safetensors: Any) -> None:
-        """All its frontends write by one function."""
+        """Hook into the one function by which all frontends of safetensors write."""
         _ask_before(
             safetensors,
             "serialize_file",
@@ -270,7 +277,7 @@ class _Guard:
         )
 
     def watch_sqlite(self, sqlite: Any) -> None:
-        """A database may be read; its first change is asked for."""
+        """Hook into ``sqlite3.connect`` so that a database may be read, and its first change is checked."""
         connect = sqlite.connect
 
         def guarded(database: Any, *args: Any, **kwargs: Any) -> Any:
@@ -283,7 +290,7 @@ class _Guard:
                 def allows(action: int, _: Any, __: Any, which: Any, ___: Any) -> int:
                     if action in _SQL_CHANGES and which == "main":
                         self.changes("sqlite3", path)
-                    return 0  # as it is without us
+                    return 0  # SQLITE_OK, as without an authorizer
 
                 connection.set_authorizer(allows)
             return connection
@@ -291,7 +298,9 @@ class _Guard:
         sqlite.connect = guarded
 
     def watch_hub(self, hub: Any) -> None:
-        """Every upload to the Hugging Face Hub makes a repository or a commit."""
+        """Hook into the functions that make a repository or a commit on the Hugging Face Hub, which every
+        upload does.
+        """
 
         def uploads(repo_id: Any, *_: Any, **__: Any) -> None:
             self._refuse("an upload", f"{hub.constants.ENDPOINT}/{repo_id}")
@@ -302,12 +311,14 @@ class _Guard:
 
 
 def _is_cache(path: str) -> bool:
-    """Whether a part of a path is named as caches are."""
+    """Whether a part of the path is named like a cache."""
     return any(_CACHE_NAME.fullmatch(part) for part in path.split(os.sep))
 
 
 def _is_data() -> bool:
-    """Whether what is about to be written is data: a dataset of torch's or a library that downloads writes it."""
+    """Whether data are about to be written: the caller is one of torch's dataset classes or a library that
+    downloads.
+    """
     for frame in where.frames(2):
         code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
         if f"{module}.".startswith(tuple(f"{name}." for name in _DATA_MODULES)):
@@ -322,9 +333,11 @@ def _is_data() -> bool:
 
 
 class _Asking:
-    """Part of a file that asks before anything is written, and before its descriptor goes to what may write by it."""
+    """Layer of a file that calls `ask` before anything is written, and before its descriptor is given to code that may
+    write.
+    """
 
-    ask: Any = staticmethod(lambda: None)  # while it is being opened
+    ask: Any = staticmethod(lambda: None)  # until the file is open
 
     def write(self, *args: Any) -> Any:
         self.ask()
@@ -354,13 +367,13 @@ class _AskingText(_Asking, io.TextIOWrapper):
 
 
 def _ask_before(owner: Any, name: str, ask: Any) -> None:
-    """Have `ask` called with the arguments of a function before it is."""
+    """Have `ask` called with the arguments of a function before the function is called."""
     original = getattr(owner, name, None)
     if original is None:
         return
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        with suppress(Exception):  # the function itself says what is wrong with its arguments
+        with suppress(Exception):  # the function itself raises the error about its arguments
             ask(*args, **kwargs)
         return original(*args, **kwargs)
 
@@ -369,7 +382,7 @@ def _ask_before(owner: Any, name: str, ask: Any) -> None:
 
 
 def _note(file: str, path: str, kind: bytes = b"") -> None:
-    """Add a path to a file that all processes of a run add to."""
+    """Add a path to a list file that all processes of a run add to."""
     noted = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         os.write(noted, kind + os.fsencode(path) + b"\0")
@@ -378,12 +391,14 @@ def _note(file: str, path: str, kind: bytes = b"") -> None:
 
 
 def _followed(path: Any) -> str:
-    """The file that a path leads to."""
+    """Return the real path of the file that a path leads to."""
     return os.path.realpath(os.fsdecode(path))
 
 
 def _named(path: Any, folder: int = -1) -> str:
-    """What a path itself names, a link too; relative to an open folder where one is given."""
+    """Return the absolute path without following a link that it names; relative to the open folder `folder` if
+    given.
+    """
     name = os.fsdecode(path).rstrip(os.sep)
     if folder is not None and folder >= 0:
         name = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), name)
@@ -392,7 +407,9 @@ def _named(path: Any, folder: int = -1) -> str:
 
 
 def _database_file(database: Any) -> str:
-    """The file of what is given to ``sqlite3.connect``; "" for one in memory, and for what can be none."""
+    """Return the file of an argument to ``sqlite3.connect``, "" for a database in memory and for an invalid
+    argument.
+    """
     if not isinstance(database, (str, bytes, os.PathLike)):
         return ""
     name = os.fsdecode(database)

@@ -1,4 +1,4 @@
-"""Doing something once a module has been imported, without importing it."""
+"""Call functions after a module has been imported, without importing it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import Any
 
 
 def after_import(name: str, action: Callable[[Any], None]) -> None:
-    """Call `action` with the module called `name`: now if it is there, else right after its own code has run."""
+    """Call `action` with the module called `name`: now if it is imported already, else right after its own code has
+    run.
+    """
     module = sys.modules.get(name)
     spec: Any = getattr(module, "__spec__", None)
     if module is None:
         sys.meta_path.insert(0, _Finder(name, action))
-    elif getattr(spec, "_initializing", False):  # its code runs: it imports what we were called for
+    elif getattr(spec, "_initializing", False):  # its code runs: it is importing the module that led to this call
         spec.__dict__.setdefault("_autotune_amp_actions", []).append(action)
         spec.__class__ = _RunningSpec
     else:
@@ -23,7 +25,7 @@ def after_import(name: str, action: Callable[[Any], None]) -> None:
 
 
 class _RunningSpec(ModuleSpec):
-    """Of a module whose code runs: Python says here that it is done."""
+    """Spec of a module whose code runs: Python sets `_initializing` to false on it when the import is done."""
 
     @property
     def _initializing(self) -> bool:
@@ -55,7 +57,7 @@ class _Finder:
             return None
         execute = spec.loader.exec_module
 
-        def exec_module(module: Any) -> None:  # not before: frameworks ask for torch's spec to see whether it is there
+        def exec_module(module: Any) -> None:  # not earlier: frameworks look up torch's spec to check that it exists
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
             execute(module)

@@ -1,4 +1,4 @@
-"""What happens between the optimizer steps of this process: batches, passes, regions, losses, memory."""
+"""Observer of the optimizer steps of this process: batches, passes, autocast regions, losses, memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .channel import Channel
 from .imports import after_import
 
 NUM_SENT_AT_ONCE = 8
-NUM_STEPS_PER_SYNC = 4  # an accelerator runs ahead of the host: steps between two synchronisations are timed together
+NUM_STEPS_PER_SYNC = 4  # an accelerator runs ahead of the host: steps between two synchronizations are timed together
 
 
 def install(channel: Channel, settings: dict[str, Any]) -> None:
-    """Watch this process, as far as it is to be observed; torch has just been imported."""
+    """Observe this process, as far as `settings` ask for it; torch has just been imported."""
     _tell_of_this_process(channel)
-    if settings.get("seed") is not None:  # what the script does not seed itself is alike in the runs that are compared
+    if settings.get("seed") is not None:  # a script that sets no seed must draw alike in the runs that are compared
         import random
 
         random.seed(settings["seed"])
@@ -51,7 +51,7 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
 
 
 class Observer:
-    """Tells of every optimizer step what was done for it since the one before."""
+    """Reporter of every optimizer step, with the batches, passes and losses since the previous one."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -62,7 +62,7 @@ class Observer:
         self.on_step: list[Any] = []
         self._optimizers: list[Any] = []  # weak references, in the order of their first steps
         self._num_steps_of: list[int] = []
-        self._stepping: Any = None  # the frame of the outermost `step` that runs
+        self._stepping: Any = None  # the frame of the outermost running `step`
         self._num_nested = 0
         self.has_stepped = False
         self.in_scaler = 0
@@ -70,7 +70,7 @@ class Observer:
         self._device = torch.device("cpu")
         self._num_compilations = 0
         self._peak_bytes: int | None = None
-        self.modules: dict[int, Any] = {}  # outermost ones that have run in training: weak references by identity
+        self.modules: dict[int, Any] = {}  # outermost modules that have run in training: weak references by id
         channel.now_and_then = channel.shield(self._look)
         os.register_at_fork(after_in_child=self._reset)
 
@@ -90,7 +90,7 @@ class Observer:
         hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
         def with_dynamo(dynamo: Any) -> None:
-            def starts(*_: Any) -> None:  # where `optimizer.step` is compiled, these are called between two graphs
+            def starts(*_: Any) -> None:  # if `optimizer.step` is compiled, the hooks are called between two graphs
                 while hooks:
                     hooks.pop().remove()
                     if not hooks:
@@ -104,7 +104,7 @@ class Observer:
                 callbacks.register_start_callback(started)
                 callbacks.register_end_callback(self._compiled)
 
-            def cleared() -> None:  # by torch.compiler.reset
+            def cleared() -> None:  # called by torch.compiler.reset
                 clear()
                 register()
 
@@ -115,11 +115,13 @@ class Observer:
         _watch_scaler(self)
 
     def _compiled(self, *_: Any) -> None:
-        """Something was compiled, a backward pass that was put off too: counters of dynamo can be cleared by others."""
+        """Count a compilation, also of a deferred backward pass; the counters of dynamo may be cleared by other
+        code.
+        """
         self._num_compilations += 1
 
     def index_of(self, optimizer: Any) -> int:
-        """Its number, in the order of first steps."""
+        """Return the number of an optimizer, in the order of first steps."""
         for index, known in enumerate(self._optimizers):
             if known() is optimizer:
                 return index
@@ -128,7 +130,7 @@ class Observer:
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if self._is_stepping():
-            self._num_nested += 1  # a class calls its parent's step: one step
+            self._num_nested += 1  # a class that calls its parent's step takes one step
             return None
         self._stepping, self._num_nested = _step_frame(), 0
         return None if self.frozen is None else self.frozen.before(optimizer, args, kwargs)
@@ -143,7 +145,7 @@ class Observer:
             self.stepped(optimizer)
 
     def _is_stepping(self) -> bool:
-        """Whether a `step` runs that has not come to its end; one that raised is no longer among the callers."""
+        """Whether a `step` is running; one that raised is no longer among the callers."""
         if self._stepping is None:
             return False
         frame: Any = sys._getframe(1)
@@ -152,14 +154,16 @@ class Observer:
         return frame is not None
 
     def stepped_by(self, scaler: Any, optimizer: Any) -> None:
-        """An enabled scaler was asked for a step."""
+        """Report a step that an enabled scaler was asked for."""
         found = None
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             found = sum(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
         self.stepped(optimizer, found, is_skipped=not self.has_stepped)
 
     def stepped(self, optimizer: Any, found_inf: Any = None, *, is_skipped: bool = False) -> None:
-        """An optimizer stepped, or its scaler skipped the step; `found_inf` says on the device which of both."""
+        """Report that an optimizer stepped or that its scaler skipped the step; `found_inf`, a tensor on the device,
+        tells which.
+        """
         began = time.perf_counter()
         index = self.index_of(optimizer)
         self.num_steps += 1
@@ -189,7 +193,7 @@ class Observer:
         self.passes.overhead_seconds += time.perf_counter() - began
 
     def _settle(self) -> None:
-        """Read what is on the device, and have the steps since the last time told."""
+        """Synchronize the device, read the values that are on it, and report the steps since the last time."""
         last = self._pending[-1]
         last.update(self._memory())
         if self._device.type != "cpu":
@@ -207,11 +211,15 @@ class Observer:
 
     @property
     def _which(self) -> tuple[Any, ...]:
-        """What functions of the device's module are to be told; of MPS there is one, which has no number."""
+        """Return the arguments that functions of the device's module take: none for MPS, which has one device without a
+        number.
+        """
         return () if self._device.type == "mps" else (self._device,)
 
     def _look(self) -> None:
-        """Look at the memory of a process that trains on a CPU: more work for the kernel than a step's messages are."""
+        """Read the peak memory of a process that trains on a CPU, which costs the kernel more than sending a step's
+        messages.
+        """
         if self._optimizers and self._device.type == "cpu":
             self._peak_bytes = _peak_resident_bytes()
 
@@ -261,7 +269,7 @@ def _num_by_dtype(parameters: Any) -> dict[str, int]:
 
 
 def _step_frame() -> Any:
-    """The frame of torch's own function around an optimizer's step."""
+    """Return the frame of torch's own function around an optimizer's step."""
     frame: Any = sys._getframe(2)
     file = register_optimizer_step_pre_hook.__code__.co_filename
     while frame is not None and frame.f_code.co_filename != file:
@@ -270,7 +278,7 @@ def _step_frame() -> Any:
 
 
 def _watch_scaler(observer: Observer) -> None:
-    """A step that GradScaler skips never reaches the optimizer; one that is fused reaches it although it is skipped."""
+    """Hook into GradScaler.step: a step that it skips never reaches the optimizer, except a fused one."""
     scaler_class: Any = GradScaler
     original, stepped = scaler_class.step, observer.channel.shield(observer.stepped_by)
 
@@ -303,18 +311,18 @@ def _peak_resident_bytes() -> int | None:
 
 
 def _free_memory_share() -> float | None:
-    """Return the least share of the current CUDA device's memory that was left, None where that is not known."""
+    """Return the least share of the current CUDA device's memory that was free so far, None if it is not known."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch does not type it
         return None
     try:
         free, total = torch.cuda.mem_get_info()
-    except RuntimeError:  # an error of the card itself, which all its calls repeat
+    except RuntimeError:  # an error of the GPU itself, which all its calls repeat
         return None
     return min(free, total - torch.cuda.max_memory_reserved()) / total
 
 
 def _tell_of_this_process(channel: Channel) -> None:
-    """That it has torch, and how it ends."""
+    """Report that this process has torch, and report how it ends."""
     hook = sys.excepthook
 
     def excepthook(kind: Any, value: Any, trace: Any) -> None:

@@ -1,8 +1,8 @@
-"""Batch size, precision and accumulation set from outside of a script that has no switch for them.
+"""Batch size, precision and accumulation steps set from outside, for a script without arguments for them.
 
-Precision goes, in this order, into the argument that the script's framework has for it (`frameworks`); into the
-script's own autocast regions; around the outermost forward, with outputs back in fp32, as Accelerate does it. Never
-around the whole process: autocast's cache of cast weights empties only when the outermost region is left.
+The precision is set in the first of these places that exists: the argument of the script's framework (`frameworks`);
+the script's own autocast regions; around the outermost forward, with outputs back in fp32, as Accelerate does it. Never
+around the whole process: autocast's cache of cast weights is emptied only when the outermost region is left.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from .imports import after_import
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_ENABLED = 5  # where GradScaler takes it by position
+_ENABLED = 5  # position of GradScaler's argument `enabled`
 
 
 class Outside:
-    """What is to be set: `batch_size` of the loader made at `maker` (else of each that shuffles), `precision`,
-    `accumulation_steps`; each thing that is set is told once. Of nothing at all, what could be set is told.
+    """Hooks that set `batch_size` of the loader made at `maker` (else of each loader that shuffles), `precision` and
+    `accumulation_steps`, and report each value once. Without any values, they only report what could be set.
 
-    `controller_of` makes a PrecisionController of the script's GradScaler, where one is wanted: from then on the
-    precision is the controller's.
+    `controller_of` makes a PrecisionController from the script's GradScaler, if one is wanted: from then on the
+    controller decides the precision.
     """
 
     def __init__(self, channel: Any, passes: Any, settings: dict[str, Any], controller_of: Any = None) -> None:
         self.channel = channel
         self.values = {name: value for name, value in settings.items() if name != "maker" and value is not None}
-        self.is_in_framework = False  # the precision
+        self.is_in_framework = False  # whether the framework sets the precision
         self._passes = passes
         self._maker: str | None = settings.get("maker")
         self._controller_of = controller_of
         self._controller: Any = None
         self._has_scaler = False
-        self._is_in_regions = False  # of the script's own
+        self._is_in_regions = False  # whether the precision is set in the script's own regions
         self._is_in_forward = False
-        self._has_own_regions = False  # that are on today
-        self._num_forwards = 0  # of ours that run now
+        self._has_own_regions = False  # whether the script has autocast regions that are enabled today
+        self._num_forwards = 0  # running forwards that have a region of ours
         self._told: set[str] = set()
 
     def install(self) -> None:
@@ -62,7 +62,7 @@ class Outside:
             torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
 
     def tell(self, name: str, what: str, was: Any, value: Any, line: str = "") -> None:
-        """Tell once of the value of `name` that was set in `what`, at `line` unless at the user's line that runs."""
+        """Report once that the value of `name` was set in `what`, at `line` (by default the user's line that runs)."""
         if name not in self._told:
             self._told.add(name)
             self.channel.add("set", name=name, what=what, was=was, value=value, line=line or where.user_line())
@@ -96,7 +96,9 @@ class Outside:
         loader_class.__init__ = __init__
 
     def _set_scaler(self) -> None:
-        """fp16 needs it, the others do without; a script's switch turns both on and off."""
+        """Hook into GradScaler: it is enabled for fp16 and disabled for other precisions, as a script's own switch
+        would do.
+        """
         scaler_class: Any = GradScaler
         original = scaler_class.__init__
 
@@ -116,17 +118,17 @@ class Outside:
         scaler_class.__init__ = __init__
 
     def _wanted(self) -> Any:
-        """The dtype to compute in now, None for fp32; `...` where none is to be set."""
+        """Return the dtype to compute in now: None for fp32, `...` if none is to be set."""
         if self.is_in_framework:
             return ...
         if self._controller is not None:
-            if not torch.is_grad_enabled():  # its autocast would begin a step
+            if not torch.is_grad_enabled():  # the controller's autocast would begin a step
                 return _DTYPES.get(self._controller.config.precision)
             region = self._controller.autocast()
             return region.fast_dtype if isinstance(region, autocast) and region._enabled else None
         precision = self.values.get("precision")
         if precision is None or (precision == "fp16" and not self._has_scaler):
-            return ...  # without a scaler its gradients would vanish
+            return ...  # without a scaler fp16 gradients would vanish
         return _DTYPES.get(precision)
 
     def _set_regions(self) -> None:
@@ -150,7 +152,7 @@ class Outside:
         after_import("torch._dynamo.variables.ctx_manager", self._set_compiled_regions)
 
     def _set_compiled_regions(self, module: Any) -> None:
-        """Those that are traced: dynamo's graph is changed, which is a key of its caches too."""
+        """Set the autocast regions that dynamo traces, by changing its graph, which is also part of its cache keys."""
         owner = getattr(module, "AutocastModeVariable", None)
         create = getattr(owner, "create", None)
         if owner is None or create is None:
@@ -167,8 +169,11 @@ class Outside:
         owner.create = staticmethod(create_)
 
     def _decided(self, device: str, is_on: bool, dtype: Any) -> tuple[bool, Any]:
-        """Whether a region is to be on, and with what: one that is on, or the switch that is off today. Of others that
-        are off the script has its own reasons."""
+        """Return whether a region is to be enabled, and its dtype.
+
+        A region is set if it is enabled, or if it is the script's switch that is off today. Other disabled regions stay
+        off, since the script has its own reasons for them.
+        """
         is_outermost = not torch.is_autocast_enabled(device) and self._num_forwards == 0
         is_switch = is_outermost and not (self._is_in_forward or self._has_own_regions)
         wanted = self._wanted() if is_on or is_switch else ...
@@ -183,14 +188,14 @@ class Outside:
         return wanted is not None, dtype if wanted is None else wanted
 
     def _set_forward(self, module: Any) -> None:
-        """Once the first module runs in training outside of all regions."""
+        """Set the precision around the forward of a module that runs in training outside of all regions."""
         device = next(module.parameters()).device.type
         if "precision" not in self.values or self._is_in_regions or torch.is_autocast_enabled(device):
             return
         if self._wanted() in (..., None):
             return
         is_compiled = module.__dict__.get("_compiled_call_impl") is not None
-        name = "_compiled_call_impl" if is_compiled else "forward"  # what is compiled must not see the region
+        name = "_compiled_call_impl" if is_compiled else "forward"  # compiled code must not see the region
         if isinstance(getattr(module, name), _InRegion):
             return
         self._is_in_forward = True
@@ -199,7 +204,7 @@ class Outside:
 
 
 class _InRegion:
-    """A module's forward in an autocast region, its outputs in fp32. A copy of the module has its own."""
+    """Forward of a module in an autocast region, with outputs in fp32. A copy of the module gets its own."""
 
     def __init__(self, outside: Outside, module: Any, forward: Any, device: str) -> None:
         functools.update_wrapper(self, forward)
@@ -235,7 +240,7 @@ def _is_usable(device: str) -> bool:
 
 
 def in_fp32(output: Any) -> Any:
-    """What a module put out, its half-precision tensors in fp32."""
+    """Return a module's output with its half-precision tensors in fp32."""
     if isinstance(output, torch.Tensor):
         return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
     if isinstance(output, tuple) and hasattr(output, "_fields"):

@@ -1,10 +1,10 @@
-"""Files that are run as if their text were another: edited copies, tried before anything is written.
+"""Edited copies of files, run in place of the originals before anything is written.
 
-Everything but the text is the original's: name, ``__file__``, folder on ``sys.path``, what it imports beside itself.
-Two ways lead to a file's code. Imports, ``python -m`` and the children of multiprocessing go through Python code that
-reads it (`SourceFileLoader`, `io.open_code`). ``python train.py`` reads it in C, under any launcher; but right before
-that, with ``sys.path`` and ``sys.argv`` ready, it raises an audit event, and in its hook the edited text is run in
-``__main__`` instead. What the hook raises ends Python as if the file had raised it.
+Everything but the text is the original's: name, ``__file__``, folder on ``sys.path``, modules that it imports from
+beside itself. A file's code is read in two ways. Imports, ``python -m`` and the children of multiprocessing go through
+Python code (`SourceFileLoader`, `io.open_code`), which is patched. ``python train.py`` reads the file in C, under any
+launcher; but right before that, with ``sys.path`` and ``sys.argv`` ready, it raises an audit event, and the hook runs
+the edited text in ``__main__`` instead. An exception in the hook ends Python as if the file had raised it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 
 def arm(overlay: dict[str, str]) -> None:
-    """`overlay` names, for the real path of each file, the file that holds its text."""
+    """Run other text in place of files: `overlay` maps the real path of each file to the file that holds its text."""
     texts = {}
     for path, copy in overlay.items():
         with open(copy, "rb") as file:
@@ -29,9 +29,9 @@ def arm(overlay: dict[str, str]) -> None:
 
 
 class _Main:
-    """Runs the text of ``python FILE`` in the place of the file."""
+    """Audit hook that runs the edited text in place of the file in ``python FILE``."""
 
-    __cantrace__ = True  # debuggers and coverage see into what is run in the hook
+    __cantrace__ = True  # debuggers and coverage see the code that runs in the hook
 
     def __init__(self, texts: dict[str, bytes]) -> None:
         self._texts = texts
@@ -46,7 +46,7 @@ class _Main:
         main = sys.modules["__main__"].__dict__
         main.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
         exec(_code(text, path), main)  # noqa: S102 - it is the user's own program
-        raise SystemExit(0)  # else Python goes on to the file
+        raise SystemExit(0)  # else Python would run the file itself
 
 
 def _overlay_loader(texts: dict[str, bytes]) -> None:
@@ -55,7 +55,7 @@ def _overlay_loader(texts: dict[str, bytes]) -> None:
     def get_code(loader: SourceFileLoader, name: str) -> Any:
         path = loader.get_filename(name)
         text = texts.get(os.path.realpath(path))
-        # Neither is a cached original read, nor the edited text's code cached under the original's name.
+        # Byte code is neither read from the original's cache nor written to it.
         return original(loader, name) if text is None else _code(text, path)
 
     SourceFileLoader.get_code = get_code  # type: ignore[assignment, method-assign]

@@ -1,4 +1,6 @@
-"""The passes behind a step: losses, backward passes, autocast regions, and what enters the outermost modules."""
+"""Observer of the passes behind a step: losses, backward passes, autocast regions, and inputs of the outermost
+modules.
+"""
 
 from __future__ import annotations
 
@@ -18,39 +20,39 @@ from . import where
 from .batches import first_tensor, size_of
 from .channel import Channel
 
-NUM_FULLY_WATCHED = 3  # steps in which modules are watched too: nothing is patched around them after that
-MAX_BACKWARD_WITHOUT_STEP = 512  # more passes than anybody accumulates
-MAX_FORWARDS, MAX_LOSSES = MAX_BACKWARD_WITHOUT_STEP, 8  # told of one step
+NUM_FULLY_WATCHED = 3  # steps in which modules are watched too; after them the patch is removed
+MAX_BACKWARD_WITHOUT_STEP = 512  # more passes than any script accumulates
+MAX_FORWARDS, MAX_LOSSES = MAX_BACKWARD_WITHOUT_STEP, 8  # reported of one step
 
 
 class Passes:
-    """What was seen since the step before."""
+    """Record of the passes since the previous optimizer step."""
 
     def __init__(self, channel: Channel) -> None:
         self.num_backward = 0
-        self.has_stepped = False  # an optimizer of torch's
-        self.latest: Any = None  # the first tensor that entered the outermost module, where `keeps_latest`
+        self.has_stepped = False  # whether an optimizer of torch has taken a step
+        self.latest: Any = None  # the first tensor that entered the outermost module, if `keeps_latest`
         self.keeps_latest = False
         self.overhead_seconds = 0.0
-        self.sample_dim = 0  # of what enters a module, along which its samples are counted
+        self.sample_dim = 0  # dimension of a module's inputs along which samples are counted
         self.on_outermost: list[Any] = []  # called with each outermost module, before its forward
         self._channel = channel
         self._losses: list[Any] = []
-        self._is_scaled = False  # the loss was seen before it was scaled
+        self._is_scaled = False  # whether the loss was recorded before it was scaled
         self._backward_depth = 0
         self._forwards: list[Any] = []
-        self._entered: list[Any] = []  # of each of them the module and its tensors, as weak references
+        self._entered: list[Any] = []  # weak references to module and tensors of each forward
         self._regions: dict[str, None] = {}
         self._watches_modules = False
 
     def taken(self) -> dict[str, Any]:
-        """What was seen since the last time.
+        """Return the record since the last call, and begin a new one.
 
-        Of every backward pass its loss, as `read` takes it; of each outermost module that ran in training its class,
-        the size of what entered it along `sample_dim`, and the dtype that its weights were used in, once where the same
-        tensors enter again (in the closure of LBFGS or SAM); ``device:dtype`` of
-        the autocast regions that were entered, ``device:off`` of one that is not enabled. Regions in a compiled
-        function are seen when it is traced, which it is even where its code is cached.
+        `losses` of the backward passes, to be read by `read`. `forwards`: for each outermost module that ran in
+        training, its class, the size of its input along `sample_dim`, and the dtype that its weights were used in; once
+        if the same tensors enter again (in the closure of LBFGS or SAM). `regions`: ``device:dtype`` of the autocast
+        regions that were entered, ``device:off`` for one that is disabled. Regions in a compiled function are seen when
+        it is traced, which happens even if its code is cached.
         """
         found = {
             "losses": self._losses[-MAX_LOSSES:],
@@ -137,7 +139,9 @@ class Passes:
             self._regions[f"{region.device}:{_name(region.fast_dtype)}"] = None
 
     def watch_modules(self) -> None:
-        """Patched only while no module runs, so that nothing that is traced inside ever sees it."""
+        """Hook into Module.__call__. It is patched only while no module runs, so that nothing traced inside ever sees
+        the patch.
+        """
         module_class: Any = torch.nn.Module
         original = module_class.__call__
         entering = self._channel.shield(self._entering_outermost)
@@ -145,8 +149,8 @@ class Passes:
 
         def outermost(module: Any, *args: Any, **kwargs: Any) -> Any:
             module_class.__call__ = original
-            if get_worker_info() is not None:  # it makes batches: a dozen modules for each of its samples, and with
-                self.unwatch_modules()  # every patch Python goes through all subclasses
+            if get_worker_info() is not None:  # transforms may call a dozen modules for each sample, and with every
+                self.unwatch_modules()  # patch Python goes through all subclasses
             try:
                 if self._watches_modules:
                     entering(module, args, kwargs)
@@ -158,7 +162,7 @@ class Passes:
         module_class.__call__ = outermost
 
     def unwatch_modules(self) -> None:
-        """From now on; the patch goes with the next call."""
+        """Stop watching modules; the patch is removed at the next call."""
         self._watches_modules = False
 
     def _entering_outermost(self, module: Any, args: Any, kwargs: Any) -> None:
@@ -175,7 +179,7 @@ class Passes:
         self.overhead_seconds += time.perf_counter() - began
 
     def _is_new(self, module: Any, given: list[Any]) -> bool:
-        """Whether something else than before enters a module since the latest step."""
+        """Whether these inputs have not entered this module since the latest step."""
         try:
             contents = [_content(each) for each in given if isinstance(each, torch.Tensor)]
         except Exception:  # a tensor of a kind that has no storage
@@ -188,28 +192,30 @@ class Passes:
 
 
 def _content(tensor: Any) -> tuple[Any, ...]:
-    """What is equal for tensors that hold the same, without keeping their memory: its place, and how often it was
-    written to."""
+    """Return a key that is equal for tensors with the same content, without keeping their memory: the location, and how
+    often it was written to.
+    """
     version = 0 if tensor.is_inference() else tensor._version
     storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch does not type it
     return storage, tensor.storage_offset(), tuple(tensor.shape), version
 
 
 def _kept(loss: Any) -> Any:
-    """A loss for later: its value where it is to be had at once, else what the device has of it, to be read in time."""
+    """Return a loss to be read later: its value if that is available at once, else a copy on the device."""
     is_at_hand = loss.device.type == "cpu" and not torch.compiler.is_compiling()
     return loss.item() if is_at_hand else loss.detach().clone()
 
 
 def read(loss: Any) -> float | str:
-    """Return the value of a loss that was kept, as text where it is not finite: JSON has no such numbers."""
+    """Return the value of a recorded loss, as text if it is not finite: JSON has no such numbers."""
     value = float(loss)
     return value if math.isfinite(value) else str(value)
 
 
 def _used_dtype(module: Any) -> str:
-    """What the weights of a module are used in: as FSDP's policy says, else as most of them are kept, packed integers
-    apart."""
+    """Return the name of the dtype in which the weights of a module are used: that of FSDP's policy, else that of most
+    of them, packed integers not counted.
+    """
     num_by_dtype: dict[str, int] = {}
     for part in module.modules():
         state = getattr(part, "_get_fsdp_state", None)

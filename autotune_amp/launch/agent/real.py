@@ -1,4 +1,4 @@
-"""The real training, set from outside: nothing is observed, and one line says what was set and where."""
+"""Real training run, set from outside: nothing is observed, and one line reports what was set and where."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _WORDS = {"batch_size": "batch size", "accumulation_steps": "accumulation"}
 
 
 def install(settings: dict[str, Any]) -> None:
-    """Set what is to be set; torch has just been imported.
+    """Install the hooks that set values from outside; torch has just been imported.
 
-    `settings` has ``outside``, and ``controller``: the path of the recommendation that a controller in GradScaler's
-    place is made of, and the type of its device.
+    `settings` has ``outside`` (the values) and ``controller``: the path of the recommendation that a controller in
+    GradScaler's place is made from, and the type of its device.
     """
     said = _Said(settings["outside"])
     passes = Passes(said)  # type: ignore[arg-type]
@@ -38,14 +38,14 @@ def install(settings: dict[str, Any]) -> None:
     def stepped(*_: Any) -> None:
         nonlocal num_steps
         num_steps += 1
-        if num_steps == NUM_FULLY_WATCHED:  # as in a trial: of several models the second may train later
+        if num_steps == NUM_FULLY_WATCHED:  # as in a trial: a second model may train later
             hooks.pop().remove()
             passes.unwatch_modules()
             said.say()
 
     hooks = [register_optimizer_step_post_hook(stepped)]
 
-    def with_dynamo(dynamo: Any) -> None:  # where `optimizer.step` is compiled, it is called between two graphs
+    def with_dynamo(dynamo: Any) -> None:  # if `optimizer.step` is compiled, the hook is called between two graphs
         if hooks:
             hooks.pop().remove()
             hooks.append(register_optimizer_step_post_hook(dynamo.disable(stepped)))
@@ -55,7 +55,7 @@ def install(settings: dict[str, Any]) -> None:
 
 
 class _Said:
-    """Takes the place of the channel: what was set is kept until it is said."""
+    """Stand-in for the channel that collects what was set, until it is printed."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
         self._asked = asked
@@ -65,16 +65,16 @@ class _Said:
         self._pid = os.getpid()
 
     def add(self, event: str, **fields: Any) -> None:
-        """Keep what was set."""
+        """Keep an event that reports a value that was set."""
         if event == "set":
             self._set.append(fields)
 
     def problem(self, text: str) -> None:
-        """Keep what is not as it should be."""
+        """Keep the description of a problem."""
         self._problems.append(text)
 
     def shield(self, action: Callable[..., Any]) -> Callable[..., Any]:
-        """`action` that raises nothing into the user's program."""
+        """Return `action` wrapped so that it raises nothing into the user's program: its errors are printed."""
 
         @functools.wraps(action)
         def shielded(*args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ class _Said:
         return shielded
 
     def say(self, *, at_exit: bool = False) -> None:
-        """Print it, once: of the first rank, and of no process at whose exit there is nothing to tell of."""
+        """Print the line once, in the first rank. At exit, print it only if something was set."""
         is_ours = os.getpid() == self._pid and where.rank()["rank"] == 0 and not self._has_said
         if not is_ours or (at_exit and not self._set):
             return
@@ -108,7 +108,7 @@ class _Said:
             ("precision", "no GradScaler was seen" if self._asked.get("precision") == "fp16" else "no module was seen"),
         ):
             wanted = self._asked.get(name)
-            is_there = name == "precision" and wanted in ("fp32", "tf32")  # nothing lower was seen that could be undone
+            is_there = name == "precision" and wanted in ("fp32", "tf32")  # nothing lower was seen to undo
             if wanted is not None and name not in done and not is_there:
                 missing.append(f"NOT set: {_WORDS.get(name, name)} {wanted}, since {why}")
         return missing
@@ -124,7 +124,7 @@ def _text(fields: dict[str, Any]) -> str:
 
 
 def _controller(said: _Said, scaler: Any, *, path: str, device: str) -> Any:
-    """The controller that the script's scaler becomes, None where it stays what it is."""
+    """Return the controller that the script's scaler is turned into, None if it stays a GradScaler."""
     own, attributes = type(scaler), dict(scaler.__dict__)
     try:
         from autotune_amp import PrecisionController, Recommendation

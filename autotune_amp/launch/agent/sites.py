@@ -1,7 +1,7 @@
-"""The calls of the user's own that made what training uses: where they are, and what they came to.
+"""Calls in the user's code that made the objects used in training: their places and the resulting values.
 
-Told of each is the call itself, not the line nearest to it: the function that called the class, whatever constructors
-of subclasses are between. What a library made names that library in place of a call.
+The exact call is reported, not the line nearest to it: it is in the function that called the class, outside of the
+constructors of subclasses. For an object that a library made, the library is named in place of a call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ARGUMENTS = (
 
 
 def watch(channel: Channel, observer: Any) -> None:
-    """Tell of them from here on, each once; torch has just been imported."""
+    """Report the calls from here on, each once; torch has just been imported."""
     sites = _Sites(channel)
     sites.watch_loaders()
     sites.watch_regions()
@@ -87,12 +87,12 @@ def watch(channel: Channel, observer: Any) -> None:
 class _Sites:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._calls: dict[int, dict[str, Any]] = {}  # by the identity of what was made
+        self._calls: dict[int, dict[str, Any]] = {}  # by the id of the object made
         self._told: set[tuple[str, str]] = set()
-        self._num_regions = 0  # of the user's that are entered now
+        self._num_regions = 0  # the user's regions that are entered now
 
     def note_made(self, owner: Any) -> None:
-        """Remember the calls that make an `owner`."""
+        """Remember the calls that make objects of the class `owner`."""
         original, note = owner.__init__, self._channel.shield(self._note)
 
         @functools.wraps(original)
@@ -106,7 +106,9 @@ class _Sites:
         self._calls[id(made)] = _call(made)
 
     def watch(self, kind: str, owner: Any, uses: tuple[str, ...], values: Any) -> None:
-        """Tell of those that are used: that have one of these methods called."""
+        """Report the objects of the class `owner` that are used, which means that one of the methods `uses` is called
+        on them.
+        """
         self.note_made(owner)
         for name in uses:
             setattr(owner, name, self._telling(kind, getattr(owner, name), values))
@@ -122,7 +124,7 @@ class _Sites:
         return used
 
     def tell(self, kind: str, made: Any, values: dict[str, Any], call: dict[str, Any] | None = None) -> None:
-        """Of the call that made it, unless its line has been told of."""
+        """Report the call that made an object, unless its line was reported before."""
         call = call or self._calls.get(id(made)) or _call(made)
         if (kind, call["line"]) in self._told:
             return
@@ -131,12 +133,12 @@ class _Sites:
         self._channel.add("site", kind=kind, name=type(made).__name__, values=plain, **call)
 
     def forward(self, module: Any) -> None:
-        """A module is about to be called in training, by no other module."""
+        """Report the call of a module that is about to run in training and is not called by another module."""
         device = next(module.parameters()).device.type
         self.tell("forward", module, {"device": device}, _call(module))
 
     def watch_loaders(self) -> None:
-        """A loader is told of when it is made, with what tells others over the same data from it."""
+        """Report each DataLoader when it is made, with its index and the id of its dataset."""
         self.note_made(BatchSampler)
         self._channel.after_init(dataloader.DataLoader, self._made_loader)
 
@@ -157,7 +159,7 @@ class _Sites:
         )
 
     def watch_regions(self) -> None:
-        """Outermost autocast regions that training enters, those that are turned off too."""
+        """Report the outermost autocast regions that training enters, disabled ones too."""
         self.note_made(autocast)
         region_class: Any = autocast
         enter, leave = region_class.__enter__, region_class.__exit__
@@ -191,7 +193,7 @@ class _Sites:
 
 
 def _call(made: Any) -> dict[str, Any]:
-    """Where `made` is called or being made: outside of its class's own functions."""
+    """Return the place where `made` is called or being made, outside of the functions of its own class."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (frame.f_code.co_filename.startswith(where.HERE) or _is_of(frame, made)):
         frame = frame.f_back
@@ -207,7 +209,7 @@ def _call(made: Any) -> dict[str, Any]:
 
 
 def _is_of(frame: FrameType, made: Any) -> bool:
-    """Whether the frame is of a method of `made`, or of a library's decorator around one."""
+    """Whether the frame is that of a method of `made`, or of a library's decorator around one."""
     names = frame.f_code.co_varnames
     if not names or (names[0] != "self" and not where.is_library(frame.f_code.co_filename)):
         return False
@@ -216,7 +218,7 @@ def _is_of(frame: FrameType, made: Any) -> bool:
 
 
 def _end(frame: FrameType) -> tuple[int, int] | None:
-    """Line and column at which the call that runs ends, where this Python knows it."""
+    """Return the line and column at which the running call ends, None before Python 3.11 or if it is not known."""
     if sys.version_info < (3, 11):
         return None
     positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
@@ -224,7 +226,7 @@ def _end(frame: FrameType) -> tuple[int, int] | None:
 
 
 def _parameters(owner: Any) -> tuple[str, ...]:
-    """The names of a class's positional arguments, in order."""
+    """Return the names of a class's positional arguments, in order."""
     try:
         found = inspect.signature(owner).parameters.values()
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Whose code called, and who this process is among the ranks."""
+"""Callers of the running code, and the rank of this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 HERE = os.path.dirname(os.path.abspath(__file__))
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
-# Of the deprecated torch.cuda.amp: the classes, and what warns of them.
+# Files between a user's call and the deprecated classes of torch.cuda.amp: these classes, and the warning about them.
 _BETWEEN = (
     *(os.path.join("amp", name) for name in ("autocast_mode.py", "grad_scaler.py")),
     "typing_extensions.py",
@@ -21,7 +21,7 @@ _BETWEEN = (
 
 
 def frames(depth: int = 1) -> Iterator[FrameType]:
-    """The callers, the innermost first: of whoever asks, `depth` 1."""
+    """Yield the frames of the callers, the innermost first; `depth` 1 begins with the function that calls this one."""
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
         yield frame
@@ -29,12 +29,12 @@ def frames(depth: int = 1) -> Iterator[FrameType]:
 
 
 def is_library(path: str) -> bool:
-    """Whether the code of a file is no user's own."""
+    """Whether the code of a file is not the user's own."""
     return path.startswith((*_LIBRARIES, HERE, "<")) or "site-packages" in path or "dist-packages" in path
 
 
 def user_line() -> str:
-    """``path:line`` of the innermost code that is no library's, or is the program itself; "" where there is none."""
+    """Return ``path:line`` of the innermost code that is no library or is the main program; "" if there is none."""
     for frame in frames(2):
         if not is_library(frame.f_code.co_filename) or frame.f_globals.get("__name__") == "__main__":
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -42,7 +42,9 @@ def user_line() -> str:
 
 
 def maker() -> str:
-    """``file:function:line`` of whatever called torch, a framework too: the same in every run of a command."""
+    """Return ``file:function:line`` of the code that called torch, which may be a framework: the same in every run of a
+    command.
+    """
     frame = _torchs_caller()
     if frame is None:
         return ""
@@ -50,7 +52,7 @@ def maker() -> str:
 
 
 def maker_module() -> str:
-    """The name of the module of whatever called torch."""
+    """Return the name of the module that called torch."""
     frame = _torchs_caller()
     return "" if frame is None else str(frame.f_globals.get("__name__", ""))
 
@@ -64,7 +66,9 @@ def _torchs_caller() -> FrameType | None:
 
 
 def is_called_by_user(depth: int = 2) -> bool:
-    """Whether the function that asks was called by code that is no library's, torch's own subclasses apart."""
+    """Whether the function that calls this one was called by code that is no library, apart from torch's own
+    subclasses.
+    """
     for frame in frames(depth + 1):
         path = frame.f_code.co_filename
         if not path.startswith(HERE) and not path.endswith(_BETWEEN):
@@ -73,8 +77,8 @@ def is_called_by_user(depth: int = 2) -> bool:
 
 
 def rank() -> dict[str, Any]:
-    """Rank, world size and local rank: as torch's process group has them, else as a launcher says."""
-    step = _number("SLURM_STEP_NUM_TASKS", 0)  # of srun, whose task this is unless another launcher made ranks of it
+    """Return rank, world size and local rank: those of torch's process group, else those given by a launcher."""
+    step = _number("SLURM_STEP_NUM_TASKS", 0)  # set by srun; this is its task unless another launcher made the ranks
     local = _number("LOCAL_RANK", _number("SLURM_LOCALID", 0) if step else 0)
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

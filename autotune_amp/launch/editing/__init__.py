@@ -1,1 +1,1 @@
-"""A recommendation written into a training script: what is edited where, and the copy that proves it."""
+"""Recommendations written into a training script: the edits, and the run of an edited copy that verifies them."""

@@ -1,4 +1,4 @@
-"""A recommendation as a diff of a training script, tried in a copy before anything is written."""
+"""Recommendation as a diff of a training script, which is verified by running a copy before anything is written."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _PATIENCE = Deadlines(first_step_seconds=900.0, step_seconds=300.0)
 
 
 class Applied(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a recommendation: a `diff` with paths below the working directory, the `command` to run
-    henceforth where it changes, and what is left to do by hand.
+    """Result of applying a recommendation: a `diff` with paths below the working directory, the `command` to run from
+    now on if it changes, and the changes left to do by hand.
 
-    `verified` says whether an edited copy did what is `expected` of it, None where nothing was edited; `observed` is
-    what it did, `problem` what kept it from that. `written` names the files that were changed, `left` says where
-    those are that the two runs made.
+    `verified` says whether an edited copy ran as `expected`, None if nothing was edited; `observed` is the copy's
+    setting, `problem` the reason why it is not verified. `written` names the files that were changed; `left` are notes
+    on the files that the two runs made.
     """
 
     format: int = 1
@@ -58,7 +58,7 @@ class Applied(msgspec.Struct, frozen=True, kw_only=True):
     left: tuple[str, ...] = ()
 
     def notes(self) -> list[str]:
-        """What is to be said beside the diff, one line each."""
+        """Return the notes to show beside the diff, one line each."""
         lines = []
         if self.verified:
             changes = "; ".join(_differences(self.expected, self.today, "{name} {ours} (today {theirs})"))
@@ -77,7 +77,7 @@ class Applied(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Source(NamedTuple):
-    """A file as it was read."""
+    """Content and encoding of a file as it was read."""
 
     content: bytes
     encoding: str
@@ -90,11 +90,12 @@ class _Source(NamedTuple):
 def apply(
     recommended: Recommendation, line: LaunchLine, *, study: Path, write: bool, phase: Callable[[str], Any]
 ) -> Applied:
-    """Run the command to see what it does, edit a copy of its files to do what is `recommended`, and run that.
+    """Run the command to see what it does, edit a copy of its files to follow the recommendation, and run that.
 
-    What the command makes in both runs goes to the folder `study`, as what the trials of a search do.
-    With `write` the edits are written, if the copy did what they say; else `WorkloadError` is raised, and nothing is
-    changed. `phase` is told what is being done. Raises `WorkloadError` too for a command whose steps cannot be seen.
+    Files that the command makes in both runs are moved to the folder `study`, like those of a search's trials. With
+    `write` the edits are written if the copy ran as they say; else `WorkloadError` is raised, and nothing is changed.
+    `phase` is called with a text at the start of each phase. Raises `WorkloadError` too if the steps of the command
+    cannot be observed, and `InvalidRequestError` if it has placeholders for a setting.
     """
     decided = sorted(line.placeholders.keys() & Setting.__struct_fields__)
     if decided:
@@ -145,7 +146,7 @@ def apply(
 
 
 def _observed(command: Command, overlay: Mapping[str, str] | None = None) -> tuple[Heard, Rank] | Failure:
-    """A few steps of the command, and its slowest rank."""
+    """Run a few steps of the command; return its messages and its slowest rank, or the failure."""
     ran = command.run(
         Setting(**{"precision": "fp32", "batch_size": 1, **command.line.today_values}),
         _PATIENCE,
@@ -163,7 +164,9 @@ def _observed(command: Command, overlay: Mapping[str, str] | None = None) -> tup
 
 
 def _behaviour(rank: Rank, *, has_own_weights: bool) -> Observed:
-    """Return what a run did; `has_own_weights`: what they are loaded in is not what the precision makes of them."""
+    """Return the setting that a run used. `has_own_weights`: the dtype of its weights is that which they are loaded in,
+    not a result of the precision.
+    """
     loader, per_step = measure.training_loader(rank), measure.samples_per_step(rank) or 1.0
     batch_size = measure.batch_size(rank)
     return Observed(
@@ -175,7 +178,7 @@ def _behaviour(rank: Rank, *, has_own_weights: bool) -> Observed:
 
 
 def _seen(heard: Heard, rank: Rank, behaviour: Callable[[Rank], Observed]) -> CommandFacts:
-    python = heard.torches.get(rank.pid) or next(iter(heard.torches.values()))  # it may be a fork of that
+    python = heard.torches.get(rank.pid) or next(iter(heard.torches.values()))  # the rank may be a fork of that process
     optimizer = next(iter(rank.optimizers.values()))
 
     def absolute(line: str) -> str:
@@ -193,8 +196,10 @@ def _seen(heard: Heard, rank: Rank, behaviour: Callable[[Rank], Observed]) -> Co
 
 
 def _of_training(sites: list[Site], training: frozenset[str]) -> list[Site]:
-    """Without the loaders that training does not fetch from. Where a library made the one that it does, it made that of
-    one of the user's over the same data."""
+    """Return the sites without those of loaders that training does not fetch from.
+
+    If a library made the loader that training uses, the sites are those of the user's loaders over the same data.
+    """
     others = [site for site in sites if site.loader is None]
     loaders = [site for site in sites if site.loader is not None]
     own = [site for site in loaders if site.loader in training]
@@ -205,7 +210,7 @@ def _of_training(sites: list[Site], training: frozenset[str]) -> list[Site]:
 
 
 def _read(paths: Iterable[str]) -> dict[str, _Source]:
-    """The files that can be edited: text that is Python's."""
+    """Return the files that can be edited: those that are valid Python."""
     found = {}
     for path in sorted(paths):
         with suppress(OSError, SyntaxError, UnicodeDecodeError):
@@ -223,7 +228,7 @@ def _verified(
     sources: Mapping[str, _Source],
     behaviour: Callable[[Rank], Observed],
 ) -> Applied:
-    """Run the copy, in the place of the original's files, under the command as it is henceforth."""
+    """Run the new command with the edited copies in place of the files; return `applied` with the outcome."""
     with tempfile.TemporaryDirectory(prefix="autotune_amp-") as folder:
         overlay = {}
         for number, (path, text) in enumerate(edited.texts.items()):
@@ -246,12 +251,12 @@ def _differences(ours: Observed, theirs: Observed, words: str) -> list[str]:
 
 
 def _shown(where: str) -> str:
-    """A path below the working directory as such."""
+    """Return an absolute path relative to the working directory; other text as it is."""
     return os.path.relpath(where) if Path(where).is_absolute() else where
 
 
 def _diff(path: str, before: str, after: str) -> str:
-    """As `patch -p1` and `git apply` take it."""
+    """Return a unified diff in the format of `patch -p1` and `git apply`."""
     name = _shown(path)
     lines = difflib.unified_diff(_lines(before), _lines(after), f"a/{name}", f"b/{name}")
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
@@ -262,8 +267,11 @@ def _lines(text: str) -> list[str]:
 
 
 def _write(texts: Mapping[str, str], sources: Mapping[str, _Source]) -> None:
-    """Each file at once, with the mode that it has. Raises `StudyError` where that fails, `InvalidRequestError` where
-    one was changed meanwhile, before any is written."""
+    """Replace each file atomically, keeping its mode.
+
+    Raises `InvalidRequestError`, before any file is written, if one was changed since it was read, and `StudyError` if
+    writing fails.
+    """
     for path in texts:
         if Path(path).read_bytes() != sources[path].content:
             raise InvalidRequestError(f"{_shown(path)} was changed meanwhile.", "Run the same command again.")
@@ -279,5 +287,5 @@ def _write(texts: Mapping[str, str], sources: Mapping[str, _Source]) -> None:
                 "Run it without --write, and apply the diff.",
             ) from error
         finally:
-            with suppress(OSError):  # it was moved, or could not be made
+            with suppress(OSError):  # the file was moved, or could not be made
                 temporary.unlink()

@@ -1,4 +1,6 @@
-"""What of a recommendation can be written into a script at the calls that were observed, and what by hand. Pure."""
+"""Edits of a recommendation into a script, at the calls that were observed; changes that no edit can make are left to
+be made by hand. Pure.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,15 @@ _ACCUMULATION = {
     "lightning_trainer": "accumulate_grad_batches",
     "accelerator": "gradient_accumulation_steps",
 }
-# Libraries that make a framework's object of the command's own arguments, and what these begin with.
+# Libraries that make a framework's object from the command's arguments, and the prefix of these arguments.
 _PARSERS = {"transformers.hf_argparser": "--", "lightning.pytorch.cli": "--trainer.", "jsonargparse": "--trainer."}
 _TF32_SWITCH, _TF32_FLAG = "set_float32_matmul_precision", "allow_tf32"
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run was seen to do: samples of a pass, passes of a step, precision, and the loader's workers."""
+    """Setting that a run was observed to use: samples in a pass, passes in a step, precision, and the loader's
+    workers.
+    """
 
     precision: Precision
     batch_size: int
@@ -39,8 +43,9 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CommandFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is known of a command: what it does today and on which type of device, its `sites` with absolute paths,
-    the line of its optimizer's step, and the arguments of the process that trains."""
+    """Facts known about a command: its setting of today, the type of its device, its `sites` with absolute paths, the
+    line of its optimizer's step, and the arguments of the process that trains.
+    """
 
     today: Observed
     device: str
@@ -50,14 +55,16 @@ class CommandFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ByHand(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that no edit can be trusted with: `what` to put at `where`, a ``path:line`` or "the command"."""
+    """Change that no edit can make reliably: `what` to put at `where`, a ``path:line`` or "the command"."""
 
     where: str
     what: str
 
 
 class Edit(msgspec.Struct, frozen=True, kw_only=True):
-    """The files' new texts, the command to run henceforth, what is left, and what a run of it will be seen to do."""
+    """Result of editing: the new texts of files, the command to run from now on, the changes left to do by hand, and
+    the setting that a run is expected to use.
+    """
 
     texts: dict[str, str]
     command: tuple[str, ...]
@@ -69,10 +76,11 @@ _Change: TypeAlias = "list[Splice] | Flag | ByHand"
 
 
 def edit(sources: Mapping[str, str], seen: CommandFacts, config: AmpConfig, command: Sequence[str]) -> Edit:
-    """Write `config` into the files `sources`, by absolute path, and into the command's arguments.
+    """Return the edit that writes `config` into the files `sources`, by absolute path, and into the command's
+    arguments.
 
-    Batch size and accumulation are changed together or not at all, since one alone would be another training; so are
-    all regions and the scaler.
+    Batch size and accumulation are changed together or not at all, since a change of one alone would change what the
+    model learns; so are all autocast regions and the scaler.
     """
     editor = _Editor({path: Script(path, text) for path, text in sources.items()}, seen, config, tuple(command))
     editor.take(editor.batch(), batch_size=config.batch_size, accumulation_steps=config.accumulation_steps)
@@ -115,7 +123,9 @@ class _Editor:
         self._framework = next((name for name in _FRAMEWORKS if self._of(name)), None)
 
     def take(self, wishes: Iterable[tuple[ByHand, _Change]], **expected: object) -> None:
-        """Make these changes, if all can be made; else all are to be made by hand. Each has the words for that."""
+        """Make these changes if all of them can be made; else leave all of them to be made by hand, with the words
+        given for each.
+        """
         asked = list(wishes)
         if not asked:
             return
@@ -136,12 +146,12 @@ class _Editor:
         self.expected = msgspec.structs.replace(self.expected, **expected)
 
     def batch(self) -> Iterator[tuple[ByHand, _Change]]:
-        """Of samples in a pass, and passes in a step."""
+        """Yield the changes of the batch size and of the accumulation steps."""
         today, config = self.seen.today, self.config
         has_loader = any(site.kind in _LOADERS for site in self.seen.sites)
         total = today.batch_size * today.accumulation_steps
         if self._framework is None and not has_loader and total == config.effective_batch_size:
-            return  # without a loader, what a step takes is known, and not how it is divided
+            return  # without a loader, the samples of a step are known, but not how they are divided
         if today.batch_size != config.batch_size:
             if self._framework == "training_arguments":
                 yield from self._arguments(self._framework, "per_device_train_batch_size", str(config.batch_size))
@@ -160,20 +170,22 @@ class _Editor:
                 )
 
     def workers(self) -> Iterator[tuple[ByHand, _Change]]:
-        """Of the loader's processes."""
+        """Yield the changes of the number of loader workers."""
         if self._framework == "training_arguments":
             yield from self._arguments(self._framework, "dataloader_num_workers", str(self.config.num_workers))
         else:
             yield from self._loaders("num_workers", self.config.num_workers)
 
     def precision(self) -> Iterator[tuple[ByHand, _Change]]:
-        """In the framework's argument, else in the script's own regions, else in a region of its own."""
+        """Yield the changes of the precision: in the framework's argument, else in the script's own regions, else as a
+        new region.
+        """
         precision, today = self.config.precision, self.seen.today.precision
         if self._framework == "training_arguments":
             for name in ("bf16", "fp16", "tf32"):
                 if name in (precision, today):
                     yield from self._arguments(self._framework, name, str(name == precision))
-            if precision in _DTYPES and self.seen.device == "cpu":  # Transformers wants to hear that this is meant
+            if precision in _DTYPES and self.seen.device == "cpu":  # Transformers requires it
                 yield from self._arguments(self._framework, "use_cpu", "True")
             return
         if self._framework == "lightning_trainer":
@@ -189,12 +201,14 @@ class _Editor:
             yield from self._tf32()
 
     def unseen_precision(self) -> tuple[ByHand, _Change]:
-        """Where all that decides it says what is recommended already."""
+        """Return a change by hand for a script in which every place that sets the precision already has the recommended
+        one.
+        """
         what = f"this steps in {self.seen.today.precision}, though nothing that was seen asks for it: see why"
         return _only_by_hand(self.seen.step_line, what)
 
     def loss_scale(self, scale: LossScale) -> Iterator[tuple[ByHand, _Change]]:
-        """Of a GradScaler of the script's own, what it takes."""
+        """Yield the changes of the arguments of the script's own GradScalers."""
         for site in self._of("scaler"):
             for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval"):
                 value = getattr(scale, name)
@@ -239,7 +253,7 @@ class _Editor:
         for site in self._of("scaler"):
             if bool(site.values["enabled"]) is not scales:
                 words, change = self._change(site, "enabled", str(scales))
-                # A scaler does no harm beside bf16; what turns it off from elsewhere may turn the regions off too.
+                # A scaler does no harm with bf16; a switch elsewhere that turns it off may turn the regions off too.
                 if scales or (isinstance(change, list) and self._is_at(site, change)):
                     yield words, change
         if scales and not self._of("scaler"):
@@ -247,7 +261,9 @@ class _Editor:
             yield _only_by_hand(self.seen.step_line, what)
 
     def _region_of_its_own(self) -> Iterator[tuple[ByHand, _Change]]:
-        """Around each forward pass and what follows it up to the backward pass."""
+        """Yield the changes that put each forward pass, and the code up to the backward pass, in a new autocast
+        region.
+        """
         done: list[Splice] = []
         for site in self._of("forward"):
             header = f'with torch.autocast("{site.values["device"]}", dtype=torch.{_DTYPES[self.config.precision]}):'
@@ -264,7 +280,9 @@ class _Editor:
         yield from self._scalers()
 
     def _tf32(self) -> Iterator[tuple[ByHand, _Change]]:
-        """The switch of the whole process, where it is set already, else below the import of torch."""
+        """Yield the change of the switch for TF32 of the whole process: where it is set already, else below the import
+        of torch.
+        """
         value = '"high"' if self.config.precision == "tf32" else '"highest"'
         statement = f"torch.set_float32_matmul_precision({value})"
         words = ByHand(where=self.seen.step_line, what=f"before training, {statement}")
@@ -279,7 +297,7 @@ class _Editor:
         yield words, added or words
 
     def _is_at(self, site: Site, splices: list[Splice]) -> bool:
-        """Whether they are in the call itself."""
+        """Whether all splices are within the call at the site."""
         script, line = self._script(site)
         call = None if script is None else script.call(line, site.end, site.name)
         return script is not None and call is not None and all(script.holds(call, each) for each in splices)
@@ -289,7 +307,9 @@ class _Editor:
         return self.scripts.get(path), int(line or 0)
 
     def _change(self, site: Site, name: str, value: str) -> tuple[ByHand, _Change]:
-        """The argument `name` of the call at a site, or of the command where a parser made the call of that."""
+        """Return the change of the argument `name` of the call at a site, or of the command's argument if a parser made
+        the call from that.
+        """
         words = ByHand(where=site.line, what=f"{site.name}({name}={value})")
         if site.maker:
             prefix = next((begin for maker, begin in _PARSERS.items() if site.maker.startswith(maker)), None)
@@ -305,7 +325,7 @@ class _Editor:
             return words, words
         change = script.change(call, name, value, site.parameters, self.seen.arguments)
         given = script.given(call, name, site.parameters)
-        if name == "batch_size" and site.kind == "loader":  # which a sampler of batches takes the place of
+        if name == "batch_size" and site.kind == "loader":  # a batch sampler takes its place
             sampler = script.given(call, "batch_sampler", site.parameters)
             if sampler is not None and not isinstance(sampler, ast.Starred):
                 given, change = sampler, None
@@ -324,13 +344,15 @@ def _only_by_hand(where: str, what: str) -> tuple[ByHand, ByHand]:
 
 
 def _fit(splices: Sequence[Splice]) -> bool:
-    """Whether no two of them replace the same text with different ones."""
+    """Whether no two splices replace the same text by different texts."""
     ranges = sorted({(each.path, each.start, each.end, each.text) for each in splices if each.start < each.end})
     return all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(ranges))
 
 
 def with_flag(command: Sequence[str], flag: Flag, arguments: Sequence[str]) -> tuple[str, ...] | None:
-    """The command with this argument; None where the process has it from elsewhere, a shell script perhaps."""
+    """Return the command with this argument; None if the process gets the argument from elsewhere, such as a shell
+    script.
+    """
     option, value = flag.option, flag.value
     if not _has(command, option):
         if _has(arguments, option):

@@ -1,6 +1,6 @@
-"""The text of a training script: the call at a line, the value of one of its arguments, and what replaces it. Pure.
+"""Training script as text: finding the call at a line and the value of one of its arguments, and making splices. Pure.
 
-What is replaced are ranges of the text, so that everything else stays as its author formatted it.
+Splices replace ranges of the text, so that everything else stays as its author formatted it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 _DTYPES = ("bfloat16", "float16", "half", "float32", "float")
-MAX_FOLLOWED = 3  # names that lead to a value
+MAX_FOLLOWED = 3  # number of names followed to a value
 _OF_LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 _PLAIN_STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
-_UPDATES = ("backward", "manual_backward", "step")  # what stays outside of a region
+_UPDATES = ("backward", "manual_backward", "step")  # calls that stay outside of an autocast region
 
 
 class Splice(msgspec.Struct, frozen=True, kw_only=True):
-    """`text` in the place of the characters from `start` up to `end` of the file `path`; `again` where another has been
-    put at that place before."""
+    """Replacement of the characters from `start` up to `end` of the file `path` by `text`; by `again` if another
+    insertion was made at that place before.
+    """
 
     path: str
     start: int
@@ -33,8 +34,9 @@ class Splice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Flag(msgspec.Struct, frozen=True, kw_only=True):
-    """An argument of the command: `option` with `value`, None for one that takes none; `is_on` is false where it is to
-    be left out."""
+    """Argument of the command: `option` with `value`, None for an option without one; `is_on` is false if it is to be
+    removed.
+    """
 
     option: str
     value: str | None
@@ -42,7 +44,7 @@ class Flag(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def spliced(text: str, splices: Iterable[Splice]) -> str:
-    """`text` with all of these in it; those at one place are put there in their order."""
+    """Return `text` with all splices applied; insertions at one place keep their order."""
     done, latest = 0, None
     parts: list[str] = []
     for each in sorted(dict.fromkeys(splices), key=lambda splice: (splice.start, splice.end)):
@@ -53,7 +55,7 @@ def spliced(text: str, splices: Iterable[Splice]) -> str:
 
 
 class Script:
-    """One file of a training. Raises SyntaxError where it is no Python."""
+    """Source file of a training program. Raises SyntaxError if it is not Python."""
 
     def __init__(self, path: str, text: str) -> None:
         self.path = path
@@ -63,7 +65,7 @@ class Script:
         self._starts = [0]
         for line in self._lines:
             self._starts.append(self._starts[-1] + len(line))
-        # Where each ends that is part of an expression or a statement, and what it is.
+        # End offset and text of each token that is not layout.
         self._tokens = [
             (self._starts[token.end[0] - 1] + token.end[1], token.string)
             for token in tokenize.generate_tokens(io.StringIO(text, newline="").readline)
@@ -71,17 +73,18 @@ class Script:
         ]
 
     def source(self, node: ast.expr) -> str:
-        """The text of an expression."""
+        """Return the text of an expression."""
         return self.text[slice(*self._range(node))]
 
     def holds(self, node: ast.expr, splice: Splice) -> bool:
-        """Whether what is replaced is within an expression."""
+        """Whether the replaced range lies within an expression."""
         start, end = self._range(node)
         return start <= splice.start and splice.end <= end
 
     def call(self, line: int, end: tuple[int, int] | None, name: str) -> ast.Call | None:
-        """The call that runs at a line and ends at `end`; where that is not known the only one that can be meant, of
-        several the one that calls `name`."""
+        """Return the call that runs at a line and ends at `end`. If `end` is None, return the only call at the line, or
+        the only one there of `name`; None if there are several or none.
+        """
         calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
         if end is not None:
             return next((each for each in calls if (each.end_lineno, each.end_col_offset) == end), None)
@@ -93,9 +96,11 @@ class Script:
     def change(
         self, call: ast.Call, name: str, value: str, parameters: Sequence[str], arguments: Sequence[str]
     ) -> list[Splice] | Flag | None:
-        """What gives the argument `name` of `call` this value; None where that cannot be told from the text.
+        """Return the change that gives the argument `name` of `call` this value; None if the text does not tell where
+        it is set.
 
-        `parameters` are the names of what it takes by position, `arguments` those of the process that ran it.
+        `parameters` are the names of the arguments that can be given by position, `arguments` those of the process that
+        ran the call.
         """
         given = self.given(call, name, parameters)
         if given is not None:
@@ -105,8 +110,9 @@ class Script:
         return [self._insertion(call, f"{name}={value}")]
 
     def given(self, call: ast.Call, name: str, parameters: Sequence[str]) -> ast.expr | None:
-        """What a call gives as its argument `name`: of ``*values`` all that may be it, of ``**options`` what a
-        dictionary of that name has."""
+        """Return the expression that a call gives as its argument `name`, None if it gives none. Of ``*values`` it is
+        the starred expression, of ``**options`` the entry of the dictionary that `options` is bound to.
+        """
         by_name = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
         options = [each.value.id for each in call.keywords if each.arg is None and isinstance(each.value, ast.Name)]
         for each in map(self._bound, options):
@@ -118,8 +124,9 @@ class Script:
         return by_name or (by_place[0] if by_place else None)
 
     def wrap(self, line: int, end: tuple[int, int] | None, name: str, header: str) -> list[Splice] | None:
-        """What puts the statement with this call, and what follows it up to the backward pass, in a block that begins
-        with `header`; None where they are not plain statements that belong together."""
+        """Return the splices that put the statement with this call, and the code up to the backward pass, in a block
+        that begins with `header`; None if these are not plain statements in one block.
+        """
         call = self.call(line, end, name)
         found = None if call is None else self._block_of(call)
         if found is None:
@@ -146,14 +153,16 @@ class Script:
         ]
 
     def imports(self, module: str) -> bool:
-        """Whether it has this module under its own name."""
+        """Whether the file imports this module under its own name."""
         return any(
             isinstance(node, ast.Import) and any(not name.asname and name.name == module for name in node.names)
             for node in self.tree.body
         )
 
     def below_import(self, module: str, statement: str) -> list[Splice]:
-        """What puts `statement` below the import of this module; nothing where it has none under its own name."""
+        """Return the splices that put `statement` below the imports; empty if this module is not imported under its own
+        name.
+        """
         found = [node for node in self.tree.body if isinstance(node, ast.Import)]
         last = next((node for node in found if any(n.name == module and not n.asname for n in node.names)), None)
         if last is None:
@@ -164,12 +173,14 @@ class Script:
         return [Splice(path=self.path, start=at, end=at, text=f"\n{statement}\n")]
 
     def calls_of(self, name: str) -> list[tuple[Script, ast.Call]]:
-        """Its calls of a function of this name."""
+        """Return the file's calls of functions with this name."""
         calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
         return [(self, call) for call in calls if re.split(r"\W", self.source(call.func))[-1] == name]
 
     def first_import(self, module: str, statement: str) -> list[Splice]:
-        """What puts `statement` before the first import that names `module`, else before the first of all."""
+        """Return the splices that put `statement` before the first import that names `module`, else before the first
+        import.
+        """
         found = [node for node in self.tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
         found = [node for node in found if getattr(node, "module", None) != "__future__"]
         named = [node for node in found if module in ast.unparse(node)]
@@ -181,9 +192,11 @@ class Script:
     def _follow(
         self, given: ast.expr, value: str, arguments: Sequence[str], num_left: int
     ) -> list[Splice] | Flag | None:
-        """The literal that `given` is, or is a name of, replaced; or the command's argument that it comes from."""
+        """Return the change that replaces the literal that `given` is or refers to, or the command's argument that it
+        comes from; None if neither can be found within `num_left` names.
+        """
         if _is_plain(given):
-            if isinstance(given, ast.Attribute):  # the dtype under the name by which this file knows torch
+            if isinstance(given, ast.Attribute):  # keep the name by which this file knows torch
                 value = f"{self.source(given.value)}.{value.rpartition('.')[2]}"
             start, end = self._range(given)
             return [Splice(path=self.path, start=start, end=end, text=value)]
@@ -193,7 +206,7 @@ class Script:
         if name is not None and (declared := self._argument(name)):
             return self._from_parser(declared, value, arguments)
         if isinstance(given, ast.Name):
-            option = _given([f"--{name}"], arguments)  # a script that reads its arguments in a way of its own
+            option = _given([f"--{name}"], arguments)  # a script that parses its arguments itself
             found = self._bound(given.id)
             if option is not None and found is not None:
                 return _flag(option, value)
@@ -208,7 +221,9 @@ class Script:
         return None if found is None else self._follow(found, value, arguments, num_left - 1)
 
     def _argument(self, name: str) -> ast.Call | None:
-        """The only `add_argument` whose value is found under this name."""
+        """Return the only `add_argument` call whose value is found under this name, None if there is not
+        exactly one.
+        """
         found = [
             node
             for node in ast.walk(self.tree)
@@ -235,7 +250,7 @@ class Script:
         return self._follow(keywords["default"], value, arguments, 1) if _is_plain(keywords["default"]) else None
 
     def _bound(self, name: str) -> ast.expr | None:
-        """The value of a name that is bound only once in the whole file."""
+        """Return the value of a name that is bound only once in the whole file, else None."""
         stores = [
             node
             for node in ast.walk(self.tree)
@@ -248,7 +263,7 @@ class Script:
         return next((value for target, value in _assignments(self.tree) if target is stores[0]), None)
 
     def _in_class(self, name: str) -> ast.expr | None:
-        """The value of an attribute that is given one only once, to a class or to an object."""
+        """Return the value of an attribute that is assigned only once, to a class or to an object; else None."""
         classes = [node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)]
         found = [
             value
@@ -264,13 +279,15 @@ class Script:
         return found[0] if len(found) == 1 else None
 
     def _in_dict(self, key: object) -> ast.expr | None:
-        """The value of a key that only one dictionary of the file has."""
+        """Return the value of a key that only one dictionary of the file has, else None."""
         entries = [_entry(node, key) for node in ast.walk(self.tree) if isinstance(node, ast.Dict)]
         found = [entry for entry in entries if entry is not None]
         return found[0] if len(found) == 1 else None
 
     def _insertion(self, call: ast.Call, argument: str) -> Splice:
-        """One more argument of a call, after the last: on a line of its own where that has one with a comma."""
+        """Return the splice that adds an argument to a call, after the last: on a line of its own if the last one ends
+        with a comma and a line break.
+        """
         _, end = self._range(call)
         place = bisect_left(self._tokens, (end,)) - 1  # before the closing parenthesis
         at, last = self._tokens[place]
@@ -286,8 +303,9 @@ class Script:
         )
 
     def _block_of(self, call: ast.Call) -> tuple[ast.AST, list[ast.stmt], int] | None:
-        """The block that holds the call's statement, what owns that block, and the statement's place in it; None where
-        the call is in the head of a block of its own."""
+        """Return the owner of the block that holds the call's statement, the block, and the statement's place in it;
+        None if the statement is not a plain one, such as the head of another block.
+        """
         found = None
         for parent in ast.walk(self.tree):
             for name in ("body", "orelse", "finalbody"):
@@ -296,7 +314,7 @@ class Script:
                     continue
                 for place, statement in enumerate(block):
                     if any(node is call for node in ast.walk(statement)):
-                        found = (parent, block, place)  # `walk` goes from the outside in: the last is the innermost
+                        found = (parent, block, place)  # `walk` goes inwards: the last is the innermost
         if found is None or not isinstance(found[1][found[2]], _PLAIN_STATEMENTS):
             return None
         return found
@@ -312,7 +330,7 @@ class Script:
 
 
 def _is_plain(node: ast.expr) -> bool:
-    """Whether it is a literal, a sum or product of such, or one of torch's dtypes."""
+    """Whether an expression is a literal, a sum or product of literals, or one of torch's dtypes."""
     if isinstance(node, ast.Attribute):
         return node.attr in _DTYPES
     allowed = (ast.Constant, ast.UnaryOp, ast.BinOp, ast.operator, ast.unaryop)
@@ -320,7 +338,7 @@ def _is_plain(node: ast.expr) -> bool:
 
 
 def _assignments(tree: ast.Module, *, is_deep: bool = True) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Targets and values of ``name = value``."""
+    """Yield the targets and values of ``name = value`` statements."""
     for node in ast.walk(tree) if is_deep else tree.body:
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
             yield node.targets[0], node.value
@@ -329,13 +347,13 @@ def _assignments(tree: ast.Module, *, is_deep: bool = True) -> Iterator[tuple[as
 
 
 def _entry(node: ast.Dict, key: object) -> ast.expr | None:
-    """What a dictionary has under a key."""
+    """Return the value of a key in a dictionary display, None if it is missing."""
     pairs = zip(node.keys, node.values, strict=True)
     return next((value for name, value in pairs if isinstance(name, ast.Constant) and name.value == key), None)
 
 
 def _destination(declared: ast.Call) -> str | None:
-    """The name under which argparse has the value of an `add_argument`."""
+    """Return the name under which argparse stores the value of an `add_argument` call, None if it is not a literal."""
     given = next((keyword.value for keyword in declared.keywords if keyword.arg == "dest"), None)
     if given is not None:
         return str(given.value) if isinstance(given, ast.Constant) else None
@@ -345,24 +363,27 @@ def _destination(declared: ast.Call) -> str | None:
 
 
 def _given(options: Sequence[str], arguments: Sequence[str]) -> str | None:
-    """The one of these options that is among a command's arguments."""
+    """Return the first of these options that is among a command's arguments, else None."""
     names = {argument.partition("=")[0] for argument in arguments}
     return next((option for option in options if option in names), None)
 
 
 def _flag(option: str, value: str) -> Flag | None:
-    """A literal as an argument of the command; a dtype has no word there that could be known."""
+    """Return a literal as an argument of the command; None for a dtype, whose name there is not known."""
     return None if value.startswith("torch.") else Flag(option=option, value=str(ast.literal_eval(value)))
 
 
 def _last_of_forward(parent: ast.AST, block: list[ast.stmt], first: int) -> int | None:
-    """The place of the last statement from `first` on that is of the loss: before the backward pass in this block, or
-    in a block that is all of a function or of a region that has none."""
+    """Return the place of the last statement from `first` on that belongs to the loss, None if there is none.
+
+    It comes before the backward pass in this block; in a block without one, it is the last statement if the block is
+    the body of a function that returns, or of a with statement.
+    """
     for place in range(first, len(block)):
         if any(
             isinstance(node, ast.Call) and getattr(node.func, "attr", "") in _UPDATES for node in ast.walk(block[place])
         ):
-            while place > first + 1 and isinstance(block[place - 1], ast.Expr):  # it has no part in the loss
+            while place > first + 1 and isinstance(block[place - 1], ast.Expr):  # not part of the loss
                 place -= 1
             return place - 1 if place > first else None
     is_function = isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)) and isinstance(block[-1], ast.Return)
@@ -370,7 +391,7 @@ def _last_of_forward(parent: ast.AST, block: list[ast.stmt], first: int) -> int 
 
 
 def _spans_text(node: ast.AST) -> bool:
-    """Whether it is text over several lines, which an indent would change."""
+    """Whether a node is a string over several lines, which an indent would change."""
     is_text = isinstance(node, ast.JoinedStr) or (
         isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes))
     )

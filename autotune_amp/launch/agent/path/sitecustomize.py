@@ -1,7 +1,9 @@
-"""Runs in every Python that a trial's command starts: the sitecustomize that it shadows, then brings the agent in.
+"""Stand-in for sitecustomize in every Python process that a trial's command starts: runs the sitecustomize that it
+shadows, then loads the agent.
 
-In this order, so that what the other one puts before Python's import does not hide torch from the agent.
-Nothing of it stays on ``sys.path``; Pythons that are started from here find it by ``PYTHONPATH`` again.
+The order matters: an entry that the shadowed module adds to Python's import machinery must not hide torch from the
+agent. Nothing of this folder stays on ``sys.path``; Python processes started from this one find it by ``PYTHONPATH``
+again.
 """
 
 import os
