@@ -52,7 +52,7 @@ class Watcher:
         """Handle a finished training step. `num_steps` is 0 during the warm-up."""
 
     def activity(self, text: str) -> None:
-        """The process says what it does now."""
+        """Handle a text about the present activity of the process."""
 
     def output(self, text: str) -> None:
         """Handle text printed by the user's own code."""
