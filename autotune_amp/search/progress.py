@@ -32,7 +32,7 @@ class Progress:
         """Handle a finished training step of the trial on `slot`."""
 
     def activity(self, text: str, slot: str | None = None) -> None:
-        """Show the activity of the running job, of that on `slot`, such as ``1,240 calls recorded, now in layers.3``."""
+        """Show what the running job does (that on `slot`), such as ``1,240 calls recorded, now in layers.3``."""
 
     def trial_ended(self, record: Record, best: Record | None) -> None:
         """Handle the end of a trial or check. `best` is the fastest trial so far."""
