@@ -107,8 +107,8 @@ class SearchSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of a search. Checks and calibrations do not count as trials.
 
     `search_id` names its lines in outcomes.jsonl; `warnings` and `notes` concern the circumstances of the search and
-    hold for every ranking. `load` is the load by others before the first trial, `start_seconds` the time that a new
-    process takes to load the workload.
+    hold for every ranking; `files` tells of the files that trials left. `load` is the load by others before the first
+    trial, `start_seconds` the time that a new process takes to load the workload.
     """
 
     study: str
@@ -121,6 +121,7 @@ class SearchSummary(msgspec.Struct, frozen=True, kw_only=True):
     is_budget_spent: bool = False
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
     load: MachineLoad | None = None
 
 

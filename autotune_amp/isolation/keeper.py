@@ -50,7 +50,8 @@ def keep(
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _ORPHANED, 0, 0, 0)
     program = _start(mark, arguments)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm ends every process of a job by it; clean-up is still due
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)  # Slurm ends every process of a job by one; clean-up is still due
     _leave_streams()
     from autotune_amp.isolation import marks  # imported while the program starts
 

@@ -239,7 +239,7 @@ class Process:
                 if message["event"] == "exit":
                     return
         except queue.Empty:
-            self._popen.kill()
+            self._program.end()
 
     def _failure(self, status: int, phase: str) -> Failure:
         if status == -signal.SIGTERM:  # Slurm ends a job by a signal to every process: ours is on its way

@@ -6,7 +6,6 @@ import contextlib
 import getpass
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -96,7 +95,7 @@ class Program:
         except subprocess.TimeoutExpired:
             self.popen.kill()
             self.popen.wait()
-        if self.popen.returncode in (-signal.SIGKILL, -keeper.END):  # perhaps the keeper was killed itself
+        if self.popen.returncode:  # perhaps the keeper was killed itself, or has failed
             kill_marked(self._mark)
 
 

@@ -16,7 +16,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.distributed import free_port
 from autotune_amp.isolation.local import TRIAL_ENVIRONMENT
 from autotune_amp.isolation.process import Watcher
-from autotune_amp.launch.leftovers import FOLDER, remembered
+from autotune_amp.launch.leftovers import FOLDER, leftover_notes, remembered
 from autotune_amp.launch.ranks import Heard
 from autotune_amp.launch.running import Ran, run
 
@@ -28,7 +28,8 @@ class Command:
     loader; `unsettable`, as in `Description`; `sample_dim`, the dimension of the model's inputs along which samples are
     counted if there is no DataLoader; `num_sharing`, the number of ranks that divide the batch size among them. Files
     that runs leave outside of their own folders are moved to the folder `aside`, except data, whose paths are in
-    `kept`. `opened` is called with the files of code and settings that a run read.
+    `kept`, and those that cannot be moved, in `stuck`. `opened` is called with the files of code and settings that a
+    run read.
     """
 
     def __init__(self, line: LaunchLine) -> None:
@@ -39,6 +40,7 @@ class Command:
         self.sample_dim = 0
         self.num_sharing = 1
         self.kept: tuple[str, ...] = ()
+        self.stuck: tuple[str, ...] = ()
         self.aside: Path | None = None
         self.opened: Callable[[Sequence[str]], object] = lambda _: None
         self._memory: Path | None = None
@@ -81,9 +83,14 @@ class Command:
                 memory=self._memory,
                 aside=self.aside,
             )
-        self.kept = ran.kept
+        self.kept, self.stuck = ran.kept, (*self.stuck, *ran.stuck)
         self.opened([path for path in ran.opened if not {path, *map(str, Path(path).parents)}.intersection(ran.kept)])
         return ran
+
+    def leftovers(self) -> tuple[str, ...]:
+        """Return sentences about the files that runs left, and where they are now."""
+        kept = self.kept if self._memory is None else remembered(self._memory)  # of a run that was interrupted too
+        return leftover_notes(self.aside, kept, self.stuck)
 
     def keep_in(self, folder: Path) -> None:
         """Move files that runs leave into a study's `folder` from now on, and load the list of the data that earlier

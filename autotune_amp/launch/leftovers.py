@@ -32,23 +32,29 @@ def write(file: Path, kept: Iterable[str]) -> None:
     file.write_bytes(b"".join(b"+" + os.fsencode(path) + b"\0" for path in kept))
 
 
-def set_aside(file: Path, folder: Path | None, data_until: float) -> tuple[str, ...]:
+def set_aside(file: Path, folder: Path | None, data_until: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Move the paths that are listed in `file` to `folder`, below which they keep their path from the working
     directory, or from the root.
 
     Data last written before `data_until` (seconds since the epoch) stay; later data may be incomplete. A file that an
-    earlier run left in `folder` under the same path is replaced. Return the paths that stay and exist: data, paths that
-    cannot be moved, and all paths if `folder` is None. A folder that a run made stands for its files.
+    earlier run left in `folder` under the same path is replaced. Return the data that stay and exist, or all paths if
+    `folder` is None, and the paths that cannot be moved. A folder that a run made stands for its files.
     """
     noted = [os.fsdecode(entry) for entry in file.read_bytes().split(b"\0") if entry]
     data = {entry[1:] for entry in noted if entry[0] == "+"}
     made = {entry[1:] for entry in noted}
-    stay = set(data)
-    for path in sorted(made):
-        if folder is None or not _move(Path(path), _target(Path(path), folder), data, data_until):
-            stay.add(path)
-    outermost = (path for path in stay if not any(str(parent) in stay for parent in Path(path).parents))
-    return tuple(sorted(path for path in outermost if os.path.lexists(path)))
+    if folder is None:
+        return _outermost(made), ()
+    stuck = {
+        path for path in sorted(made) if not _move(Path(path), _target(Path(path), folder), data, made, data_until)
+    }
+    return _outermost(data - stuck), _outermost(stuck)
+
+
+def _outermost(paths: Collection[str]) -> tuple[str, ...]:
+    """Return those of the paths that exist and are not below another one."""
+    found = (path for path in paths if not any(str(parent) in paths for parent in Path(path).parents))
+    return tuple(sorted(path for path in found if os.path.lexists(path)))
 
 
 def _target(path: Path, folder: Path) -> Path:
@@ -56,9 +62,11 @@ def _target(path: Path, folder: Path) -> Path:
     return folder / (path.relative_to(here) if path.is_relative_to(here) else Path("root", *path.parts[1:]))
 
 
-def _move(path: Path, target: Path, data: Collection[str], data_until: float, *, is_data: bool = False) -> bool:
-    """Move a file or the contents of a folder, except `data` of before `data_until`; return whether all of it was
-    moved.
+def _move(
+    path: Path, target: Path, data: Collection[str], made: Collection[str], data_until: float, *, is_data: bool = False
+) -> bool:
+    """Move a file or the contents of a folder, except `data` of before `data_until` and subfolders that are not `made`
+    by the run, as another program may have made them; return whether all of it was moved.
     """
     if not os.path.lexists(path):
         return True
@@ -74,8 +82,9 @@ def _move(path: Path, target: Path, data: Collection[str], data_until: float, *,
             return True
         if not is_data:
             target.mkdir(parents=True, exist_ok=True)
-        inner = sorted(path.iterdir())
-        are_moved = [_move(each, target / each.name, data, data_until, is_data=is_data) for each in inner]
+        theirs = [] if is_data else [str(each) for each in path.iterdir() if each.is_dir() and not each.is_symlink()]
+        inner = [each for each in sorted(path.iterdir()) if str(each) in made or str(each) not in theirs]
+        are_moved = [_move(each, target / each.name, data, made, data_until, is_data=is_data) for each in inner]
         with suppress(OSError):  # data are in it
             path.rmdir()
     except OSError:
@@ -109,7 +118,7 @@ def clear_up(noted: str, aside: str, memory: str, began: float) -> None:
     The supervisor of a command calls this if the search was killed. Data written since `began` (seconds since the
     epoch) are moved too, since they may be incomplete.
     """
-    remember(Path(memory), set_aside(Path(noted), Path(aside), began))
+    remember(Path(memory), set_aside(Path(noted), Path(aside), began)[0])
 
 
 CLEAR_UP = clear_up.__module__, clear_up.__name__
@@ -148,11 +157,13 @@ def _holds_only(path: Path, names: Collection[str]) -> bool:
     return not path.is_dir() or all(str(inner) in names for inner in path.rglob("*"))
 
 
-def leftover_notes(folder: Path | None, kept: Iterable[str]) -> tuple[str, ...]:
-    """Return notes for the user on the files that were moved to `folder` and the data that were `kept`; empty if there
-    are none.
+def leftover_notes(folder: Path | None, kept: Iterable[str], stuck: Iterable[str]) -> tuple[str, ...]:
+    """Return sentences for the user on the files that could not be moved (`stuck`), those that were moved to `folder`,
+    and the data that were `kept`; empty if there are none.
     """
     said, moved, stay = [], _moved_to(folder) if folder else (), named(map(_from_here, kept))
+    if left := named(map(_from_here, (path for path in stuck if os.path.lexists(path)))):
+        said.append(f"Trials wrote {left}, which could not be moved: remove it, or your own run may resume from it.")
     if folder and moved:
         said.append(
             f"Trials wrote {named(moved)}: moved to {os.path.relpath(folder)}, so that your own run does not resume "

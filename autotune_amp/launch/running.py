@@ -46,8 +46,9 @@ _NUM_KEPT_CHUNKS = 256
 class Ran(NamedTuple):
     """Result of a run: start time (monotonic), messages, state as seen from outside, verdict.
 
-    `kept` are the paths that this run and earlier ones made outside of their own folders and that stay there, `opened`
-    the files of code and settings that this run read.
+    `kept` are the data that this run and earlier ones made outside of their own folders and that stay there, `stuck`
+    the other files that it made there and that could not be moved, `opened` the files of code and settings that it
+    read.
     """
 
     began: float
@@ -55,6 +56,7 @@ class Ran(NamedTuple):
     seen: RunState
     ending: Literal["measured"] | Failure
     kept: tuple[str, ...] = ()
+    stuck: tuple[str, ...] = ()
     opened: tuple[str, ...] = ()
 
 
@@ -108,11 +110,13 @@ def run(
         try:
             ran = command.until(deadlines, is_enough, memory_limit_bytes)
         finally:
-            command.end()
-            stay = set_aside(noted, aside, command.first_step_time)
-            if memory is not None:
-                remember(memory, stay)
-        return ran._replace(kept=stay, opened=_opened(own / "opened"))
+            try:
+                command.end()
+            finally:  # a second Ctrl-C while it ends leaves no file unnamed
+                kept, stuck = set_aside(noted, aside, command.first_step_time)
+                if memory is not None:
+                    remember(memory, kept)
+        return ran._replace(kept=kept, stuck=stuck, opened=_opened(own / "opened"))
     finally:
         shutil.rmtree(own, ignore_errors=True)
 

@@ -55,6 +55,7 @@ def print_recommendation(recommendation: Recommendation, console: Console, path:
             table.add_row(*map(Text, cells))
         console.print(table)
     told = [fact for fact in recommendation.facts() if fact[0] not in _IN_ANSWER]
+    told += [("files", one_line(text)) for text in search.files]
     if untried := rows.untried_line(recommendation):
         told.append(("not tried", untried))
     on = f"{hardware.device} ({one_line(hardware.identity.name)})"

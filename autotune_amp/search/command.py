@@ -22,7 +22,6 @@ from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.recommendation import Fingerprint, write_atomically
 from autotune_amp.fingerprint.source import imported_names
-from autotune_amp.launch.leftovers import leftover_notes
 from autotune_amp.search.source import Source, folder_name
 
 if TYPE_CHECKING:
@@ -202,9 +201,8 @@ class CommandSource(Source):
         self.command.keep_in(folder)
         self._opened.keep_in(folder / "opened.json")
 
-    def warnings(self) -> tuple[str, ...]:
-        """Return notes that name the files that trials left, and where they are now."""
-        return leftover_notes(self.command.aside, self.command.kept)
+    def leftovers(self) -> tuple[str, ...]:  # noqa: D102 - see Source
+        return self.command.leftovers()
 
     def fingerprint_by_child(
         self, options: dict[str, Any], identity: DeviceIdentity, backend: Backend, state: dict[str, Any]

@@ -99,7 +99,7 @@ def search_anew(
                 try:
                     return search.run(backend, fingerprint, search_id, asks_others=not is_fresh)
                 except BaseException:  # an answer says so itself
-                    for line in source.warnings():
+                    for line in source.leftovers():
                         progress.note(line)
                     raise
     except SlotLostError as lost:
@@ -221,11 +221,9 @@ class _Search:
                 was_interrupted=was_interrupted,
                 search_id=ledger.search_id,
                 is_budget_spent=self._is_spent or was_interrupted,
-                warnings=(
-                    *self._source.warnings(),  # of files first
-                    *self._warnings,
-                ),
+                warnings=tuple(self._warnings),
                 notes=(*self._notes, *(f"This answer cannot be cached: {part}." for part in fingerprint.unknown)),
+                files=self._source.leftovers(),
                 load=load_before if self.places.is_here else None,
             ),
             hardware=opened.hardware,

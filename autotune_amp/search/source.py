@@ -80,8 +80,8 @@ class Source:
         """Return what a recommendation holds for, with what only trials show."""
         return fingerprint
 
-    def warnings(self) -> tuple[str, ...]:
-        """Return warnings that only the trials revealed, such as about files that they left."""
+    def leftovers(self) -> tuple[str, ...]:
+        """Return sentences about the files that trials left, and where they are now."""
         return ()
 
     def num_threads(self) -> int | None:

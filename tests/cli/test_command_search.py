@@ -88,11 +88,11 @@ def test_the_document(found: Searched) -> None:
     assert document["evidence"]["baseline"]["config"]["batch_size"] == 4
     assert document["launch_line"]["arguments"][-1] == "{batch_size=4}"
     assert document["command"] == f"{sys.executable} train.py --batch 16"
-    assert any("first steps" in warning for warning in document["warnings"]), "what a command cannot tell is said"
+    assert any("first steps" in note for note in document["notes"]), "what a command cannot tell is said"
     assert {record["outcome"]["outcome"] for record in found.records} == {"measurement"}
     assert {path.name for path in found.folder.iterdir()} == {"train.py", "studies"}, "trials leave nothing"
     assert (found.study / "trial_leftovers/snapshot.pt").exists()
-    assert any("snapshot.pt" in warning and "trial_leftovers" in warning for warning in document["warnings"])
+    assert any("snapshot.pt" in text and "trial_leftovers" in text for text in document["search"]["files"])
 
 
 @pytest.mark.slow

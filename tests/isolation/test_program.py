@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +16,7 @@ import pytest
 
 from autotune_amp.isolation.local import LocalBackend, Payload
 from autotune_amp.isolation.process import Watcher
+from autotune_amp.isolation.program import Program, make_folder
 
 pytestmark = pytest.mark.usefixtures("nothing_left_at_once")
 GONE_SECONDS = 20.0
@@ -83,6 +86,20 @@ def test_nothing_that_the_workloads_import_started_outlives_the_search(tmp_path:
         backend.load(100)
         sleeper = number_in(escaped)
         assert not is_gone(sleeper)
+    assert is_gone(sleeper)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_that_ends_every_process_of_a_job_leaves_the_keeper_its_work(tmp_path: Path, number: int) -> None:
+    escaped = tmp_path / "escaped"
+    text = ESCAPED.format(file=str(escaped)) + "import time; time.sleep(1000)"
+    null = subprocess.DEVNULL
+    folder = make_folder()
+    program = Program([sys.executable, "-c", text], os.environ, folder, stdin=null, stdout=null, stderr=null)
+    sleeper = number_in(escaped)
+    program.popen.send_signal(number)
+    program.end()
+    shutil.rmtree(folder)
     assert is_gone(sleeper)
 
 

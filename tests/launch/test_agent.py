@@ -154,7 +154,7 @@ def next_batch():
     global position
     position = (position + 8) % 256
     return {batch}
-for step in range(12):
+for step in range(48):
     for _ in range({num_passes}):
         {forward}.backward()
     optimizer.step()
@@ -178,7 +178,8 @@ def test_a_batch_of_the_scripts_own(
     rank = only(train(NEXT_BATCH.format(batch=batch, forward=forward, num_passes=num_passes)))
     size, num = expected
     assert batch_sizes(rank) == {size}
-    assert passes_per_step(rank) == ((num, num) if num else (2, 3))
+    least, most = passes_per_step(rank) or (0, 0)
+    assert (least, most) == (num, num) if num else least < most
     assert {one.num_samples / one.num_batches for one in rank.intervals()} == {size}
 
 

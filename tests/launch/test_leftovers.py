@@ -59,7 +59,7 @@ def test_what_a_run_made_is_moved_and_data_stay(here: Path, tmp_path: Path) -> N
         *(f"-{path}" for path in (*leftovers, here / "out" / "inner", here / "latest")),
         *(f"+{path}" for path in (here / "data", here / "out" / "data", here / "never")),
     )
-    assert set_aside(noted, aside, math.inf) == (str(here / "data"), str(here / "out" / "data"))
+    assert set_aside(noted, aside, math.inf) == ((str(here / "data"), str(here / "out" / "data")), ())
     outside = str(Path("root", *elsewhere.parts[1:], "model.pt"))
     assert files_below(aside) == {
         "runs/7/events": "2", "out/inner/model.pt": "3", "data/model.pt": "6", outside: "7",
@@ -70,11 +70,11 @@ def test_what_a_run_made_is_moved_and_data_stay(here: Path, tmp_path: Path) -> N
         "theirs": "the user's", "runs/theirs": "the user's", "out/data/mnist": "4", "data/cifar": "5",
     }  # fmt: skip
     moved = {"out/inner", "data/model.pt", "runs/7", "latest", str(elsewhere)}  # of what is gone as a whole, the folder
-    (said,) = leftover_notes(aside, ())
+    (said,) = leftover_notes(aside, (), ())
     assert all(name in said for name in moved)
     assert " aside," in said, "where they are"
-    assert leftover_notes(aside, [str(here / "digits")])[1].endswith(": digits.")
-    assert leftover_notes(tmp_path / "missing", ()) == leftover_notes(None, ()) == ()
+    assert leftover_notes(aside, [str(here / "digits")], ())[1].endswith(": digits.")
+    assert leftover_notes(tmp_path / "missing", (), ()) == leftover_notes(None, (), ()) == ()
 
 
 def test_data_that_may_be_half_written_are_moved(here: Path, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_data_that_may_be_half_written_are_moved(here: Path, tmp_path: Path) -> 
     noted = note(tmp_path / "noted", f"+{here / 'data'}", f"+{here / 'tokens.cache'}")
     os.utime(here / "data/deep/c", (0, 0))  # as what is unpacked has the archive's time
     began = time.time() - 60
-    assert set_aside(noted, tmp_path / "aside", began) == ()
+    assert set_aside(noted, tmp_path / "aside", began) == ((), ())
     assert set(files_below(tmp_path / "aside")) == {"data/a\nb", "data/deep/c", "tokens.cache"}
     assert set(files_below(here)) == {"theirs", "runs/theirs"}
 
@@ -96,7 +96,7 @@ def test_what_later_runs_made_joins_what_earlier_ones_did(here: Path, tmp_path: 
             (here / name).parent.mkdir(exist_ok=True)
             (here / name).write_text(text)
         noted = note(tmp_path / "noted", f"-{here / 'out'}", f"-{here / 'log'}")
-        assert set_aside(noted, aside, math.inf) == ()
+        assert set_aside(noted, aside, math.inf) == ((), ())
     assert files_below(aside) == {"out/a": "2", "out/b": "1", "out/c": "2", "log": "1", "log~/d": "2"}
 
 
@@ -104,10 +104,23 @@ def test_what_cannot_be_moved_stays_and_is_known(here: Path, tmp_path: Path) -> 
     (here / "model.pt").write_text("1")
     (here / "aside").write_text("a file is in the place of the folder")
     noted = note(tmp_path / "noted", f"-{here / 'model.pt'}")
-    for aside in (here / "aside", None):
-        assert set_aside(noted, aside, math.inf) == (str(here / "model.pt"),)
+    model = str(here / "model.pt")
+    assert set_aside(noted, here / "aside", math.inf) == ((), (model,)), "it is no data that the next run may change"
+    (said,) = leftover_notes(here / "aside", (), (model,))
+    assert "model.pt, which could not be moved" in said
+    assert set_aside(noted, None, math.inf) == ((model,), ())
     write(noted, [str(here / "model.pt")])
     assert noted.read_bytes() == os.fsencode(f"+{here / 'model.pt'}\0")
+
+
+def test_a_folder_that_others_made_in_one_of_the_run_s_stays(here: Path, tmp_path: Path) -> None:
+    for name in ("logs/ours/model.pt", "logs/others/model.pt"):
+        (here / name).parent.mkdir(parents=True)
+        (here / name).write_text("1")
+    noted = note(tmp_path / "noted", f"-{here / 'logs'}", f"-{here / 'logs' / 'ours'}")
+    set_aside(noted, tmp_path / "aside", math.inf)
+    assert files_below(tmp_path / "aside") == {"logs/ours/model.pt": "1"}
+    assert (here / "logs/others/model.pt").exists()
 
 
 def test_many_of_one_folder_are_counted() -> None:

@@ -116,7 +116,7 @@ class _Guard:
             "os.rmdir": lambda path, folder=-1: self.removes("os.rmdir", _named(path, folder)),
             "shutil.rmtree": lambda path, *_: self.removes("shutil.rmtree", _named(path)),
             "os.rename": self._renames,
-            "os.mkdir": lambda path, _, folder=-1: self._makes(_named(path, folder)),
+            "os.mkdir": lambda path, _, folder=-1: self._makes(_named(path, folder), is_folder=True),
             "os.link": lambda _, path, __=-1, folder=-1: self._makes(_named(path, folder)),
             "os.symlink": lambda _, path, folder=-1: self._makes(_named(path, folder)),
         }
@@ -170,12 +170,14 @@ class _Guard:
         self.removes("os.rename", target)
         self._makes(target)
 
-    def _makes(self, path: str) -> None:
-        """Note a path as the trial's own, if it does not exist yet."""
+    def _makes(self, path: str, *, is_folder: bool = False) -> None:
+        """Note a path as the trial's own, if it does not exist yet: every folder, since others may make some beside it
+        in the same one, and files that no noted folder stands for."""
         if self._is_free(path) or os.path.lexists(path):
             return
         is_data = _is_cache(os.path.relpath(path, self._here)) or _is_data()
-        if next((self._own[each] for each in _with_parents(path) if each in self._own), None) is is_data:
+        is_known = next((self._own[each] for each in _with_parents(path) if each in self._own), None) is is_data
+        if is_known and (not is_folder or path in self._own):
             return
         self._own[path] = is_data
         _note(self._made, path, b"+" if is_data else b"-")

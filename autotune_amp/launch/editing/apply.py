@@ -28,7 +28,6 @@ from autotune_amp.isolation.process import Watcher
 from autotune_amp.launch import measure
 from autotune_amp.launch.command import Command
 from autotune_amp.launch.editing.edit import ByHand, CommandFacts, Edit, Observed, edit
-from autotune_amp.launch.leftovers import leftover_notes
 from autotune_amp.launch.messages import Site
 from autotune_amp.launch.ranks import Heard, Rank
 
@@ -111,13 +110,17 @@ def apply(
     observed = _observed(command)
     if isinstance(observed, Failure):
         details = f"\n{observed.details.rstrip()}" if observed.details else ""
+        for text in command.leftovers():
+            phase(text)
         raise WorkloadError(
             f"The command cannot be observed: {observed.message}.{details}",
             "Fix that, or give a command that takes more steps.",
         )
     has_own_weights = recommended.workload is not None and recommended.workload.weights != "fp32"
     behaviour = partial(_behaviour, has_own_weights=has_own_weights)
-    seen = _seen(*observed, behaviour)
+    searched = recommended.launch_line
+    keeps = searched is not None and searched.keeps_effective_batch_size
+    seen = msgspec.structs.replace(_seen(*observed, behaviour), keeps_effective_batch_size=keeps)
     sources = _read(
         {line.rpartition(":")[0] for line in (seen.step_line, *(s.line for s in seen.sites if not s.maker))}
     )
@@ -133,9 +136,11 @@ def apply(
         phase("Running an edited copy")
         command.line = msgspec.structs.replace(line, arguments=edited.command)
         applied = _verified(applied, command, edited, sources, behaviour)
-    applied = msgspec.structs.replace(applied, left=leftover_notes(command.aside, command.kept))
+    applied = msgspec.structs.replace(applied, left=command.leftovers())
     if write and applied.diff:
         if not applied.verified:
+            for text in applied.left:
+                phase(text)
             raise WorkloadError(
                 f"Nothing is written, since the edited copy does not do what the diff says: {applied.problem}.",
                 "See the diff without --write, and change the script by hand.",

@@ -44,7 +44,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
 
 class CommandFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts known about a command: its setting of today, the type of its device, its `sites` with absolute paths, the
-    line of its optimizer's step, and the arguments of the process that trains.
+    line of its optimizer's step, and the arguments of the process that trains. With `keeps_effective_batch_size` the
+    script itself accumulates to a total.
     """
 
     today: Observed
@@ -52,6 +53,7 @@ class CommandFacts(msgspec.Struct, frozen=True, kw_only=True):
     sites: tuple[Site, ...]
     step_line: str
     arguments: tuple[str, ...]
+    keeps_effective_batch_size: bool = False
 
 
 class ByHand(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,7 +159,7 @@ class _Editor:
                 yield from self._arguments(self._framework, "per_device_train_batch_size", str(config.batch_size))
             else:
                 yield from self._loaders("batch_size", config.batch_size)
-        if today.accumulation_steps != config.accumulation_steps:
+        if today.accumulation_steps != config.accumulation_steps and not self.seen.keeps_effective_batch_size:
             if self._framework is not None:
                 yield from self._arguments(
                     self._framework, _ACCUMULATION[self._framework], str(config.accumulation_steps)

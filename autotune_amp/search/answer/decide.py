@@ -111,7 +111,7 @@ def decide(
     unsure = next(((c, *gains[c]) for c in worth), None) if is_kept else None
     warnings, notes = explain.doubts(ledger, chosen, evidence, config, why_uncalibrated, description, search)
     if search is not None:
-        warnings, notes = [*search.warnings, *warnings], [*notes, *search.notes]
+        warnings, notes = [*warnings, *search.warnings], [*notes, *search.files, *search.notes]
     warnings = list(dict.fromkeys(warnings))
     return Decision(
         config=config,
