@@ -175,6 +175,22 @@ def test_a_flag_that_a_shell_script_gives_is_changed_there_by_hand() -> None:
     assert (found.texts, found.command, len(found.by_hand)) == ({}, ("bash", "train.sh"), 1)
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_script_that_keeps_its_total_is_not_told_to_accumulate(keeps: bool) -> None:
+    text = "DataLoader(data, batch_size=32)\n"
+    seen = CommandFacts(
+        today=TODAY,
+        device="cpu",
+        sites=(site("loader", text, "DataLoader(data, batch_size=32)"),),
+        step_line=f"{PATH}:1",
+        arguments=(),
+        keeps_effective_batch_size=keeps,
+    )
+    config = AmpConfig(precision="fp32", batch_size=16, accumulation_steps=2)
+    found = edit({PATH: text}, seen, config, ("python", "train.py"))
+    assert any("backward passes" in each.what for each in found.by_hand) is not keeps
+
+
 def test_a_script_that_reads_its_arguments_itself() -> None:
     text = "size = 32\nexec(open('config.py').read())\nDataLoader(data, size)\n"
     found = edited(
