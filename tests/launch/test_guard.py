@@ -161,7 +161,7 @@ def test_in_a_python_of_that_version(mine: Path, version: str) -> None:
 
 
 ALLOWED = """
-import multiprocessing, subprocess, tempfile
+import copy, inspect, io, multiprocessing, pickle, subprocess, tempfile
 given = pathlib.Path(sys.argv[1])
 open('new', 'w').close()
 open('new', 'a').close()
@@ -196,6 +196,15 @@ with pathlib.Path('old/file').open('r+', encoding='utf-8') as updated:
     assert list(updated) == ["the user's"] and updated.encoding == 'utf-8'
 with open('kept', 'r+') as updated:
     updated.write('1')
+class Opener:
+    open = open
+class IoOpener:
+    open = io.open
+for opener in (Opener(), IoOpener()):
+    for mode in ('r', 'r+'):
+        with opener.open(pathlib.Path('old/file'), mode=mode) as opened:
+            assert opened.read() == "the user's"
+assert pickle.loads(pickle.dumps(open)) is copy.copy(open) is open and inspect.signature(open).parameters['mode']
 zipfile.ZipFile('old/archive', 'a').close()
 assert sqlite3.connect('old/database').execute('select count(*) from runs').fetchone() == (0,)
 sqlite3.connect('new.db').execute('create table runs (number)')

@@ -210,7 +210,6 @@ class _Guard:
         """
         original = io.open
 
-        @functools.wraps(original)
         def open_(
             file: Any,
             mode: Any = "r",
@@ -241,7 +240,7 @@ class _Guard:
             text.ask, text.mode = ask, mode
             return text
 
-        builtins.open = io.open = open_
+        builtins.open = io.open = _Open(open_, original)
 
     def _is_to_be_updated(self, file: Any, mode: Any) -> bool:
         """Whether the file exists, is not the trial's own, and is opened to be read and written."""
@@ -330,6 +329,21 @@ def _is_data() -> bool:
             if any(kind.__name__ in _DATA_CLASSES for kind in kinds):
                 return True
     return False
+
+
+class _Open:
+    """Stand in for ``open`` and, like it, become no method where a class has it as an attribute."""
+
+    def __init__(self, function: Any, original: Any) -> None:
+        functools.update_wrapper(self, original)
+        self.__module__ = "io"  # where pickle finds it
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> str:
+        return "open"
 
 
 class _Asking:
