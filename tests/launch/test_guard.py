@@ -19,6 +19,7 @@ from forked_python import ForkServer
 from running_commands import run_command
 
 from autotune_amp.core.outcome import Failure
+from autotune_amp.launch.agent.guard import is_standard
 from autotune_amp.launch.leftovers import remembered
 from autotune_amp.launch.ranks import Heard
 from autotune_amp.launch.running import Ran
@@ -142,6 +143,20 @@ def test_what_was_there_stays_and_path_and_line_are_said(
     else:
         assert Path(refused.path).is_relative_to(mine)
     assert snapshot(mine) == before
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/usr/lib/python3.12/zipfile.py", True),
+        ("/usr/lib/python3.12/multiprocessing/connection.py", True),
+        ("/usr/lib/python3.12/site-packages/numpy/_core/memmap.py", False),
+        ("/usr/lib/python3.12/dist-packages/numpy/_core/memmap.py", False),
+        ("/home/me/train.py", False),
+    ],
+)
+def test_installed_packages_are_not_the_standard_library(path: str, expected: bool) -> None:
+    assert is_standard(path, "/usr/lib/python3.12/") is expected
 
 
 UPDATED = "assert pathlib.Path('old/file').open('r+').read() == \"the user's\"\n"

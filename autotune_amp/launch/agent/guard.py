@@ -331,6 +331,11 @@ def _is_data() -> bool:
     return False
 
 
+def is_standard(path: str, folder: str) -> bool:
+    """Return whether a file of code belongs to the standard library in `folder`, which may hold site-packages too."""
+    return path.startswith(folder) and "site-packages" not in path and "dist-packages" not in path
+
+
 class _Open:
     """Stand in for ``open`` and, like it, become no method where a class has it as an attribute."""
 
@@ -363,7 +368,7 @@ class _Asking:
 
     def fileno(self) -> Any:
         caller = sys._getframe(1).f_code.co_filename
-        if caller != __file__ and (not caller.startswith(_STANDARD) or caller.endswith("subprocess.py")):
+        if caller != __file__ and (not is_standard(caller, _STANDARD) or caller.endswith("subprocess.py")):
             self.ask()
         return super().fileno()  # type: ignore[misc]
 
