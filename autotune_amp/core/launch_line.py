@@ -32,6 +32,7 @@ _BRACES = re.compile(f"{_LITERAL.pattern}|{_PLACEHOLDER.pattern}")
 # What may be meant as a placeholder: other braces (JSON, {}, {1..3}, { command; }) are not.
 _MEANT = re.compile(r"\{(?P<name>[A-Za-z_][\w-]*)(?:(?P<rest>[=:][^{}]*)\}?|\}|$)")
 _CHOICES = re.compile(r":[\w.-]+=")
+_OF_CHOICES = frozenset("=|")  # what choices are written with
 _LIKENESS = 0.75  # from which on a word is one of ours misspelt (difflib)
 
 
@@ -223,13 +224,15 @@ def _like_ours(name: str, likeness: float) -> str | None:
 def _refuse_unknown(text: str, where: str, *, is_file: bool) -> None:
     """Raise `InvalidRequestError` for braces that are meant as a placeholder and are none.
 
-    In a settings file, whose braces are mostly its own, those with a name of ours or one misspelt are.
+    In a settings file, whose braces are mostly its own, those with a name of ours or one misspelt are. A name of ours
+    before a colon is a key of a mapping (OmegaConf, YAML) unless choices follow it.
     """
     for match in _MEANT.finditer(_BRACES.sub("", text)):
         given, name, rest = match[0], match["name"], match["rest"] or ""
         ours, has_no_end = _like_ours(name, _LIKENESS), not match[0].endswith("}")
         is_format = rest.startswith(":") and not _CHOICES.match(rest)  # {date:%Y}, {lr: 0.1}
-        if (is_format and is_file) or (ours is None and (is_file or is_format or has_no_end)):
+        is_mapping = name in _NAMES and rest.startswith(":") and not _OF_CHOICES.intersection(rest)
+        if is_mapping or (is_format and is_file) or (ours is None and (is_file or is_format or has_no_end)):
             continue
         literally = "" if has_no_end else f" Where the braces are meant as text, double them: {{{given}}}."
         if name in _NAMES:
@@ -238,10 +241,10 @@ def _refuse_unknown(text: str, where: str, *, is_file: bool) -> None:
                 f"Write {{{name}=VALUE}}, in quotes: the shell takes | for a pipe, and a blank for the end. "
                 f"Choices, as in {{precision:bf16=--bf16|fp32=}}, are the precision's alone.{literally}",
             )
-        nearest = ours or _like_ours(name, 0.6)
+        nearest, meant = ours or _like_ours(name, 0.6), rest.replace(":", "=", 1) if is_format else rest
         raise InvalidRequestError(
             f"{given!r} in {where} is no placeholder: there is no {name!r}.",
-            (f"Write {{{nearest}{rest}}}." if nearest else f"There are {', '.join(f'{{{each}}}' for each in _NAMES)}.")
+            (f"Write {{{nearest}{meant}}}." if nearest else f"There are {', '.join(f'{{{each}}}' for each in _NAMES)}.")
             + literally,
         )
 

@@ -116,6 +116,11 @@ def test_a_settings_file_is_copied_and_the_copy_named(tmp_path: Path) -> None:
         "awk '{print $1}'",
         "{{ name }}",
         "{model.dim}",
+        "{batch_size:8}",
+        "trainer={precision:16,max_epochs:3}",
+        "+data={batch_size:32,num_workers:4}",
+        "--cfg={seed: 1, lr: 2}",
+        "{seed: 1, model: {width: 2}}",
     ],
 )
 def test_braces_that_can_be_no_placeholder_stay(text: str) -> None:
@@ -149,7 +154,9 @@ def test_of_a_settings_file_only_misspelt_names_are_refused(tmp_path: Path) -> N
         ("python t.py --workers {num_workers}", {}, "today"),
         (["python", "t.py", "{precision:bf16=--bf16"], {}, "Quote|begins"),
         ("python t.py {batch_size=8", {}, "begins"),
-        ("python t.py {batch_size:8}", {}, "begins"),
+        ("python t.py '{batch_size:8|16}'", {}, "begins"),
+        ("python t.py '{batch_size:8=--small}'", {}, "begins"),
+        ("python t.py {batchsize:8}", {}, r"Write \{batch_size=8\}"),
         ("python t.py {batchsize=32}", {}, r"batchsize(.|\n)*Write \{batch_size=32\}(.|\n)*\{\{batchsize=32\}\}"),
         ("python t.py --amp={precison=fp32}", {}, r"Write \{precision=fp32\}"),
         ("python t.py {attn=sdpa}", {}, r"\{batch_size\}(.|\n)*\{\{attn=sdpa\}\}"),

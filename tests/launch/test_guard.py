@@ -19,6 +19,7 @@ from forked_python import ForkServer
 from running_commands import run_command
 
 from autotune_amp.core.outcome import Failure
+from autotune_amp.launch.agent.guard import is_standard
 from autotune_amp.launch.leftovers import remembered
 from autotune_amp.launch.ranks import Heard
 from autotune_amp.launch.running import Ran
@@ -144,6 +145,20 @@ def test_what_was_there_stays_and_path_and_line_are_said(
     assert snapshot(mine) == before
 
 
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/usr/lib/python3.12/zipfile.py", True),
+        ("/usr/lib/python3.12/multiprocessing/connection.py", True),
+        ("/usr/lib/python3.12/site-packages/numpy/_core/memmap.py", False),
+        ("/usr/lib/python3.12/dist-packages/numpy/_core/memmap.py", False),
+        ("/home/me/train.py", False),
+    ],
+)
+def test_installed_packages_are_not_the_standard_library(path: str, expected: bool) -> None:
+    assert is_standard(path, "/usr/lib/python3.12/") is expected
+
+
 UPDATED = "assert pathlib.Path('old/file').open('r+').read() == \"the user's\"\n"
 
 
@@ -161,7 +176,7 @@ def test_in_a_python_of_that_version(mine: Path, version: str) -> None:
 
 
 ALLOWED = """
-import multiprocessing, subprocess, tempfile
+import copy, inspect, io, multiprocessing, pickle, subprocess, tempfile
 given = pathlib.Path(sys.argv[1])
 open('new', 'w').close()
 open('new', 'a').close()
@@ -196,6 +211,15 @@ with pathlib.Path('old/file').open('r+', encoding='utf-8') as updated:
     assert list(updated) == ["the user's"] and updated.encoding == 'utf-8'
 with open('kept', 'r+') as updated:
     updated.write('1')
+class Opener:
+    open = open
+class IoOpener:
+    open = io.open
+for opener in (Opener(), IoOpener()):
+    for mode in ('r', 'r+'):
+        with opener.open(pathlib.Path('old/file'), mode=mode) as opened:
+            assert opened.read() == "the user's"
+assert pickle.loads(pickle.dumps(open)) is copy.copy(open) is open and inspect.signature(open).parameters['mode']
 zipfile.ZipFile('old/archive', 'a').close()
 assert sqlite3.connect('old/database').execute('select count(*) from runs').fetchone() == (0,)
 sqlite3.connect('new.db').execute('create table runs (number)')

@@ -212,7 +212,6 @@ class _Guard:
         """
         original = io.open
 
-        @functools.wraps(original)
         def open_(
             file: Any,
             mode: Any = "r",
@@ -243,7 +242,7 @@ class _Guard:
             text.ask, text.mode = ask, mode
             return text
 
-        builtins.open = io.open = open_
+        builtins.open = io.open = _Open(open_, original)
 
     def _is_to_be_updated(self, file: Any, mode: Any) -> bool:
         """Whether the file exists, is not the trial's own, and is opened to be read and written."""
@@ -334,6 +333,26 @@ def _is_data() -> bool:
     return False
 
 
+def is_standard(path: str, folder: str) -> bool:
+    """Return whether a file of code belongs to the standard library in `folder`, which may hold site-packages too."""
+    return path.startswith(folder) and "site-packages" not in path and "dist-packages" not in path
+
+
+class _Open:
+    """Stand in for ``open`` and, like it, become no method where a class has it as an attribute."""
+
+    def __init__(self, function: Any, original: Any) -> None:
+        functools.update_wrapper(self, original)
+        self.__module__ = "io"  # where pickle finds it
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> str:
+        return "open"
+
+
 class _Asking:
     """Layer of a file that calls `ask` before anything is written, and before its descriptor is given to code that may
     write.
@@ -351,7 +370,7 @@ class _Asking:
 
     def fileno(self) -> Any:
         caller = sys._getframe(1).f_code.co_filename
-        if caller != __file__ and (not caller.startswith(_STANDARD) or caller.endswith("subprocess.py")):
+        if caller != __file__ and (not is_standard(caller, _STANDARD) or caller.endswith("subprocess.py")):
             self.ask()
         return super().fileno()  # type: ignore[misc]
 
