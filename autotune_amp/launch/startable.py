@@ -18,6 +18,10 @@ _PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?")
 _SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed")  # their options before the script may take values
 _WRAPPERS = ("env", "nice", "nohup", "time", "uv", "run")  # before a program, in the same folder
+# What stands before a launcher that looks in other folders than this process.
+_ELSEWHERE = ("PYTHONPATH=", "-C", "--chdir", "--directory")
+# Python's -c and -m after its options without a value; the code or the module may be joined to them.
+_RUNS = re.compile(r"-[bBdEhiIOPqRsStuvVx]*(?P<kind>[cm])(?P<joined>.*)", re.DOTALL)
 _OPTIONS_OF_PYTHON, _OPTIONS_OF_SHELLS = ("-W", "-X", "--check-hash-based-pycs"), ("-o", "-O")  # options with a value
 
 
@@ -46,6 +50,8 @@ def require_startable(arguments: Sequence[str], path: str | None) -> None:
     at = next((number for number, each in enumerate(arguments) if _is_launcher(Path(each).name)), None)
     if at is None or not all(_is_wrapping(each) for each in arguments[:at]):
         return  # the script is in a container or on another host, or the program is none that is known
+    if any(each.startswith(_ELSEWHERE) for each in arguments[:at]):
+        return
     script = _script(arguments[at], arguments[at + 1 :], path)
     if script is None or "{" in script or Path(script).exists():
         return
@@ -90,15 +96,18 @@ def _script(launcher: str, rest: Sequence[str], path: str | None) -> str | None:
         return None if is_other else next((each for each in rest if _is_script(each)), None)
     is_shell, skips = name in _SHELLS, False
     for number, argument in enumerate(rest):
+        runs = None if is_shell else _RUNS.fullmatch(argument)
         if skips:
             skips = False
-        elif argument == "-" or re.fullmatch(r"-\w*[cs]" if is_shell else r"-\w*c", argument):
+        elif argument == "-" or (is_shell and re.fullmatch(r"-\w*[cs]", argument)):
             return None
-        elif not is_shell and re.fullmatch(r"-\w*m", argument):
-            module = rest[number + 1 : number + 2]
-            _require_module(module, launcher, path)
-            is_launcher = any(each.startswith("torch.distributed.") for each in module)
-            return _script("torchrun", rest[number + 2 :], path) if is_launcher else None
+        elif runs is not None:
+            if runs["kind"] == "c":
+                return None
+            words = [*filter(None, [runs["joined"]]), *rest[number + 1 :]]
+            _require_module(words[:1], launcher, path)
+            is_launcher = any(each.startswith("torch.distributed.") for each in words[:1])
+            return _script("torchrun", words[1:], path) if is_launcher else None
         elif argument in (_OPTIONS_OF_SHELLS if is_shell else _OPTIONS_OF_PYTHON):
             skips = True
         elif not argument.startswith(("-", "+")):
@@ -116,8 +125,15 @@ def _require_module(module: Sequence[str], python: str, path: str | None) -> Non
     name = module[0].partition(".")[0] if module else ""
     if not is_ours or not name.isidentifier() or name in sys.builtin_module_names:
         return
-    if PathFinder.find_spec(name, [str(Path.cwd()), *sys.path]) is None:
+    if not _is_module(name):
         raise WorkloadError(
             f"There is no module {name!r}, neither in {Path.cwd()} nor among what is installed.",
             f"Give its name as Python imports it, or the file: `{shell_line([python, 'path/to/script.py'])}`.",
         )
+
+
+def _is_module(name: str) -> bool:
+    """Return whether a finder of this Python, such as that of an editable install, or the working directory has it."""
+    finds = [finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec")]
+    is_found = any(find_spec(name, None) is not None for find_spec in finds)
+    return is_found or PathFinder.find_spec(name, [str(Path.cwd())]) is not None

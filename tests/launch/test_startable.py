@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.launch.startable import likely_command, require_startable
 
-PROGRAMS = ("python", "torchrun", "accelerate", "bash", "env", "nice", "docker", "fit")
+PROGRAMS = ("python", "torchrun", "accelerate", "bash", "env", "nice", "docker", "fit", "uv")
 
 
 @pytest.fixture
@@ -32,6 +33,9 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "python nope.py --x 1",
         "python -u -X dev nope.py",
         "python -O nope",
+        "python -Wonce -Ximporttime nope.py",
+        "python -mtorch.distributed.run --standalone nope.py train.py",
+        "uv run python nope.py --directory=x",
         "torchrun --nproc_per_node 2 nope.py",
         "python -m torch.distributed.run --standalone nope.py train.py",
         "accelerate launch --mixed_precision no nope.py",
@@ -50,12 +54,18 @@ def test_a_script_that_is_not_there_is_named(path: str, command: str) -> None:
         ["python", "train.py", "nope.py"],
         ["python", "-c", "nope.py"],
         ["python", "-uc", "nope.py"],
+        ["python", "-cimport nope\nnope.fit()", "nope.py"],
+        ["python", "-umjson.tool", "nope.py"],
         ["python", "-", "nope.py"],
         ["python", "-m", "nope"],  # of another Python than this one
         ["python", "{trial_dir}/nope.py"],
         ["torchrun", "-m", "package.train", "nope.py"],
         ["bash", "-ec", "cd elsewhere && python nope.py"],
         ["env", "-C", "elsewhere", "python", "nope.py"],
+        ["env", "-Celsewhere", "python", "nope.py"],
+        ["uv", "run", "--directory=elsewhere", "python", "nope.py"],
+        ["uv", "--directory", "elsewhere", "run", "python", "nope.py"],
+        ["env", "PYTHONPATH=src", "python", "nope.py"],
         ["docker", "run", "image", "python", "nope.py"],
         ["fit", "nope.py"],
         ["bash", "go.sh", "nope.py"],
@@ -73,6 +83,29 @@ def test_the_nearest_script_is_named(path: str) -> None:
 
 def test_a_module_that_this_python_does_not_find_is_named() -> None:
     require_startable([sys.executable, "-m", "json.tool"], None)
+    with pytest.raises(WorkloadError, match="no_such_package"):
+        require_startable([sys.executable, "-m", "no_such_package.train"], None)
+    with pytest.raises(WorkloadError, match="no_such_package"):
+        require_startable([sys.executable, "-umno_such_package.train", "x"], None)
+
+
+def test_a_module_may_be_in_the_working_directory_or_in_a_folder_of_the_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "package_of_this_folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    require_startable([sys.executable, "-m", "package_of_this_folder.train"], None)
+    require_startable(["env", "PYTHONPATH=src", sys.executable, "-m", "no_such_package.train"], None)
+
+
+def test_a_module_may_be_one_that_only_a_finder_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Finder:
+        @classmethod
+        def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+            return ModuleSpec(name, None) if name == "editable_package" else None
+
+    monkeypatch.setattr(sys, "meta_path", [object(), *sys.meta_path, Finder])
+    require_startable([sys.executable, "-m", "editable_package.train"], None)
     with pytest.raises(WorkloadError, match="no_such_package"):
         require_startable([sys.executable, "-m", "no_such_package.train"], None)
 
