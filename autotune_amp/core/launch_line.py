@@ -225,13 +225,14 @@ def _refuse_unknown(text: str, where: str, *, is_file: bool) -> None:
     """Raise `InvalidRequestError` for braces that are meant as a placeholder and are none.
 
     In a settings file, whose braces are mostly its own, those with a name of ours or one misspelt are. A name of ours
-    before a colon is a key of a mapping (OmegaConf, YAML) unless choices follow it.
+    before a colon is a key of a mapping (OmegaConf, YAML) if a blank or a further key follows, and no choices.
     """
     for match in _MEANT.finditer(_BRACES.sub("", text)):
         given, name, rest = match[0], match["name"], match["rest"] or ""
         ours, has_no_end = _like_ours(name, _LIKENESS), not match[0].endswith("}")
         is_format = rest.startswith(":") and not _CHOICES.match(rest)  # {date:%Y}, {lr: 0.1}
-        is_mapping = name in _NAMES and rest.startswith(":") and not _OF_CHOICES.intersection(rest)
+        has_keys = rest.startswith(": ") or (rest.startswith(":") and "," in rest)
+        is_mapping = name in _NAMES and has_keys and not _OF_CHOICES.intersection(rest)
         if is_mapping or (is_format and is_file) or (ours is None and (is_file or is_format or has_no_end)):
             continue
         literally = "" if has_no_end else f" Where the braces are meant as text, double them: {{{given}}}."
