@@ -56,7 +56,12 @@ class RayNodes:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": self._temporary},
+            env={
+                **os.environ,
+                "RAY_USAGE_STATS_ENABLED": "0",
+                "RAY_TMPDIR": self._temporary,
+                "TMPDIR": self._temporary,
+            },
             start_new_session=True,
             text=True,
         )

@@ -68,9 +68,10 @@ def test_it_is_recommended_with_what_it_gains_and_every_other_has_its_reason(lai
 def test_the_terminal_and_the_page_have_a_row_for_each(laid_out: Searched, cli: CommandLine) -> None:
     shown = cli("show", str(laid_out.study)).out
     assert "also tried" in shown
-    assert "channels_last_3d" in shown
+    assert "further value" in shown, "what was not tried is one line"
     page = (laid_out.study / "report.html").read_text()
     assert "Also tried" in page
+    assert "channels_last_3d" in page
     assert "autotune_amp.prepare(controller.config, model, optimizer)" in page
 
 

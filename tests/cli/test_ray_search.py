@@ -69,8 +69,8 @@ def test_a_node_is_killed_and_another_one_comes(cli: CommandLine, nodes: RayNode
     assert failed == [], err
     assert len({line["slot"] for line in found}) >= 2
     assert set(document["evidence"]["slots"]["names"]) == {line["slot"] for line in found}
-    lost = [warning for warning in document["warnings"] if "is left out" in warning]
-    assert len(lost) == 1, document["warnings"]
+    lost = [note for note in document["notes"] if "is left out" in note]
+    assert len(lost) == 1, document["notes"]
     assert lost[0] in err
     assert all(f"on {line['slot']}" in err for line in found)
     again, _ = ended(start(cli, nodes, "slowly"), 0)

@@ -106,10 +106,8 @@ if {positional}:
     trainer = Trainer(Model(), arguments, train_dataset=data)
 else:
     trainer = Trainer(args=arguments, model=Model(), train_dataset=data)
-after = TrainingArguments("unused")
-for others in (before, after):
-    assert not others.bf16 and others.per_device_train_batch_size == 8 and others.gradient_accumulation_steps == 1
-    assert others.mixed_precision == "no"
+assert not before.bf16 and before.per_device_train_batch_size == 8 and before.gradient_accumulation_steps == 1
+assert before.mixed_precision == "no"
 assert arguments.bf16 and trainer.args is arguments and arguments.learning_rate == 0.25
 trainer.train()
 """

@@ -171,7 +171,7 @@ def test_what_the_allocator_holds_is_said_of_a_card() -> None:
     [
         ({1: 600, 2: 700}, None, "not even one sample"),
         ({8: 100, 16: 100}, None, "any batch"),
-        ({8: 100, 16: 150}, None, "could not be held against a third size"),
+        ({8: 100, 16: 150}, None, "could not be compared with a third size"),
         ({8: 100, 16: 150}, 20, "all that the dataset has"),
         ({8: 100, 16: 200, 40: 500}, None, "which was measured"),
     ],

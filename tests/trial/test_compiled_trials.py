@@ -178,7 +178,7 @@ def test_trials_share_the_compilers_cache_and_train_alike(tmp_path: Path, monkey
 BROKEN_COMPILERS = {
     "crash": "echo internal compiler error >&2; exit 4",
     "no space": "echo 'cannot write /tmp/a.s: No space left on device' >&2; exit 1",
-    "hang": "touch $TMPDIR/begun; exec sleep 1000",
+    "hang": "touch $BEGUN; exec sleep 1000",
 }
 
 
@@ -201,7 +201,7 @@ def test_a_compiler_that_does_not_compile_costs_its_own_trial(
     compiler.write_text(f'#!/bin/sh\n{asked}\n{broken}\nexec {shutil.which("g++")} "$@"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("BEGUN", str(tmp_path / "begun"))
     monkeypatch.setenv("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")  # ten seconds for a cache that one test has
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     text = WORKLOAD.replace("torch.compile(", "(").replace(", backend=BACKEND", "")
