@@ -242,6 +242,13 @@ def test_the_environment_alone_can_be_the_gain() -> None:
     assert "in the recommended environment reaches 150 samples/s, 1.50 times" in decision.reason
 
 
+def test_variables_that_may_help_are_named_and_not_the_baseline_itself() -> None:
+    log = Log().add(FP32, 100.0).confirm(FP32, *[100.0, 101.0, 99.0])
+    log.confirm(FP32, *[90.0, 140.0, 115.0], environment=HEAP)
+    reason = decided(log, environment=HEAP).reason
+    assert f"{FP32} with the recommended variables may be faster" in reason
+
+
 def test_a_baseline_as_found_is_the_yardstick_and_kept_as_it_is() -> None:
     log = Log().add(FOUND, 100.0).add(FP32, 60.0).confirm(FP32, *[60.0] * 3).confirm(FOUND, *[100.0] * 3)
     decision = decided(log, baseline=FOUND)

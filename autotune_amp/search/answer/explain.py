@@ -62,8 +62,9 @@ def reason(
             gain += f"{among}." if others else "nothing else that was tried ran to its end."
         else:
             setting, low, high = unsure
+            variables = " with the recommended variables" if setting == baseline else ""
             gain += (
-                f"{setting} may be faster, but that is not sure: {low:.2f} to {high:.2f} times as fast. "
+                f"{setting}{variables} may be faster, but that is not sure: {low:.2f} to {high:.2f} times as fast. "
                 "A larger --budget may decide it."
             )
     else:
