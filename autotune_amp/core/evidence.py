@@ -243,8 +243,15 @@ def speed_line(evidence: Evidence) -> str:
     text = f"{rate(evidence.samples_per_second)} ({landing_line(evidence.samples_per_second_interval)})"
     text += f", {step_line(evidence)}"
     if evidence.num_processes < MIN_PROCESSES:
-        text += f"; unconfirmed, measured in {count(evidence.num_processes, 'process', 'processes')} only"
+        text += f"; {_why_unconfirmed(evidence)}"
     return text
+
+
+def _why_unconfirmed(evidence: Evidence) -> str:
+    """Return the reason that a speed is unconfirmed: too few processes measured the choice, or else the baseline."""
+    if evidence.num_processes < MIN_PROCESSES:
+        return f"unconfirmed, measured in {count(evidence.num_processes, 'process', 'processes')} only"
+    return f"unconfirmed, fewer than {MIN_PROCESSES} processes measured the baseline"
 
 
 def step_line(evidence: Evidence) -> str:
@@ -293,20 +300,17 @@ def speedup_line(config: AmpConfig, evidence: Evidence) -> str:
     text = gain_line(evidence.speedup, evidence.speedup_interval)
     text += f" over the baseline, {Setting.of(baseline.config)} at {rate(baseline.samples_per_second)}"
     if not evidence.is_confirmed and evidence.num_processes >= MIN_PROCESSES:
-        text += f"; unconfirmed, fewer than {MIN_PROCESSES} processes measured the baseline"
+        text += f"; {_why_unconfirmed(evidence)}"
     return text
 
 
 def certainty_line(evidence: Evidence) -> str:
-    """How sure the speed is: in how many fresh processes it was measured, and where a new run is expected to land."""
-    processes = count(evidence.num_processes, "process", "processes")
+    """Return how sure the speed is: the number of fresh processes that measured it, and the range of a new run."""
     landing = landing_line(evidence.samples_per_second_interval, " samples/s")
-    if evidence.num_processes < MIN_PROCESSES:
-        return f"unconfirmed, measured in {processes} only; {landing}"
-    if not evidence.is_confirmed:
-        return f"unconfirmed, fewer than {MIN_PROCESSES} processes measured the baseline; {landing}"
+    if evidence.num_processes < MIN_PROCESSES or not evidence.is_confirmed:
+        return f"{_why_unconfirmed(evidence)}; {landing}"
     known = "measured" if is_wide(evidence.samples_per_second_interval) else "confirmed"
-    return f"{known} in {processes}; {landing}"
+    return f"{known} in {count(evidence.num_processes, 'process', 'processes')}; {landing}"
 
 
 def plain_environment_line(evidence: Evidence) -> str | None:

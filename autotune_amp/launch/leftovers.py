@@ -32,6 +32,12 @@ def write(file: Path, kept: Iterable[str]) -> None:
     file.write_bytes(b"".join(b"+" + os.fsencode(path) + b"\0" for path in kept))
 
 
+def entries_of(file: Path) -> list[str]:
+    """Return the entries of a file to which the processes of a run add paths; empty if none was added."""
+    content = file.read_bytes() if file.exists() else b""
+    return [os.fsdecode(entry) for entry in content.split(b"\0") if entry]
+
+
 def set_aside(file: Path, folder: Path | None, data_until: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Move the paths that are listed in `file` to `folder`, below which they keep their path from the working
     directory, or from the root.
@@ -40,7 +46,7 @@ def set_aside(file: Path, folder: Path | None, data_until: float) -> tuple[tuple
     earlier run left in `folder` under the same path is replaced. Return the data that stay and exist, or all paths if
     `folder` is None, and the paths that cannot be moved. A folder that a run made stands for its files.
     """
-    noted = [os.fsdecode(entry) for entry in file.read_bytes().split(b"\0") if entry]
+    noted = entries_of(file)
     data = {entry[1:] for entry in noted if entry[0] == "+"}
     made = {entry[1:] for entry in noted}
     if folder is None:
@@ -70,11 +76,11 @@ def _move(
     """
     if not os.path.lexists(path):
         return True
-    is_folder, is_data = path.is_dir() and not path.is_symlink(), is_data or str(path) in data
+    is_folder, is_data = _is_folder(path), is_data or str(path) in data
     try:
         if is_data and not is_folder and path.lstat().st_ctime < data_until - _FILE_CLOCK_SECONDS:
             return True
-        while os.path.lexists(target) and is_folder is not (target.is_dir() and not target.is_symlink()):
+        while os.path.lexists(target) and is_folder is not _is_folder(target):
             target = target.with_name(f"{target.name}~")
         if not is_folder:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -82,14 +88,18 @@ def _move(
             return True
         if not is_data:
             target.mkdir(parents=True, exist_ok=True)
-        theirs = [] if is_data else [str(each) for each in path.iterdir() if each.is_dir() and not each.is_symlink()]
-        inner = [each for each in sorted(path.iterdir()) if str(each) in made or str(each) not in theirs]
+        inner = [each for each in sorted(path.iterdir()) if is_data or str(each) in made or not _is_folder(each)]
         are_moved = [_move(each, target / each.name, data, made, data_until, is_data=is_data) for each in inner]
         with suppress(OSError):  # data are in it
             path.rmdir()
     except OSError:
         return False
     return all(are_moved)
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether a path is a folder itself, and no link to one."""
+    return path.is_dir() and not path.is_symlink()
 
 
 def _replace(path: Path, target: Path) -> None:
@@ -180,7 +190,7 @@ def _moved_to(folder: Path) -> tuple[str, ...]:
     """
     found = set()
     for file in folder.rglob("*"):
-        if file.is_dir() and not file.is_symlink():
+        if _is_folder(file):
             continue
         path = file.relative_to(folder)
         path = Path("/", *path.parts[1:]) if path.parts[0] == "root" else path

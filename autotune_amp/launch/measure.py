@@ -20,7 +20,7 @@ from autotune_amp.trial.judge import RunEvidence, judge
 MIN_NUM_INTERVALS = 2
 MAX_RARE = 0.1  # share of a run's steps
 _LOW: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}
-_FULL: tuple[Precision, ...] = ("fp32", "tf32")
+FULL: frozenset[str] = frozenset({"fp32", "tf32"})  # no autocast region shows TF32
 
 
 def slowest(heard: Heard) -> tuple[Rank, list[Interval]] | None:
@@ -194,7 +194,7 @@ def autocast_precision(rank: Rank) -> Precision:
     low = Counter(_LOW[dtype] for device, _, dtype in regions if device in devices and dtype in _LOW)
     if low:
         return max(low, key=lambda precision: low[precision])
-    used = Counter(dtype for step in rank.steps for _, _, dtype in step.forwards)
+    used = _used(rank)
     if used and max(used, key=lambda dtype: used[dtype]) not in _num_parameters(rank) + _num_frozen(rank):
         return _most(used)  # no weight is kept in this dtype: FSDP casts them
     return "tf32" if any(optimizer.uses_tf32 for optimizer in rank.optimizers.values()) else "fp32"
@@ -204,7 +204,7 @@ def weights_of(rank: Rank) -> Precision | None:
     """Return the precision in which most weights of the modules are used; None if nothing of that was seen, as when
     everything was compiled without an autocast region.
     """
-    used = Counter(dtype for step in rank.steps for _, _, dtype in step.forwards)
+    used = _used(rank)
     is_compiled = any(step.num_compilations for step in rank.steps)
     if not used and is_compiled and not any(step.regions for step in rank.steps):
         return None
@@ -216,9 +216,9 @@ def precision_of(rank: Rank) -> Precision | None:
     seen.
     """
     precision, weights = autocast_precision(rank), weights_of(rank)
-    if precision not in _FULL or weights is None:
-        return None if precision in _FULL else precision
-    return precision if weights in _FULL else weights
+    if precision not in FULL or weights is None:
+        return None if precision in FULL else precision
+    return precision if weights in FULL else weights
 
 
 def todays_precision(rank: Rank) -> Precision:
@@ -233,6 +233,11 @@ def todays_precision(rank: Rank) -> Precision:
 def _num_parameters(rank: Rank) -> Counter[str]:
     """Count the parameters of all its optimizers, by dtype."""
     return sum((Counter(optimizer.num_parameters) for optimizer in rank.optimizers.values()), Counter())
+
+
+def _used(rank: Rank) -> Counter[str]:
+    """Return how many forward passes of modules used weights of each dtype."""
+    return Counter(dtype for step in rank.steps for _, _, dtype in step.forwards)
 
 
 def _num_frozen(rank: Rank) -> Counter[str]:

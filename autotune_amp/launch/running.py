@@ -28,7 +28,7 @@ from autotune_amp.isolation.marks import KILL_SECONDS
 from autotune_amp.isolation.process import TICK_SECONDS, Watcher
 from autotune_amp.isolation.program import Program, make_folder
 from autotune_amp.launch.advice import advised
-from autotune_amp.launch.leftovers import CLEAR_UP, remember, set_aside, write
+from autotune_amp.launch.leftovers import CLEAR_UP, entries_of, remember, set_aside, write
 from autotune_amp.launch.listening import Gone, Listener
 from autotune_amp.launch.ranks import Heard
 from autotune_amp.launch.startable import require_startable
@@ -96,8 +96,8 @@ def run(
             "guard": {"free": [str(own), *map(str, folders)], "made": str(noted), "opened": str(own / "opened")},
             **agent,
         }
-        known = str(noted), str(aside), str(memory), time.time()
-        orphaned = None if memory is None or aside is None else [*CLEAR_UP, *known]
+        is_left = memory is not None and aside is not None
+        orphaned = [*CLEAR_UP, str(noted), str(aside), str(memory), time.time()] if is_left else None
         command = _Command(
             arguments,
             environment,
@@ -116,15 +116,9 @@ def run(
                 kept, stuck = set_aside(noted, aside, command.first_step_time)
                 if memory is not None:
                     remember(memory, kept)
-        return ran._replace(kept=kept, stuck=stuck, opened=_opened(own / "opened"))
+        return ran._replace(kept=kept, stuck=stuck, opened=tuple(dict.fromkeys(entries_of(own / "opened"))))
     finally:
         shutil.rmtree(own, ignore_errors=True)
-
-
-def _opened(noted: Path) -> tuple[str, ...]:
-    """Return the paths that the processes of a run wrote to the file `noted`."""
-    content = noted.read_bytes() if noted.exists() else b""
-    return tuple(dict.fromkeys(os.fsdecode(path) for path in content.split(b"\0") if path))
 
 
 class _Command:

@@ -11,6 +11,7 @@ from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.setting import Setting
 from autotune_amp.launch.measure import (
+    FULL,
     autocast_precision,
     batch_sizes,
     passes_per_step,
@@ -158,25 +159,22 @@ def ignored_precision(line: LaunchLine, setting: Setting, rank: Rank, today: Set
     A model whose weights are loaded in bf16 computes with them as they are in rows called fp32, and a script may also
     convert its weights when bf16 is asked for: only the two runs together tell these apart.
     """
-    if setting.precision == today.precision or {setting.precision, today.precision} <= _FULL:
+    if setting.precision == today.precision or {setting.precision, today.precision} <= FULL:
         return None
     seen, seen_today = [(autocast_precision(each), weights_of(each)) for each in (rank, rank_today)]
     return _of_precision(line, setting, rank).message if seen == seen_today and seen[1] is not None else None
-
-
-_FULL = {"fp32", "tf32"}  # no autocast region shows TF32
 
 
 def _may_have_run_in(precision: Precision, rank: Rank) -> bool:
     seen = precision_of(rank)
     if seen is None or seen == precision:
         return True
-    return precision in _FULL and autocast_precision(rank) in _FULL
+    return precision in FULL and autocast_precision(rank) in FULL
 
 
 def _of_precision(line: LaunchLine, setting: Setting, rank: Rank) -> Failure:
     why = ": {precision} does not reach its autocast" if "precision" in line.placeholders else ""
-    is_by_weights = autocast_precision(rank) in _FULL and weights_of(rank) not in _FULL
+    is_by_weights = autocast_precision(rank) in FULL and weights_of(rank) not in FULL
     how = ", which its weights are kept in, without autocast," if is_by_weights else ","
     message = f"its steps ran in {precision_of(rank)}{how} where {setting.precision} was asked for{why}"
     return Failure(kind="unsupported", message=message)

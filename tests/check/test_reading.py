@@ -115,6 +115,13 @@ def test_what_is_installed_is_not_read_and_what_has_no_source_is_named() -> None
     assert unread == ("made_up.Made",)
 
 
+def executed(path: Path, module: str) -> dict[str, Any]:
+    """Return the names that a file defines, run as `module`."""
+    names: dict[str, Any] = {"__name__": module}
+    exec(compile(path.read_text(), path, "exec"), names)
+    return names
+
+
 def test_a_class_of_a_script_is_read_by_its_methods_though_its_module_is_another_one_here(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(
@@ -122,8 +129,7 @@ def test_a_class_of_a_script_is_read_by_its_methods_though_its_module_is_another
         "    @property\n    def twice(self): return 2 * self.width\n\nclass Bare(nn.Linear): pass\n\n"
         "class Net(nn.Module):\n    def forward(self, x): return x\n"
     )
-    names: dict[str, Any] = {"__name__": "__main__"}  # which has no such class where a trial unpacks it
-    exec(compile(path.read_text(), path, "exec"), names)
+    names = executed(path, "__main__")  # which has no such class where a trial unpacks it
     for name in ("Sizes", "Net"):
         sources, unread = sources_of([names[name]])
         assert ([source.file for source in sources], unread) == ([str(path)], ())
@@ -149,8 +155,7 @@ def test_what_a_workloads_functions_call_is_named_and_not_what_anothers_do(tmp_p
         "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.half()\n\n"
         "first = lambda: base()\nsecond = lambda: nn.Sequential(Net())\nthird = lambda: nn.Linear(2, 2)\n"
     )
-    names: dict[str, Any] = {"__name__": "helpers"}
-    exec(compile(path.read_text(), path, "exec"), names)
+    names = executed(path, path.stem)
     sources, _ = sources_of([names["first"]])
     lines = [of_weights("float16", "breaks", (), sources, [names[name]]).line for name in ("first", "second", "third")]
     assert lines == [5, 10, None]
@@ -163,8 +168,7 @@ def test_of_several_workloads_that_one_function_makes_the_line_of_this_one_is_na
         "    return workload\n\nfirst = make(torch.float16)\nsecond = make(torch.float16)\n"
         "third = make(torch.float64)\n"
     )
-    names: dict[str, Any] = {"__name__": "several"}
-    exec(compile(path.read_text(), path, "exec"), names)
+    names = executed(path, path.stem)
     sources, _ = sources_of([names["second"]])
     assert of_weights("float16", "breaks", (), sources, [None, names["second"]]).line == 9
     assert of_weights("float16", "breaks", (), sources, []).file is None  # it may be another's
