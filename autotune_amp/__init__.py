@@ -1,7 +1,7 @@
 """Measures the precision, batch size and loss scale to train with. Importing this imports neither torch nor optuna.
 
 What users call is here; the rest by folder, from which it imports downwards alone (`tests/test_imports.py` holds
-that): `cli → api → report → memory → search → profile → isolation, launch → trial → numerics → variants → precision
+that): `cli → api → report → memory → search → profile → processes, command → trial → numerics → variants → precision
 → core`, `integrations → runtime → numerics`.
 
     autotune_amp/
@@ -21,8 +21,8 @@ that): `cli → api → report → memory → search → profile → isolation, 
                       GradScaler's rule as arithmetic
       trial/          jobs, and in the child: builds, warms up, times, checks; `judge`: evidence to a failure;
                       `worst_batch`: what memory is measured on
-      isolation/      where jobs run: forked or kept processes, behind one Backend
-      launch/         a training command as that Backend; `agent/` is what runs inside it: hooks, guard, what is set
+      processes/      where jobs run: forked or kept processes, behind one Backend
+      command/        a training command as that Backend; `agent/` is what runs inside it: hooks, guard, what is set
                       from outside
       profile/        where the time of a step goes, and what may gain by it
       search/         the parent: space, stages, Optuna, confirmation, `ranking` (its plateau), the choice,

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from autotune_amp.command.startable import likely_command, require_startable
 from autotune_amp.core.documents import check_new
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.launch_line import LaunchLine
@@ -19,7 +20,6 @@ from autotune_amp.core.text import shell_line
 from autotune_amp.core.workload import Workload
 from autotune_amp.distributed import answer_on_first, place
 from autotune_amp.interruption import interruptible
-from autotune_amp.launch.startable import likely_command, require_startable
 from autotune_amp.report.files import keep_report
 from autotune_amp.search.command import CommandSource
 from autotune_amp.search.options import DEFAULT_BUDGET_SECONDS, SearchOptions

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from autotune_amp.core.outcome import Failure, FailureKind, Measurement
-from autotune_amp.isolation.local import Backend
+from autotune_amp.processes.local import Backend
 from autotune_amp.trial.jobs import Check, Trial
 
 

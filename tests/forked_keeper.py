@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 TESTS = str(Path(__file__).resolve().parent)
-KEEPER = Path(TESTS).parent / "autotune_amp/isolation/keeper.py"
+KEEPER = Path(TESTS).parent / "autotune_amp/processes/keeper.py"
 
 
 def main(environment: str, settings: str, *arguments: str) -> None:
@@ -45,7 +45,7 @@ def _names_torch(arguments: Sequence[str]) -> bool:
     """Whether the program is one that imports torch: another one must not find it imported."""
     kind, *rest = arguments
     if kind in ("-c", "-m"):
-        return "torch" in rest[0] or "isolation.server" in rest[0]
+        return "torch" in rest[0] or "processes.server" in rest[0]
     return not kind.startswith("-") and "torch" in Path(kind).read_text()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from forked_python import ForkedProcess, ForkServer
 
-from autotune_amp.isolation import program
+from autotune_amp.processes import program
 
 PROGRAM = str(Path(__file__).with_name("forked_keeper.py"))
 

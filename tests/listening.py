@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from autotune_amp.isolation.process import Watcher
+from autotune_amp.processes.process import Watcher
 
 
 class Listener(Watcher):

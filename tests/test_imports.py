@@ -24,8 +24,8 @@ LAYERS = (
     ("variants",),
     ("numerics",),
     ("runtime", "trial"),
-    ("isolation",),
-    ("launch",),
+    ("processes",),
+    ("command",),
     ("integrations", "workloads", "profile", "check"),
     ("search",),
     ("memory",),
@@ -40,17 +40,17 @@ NAMED_LIKE_THE_STANDARD_LIBRARY = {"profile"}
 
 # Files that run in a parent, or that a parent reads, know no torch; only the study knows Optuna.
 WITHOUT_TORCH = (
-    *("__init__", "api", "cli", "core", "search", "isolation.process", "isolation.local"),
-    *("launch.backend", "launch.command", "launch.running", "launch.ranks", "launch.measure", "launch.settable"),
-    *("launch.verdict", "trial.judge"),
+    *("__init__", "api", "cli", "core", "search", "processes.process", "processes.local"),
+    *("command.backend", "command.command", "command.running", "command.ranks", "command.measure", "command.settable"),
+    *("command.verdict", "trial.judge"),
     *("memory.job", "memory.results", "memory.fit", "memory.savings", "memory.profile_memory"),
     *("numerics.scaler_replay", "numerics.grading", "runtime.policy", "runtime.run_log", "runtime.checkpoint"),
 )
 WITH_OPTUNA = ("search.storage.study",)
-AGENT = "launch.agent"
+AGENT = "command.agent"
 FRAMEWORKS = ("accelerate", "deepspeed", "lightning", "transformers")
 WITH_FRAMEWORKS = ("integrations", "core.config")  # AmpConfig.to_training_arguments makes theirs
-WITH_RAY = ("isolation.on_ray.driver",)
+WITH_RAY = ("processes.on_ray.driver",)
 
 
 @cache
@@ -167,7 +167,7 @@ def test_the_package_imports_neither_torch_nor_optuna_and_the_controller_no_optu
         "assert not {'torch', 'optuna', 'msgspec', 'rich'} & set(sys.modules)\n"
         "assert sorted(dir(autotune_amp)) == sorted(autotune_amp.__all__)\n"
         "from autotune_amp import AmpConfig, LossScale, Recommendation, Workload, probe, recommend_config\n"
-        "import autotune_amp.isolation.process, autotune_amp.runtime.policy\n"
+        "import autotune_amp.processes.process, autotune_amp.runtime.policy\n"
         "assert not {'torch', 'optuna', 'rich', 'plotly', 'typer'} & set(sys.modules)  # nor for explain()\n"
         "from autotune_amp import PrecisionController\n"
         "assert 'torch' in sys.modules and not {'optuna', 'typer', 'sqlalchemy'} & set(sys.modules)\n"

@@ -16,7 +16,7 @@ from autotune_amp.interruption import EXIT_CODE, heed, interruptible
 DROPPED = """
 import signal
 from autotune_amp import cli
-from autotune_amp.isolation import process
+from autotune_amp.processes import process
 
 class Drops:
     def __del__(self):

@@ -15,7 +15,7 @@ from conftest import CommandLine
 
 import autotune_amp
 from autotune_amp.cli import run
-from autotune_amp.isolation import on_ray
+from autotune_amp.processes import on_ray
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

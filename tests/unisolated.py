@@ -18,8 +18,8 @@ from unittest.mock import patch
 import msgspec
 import pytest
 
-from autotune_amp.isolation import local
-from autotune_amp.isolation.process import Process, Watcher
+from autotune_amp.processes import local
+from autotune_amp.processes.process import Process, Watcher
 
 
 def run_jobs_here(patch: pytest.MonkeyPatch) -> None:
@@ -33,7 +33,7 @@ class ServerHere(Process):
     """The parent's side of a server, and behind it the server itself."""
 
     def __init__(self, mode: str, environment: dict[str, str], watcher: Watcher) -> None:
-        from autotune_amp.isolation.server import Server
+        from autotune_amp.processes.server import Server
 
         self.watcher = watcher
         self._messages = queue.Queue()

@@ -81,8 +81,8 @@ def _with_command(arguments: list[str], app_command: Any) -> str | None:
     if not arguments or arguments[0] not in _TAKE_COMMANDS or "--" in arguments:
         return None
     known = {name: each for each in app_command.commands[arguments[0]].params for name in each.opts}
+    from autotune_amp.command.startable import likely_command
     from autotune_amp.core.text import shell_line
-    from autotune_amp.launch.startable import likely_command
 
     at = 1
     while at < len(arguments):

@@ -117,7 +117,7 @@ def run_(
     What its command does not say is set from outside; one line says what and where. A GradScaler of the script's own
     becomes a PrecisionController. Signals and exit code are the command's.
     """
-    from autotune_amp.launch.run import start
+    from autotune_amp.command.run import start
     from autotune_amp.report.files import latest
 
     start(training_command(context, "run"), latest(study, "recommendation.json"))
@@ -139,9 +139,9 @@ def apply(
     training = training_command(context, "apply")
     from rich.console import Console
 
+    from autotune_amp.command.editing.apply import apply as applied_to
     from autotune_amp.core.launch_line import LaunchLine
     from autotune_amp.core.recommendation import Recommendation
-    from autotune_amp.launch.editing.apply import apply as applied_to
     from autotune_amp.report.files import latest
 
     found = latest(folder, "recommendation.json")

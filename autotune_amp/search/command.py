@@ -25,10 +25,10 @@ from autotune_amp.fingerprint.source import imported_names
 from autotune_amp.search.source import Source, folder_name
 
 if TYPE_CHECKING:
-    from autotune_amp.isolation.local import Backend, Isolation, Slot, WorkloadBackend
-    from autotune_amp.isolation.process import Watcher
-    from autotune_amp.isolation.standby import Standby
-    from autotune_amp.launch.command import Command
+    from autotune_amp.command.command import Command
+    from autotune_amp.processes.local import Backend, Isolation, Slot, WorkloadBackend
+    from autotune_amp.processes.process import Watcher
+    from autotune_amp.processes.standby import Standby
 
 
 MAX_READ_BYTES = 1 << 24  # files larger than this (data, checkpoints) are hashed by size and modification time
@@ -165,7 +165,7 @@ class CommandSource(Source):
     @cached_property
     def command(self) -> Command:
         """Return the command, which keeps the observations of its runs."""
-        from autotune_amp.launch.command import Command
+        from autotune_amp.command.command import Command
 
         command = Command(self._line)
         command.opened = self._opened.add
@@ -189,7 +189,7 @@ class CommandSource(Source):
                 "The trials of a command run one after the other, and on the ranks that it starts itself.",
                 "Leave --devices, --slots and --ranks out, or give a function that returns a Workload.",
             )
-        from autotune_amp.launch.backend import CommandBackend
+        from autotune_amp.command.backend import CommandBackend
 
         return CommandBackend(self.command, super().backend(watcher, isolation, environment), watcher, environment)
 

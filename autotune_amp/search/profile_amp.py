@@ -26,8 +26,8 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import number
 from autotune_amp.hardware import identify, machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.isolation.local import Handle
 from autotune_amp.precision.modes import MODES
+from autotune_amp.processes.local import Handle
 from autotune_amp.profile.gap import LOW, Profile, gap, next_steps
 from autotune_amp.profile.results import AmpProfile, PrecisionRow, Verdict
 from autotune_amp.search.options import SearchOptions

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from autotune_amp.core.outcome import Failure, Measurement, Purpose, Record, after_steps
 from autotune_amp.core.setting import NUMERIC
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.isolation.local import Handle, Slot, SlotLostError
-from autotune_amp.isolation.process import Watcher
+from autotune_amp.processes.local import Handle, Slot, SlotLostError
+from autotune_amp.processes.process import Watcher
 from autotune_amp.profile.gap import Profile
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Budget, Planner

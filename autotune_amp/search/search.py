@@ -28,11 +28,11 @@ from autotune_amp.distributed import alone
 from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import host, identify, machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.isolation import slots
-from autotune_amp.isolation.local import Backend, Payload, SlotLostError, WorkloadBackend
-from autotune_amp.isolation.on_ray.cluster import Cluster
-from autotune_amp.isolation.on_ray.slots import OnRay
-from autotune_amp.isolation.places import OneDevice, OnSlots, Places
+from autotune_amp.processes import slots
+from autotune_amp.processes.local import Backend, Payload, SlotLostError, WorkloadBackend
+from autotune_amp.processes.on_ray.cluster import Cluster
+from autotune_amp.processes.on_ray.slots import OnRay
+from autotune_amp.processes.places import OneDevice, OnSlots, Places
 from autotune_amp.search.answer import explain
 from autotune_amp.search.answer.decide import recommend
 from autotune_amp.search.conditions import Conditions

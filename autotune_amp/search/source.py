@@ -20,15 +20,15 @@ from autotune_amp.core.recommendation import Fingerprint, NothingWorksError
 if TYPE_CHECKING:
     from autotune_amp.core.job import Found, Job
     from autotune_amp.core.launch_line import LaunchLine
-    from autotune_amp.isolation.local import (  # only where a search begins
+    from autotune_amp.processes.local import (  # only where a search begins
         Backend,
         Isolation,
         Payload,
         Slot,
         WorkloadBackend,
     )
-    from autotune_amp.isolation.process import Watcher
-    from autotune_amp.isolation.standby import Standby
+    from autotune_amp.processes.process import Watcher
+    from autotune_amp.processes.standby import Standby
     from autotune_amp.search.run import ProgressWatcher
 
 _FINGERPRINT_SECONDS = 60.0
@@ -50,7 +50,7 @@ class Source:
     @cached_property
     def payload(self) -> Payload:
         """Return the data that a trial process needs to load the workload."""
-        from autotune_amp.isolation.local import Payload
+        from autotune_amp.processes.local import Payload
 
         # Modules are found from the working directory too, as with `python -m`.
         return Payload(target=self.target, path=tuple(dict.fromkeys((str(Path.cwd()), *_import_path()))))
@@ -64,7 +64,7 @@ class Source:
         standby: Standby | None = None,
     ) -> WorkloadBackend:
         """Return a backend for the workload's jobs, with `environment` added to the caller's; see `LocalBackend`."""
-        from autotune_amp.isolation.local import LocalBackend
+        from autotune_amp.processes.local import LocalBackend
 
         return LocalBackend(self.payload, isolation, watcher, environment, slot, standby)
 
@@ -126,8 +126,8 @@ class _Live(Source):
 
     @cached_property
     def payload(self) -> Payload:
-        from autotune_amp.isolation.local import Payload
-        from autotune_amp.isolation.packing import pack
+        from autotune_amp.processes.local import Payload
+        from autotune_amp.processes.packing import pack
 
         return Payload(target=None, packed=pack(self._workload), path=_import_path())
 

@@ -23,9 +23,9 @@ from search_replay import Replayed, play_search
 
 from autotune_amp.core.outcome import CheckOutcome, Failure, Fidelity, Measurement, Outcome
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.local import Ability, Isolation, Slot
-from autotune_amp.isolation.places import ConfirmingProcesses
-from autotune_amp.isolation.standby import MIN_CORES, MOST
+from autotune_amp.processes.local import Ability, Isolation, Slot
+from autotune_amp.processes.places import ConfirmingProcesses
+from autotune_amp.processes.standby import MIN_CORES, MOST
 from autotune_amp.search.conditions import Conditions
 from autotune_amp.trial.jobs import Check, Trial, measure_seconds
 
@@ -34,7 +34,7 @@ CONTEXT_SECONDS = 0.3  # of an accelerator, in each process: 0.16 to 0.4 s on an
 HAND_OVER_SECONDS = 0.05  # until a process that stood by has its first job
 PROBE_SECONDS = 1.0
 TORCH_SECONDS = 4.0  # to start a process that imports torch and nothing of the user's: 3.7 s warm on an H200's host
-NUM_FROZEN_STEPS = 6  # of a command's run that checks (launch/backend.py)
+NUM_FROZEN_STEPS = 6  # of a command's run that checks (command/backend.py)
 RECOMPILING_SHARE = 0.3  # of the first compilation's seconds, once the compiler's cache on disk knows the model
 
 

@@ -25,8 +25,8 @@ from autotune_amp.core.job import Found
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import identify
-from autotune_amp.isolation.local import LocalBackend
-from autotune_amp.isolation.process import Watcher
+from autotune_amp.processes.local import LocalBackend
+from autotune_amp.processes.process import Watcher
 from autotune_amp.search.ledger import LOSS_SCALE
 from autotune_amp.search.source import target
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Describe, Probe, Trial

@@ -16,7 +16,7 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.outcome import Accumulation, Calibration, CheckOutcome, Failure, Fidelity, Measurement, Outcome
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.local import Ability, Slot
+from autotune_amp.processes.local import Ability, Slot
 from autotune_amp.search.planner import Budget
 from autotune_amp.search.space import Space
 from autotune_amp.trial.jobs import Check, Trial, is_hopeless, is_warming, stop

@@ -18,8 +18,8 @@ from replay import Beside, Ground, ReplayBackend, ReplayBudget
 from autotune_amp.core.outcome import Record
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.local import Slot
-from autotune_amp.isolation.places import ConfirmingProcesses
+from autotune_amp.processes.local import Slot
+from autotune_amp.processes.places import ConfirmingProcesses
 from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.conditions import Conditions
 from autotune_amp.search.ledger import Ledger

@@ -54,10 +54,10 @@ def measured(variant: str) -> dict[str, float | str]:
     if variant == "bare":
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         return {"variant": variant, **json.loads(done.stdout)}
+    from autotune_amp.command.ranks import Heard
+    from autotune_amp.command.running import run
     from autotune_amp.core.job import Deadlines
-    from autotune_amp.isolation.process import Watcher
-    from autotune_amp.launch.ranks import Heard
-    from autotune_amp.launch.running import run
+    from autotune_amp.processes.process import Watcher
 
     marks: list[tuple[int, float]] = []
 

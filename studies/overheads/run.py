@@ -16,8 +16,8 @@ from typing import Any
 
 from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.local import LocalBackend, Payload
-from autotune_amp.isolation.process import Watcher
+from autotune_amp.processes.local import LocalBackend, Payload
+from autotune_amp.processes.process import Watcher
 from autotune_amp.trial.jobs import Trial
 
 HERE = Path(__file__).parent

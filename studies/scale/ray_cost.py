@@ -19,10 +19,10 @@ from typing import Any
 
 from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.local import Backend, LocalBackend, Payload, Slot
-from autotune_amp.isolation.on_ray.cluster import Cluster
-from autotune_amp.isolation.on_ray.slots import OnRay
-from autotune_amp.isolation.process import Watcher
+from autotune_amp.processes.local import Backend, LocalBackend, Payload, Slot
+from autotune_amp.processes.on_ray.cluster import Cluster
+from autotune_amp.processes.on_ray.slots import OnRay
+from autotune_amp.processes.process import Watcher
 from autotune_amp.trial.jobs import Trial
 
 HERE = Path(__file__).parent

@@ -24,8 +24,8 @@ from parts import PARTS
 from autotune_amp.core.intervals import prediction_interval
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.local import LocalBackend
-from autotune_amp.isolation.process import Watcher
+from autotune_amp.processes.local import LocalBackend
+from autotune_amp.processes.process import Watcher
 from autotune_amp.search.planner import CONFIRM_SECONDS, MAX_CONFIRM_STEPS
 from autotune_amp.search.source import target
 from autotune_amp.trial.jobs import Trial

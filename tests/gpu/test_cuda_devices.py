@@ -20,9 +20,9 @@ from virtual_gpu_plugin import VirtualMachine
 from autotune_amp import Workload
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.local import LocalBackend, Payload
-from autotune_amp.isolation.process import Watcher
 from autotune_amp.precision import torch_state
+from autotune_amp.processes.local import LocalBackend, Payload
+from autotune_amp.processes.process import Watcher
 from autotune_amp.trial import worker
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.jobs import Describe, Trial
@@ -135,7 +135,7 @@ def test_a_library_that_cannot_start_is_out_of_memory_only_near_the_trials_limit
 def test_a_card_that_is_taken_does_not_speak_against_forking_for_another(virtual_machine: VirtualMachine) -> None:
     code = """
 import subprocess, sys
-from autotune_amp.isolation.server import why_not_fork
+from autotune_amp.processes.server import why_not_fork
 
 hold = "import torch; held = torch.ones(1, device='cuda:0'); print(flush=True); input()"
 holder = subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

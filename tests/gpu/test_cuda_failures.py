@@ -9,8 +9,8 @@ import pytest
 
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.local import LocalBackend, Payload
-from autotune_amp.isolation.process import Watcher
+from autotune_amp.processes.local import LocalBackend, Payload
+from autotune_amp.processes.process import Watcher
 from autotune_amp.trial.jobs import Trial
 
 pytestmark = pytest.mark.gpu

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from autotune_amp import AmpConfig, LossScale, PrecisionController, prepare
 from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
-from autotune_amp.isolation.process import Watcher
+from autotune_amp.processes.local import Isolation, LocalBackend, Payload
+from autotune_amp.processes.process import Watcher
 from autotune_amp.trial.jobs import Trial
 
 pytestmark = pytest.mark.gpu

@@ -14,8 +14,8 @@ from autotune_amp import LossScale, Workload
 from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.workload import make_workload
-from autotune_amp.isolation.packing import pack, unpack
 from autotune_amp.precision import torch_state
+from autotune_amp.processes.packing import pack, unpack
 from autotune_amp.trial import worker
 from autotune_amp.trial.context import Context, make_model
 from autotune_amp.trial.jobs import Trial

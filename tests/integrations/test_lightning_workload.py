@@ -13,7 +13,7 @@ from torch import nn
 from autotune_amp import Workload
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.workload import make_workload
-from autotune_amp.isolation.packing import pack, unpack
+from autotune_amp.processes.packing import pack, unpack
 from autotune_amp.trial import data
 from autotune_amp.trial.context import each, make_model, make_optimizer
 

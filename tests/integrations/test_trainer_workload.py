@@ -16,7 +16,7 @@ from autotune_amp import AmpConfig, Workload
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.setting import Setting
 from autotune_amp.fingerprint import workload_parts
-from autotune_amp.isolation.packing import pack, unpack
+from autotune_amp.processes.packing import pack, unpack
 from autotune_amp.trial.context import make_model
 from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.training import Training, make_training

@@ -29,7 +29,7 @@ from replay import ReplayBudget
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.local import Isolation
+from autotune_amp.processes.local import Isolation
 from autotune_amp.search import ranking
 from autotune_amp.trial.jobs import Check, Trial
 

@@ -30,7 +30,7 @@ from autotune_amp.core.outcome import (
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.isolation.local import Ability, Slot
+from autotune_amp.processes.local import Ability, Slot
 from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.conditions import Conditions
 from autotune_amp.search.ledger import Ledger, Shortlist

@@ -12,7 +12,7 @@ from scripted_backend import candidate, described, hardware, ledger_of
 from autotune_amp.core.outcome import Record, SampleSizes
 from autotune_amp.core.recommendation import SearchInterruptedError
 from autotune_amp.hardware import machine_load
-from autotune_amp.isolation.local import LocalBackend
+from autotune_amp.processes.local import LocalBackend
 from autotune_amp.search.answer.decide import memory_evidence
 from autotune_amp.search.answer.explain import memory_doubts
 from autotune_amp.search.conditions import Conditions

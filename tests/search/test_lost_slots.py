@@ -16,7 +16,7 @@ from search_replay import Replayed, search_replay, setting_of
 from test_search_on_slots import BASELINE, SLOTS, SPACE, Listed, Timed, answer
 
 from autotune_amp.core.outcome import Failure, Measurement
-from autotune_amp.isolation.local import Slot, SlotLostError
+from autotune_amp.processes.local import Slot, SlotLostError
 from autotune_amp.search import ranking
 from autotune_amp.search.planner import MIN_ROUNDS
 from autotune_amp.search.ranking import PLATEAU

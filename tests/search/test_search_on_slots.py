@@ -14,7 +14,7 @@ from search_replay import Replayed, search_replay, setting_of
 
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.local import Slot
+from autotune_amp.processes.local import Slot
 from autotune_amp.search import ranking
 from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.ledger import Ledger

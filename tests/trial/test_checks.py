@@ -15,9 +15,9 @@ from torch import nn
 from autotune_amp import Workload
 from autotune_amp.core.outcome import Calibration, CheckOutcome, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
-from autotune_amp.isolation.process import Watcher
 from autotune_amp.precision import torch_state
+from autotune_amp.processes.local import Isolation, LocalBackend, Payload
+from autotune_amp.processes.process import Watcher
 from autotune_amp.trial import checks
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.jobs import Check, Trial

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from autotune_amp import Workload
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
 from autotune_amp.precision import torch_state
+from autotune_amp.processes.local import Isolation, LocalBackend, Payload
 from autotune_amp.trial import worker
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.jobs import Trial

@@ -14,15 +14,15 @@ from scripted_process import FIRST, Script
 from torch import Tensor, nn
 
 from autotune_amp import Workload
+from autotune_amp.command.measure import measurement
+from autotune_amp.command.verdict import RunState, verdict
 from autotune_amp.core.config import LossScale
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation import process
-from autotune_amp.isolation.ranks import _culprit
-from autotune_amp.launch.measure import measurement
-from autotune_amp.launch.verdict import RunState, verdict
 from autotune_amp.precision import torch_state
+from autotune_amp.processes import process
+from autotune_amp.processes.ranks import _culprit
 from autotune_amp.trial import failures, worker
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.jobs import Trial

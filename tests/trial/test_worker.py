@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 from autotune_amp import Workload
 from autotune_amp.core.outcome import Failure, Measurement, Outcome
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.local import LocalBackend, Payload
 from autotune_amp.precision import torch_state
+from autotune_amp.processes.local import LocalBackend, Payload
 from autotune_amp.trial import memory, worker, worst_batch
 from autotune_amp.trial.context import Context, make_model
 from autotune_amp.trial.jobs import Describe, Trial

@@ -22,10 +22,10 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.outcome import Fidelity, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.variants import Fp8Recipe
-from autotune_amp.isolation.local import LocalBackend, Payload
-from autotune_amp.isolation.process import Watcher
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import pin_fp32, unpin
+from autotune_amp.processes.local import LocalBackend, Payload
+from autotune_amp.processes.process import Watcher
 from autotune_amp.trial import checks
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.jobs import Check, Trial

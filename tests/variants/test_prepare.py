@@ -20,9 +20,9 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.outcome import Fidelity
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.local import LocalBackend, Payload
-from autotune_amp.isolation.process import Watcher
 from autotune_amp.precision import torch_state
+from autotune_amp.processes.local import LocalBackend, Payload
+from autotune_amp.processes.process import Watcher
 from autotune_amp.trial import checks
 from autotune_amp.trial.context import Context, LoopState, make_model
 from autotune_amp.trial.jobs import Check, Trial

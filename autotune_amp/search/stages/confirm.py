@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from autotune_amp.core.outcome import Measurement, Purpose
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.local import Slot
+from autotune_amp.processes.local import Slot
 from autotune_amp.search.conditions import Conditions
 from autotune_amp.search.gains import unsettled
 from autotune_amp.search.ledger import Ledger, Shortlist

@@ -22,7 +22,7 @@ from autotune_amp.core.intervals import fit_memory
 from autotune_amp.core.outcome import Measurement, Outcome
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.local import Backend
+from autotune_amp.processes.local import Backend
 from autotune_amp.search.conditions import Conditions, is_hopeless
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Planner, num_timed_passes

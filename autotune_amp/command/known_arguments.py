@@ -1,0 +1,142 @@
+"""Placeholders for arguments that frameworks' parsers are known to take, so that a usual command needs none. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import PurePath
+
+import msgspec
+
+from autotune_amp.command.messages import Switch
+from autotune_amp.core.launch_line import LaunchLine
+
+
+class _Known(msgspec.Struct, frozen=True):
+    """Arguments of a parser: a flag for each number; for the precision, the flags to remove and the arguments of each
+    value.
+    """
+
+    numbers: dict[str, str]
+    precision_flags: tuple[str, ...]
+    precision: dict[str, str]
+
+
+_KNOWN = {
+    "HfArgumentParser": _Known(
+        {"batch_size": "--per_device_train_batch_size", "accumulation_steps": "--gradient_accumulation_steps"},
+        ("--bf16", "--fp16", "--tf32"),
+        # Every flag has a value, since TRL's arguments are bf16 by default and take no flag without one.
+        {
+            "fp32": "--bf16 False",
+            "tf32": "--bf16 False --tf32 True",
+            "bf16": "--bf16 True",
+            "fp16": "--bf16 False --fp16 True",
+        },
+    ),
+    "LightningCLI": _Known(
+        {"accumulation_steps": "--trainer.accumulate_grad_batches"},
+        ("--trainer.precision",),
+        {
+            "fp32": "--trainer.precision=32-true",
+            "bf16": "--trainer.precision=bf16-mixed",
+            "fp16": "--trainer.precision=16-mixed",
+        },
+    ),
+    "accelerate launch": _Known(
+        {},
+        ("--mixed_precision",),
+        {"fp32": "--mixed_precision=no", "bf16": "--mixed_precision=bf16", "fp16": "--mixed_precision=fp16"},
+    ),
+}
+_PRECISION_VALUE = re.compile(r"(?i)true|false|no|bf16|fp16|fp8|\w+-(mixed|true)|16|32|64")
+# Flags that scripts with a parser of their own have copied from Transformers' examples.
+_COPIED = {"batch_size": "--per_device_train_batch_size", "accumulation_steps": "--gradient_accumulation_steps"}
+
+
+def with_placeholders(line: LaunchLine, switches: Iterable[Switch]) -> tuple[LaunchLine, list[str]]:
+    """Return `line` with placeholders for the arguments that the parsers behind `switches` take, where it has none, and
+    a note that lists these arguments.
+
+    Arguments that are given keep their places; others come last, or right after ``accelerate launch``.
+    """
+    arguments, flags = list(line.arguments), dict[str, None]()
+    for name, flag in _COPIED.items():
+        if name not in line.placeholders and _value(arguments, flag) is not None:
+            arguments = _with_number(arguments, name, flag, 1)
+            flags[flag] = None
+    for switch in switches:
+        is_copied = switch.owner == "Accelerator" and any(a.startswith("--mixed_precision") for a in arguments)
+        known = _KNOWN.get("accelerate launch" if is_copied else switch.parser)
+        if known is None or not (is_copied or _starts(arguments, switch)):
+            continue
+        at = arguments.index("launch") + 1 if switch.parser == "accelerate launch" else None
+        for name, flag in known.numbers.items():
+            today = switch.today.get(name)
+            if f"{{{name}" not in " ".join(arguments) and isinstance(today, int):
+                arguments = _with_number(arguments, name, flag, today)
+                flags[flag] = None
+        today = switch.today.get("precision")
+        if "{precision" not in " ".join(arguments) and today in known.precision:
+            arguments = _with_precision(arguments, at, known, str(today))
+            flags |= dict.fromkeys(known.precision_flags)
+    extended = msgspec.structs.replace(line, arguments=tuple(arguments))
+    note = f"Arguments that the script's parser is known to take were set: {', '.join(flags)}."
+    return extended, [note] if flags else []
+
+
+def _starts(arguments: list[str], switch: Switch) -> bool:
+    """Whether the command itself names the script, so that its arguments are the script's."""
+    if switch.parser == "accelerate launch":
+        return len(arguments) > 1 and PurePath(arguments[0]).name == "accelerate" and arguments[1] == "launch"
+    script = PurePath(switch.script)
+    if any(PurePath(argument).name == script.name for argument in arguments):
+        return True
+    return any(flag == "-m" and module.rpartition(".")[2] == script.stem for flag, module in pairwise(arguments))
+
+
+def _spellings(flag: str) -> tuple[str, str]:
+    return flag, flag[:2] + flag[2:].replace("_", "-")
+
+
+def _value(arguments: list[str], flag: str) -> tuple[int, str] | None:
+    """Return the position of a flag and its value, given as ``--flag value`` or ``--flag=value``; None if it is not
+    given.
+    """
+    for index, argument in enumerate(arguments):
+        name, sign, value = argument.partition("=")
+        if name in _spellings(flag):
+            following = arguments[index + 1] if index + 1 < len(arguments) else ""
+            found = value if sign else following
+            return (index, found) if found.isdecimal() else None
+    return None
+
+
+def _with_number(arguments: list[str], name: str, flag: str, today: int) -> list[str]:
+    given = _value(arguments, flag)
+    if given is None:
+        return [*arguments, flag, f"{{{name}={today}}}"]
+    index, value = given
+    own, sign, _ = arguments[index].partition("=")
+    placeholder = f"{{{name}={value}}}"
+    if sign:
+        return [*arguments[:index], f"{own}={placeholder}", *arguments[index + 1 :]]
+    return [*arguments[: index + 1], placeholder, *arguments[index + 2 :]]
+
+
+def _with_precision(arguments: list[str], at: int | None, known: _Known, today: str) -> list[str]:
+    choices = "|".join(f"{precision}={flags}" for precision, flags in known.precision.items())
+    placeholder = f"{{precision={today}:{choices}}}"
+    spelled = {each for flag in known.precision_flags for each in _spellings(flag)}
+    kept: list[str] = []
+    before = ""
+    for argument in arguments:
+        is_value = before in spelled and _PRECISION_VALUE.fullmatch(argument) is not None
+        before = argument
+        if is_value or argument.partition("=")[0] in spelled:
+            at = len(kept) if at is None or len(kept) < at else at
+        else:
+            kept.append(argument)
+    at = len(kept) if at is None else at
+    return [*kept[:at], placeholder, *kept[at:]]

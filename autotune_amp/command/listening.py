@@ -1,0 +1,107 @@
+"""Parent's end of the socket: one thread receives the messages of all processes of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import selectors
+import socket
+import threading
+import time
+from typing import NamedTuple
+
+import msgspec
+
+from autotune_amp.command.messages import Error, Message
+from autotune_amp.core.documents import decode
+
+_DECODER: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
+
+
+class Gone(NamedTuple):
+    """Notice that the connection of a process has ended."""
+
+    pid: int
+
+
+class Listener:
+    """Server of the socket at `path`. `heard` is a queue of the received messages, in the order of their arrival."""
+
+    def __init__(self, path: str) -> None:
+        self.heard: queue.SimpleQueue[Message | Gone] = queue.SimpleQueue()
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind(path)
+        self._server.listen(128)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ)
+        self._wakes, self._wakened = socket.socketpair()
+        self._selector.register(self._wakened, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._listen, daemon=True, name="autotune-amp listener")
+        self._thread.start()
+
+    def ask(self, what: str) -> None:
+        """Send the request `what` to all connected processes."""
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                with contextlib.suppress(OSError):
+                    key.fileobj.sendall(what.encode() + b"\n")  # type: ignore[union-attr]
+
+    def close(self) -> None:
+        """End the thread and close all connections."""
+        self._wakes.send(b".")
+        self._thread.join()
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
+        self._wakes.close()
+
+    def _listen(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._wakened:
+                    return
+                if key.fileobj is self._server:
+                    connection, _ = self._server.accept()
+                    self._selector.register(connection, selectors.EVENT_READ, _Speaker(connection))
+                elif not key.data.read(self.heard):
+                    self._selector.unregister(key.fileobj)
+                    key.data.connection.close()
+
+
+def _unreadable(pid: int, line: bytes, error: Exception) -> Error:
+    """Return an error in the name of a process that sent a line that cannot be read."""
+    return Error(
+        pid=pid,
+        time=time.monotonic(),
+        rank=0,
+        world=1,
+        local_rank=0,
+        types=("MessageError",),
+        message=f"a message of the agent cannot be read: {error}",
+        traceback=line.decode(errors="replace"),
+    )
+
+
+class _Speaker:
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._pid: int | None = None
+        self._rest = b""
+
+    def read(self, heard: queue.SimpleQueue[Message | Gone]) -> bool:
+        """Put the received messages into `heard`; return false once the connection has ended."""
+        try:
+            chunk = self.connection.recv(1 << 16)
+        except OSError:
+            chunk = b""
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        for line in lines:
+            try:
+                message = decode(line, _DECODER)
+            except msgspec.MsgspecError as error:  # the messages after it are still read
+                message = _unreadable(self._pid or 0, line, error)
+            self._pid = message.pid
+            heard.put(message)
+        if not chunk and self._pid is not None:
+            heard.put(Gone(self._pid))
+        return bool(chunk)

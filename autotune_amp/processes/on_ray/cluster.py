@@ -1,0 +1,205 @@
+"""Client of a Ray cluster: requests go through the process that is connected to it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYetError
+from contextlib import suppress
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+
+from autotune_amp.core.errors import ClusterLostError, InvalidRequestError
+from autotune_amp.interruption import heed
+from autotune_amp.processes.on_ray.messages import NodeShare, Opening, Reply, Request, pack
+from autotune_amp.processes.process import TICK_SECONDS
+
+SILENT_SECONDS = 30.0  # a node that is silent this long is lost: calls are answered within half a second
+REACH_SECONDS = 10.0
+CONNECT_SECONDS = 120.0  # the source is sent meanwhile
+_END_SECONDS = 10.0
+_DRIVER = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from autotune_amp.processes.on_ray.driver import main; main(int(sys.argv[2]))"
+)
+# Ray sets it for its processes by the number of CPUs that they get.
+_SET_BY_RAY = ("OMP_NUM_THREADS",)
+
+
+class PlaceLostError(Exception):
+    """Raised when a process on a node is gone."""
+
+
+class Cluster:
+    """Connection to the cluster at `address`, and the processes on its nodes, which end with it.
+
+    If it `sends_directory` they get the working directory, without the paths in `excludes`, written as in .gitignore.
+    """
+
+    def __init__(self, address: str, *, sends_directory: bool, excludes: Sequence[str]) -> None:
+        if find_spec("ray") is None:
+            raise InvalidRequestError("--ray needs Ray, which is not installed.", "pip install 'autotune_amp[ray]'")
+        self.address = address
+        self._directory = str(Path.cwd()) if sends_directory else None
+        self._excludes = list(excludes)
+        self._waiting: dict[int, Future[bytes]] = {}
+        self._lock = threading.Lock()
+        self._number = 0
+        self._popen: subprocess.Popen[bytes] | None = None
+
+    def connect(self, target: str | None, packed: bytes, num_ranks: int, tick: Callable[[], None]) -> None:
+        """Start the driver process and connect it to the cluster.
+
+        Raises `InvalidRequestError` if there is no cluster, or if the working directory cannot be sent.
+        """
+        self._reach()
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
+        self._socket, theirs = socket.socketpair()
+        self._connection = Connection(os.dup(self._socket.fileno()))
+        self._popen = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            [sys.executable, "-c", _DRIVER, json.dumps(sys.path), str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=self._said,
+            stderr=self._said,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # Ctrl-C at the terminal is ours to handle
+        )
+        theirs.close()
+        self._thread = threading.Thread(target=self._hear, daemon=True)
+        self._thread.start()
+        opening = Opening(
+            target=target,
+            packed=packed,
+            num_ranks=num_ranks,
+            environment={name: os.environ.get(name) for name in _SET_BY_RAY},
+        )
+        try:
+            connecting = self.ask("connect", pack((self.address, self._directory, self._excludes)))
+            self.answer(connecting, tick, CONNECT_SECONDS)
+            self.answer(self.ask("open", pack(opening)), tick, CONNECT_SECONDS)
+        except (PlaceLostError, ClusterLostError) as error:
+            self._said.seek(0)
+            said = self._said.read().decode(errors="replace").strip().splitlines()
+            raise InvalidRequestError(
+                f"--ray: the cluster at {self.address!r} cannot be used: {said[-1] if said else error}",
+                "Look at it with `ray status`.",
+            ) from error
+
+    def _reach(self) -> None:
+        """Raise `InvalidRequestError` if no server listens at HOST:PORT: Ray would wait for two minutes."""
+        host, _, port = self.address.removeprefix("ray://").rpartition(":")
+        if not port.isdecimal():
+            return
+        try:
+            socket.create_connection((host, int(port)), REACH_SECONDS).close()
+        except OSError as error:
+            raise InvalidRequestError(
+                f"--ray: nobody listens at {self.address!r}: {error.strerror or error}.",
+                "Start a cluster with `ray start --head`, and give the HOST:PORT that it prints.",
+            ) from error
+
+    def nodes(self) -> Future[bytes]:
+        """Request the list of living nodes."""
+        return self.ask("nodes")
+
+    def start(self, place: NodeShare, device: str) -> Future[bytes]:
+        """Request a process on a node. Its description arrives once the node has free devices for it."""
+        return self.ask("start", pack((place, device)))
+
+    def call(self, place: str, method: str, *arguments: bytes) -> Future[bytes]:
+        """Request a method call in the process of a place."""
+        return self.ask("call", pack((method, arguments)), place)
+
+    def end(self, place: str) -> None:
+        """End the process of a place."""
+        self.ask("end", place=place)
+
+    def ask(self, do: str, body: bytes = b"", place: str | None = None) -> Future[bytes]:
+        """Send a request and return its future, which another thread completes."""
+        future: Future[bytes] = Future()
+        with self._lock:
+            self._number += 1
+            self._waiting[self._number] = future
+            try:
+                self._connection.send_bytes(pack(Request(number=self._number, do=do, place=place, body=body)))
+            except OSError:
+                self._fail_all()
+        return future
+
+    def answer(self, future: Future[bytes], tick: Callable[[], None], limit_seconds: float = math.inf) -> bytes:
+        """Wait for a future's result. Raises our own errors, and `PlaceLostError` if there is no result in time."""
+        until = time.monotonic() + limit_seconds
+        while True:
+            heed()
+            tick()
+            try:
+                return future.result(TICK_SECONDS)
+            except NotYetError:
+                if future.done():
+                    raise
+            if time.monotonic() > until:
+                raise PlaceLostError(f"it did not answer within {limit_seconds:.0f} s")
+
+    def pause(self, tick: Callable[[], None]) -> None:
+        """Wait one tick."""
+        heed()
+        tick()
+        time.sleep(TICK_SECONDS)
+
+    def close(self) -> None:
+        """Close the connection, which ends our processes on the nodes."""
+        if self._popen is None:
+            return
+        popen, self._popen = self._popen, None
+        with suppress(OSError):  # the process has ended already
+            self._socket.shutdown(socket.SHUT_WR)
+        try:
+            popen.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            popen.kill()
+            popen.wait()
+        self._thread.join()
+        for opened in (self._said, self._connection, self._socket):
+            opened.close()
+
+    def _hear(self) -> None:
+        while True:
+            try:
+                reply = msgspec.msgpack.decode(self._connection.recv_bytes(), type=Reply)
+            except (EOFError, OSError):
+                break
+            with self._lock:
+                future = self._waiting.pop(reply.number, None)
+            if future is None:
+                continue
+            if reply.error is not None:
+                future.set_exception(reply.error.opened())
+            elif reply.lost is not None:
+                future.set_exception(PlaceLostError(reply.lost))
+            else:
+                future.set_result(reply.body)
+        with self._lock:
+            self._fail_all()
+
+    def _fail_all(self) -> None:
+        for future in self._waiting.values():
+            future.set_exception(self._lost("the connection to it ended"))
+        self._waiting.clear()
+
+    def _lost(self, reason: str) -> ClusterLostError:
+        return ClusterLostError(
+            f"The Ray cluster at {self.address} is lost: {reason}.",
+            "Start it again, then the same command: it goes on with what was measured.",
+        )

@@ -1,0 +1,144 @@
+"""Actor on a node, which holds a backend of the workload and runs its jobs one at a time in processes there."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from autotune_amp import __version__
+from autotune_amp.core.job import find_job
+from autotune_amp.hardware import identify
+from autotune_amp.processes.local import Isolation, LocalBackend, Payload, WorkloadBackend
+from autotune_amp.processes.on_ray.messages import About, Opening, RemoteError, Told, pack
+from autotune_amp.processes.places import on_ranks
+from autotune_amp.processes.process import Watcher
+from autotune_amp.processes.slots import of_ranks
+
+HEAR_SECONDS = 0.5  # interval of asking a running job for progress: one call for each step would slow it down
+
+
+class _StoppedError(Exception):
+    """Exception that ends the backend's waiting."""
+
+
+class _Ear(Watcher):
+    """Watcher that collects progress until it is fetched."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, float]] = []
+        self.printed: list[str] = []
+        self.is_stopped = threading.Event()
+
+    def tick(self) -> None:
+        if self.is_stopped.is_set():
+            raise _StoppedError
+
+    def step(self, num_steps: int, step_seconds: float) -> None:
+        self.steps.append((num_steps, step_seconds))
+
+    def output(self, text: str) -> None:
+        self.printed.append(text)
+
+
+class Worker:
+    """Actor on a node. Every method takes and returns msgpack bytes, and none waits for a job's end."""
+
+    def __init__(self, opening: bytes) -> None:
+        self._opening = msgspec.msgpack.decode(opening, type=Opening)
+        for name, value in self._opening.environment.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        # The working directory that the search sent is importable, as with `python -m`.
+        path = tuple(dict.fromkeys((str(Path.cwd()), *sys.path)))
+        self._payload = Payload(target=self._opening.target, packed=self._opening.packed, path=path)
+        self._ear = _Ear()
+        # A single thread for everything: on Linux a process ends with the thread that started it.
+        self._thread = ThreadPoolExecutor(1, "jobs")
+        self._work: Future[Any] | None = None
+        self._backend: WorkloadBackend | None = None
+        self._start_seconds: float | None = None
+
+    def about(self, device: str) -> bytes:
+        """Return a description of the process: device and versions."""
+        return pack(About(identity=identify(device), version=__version__, python=platform.python_version()))
+
+    def begin(self, call: bytes) -> None:
+        """Start one of the methods below, by its name and arguments."""
+        method, arguments = msgspec.msgpack.decode(call)
+        self._start_seconds = None
+        self._work = self._thread.submit(getattr(self, f"_{method}"), *arguments)
+
+    def hear(self) -> bytes:
+        """Return the progress since the last call, waiting briefly for the end."""
+        assert self._work is not None
+        wait([self._work], HEAR_SECONDS)
+        is_over = self._work.done()  # checked before the progress is taken
+        steps, self._ear.steps = self._ear.steps, []
+        printed, self._ear.printed = self._ear.printed, []
+        told = Told(steps=steps, output="".join(printed), is_over=is_over)
+        if not is_over:
+            return pack(told)
+        backend, error = self._backend, self._work.exception()
+        return pack(
+            msgspec.structs.replace(
+                told,
+                answer=None if error is not None else self._work.result(),
+                error=None if error is None else RemoteError.of(error),
+                abilities=[] if backend is None else sorted(backend.abilities),
+                is_build_shared=backend is not None and backend.is_build_shared,
+                start_seconds=self._start_seconds,
+            )
+        )
+
+    def stop(self) -> None:
+        """End the running method, since nobody waits for it any more."""
+        self._ear.is_stopped.set()
+        if self._work is not None:
+            self._work.exception()
+        self._ear.is_stopped.clear()
+
+    def _make(self, isolation: Isolation | None, environment: dict[str, str] | None, device: str) -> None:
+        self._close()
+        num_ranks = self._opening.num_ranks
+        ranks = of_ranks(num_ranks, identify(device).type) if num_ranks > 1 else ()
+
+        def start(heard: Watcher, isolation: Isolation | None, *others: Any) -> WorkloadBackend:
+            return LocalBackend(self._payload, isolation, heard, *others)
+
+        self._backend = on_ranks(ranks, start, self._ear, isolation, environment)
+
+    def _load(self, deadline_seconds: float) -> Any:
+        return self._there.load(deadline_seconds)
+
+    def _open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Any:
+        return msgspec.to_builtins(self._there.open(device, num_threads, deadline_seconds))
+
+    def _share_build(self, kind: str, job: dict[str, Any], deadline_seconds: float) -> str | None:
+        return self._there.share_build(find_job(kind, job), deadline_seconds)
+
+    def _keep(self) -> None:
+        self._there.keep()
+
+    def _run(self, kind: str, job: dict[str, Any]) -> Any:
+        handle = self._there.submit(find_job(kind, job))
+        found = handle.result()
+        self._start_seconds = handle.start_seconds
+        return msgspec.to_builtins(found, str_keys=True)
+
+    def _close(self) -> None:
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.close()
+
+    @property
+    def _there(self) -> WorkloadBackend:
+        assert self._backend is not None
+        return self._backend

@@ -1,0 +1,277 @@
+"""Nodes of a Ray cluster as slots of a search: they come and go while it runs, and are compared with the first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, WorkloadError
+from autotune_amp.core.hardware import DeviceIdentity
+from autotune_amp.core.outcome import Failure
+from autotune_amp.core.recommendation import Fingerprint
+from autotune_amp.processes.local import Isolation, OpenResult, Payload, Slot, SlotLostError, WorkloadBackend
+from autotune_amp.processes.on_ray.backend import OnNode
+from autotune_amp.processes.on_ray.cluster import Cluster
+from autotune_amp.processes.on_ray.fleet import Fleet
+from autotune_amp.processes.places import ConfirmingProcesses, Places, WatcherOf
+from autotune_amp.processes.process import Watcher
+from autotune_amp.processes.slots import Slots, WorkloadSlots
+from autotune_amp.trial.jobs import FingerprintJob
+
+T = TypeVar("T")
+START_SECONDS = 60.0  # time for the first process on a node, and for another one after the last was lost
+GATHER_SECONDS = 10.0  # time for further nodes after the first, before the search begins
+NUM_TRIED = 2  # nodes that fail to load the workload before the workload is blamed
+_FINGERPRINT_SECONDS = 60.0
+GIB = 2**30
+
+
+class RaySlots(WorkloadSlots):
+    """`WorkloadBackend` on the places of a cluster.
+
+    A place that comes up later joins once it has loaded the workload with the same fingerprint as the first; a lost
+    place is removed.
+    """
+
+    def __init__(
+        self, fleet: Fleet, slots: Sequence[Slot], make: Callable[[Slot, Watcher], OnNode], watcher_of: WatcherOf
+    ) -> None:
+        super().__init__(slots, make, watcher_of)
+        self._fleet = fleet
+        self._opening_seconds: float | None = None  # None until the first place is open
+        self._fingerprint: Fingerprint | None = None
+        self._preparing: dict[Slot, Future[Any]] = {}
+        self._ready = {slots[0]}
+        self._shared: Any = None
+        self._is_kept = False
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Return the slots that are ready."""
+        return tuple(slot for slot in super().slots if slot in self._ready)
+
+    def load(self, deadline_seconds: float) -> dict[str, Any]:
+        """See `WorkloadBackend`. The first place that can load the workload does."""
+        problems: list[WorkloadError] = []
+        self._began = time.monotonic()
+        while True:
+            slot = super().slots[0]
+            self._ready = {slot}
+            place = self._at(slot)
+            try:
+                state = self.wait_for(self._begin(place, partial(place.backend.load, deadline_seconds)))
+                looked = partial(self._fingerprint_on, place.backend, slot, state)
+                self._fingerprint = self.wait_for(self._begin(place, looked))
+            except SlotLostError:
+                continue  # with the next place
+            except WorkloadError as error:
+                problems.append(error)
+                if len(problems) == NUM_TRIED or len(self._places) == 1:
+                    raise problems[0] from None
+                self._drop(slot, error.message.splitlines()[0])
+            else:
+                return state
+
+    def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> OpenResult:  # noqa: D102 - see WorkloadBackend
+        opened = super().open(device, num_threads, deadline_seconds)
+        self._first_seconds = time.monotonic() - self._began
+        return opened
+
+    def open_others(self, deadline_seconds: float) -> None:
+        """See `WorkloadBackend`. Places that fail, or load something else, are left out; places that take much longer
+        than the first join later.
+        """
+        self._opening_seconds = deadline_seconds
+        if not self._can_fork:
+            self.keep()
+        self._prepare()
+        until = time.monotonic() + min(deadline_seconds, GATHER_SECONDS + 2 * self._first_seconds)
+        while self._preparing and time.monotonic() < until:
+            self._hear()
+
+    def share_build(self, job: Any, deadline_seconds: float) -> str | None:  # noqa: D102 - see Backend
+        reason = super().share_build(job, deadline_seconds)
+        self._shared = (job, deadline_seconds) if reason is None else None
+        return reason
+
+    def keep(self) -> None:  # noqa: D102 - see Backend
+        self._is_kept, self._shared = True, None
+        super().keep()
+
+    def on_each(self, ask: Callable[[WorkloadBackend], T]) -> list[T]:
+        """See `Slots`. Places that are lost are left out."""
+        answers = []
+        for future in [self._begin(self._at(slot), partial(ask, self._at(slot).backend)) for slot in self.slots]:
+            with suppress(SlotLostError):
+                answers.append(self.wait_for(future))
+        return answers
+
+    def _hear(self) -> None:
+        super()._hear()
+        if self._opening_seconds is not None:
+            self._places += [self._place(slot) for slot in self._fleet.arrived()]
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Start preparing new places, and add or drop those that have finished."""
+        how = self._is_kept, self._shared
+        for place in self._places:
+            if place.slot not in self._ready and place.slot not in self._preparing:
+                joining = self._begin(place, partial(self._join, place.backend, place.slot, how))
+                self._preparing[place.slot] = joining
+        for slot in [slot for slot, future in self._preparing.items() if future.done()]:
+            try:
+                future = self._preparing.pop(slot, None)
+                if future is None:  # handled while another future was waited for
+                    continue
+                problem, how = future.result()
+            except SlotLostError as lost:
+                problem = f"it is lost: {lost.reason}"
+            except AutotuneAmpError as error:
+                problem = error.message.splitlines()[0]
+            if problem is not None:
+                self._drop(slot, problem)
+            elif how == (self._is_kept, self._shared):  # else prepare it again, as the others are now
+                self._ready.add(slot)
+
+    def _join(self, backend: WorkloadBackend, slot: Slot, how: tuple[bool, Any]) -> tuple[str | None, tuple[bool, Any]]:
+        """Prepare a place, in its thread: load, compare, open, and set it up like the others.
+
+        Returns why it cannot be used, or None, and `how` again.
+        """
+        backend.close()
+        return self._why_not(backend, slot, *how), how
+
+    def _why_not(self, backend: WorkloadBackend, slot: Slot, is_kept: bool, shared: Any) -> str | None:
+        assert self._opening_seconds is not None
+        assert self._fingerprint is not None
+        state = backend.load(self._opening_seconds)
+        found = self._fingerprint_on(backend, slot, state)
+        if differences := self._fingerprint.differences(found):
+            return f"what is loaded there is not what the first has: {differences[0]}"
+        opened = backend.open(*self._asked, self._opening_seconds)
+        if is_kept and opened.why_not_forked is None:
+            backend.keep()
+        if opened.why_not_forked is not None and not is_kept:
+            return f"trials cannot be forked there, and are on the first: {opened.why_not_forked}"
+        return None if shared is None else backend.share_build(*shared)
+
+    def _fingerprint_on(self, backend: WorkloadBackend, slot: Slot, state: dict[str, Any]) -> Fingerprint:
+        """Return the fingerprint of the workload on a place, without the device's own ID and index."""
+        assert self._fleet.first is not None
+        job = FingerprintJob(
+            device=slot.device,
+            options={},
+            identity=self._fleet.first.identity,
+            torch_state=state,
+            deadline_seconds=_FINGERPRINT_SECONDS,
+        )
+        found = backend.submit(job).result()
+        if isinstance(found, Failure):
+            raise WorkloadError(f"The workload cannot be fingerprinted: {found.message}", "Fix what is said.")
+        return replace(found, unknown=())  # unknown parts cannot be compared
+
+    def _drop(self, slot: Slot, problem: str) -> None:
+        self._fleet.leave_out(str(slot.name), problem)
+        self._ready.discard(slot)
+        super()._drop(slot, problem)
+
+    def _require_one(self, problem: str) -> None:
+        """Raise `ClusterLostError` if no place is left.
+
+        While the workload is loaded any other place will do; later, wait for one that has loaded it.
+        """
+        until = time.monotonic() + START_SECONDS
+        while self._opening_seconds is not None and not self._ready and time.monotonic() < until:
+            self._hear()
+        if self._opening_seconds is not None or not self._places:
+            super()._require_one(problem)
+
+
+class OnRay(Places):
+    """Nodes of a Ray cluster as places of a search."""
+
+    is_here = False
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        device: str,
+        num_ranks: int,
+        payload: Payload,
+        watcher_of: WatcherOf,
+        note: Callable[[str], None],
+    ) -> None:
+        self.device = "cpu" if device == "cpu" else "auto"
+        self.num_slots = 1
+        self.notes: tuple[str, ...] = ()
+        self._cluster = cluster
+        self._num_ranks = num_ranks
+        self._fleet = Fleet(cluster, device, num_ranks, note)
+        self._payload = payload
+        self._watcher_of = watcher_of
+        self._backend: RaySlots | None = None
+
+    def identity(self) -> DeviceIdentity:
+        """Return the first place's device without its own ID and index: an answer holds for its whole model."""
+        assert self._fleet.first is not None
+        found = self._fleet.first.identity
+        memory_bytes = round(found.total_memory_bytes / GIB) * GIB
+        return replace(found, index=None, uuid=None, total_memory_bytes=memory_bytes)
+
+    def backend(self) -> WorkloadBackend:
+        """Connect, and return a backend of the places that come up soon. Raises `InvalidRequestError` without any."""
+        tick = self._watcher_of(Slot(self.device)).tick
+        self._cluster.connect(self._payload.target, self._payload.packed, self._num_ranks, tick)
+        until = time.monotonic() + START_SECONDS
+        while time.monotonic() < until and not (self._fleet.is_up and self._fleet.is_settled):
+            self._fleet.arrived()
+            if self._fleet.is_up:
+                until = min(until, time.monotonic() + GATHER_SECONDS)
+            self._cluster.pause(tick)
+        if not self._fleet.is_up:
+            what = "CPU" if self.device == "cpu" else "GPU"
+            raise InvalidRequestError(
+                f"--ray: no node of the cluster at {self._cluster.address!r} gave {self._num_ranks} {what}s within "
+                f"{START_SECONDS:.0f} s.",
+                "See what it has, and what others use of it, with `ray status`.",
+            )
+        slots = self._fleet.begin()
+        self.num_slots = len(slots)
+        self.device = slots[0].device
+        self._backend = RaySlots(
+            self._fleet, slots, lambda slot, heard: self._on_node(slot, heard, None, {}), self._watcher_of
+        )
+        return self._backend
+
+    def confirming(
+        self,
+        device: str,  # noqa: ARG002 - each place has its own
+        *,
+        are_shared: bool,
+        num_rounds: int,  # noqa: ARG002 - no process stands by on a node
+    ) -> Slots[ConfirmingProcesses]:
+        """Return the backend of the confirmation, on the places that the search used last."""
+        assert self._backend is not None
+
+        def make(slot: Slot, heard: Watcher) -> ConfirmingProcesses:
+            return ConfirmingProcesses(
+                lambda variables: self._on_node(slot, heard, "kept", variables),
+                slot,
+                are_shared=are_shared,
+            )
+
+        return Slots(self._backend.slots, make, self._watcher_of)
+
+    def close(self) -> None:
+        """End the processes on the nodes and the connection."""
+        self._cluster.close()
+
+    def _on_node(self, slot: Slot, heard: Watcher, isolation: Isolation | None, environment: dict[str, str]) -> OnNode:
+        return OnNode(self._cluster, slot, isolation, environment, heard)

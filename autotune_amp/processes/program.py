@@ -1,0 +1,118 @@
+"""Program that runs under a keeper, which kills all its descendants at the end, even if this process is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from autotune_amp.core.errors import RunnerError
+from autotune_amp.processes import keeper
+from autotune_amp.processes.marks import KILL_SECONDS, kill_marked
+
+# Longest path of the folder for temporary files. A socket's path has 107 bytes at most (103 on macOS), of which names
+# inside a program's own folder, such as those of multiprocessing's sockets, take 60.
+_MAX_PATH_BYTES = 40
+
+
+class Program:
+    """Program that runs under a keeper, with a folder of its own for temporary files.
+
+    `popen` is the keeper's process, with the exit status and the streams of the program. `folder` is for temporary
+    files, and whoever made it removes it after `end`. If this process is gone, the keeper calls `when_orphaned` (a
+    module, the name of a function in it, and the function's arguments), then removes `folder` and the further
+    `folders`. Raises `RunnerError` if no process can be started.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        *,
+        folders: Sequence[Path] = (),
+        when_orphaned: Sequence[Any] | None = None,
+        stdin: int,
+        stdout: int,
+        stderr: int,
+    ) -> None:
+        self._mark = uuid.uuid4().hex
+        settings = {
+            "mark": self._mark,
+            "parent": os.getpid(),
+            "path": sys.path,
+            "folders": [str(folder), *map(str, folders)],
+            "when_orphaned": when_orphaned,
+        }
+        try:
+            self.popen: subprocess.Popen[bytes] = subprocess.Popen(  # noqa: S603 - our own program, and what it is to start
+                [sys.executable, "-I", keeper.__file__, json.dumps(settings), *arguments],
+                env={**_compilers_cache(), **environment, "TMPDIR": str(folder)},
+                start_new_session=True,  # Ctrl-C at the terminal is ours to handle
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+            )
+        except OSError as error:
+            raise RunnerError(
+                f"A trial process cannot be started: {error}.", "Check the limits on processes and memory."
+            ) from error
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the running processes of the program: its own first, then its descendants."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.popen.pid).children(recursive=True)
+        return []
+
+    def pause(self) -> None:
+        """Pause the program until `go_on`.
+
+        Only on Linux: elsewhere a paused program would outlive this process, so nothing is done.
+        """
+        if sys.platform == "linux":
+            self.popen.send_signal(keeper.PAUSE)
+
+    def go_on(self) -> None:
+        """Continue a program after `pause`."""
+        if sys.platform == "linux":
+            self.popen.send_signal(keeper.GO_ON)
+
+    def end(self) -> None:
+        """Have the keeper kill the program and its descendants, and wait until they are gone."""
+        self.popen.send_signal(keeper.END)
+        try:
+            self.popen.wait(keeper.END_SECONDS + KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait()
+        if self.popen.returncode:  # perhaps the keeper was killed itself, or has failed
+            kill_marked(self._mark)
+
+
+def make_folder() -> Path:
+    """Make a folder for the temporary files of a program, with a path that is short enough for sockets in it."""
+    usual = tempfile.gettempdir()
+    parent = usual if len(os.fsencode(usual)) <= _MAX_PATH_BYTES else "/tmp"  # noqa: S108 - a folder of its own
+    return Path(tempfile.mkdtemp(prefix="amp-", dir=parent))
+
+
+def _compilers_cache() -> dict[str, str]:
+    """Return the variable that keeps the cache of torch's compiler in the usual place.
+
+    By default the cache is below TMPDIR, and would be removed with the folder of the program.
+    """
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name, for which torch uses the same text
+        user = f"uid_{os.getuid()}"
+    return {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir(), f"torchinductor_{user}"))}

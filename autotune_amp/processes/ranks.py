@@ -1,0 +1,198 @@
+"""Trials that several processes of this host train together, one for each rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec.structs import asdict, replace
+
+from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.job import Job
+from autotune_amp.core.outcome import Description, Failure, Measurement
+from autotune_amp.distributed import free_port
+from autotune_amp.processes.local import Ability, OpenResult, Slot, WorkloadBackend
+from autotune_amp.processes.process import ENDED, Watcher
+from autotune_amp.processes.slots import WorkloadSlots
+from autotune_amp.trial.jobs import Describe, Follow, Followed, Trial
+from autotune_amp.trial.judge import RunEvidence, culprit, judge
+
+GRACE_SECONDS = 3.0  # time for the other ranks after one has ended, which they notice as a lost connection
+NUM_MEETINGS = 3  # attempts, since the free port may be taken meanwhile
+_TAKEN = "EADDRINUSE"
+NOTE = (
+    "Trials ran on {0} ranks of this host under DistributedDataParallel: speeds are those of all together, batch sizes "
+    "those of each, memory that of the one that took the most. Precision, loss scale and accumulation were checked on "
+    "one."
+)
+NOTE_UNUSED = (
+    "Some parameters get no gradient: trials ran with find_unused_parameters=True, and so must the training, as "
+    "DistributedDataParallel(model, find_unused_parameters=True)."
+)
+
+
+class RankedBackend(WorkloadBackend):
+    """`WorkloadBackend` whose trials run on as many `slots` as they have ranks; other jobs run on the first.
+
+    `make` starts the backend of one rank.
+    """
+
+    def __init__(
+        self, slots: Sequence[Slot], make: Callable[[Slot, Watcher], WorkloadBackend], watcher: Watcher
+    ) -> None:
+        self.ranks = WorkloadSlots(slots, make, lambda slot: watcher if slot == slots[0] else Watcher())
+        self._device = slots[0].device
+
+    @property
+    def abilities(self) -> frozenset[Ability]:
+        """Return the abilities of a rank without those that a single rank cannot answer for all: profile and energy."""
+        return self.ranks.abilities - {"profile", "energy"}
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """Return a single slot, which stands for all ranks together."""
+        return (Slot(self._device),)
+
+    @property
+    def is_build_shared(self) -> bool:  # noqa: D102 - see Backend
+        return self.ranks.is_build_shared
+
+    def load(self, deadline_seconds: float) -> dict[str, Any]:  # noqa: D102 - see WorkloadBackend
+        return self.ranks.load(deadline_seconds)
+
+    def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> OpenResult:
+        """See `WorkloadBackend`. Opens the workload on every rank."""
+        until = time.monotonic() + deadline_seconds
+        opened = self.ranks.open(device, num_threads, deadline_seconds)
+        self.ranks.open_others(until - time.monotonic())
+        return opened
+
+    def submit(self, job: Job[Any], slot: Slot | None = None) -> Any:  # noqa: ARG002 - there is one
+        """Start a job; a trial starts on all of its ranks."""
+        if isinstance(job, Describe):
+            return _Described(self.ranks.submit(replace(job, is_ranked=True)), len(self.ranks.slots))
+        if not isinstance(job, Trial):
+            return self.ranks.submit(job)
+        if job.num_ranks == 1:
+            return self.ranks.submit(job, self.ranks.slots[0])
+        return _OnRanks(self.ranks, job)
+
+    def share_build(self, job: Any, deadline_seconds: float) -> str | None:  # noqa: D102 - see Backend
+        return self.ranks.share_build(job, deadline_seconds)
+
+    def keep(self) -> None:  # noqa: D102 - see Backend
+        self.ranks.keep()
+
+    def close(self) -> None:  # noqa: D102 - see Backend
+        self.ranks.close()
+
+
+class _Described:
+    """Description of the workload for several ranks."""
+
+    def __init__(self, handle: Any, num_ranks: int) -> None:
+        self._handle, self._num_ranks = handle, num_ranks
+        self.start_seconds: float | None = None
+
+    def result(self) -> Description | Failure:
+        """Return the description. Raises `WorkloadError` for a loop that exchanges gradients itself."""
+        found = self._handle.result()
+        if isinstance(found, Failure):
+            return found
+        if found.is_loop or found.trainer is not None:
+            raise WorkloadError(
+                "--ranks trains a model, a loss and an optimizer; a loop of its own exchanges gradients itself.",
+                "Search the command that trains on several ranks: autotune-amp search -- torchrun ...",
+            )
+        notes = (*found.notes, NOTE.format(self._num_ranks), *([NOTE_UNUSED] if found.has_unused_parameters else []))
+        described: Description = replace(found, num_ranks=self._num_ranks, is_ranked=True, notes=notes)
+        return described
+
+
+class _OnRanks:
+    """Trial running on its ranks."""
+
+    def __init__(self, ranks: WorkloadSlots, job: Trial) -> None:
+        self._ranks, self._job = ranks, job
+        self._over = [ranks.over(slot) for slot in ranks.slots[: job.num_ranks]]
+        self._start()
+
+    def _start(self) -> None:
+        job, meeting = self._job, f"127.0.0.1:{free_port()}"
+        if job.candidate.is_compiled:  # rank 0 waits for other ranks' compilers, of which its parent is not told
+            job = replace(job, step_deadline_seconds=None)
+        # Rank 0's step deadlines cover all ranks.
+        following = {**asdict(job), "first_step_deadline_seconds": None, "step_deadline_seconds": None}
+        slots = self._ranks.slots[: job.num_ranks]
+        jobs = [replace(job, meeting=meeting, device=slots[0].device)]
+        for rank, slot in enumerate(slots[1:], 1):
+            jobs.append(Follow(**{**following, "meeting": meeting, "rank": rank, "device": slot.device}))
+        self._handles = [self._ranks.submit(each, slot) for each, slot in zip(jobs, slots, strict=True)]
+
+    @property
+    def start_seconds(self) -> float | None:
+        """Return the longest start of any rank, in seconds."""
+        seconds = [handle.start_seconds for handle in self._handles]
+        return max((took for took in seconds if took is not None), default=None)
+
+    def result(self) -> Measurement | Failure:
+        """Return rank 0's measurement with the highest memory of any rank, or the failure that caused the others."""
+        outcomes = self._outcomes()
+        for _ in range(NUM_MEETINGS - 1):
+            if not any(isinstance(found, Failure) and _TAKEN in found.message for found in outcomes):
+                break
+            self._start()
+            outcomes = self._outcomes()
+        measured, *others = outcomes
+        followed = [found for found in others if isinstance(found, Followed)]
+        if not isinstance(measured, Measurement) or len(followed) < len(others):
+            return _culprit(outcomes)
+        for rank, found in enumerate(followed, 1):
+            evidence = RunEvidence(
+                memory_bytes=found.reserved_memory_bytes,
+                memory_limit_bytes=self._job.memory_limit_bytes,
+                has_flushed=found.has_flushed,
+            )
+            if failure := judge(evidence):
+                return replace(failure, message=f"rank {rank}: {failure.message}")
+        return replace(
+            measured,
+            peak_memory_bytes=max(measured.peak_memory_bytes, *(found.peak_memory_bytes for found in followed)),
+            reserved_memory_bytes=max(
+                measured.reserved_memory_bytes, *(found.reserved_memory_bytes for found in followed)
+            ),
+            joules_per_sample=None,  # a counter covers one rank, or everything on its host
+        )
+
+    def _outcomes(self) -> list[Any]:
+        """Wait for all ranks and return their outcomes. None of them runs any more then."""
+        left = list(self._handles)
+        try:
+            while self._handles[0] in left:
+                left.remove(over := self._ranks.wait(left))
+                if isinstance(over.result(), Failure):
+                    break
+            until = time.monotonic() + GRACE_SECONDS
+            for handle in self._handles:
+                self._ranks.wait_seconds(handle.future, until - time.monotonic())
+        finally:
+            for over in self._over:
+                over.set()
+        outcomes = [handle.result() for handle in self._handles]
+        for over in self._over:
+            over.clear()
+        return outcomes
+
+
+def _culprit(outcomes: Sequence[Any]) -> Failure:
+    """Return the failure that caused those of the other ranks, with its rank in the message."""
+    failures = [(rank, found) for rank, found in enumerate(outcomes) if isinstance(found, Failure)]
+    own = [(rank, found) for rank, found in failures if found.message != ENDED] or failures
+    cause = culprit(found for _, found in own)
+    rank = next(rank for rank, found in own if found is cause)
+    if rank:
+        return replace(cause, message=f"rank {rank}: {cause.message}")
+    if cause.kind == "timeout":
+        return replace(cause, message=f"{cause.message}; any of the {len(outcomes)} ranks may have held it up")
+    return cause

@@ -1,0 +1,140 @@
+"""Standby processes, which have loaded the workload and wait to take over from the one that runs jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+from autotune_amp.core.errors import AutotuneAmpError
+from autotune_amp.core.outcome import Failure
+from autotune_amp.hardware import host
+from autotune_amp.processes.process import Process, ProcessEndedError, Watcher
+
+MIN_CORES = 4  # with fewer, loading beside another process would slow it down
+MEMORY_FACTOR = 2.0  # times the memory of the first process, since loading may take more for a moment
+MOST = 2  # beside the process that runs jobs: together the three of a confirmation
+
+
+def room_for(process_bytes: int) -> int:
+    """Return how many more processes of this size fit into this host's memory; 0 if it has few cores."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    container = host.container_memory()
+    free_bytes = host.available_memory_bytes()
+    if container is not None:
+        free_bytes = min(free_bytes, container.available)
+    return int(free_bytes / (MEMORY_FACTOR * max(1, process_bytes))) if len(cores) >= MIN_CORES else 0
+
+
+class Standby:
+    """Holder of processes that load the workload while another one runs jobs, but not while that one times steps.
+
+    In a virtual machine two processes that touch new memory pages wait for each other, whatever their priorities: on an
+    H200's host a batch took 515 ms beside a process that loaded, and 4 ms after it (studies/real_card). `room_for`
+    returns how many processes of a size may be started in addition to the first.
+    """
+
+    def __init__(self, room_for: Callable[[int], int] = room_for) -> None:
+        self._room_for = room_for
+        self.num_wanted = 0  # to be loaded before the next trial runs
+        self._environment: dict[str, str] = {}
+        self._are_loaded: dict[Process, bool] = {}  # whether each has loaded, the oldest first
+
+    @property
+    def processes(self) -> list[Process]:
+        """Return the processes that stand by or are loading to do so."""
+        return list(self._are_loaded)
+
+    def begin(
+        self, beside: Process, environment: dict[str, str], command: dict[str, Any], data: bytes, number: int = 1
+    ) -> None:
+        """Start processes until `number` stand by with these variables, if there is room for more of the size of
+        `beside`.
+
+        Each runs `command`, which is followed by raw bytes.
+        """
+        if self._environment != environment:
+            self.close()
+        for process in self.processes:
+            if not process.is_alive():
+                self._end(process)
+        self._environment = environment
+        missing = min(number, MOST) - len(self._are_loaded)
+        for _ in range(min(missing, self._room_beside(beside)) if missing > 0 else 0):
+            process = Process("kept", environment, Watcher())
+            process.send_beside(command, data)
+            self._are_loaded[process] = False
+
+    def has_room(self, process: Process) -> bool:
+        """Return whether all processes of a confirmation, each of this size, can be loaded together."""
+        return self._room_beside(process) >= MOST
+
+    def take(self, environment: dict[str, str], watcher: Watcher, until: float | None) -> Process | None:
+        """Remove and return a loaded process, reporting to `watcher` from now on; None if none has these variables.
+
+        Raises `ProcessEndedError` if it has not loaded by `until`.
+        """
+        if self._environment != environment:
+            return None
+        for process in self.processes:
+            process.watcher = watcher
+            if self._has_loaded(process, until):
+                del self._are_loaded[process]
+                return process
+        return None
+
+    def load(self, watcher: Watcher, until: float | None) -> None:
+        """Wait until all processes have loaded. One that has not by `until` is ended."""
+        self.num_wanted = 0
+        for process in self.processes:
+            process.watcher = watcher
+            with contextlib.suppress(ProcessEndedError):
+                self._has_loaded(process, until)
+
+    def pause(self) -> None:
+        """Pause loading until `go_on`."""
+        for process in self.processes:
+            process.pause()
+
+    def go_on(self) -> None:
+        """Resume loading."""
+        for process in self.processes:
+            process.go_on()
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self.processes:
+            self._end(process)
+
+    def _room_beside(self, process: Process) -> int:
+        pid = process.pid
+        try:
+            return 0 if pid is None else self._room_for(psutil.Process(pid).memory_info().rss)
+        except psutil.NoSuchProcess:
+            return 0
+
+    def _end(self, process: Process) -> None:
+        del self._are_loaded[process]
+        process.end()
+
+    def _has_loaded(self, process: Process, until: float | None) -> bool:
+        """Wait for a process to load and return whether it did; one that cannot load beside another is ended."""
+        if self._are_loaded[process] and process.is_alive():
+            return True
+        try:
+            answers = (process.wait(until) for _ in ("ready", "standing by"))
+            self._are_loaded[process] = process.is_alive() and not any(isinstance(one, Failure) for one in answers)
+        except ProcessEndedError as ended:
+            if ended.failure.kind == "timeout":
+                self._end(process)
+                raise
+            self._are_loaded[process] = False
+        except AutotuneAmpError:
+            self._are_loaded[process] = False
+        if not self._are_loaded[process]:
+            self._end(process)
+            return False
+        return True

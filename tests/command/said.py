@@ -1,0 +1,107 @@
+"""Messages of ranks that no process has sent: what `ranks`, `verdict` and `measure` decide from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from autotune_amp.command import messages
+from autotune_amp.command.ranks import Heard
+
+STEP_SECONDS = 0.5
+
+
+def optimizer(pid: int, rank: int = 0, world: int = 1, index: int = 0, **more: Any) -> messages.Optimizer:
+    fields = {
+        "name": "torch.optim.sgd.SGD",
+        "num_parameters": {"float32": 10},
+        "devices": ("cpu",),
+        "is_fused": False,
+        "uses_tf32": False,
+        "line": "train.py:1",
+        "num_threads": 1,
+        "host": "here",
+    }
+    return messages.Optimizer(
+        pid=pid, time=0.0, rank=rank, world=world, local_rank=rank, index=index, **{**fields, **more}
+    )
+
+
+def loader(pid: int, index: str = "0", **more: Any) -> messages.Loader:
+    fields = {
+        "maker": "train.py:1",
+        "line": "train.py:1",
+        "batch_size": 8,
+        "num_workers": 0,
+        "prefetch_factor": None,
+        "shuffles": True,
+        "num_samples": 64,
+    }
+    return messages.Loader(pid=pid, time=0.0, index=index, **{**fields, **more})
+
+
+def step(pid: int, number: int, **more: Any) -> messages.Step:
+    """The step `number` from 1 on, 8 samples and a backward pass more than the one before."""
+    fields: dict[str, Any] = {
+        "time": STEP_SECONDS * number,
+        "optimizer": 0,
+        "is_skipped": False,
+        "losses": (1.0,),
+        "num_backward": number,
+        "forwards": (),
+        "regions": (),
+        "num_samples": {"0": 8 * number},
+        "num_batches": number,
+        "wait_seconds": 0.0,
+        "num_compilations": 0,
+        "is_settled": True,
+        "peak_memory_bytes": 1000,
+    }
+    return messages.Step(pid=pid, **{**fields, **more})
+
+
+def torch(pid: int, rank: int = 0, world: int = 1, parent: int = 1, worker: str | None = None) -> messages.Torch:
+    return messages.Torch(
+        pid=pid,
+        time=0.0,
+        rank=rank,
+        world=world,
+        local_rank=rank,
+        arguments=("train.py",),
+        parent_pid=parent,
+        folder="/",
+        torch="2.9",
+        worker=worker,
+    )
+
+
+def hello(pid: int) -> messages.Hello:
+    return messages.Hello(pid=pid, time=0.0, parent_pid=1, python="3.11.7")
+
+
+def error(pid: int, name: str, message: str, rank: int = 0, world: int = 1, **more: Any) -> messages.Error:
+    fields = {"types": (name, "Exception"), "message": message, "traceback": f"Traceback\n{message}"}
+    return messages.Error(pid=pid, time=0.0, rank=rank, world=world, local_rank=rank, **{**fields, **more})
+
+
+def heard(said: Iterable[messages.Message]) -> Heard:
+    """What was heard of messages in their order."""
+    found = Heard()
+    for message in said:
+        found.hear(message)
+    return found
+
+
+def trained(num_steps: Sequence[int], **more: Any) -> Heard:
+    """Ranks of one training, pids from 100 on, each with so many steps."""
+    world = len(num_steps)
+    found = heard([hello(1), torch(1)])
+    for rank, num in enumerate(num_steps):
+        pid = 100 + rank
+        for message in (hello(pid), torch(pid, rank, world), loader(pid)):
+            found.hear(message)
+        for number in range(1, num + 1):
+            if number == 1:
+                found.hear(optimizer(pid, rank, world))
+            found.hear(step(pid, number, **more))
+    return found

@@ -1,0 +1,128 @@
+"""What is set from outside in the arguments of Transformers, Accelerate and Lightning, and told of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from statistics import mode
+
+import pytest
+from commands import run
+
+from autotune_amp.command.measure import precision_of
+from autotune_amp.command.ranks import Rank
+from autotune_amp.command.settable import unsettable
+from autotune_amp.core.launch_line import LaunchLine
+
+PREAMBLE = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+data = [{"x": torch.randn(8), "labels": torch.randn(1)} for _ in range(96)]
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+    def forward(self, x, labels=None):
+        return {"loss": nn.functional.mse_loss(self.layer(x), labels)}
+"""
+TRANSFORMERS = """
+from transformers import HfArgumentParser, Trainer, TrainingArguments
+(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+Trainer(model=Model(), args=args, train_dataset=data, eval_dataset=data).train()
+"""
+ACCELERATE = """
+from accelerate import Accelerator
+accelerator = Accelerator()
+model = Model()
+loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), loader)
+for batch in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(**batch)["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+LIGHTNING = """
+import lightning
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = Model()
+    def training_step(self, batch, index):
+        return self.model(**batch)["loss"]
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+                            enable_progress_bar=False, enable_model_summary=False)
+trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=4, shuffle=True))
+"""
+ARGUMENTS = "--output_dir out --use_cpu --report_to none --save_strategy no --num_train_epochs 1 --disable_tqdm true"
+SCRIPTS = {
+    "TrainingArguments": (TRANSFORMERS, [*ARGUMENTS.split(), "--per_device_train_batch_size", "4"], "HfArgumentParser"),
+    "Accelerator": (ACCELERATE, [], ""),
+    "Trainer": (LIGHTNING, [], ""),
+}
+
+
+def ran(folder: Path, owner: str, **outside: object) -> Rank:
+    script, arguments, _ = SCRIPTS[owner]
+    (folder / "train.py").write_text(PREAMBLE + script)
+    heard = run([sys.executable, "train.py", *arguments], folder, outside=outside)
+    (rank,) = heard.ranks.values()
+    return rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("owner", SCRIPTS)
+def test_a_framework_is_set_in_its_arguments(tmp_path: Path, owner: str) -> None:
+    today = ran(tmp_path, owner)
+    assert precision_of(today) == "fp32"
+    assert mode(one.num_samples for one in today.intervals()) == 4  # the last of an epoch was fetched a step before
+    cannot = unsettable(LaunchLine.of("python train.py"), today)
+    assert not cannot.keys() & {"fp16", "batch_size", "accumulation_steps"}
+    switch = next(each for each in today.switches if each.owner == owner)
+    assert (switch.today["precision"], switch.parser) == ("fp32", SCRIPTS[owner][2])
+
+    maker = next(iter(today.loaders[index].maker for index in today.training_loaders))
+    rank = ran(tmp_path, owner, precision="bf16", batch_size=8, maker=maker, accumulation_steps=2)
+    assert precision_of(rank) == "bf16"
+    assert mode((one.num_samples, one.num_passes) for one in rank.intervals()) == (16, 2)
+    assert {one.name for one in rank.sets} == {"precision", "batch_size", "accumulation_steps"}
+    assert owner in next(one.what for one in rank.sets if one.name == "precision")
+
+
+SECOND = (
+    PREAMBLE
+    + """
+from transformers import Trainer, TrainingArguments
+class Own(TrainingArguments): pass
+common = dict(use_cpu=True, report_to=[], save_strategy="no", num_train_epochs=1, disable_tqdm=True)
+before = TrainingArguments("unused")
+arguments = Own("out", per_device_train_batch_size=4, learning_rate=0.5, **common)
+arguments.learning_rate = 0.25
+if {positional}:
+    trainer = Trainer(Model(), arguments, train_dataset=data)
+else:
+    trainer = Trainer(args=arguments, model=Model(), train_dataset=data)
+assert not before.bf16 and before.per_device_train_batch_size == 8 and before.gradient_accumulation_steps == 1
+assert before.mixed_precision == "no"
+assert arguments.bf16 and trainer.args is arguments and arguments.learning_rate == 0.25
+trainer.train()
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("positional", [True, False])
+def test_only_the_arguments_that_a_trainer_receives_are_set(tmp_path: Path, positional: bool) -> None:
+    (tmp_path / "train.py").write_text(SECOND.replace("{positional}", str(positional)))
+    outside = {"precision": "bf16", "batch_size": 8, "accumulation_steps": 2}
+    (rank,) = run([sys.executable, "train.py"], tmp_path, outside=outside).ranks.values()
+    assert precision_of(rank) == "bf16"
+    assert mode((one.num_samples, one.num_passes) for one in rank.intervals()) == (16, 2)
+    (switch,) = (each for each in rank.switches if each.owner == "TrainingArguments")
+    assert switch.today == {"batch_size": 4, "accumulation_steps": 1, "precision": "fp32"}
+    line = next(number for number, text in enumerate(SECOND.split("\n"), 1) if text.startswith("arguments = "))
+    assert {one.line.rpartition(":")[2] for one in rank.sets} == {str(line)}

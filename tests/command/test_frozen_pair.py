@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autotune_amp.command.frozen_pair import FrozenPair, FrozenStep, Unpaired, pair
+from autotune_amp.command.messages import Gradient
+from autotune_amp.core.outcome import Fidelity
+
+
+def gradient(number: int, path: str = "low", rank: int = 0, **fields: Any) -> Gradient:
+    known: dict[str, Any] = {"weights": "w", "batch": "b", "optimizer": 0, "sizes": (2, 3), **fields}
+    return Gradient(
+        pid=1, time=0.0, rank=rank, world=2, local_rank=rank, number=number, path=f"{path}{number}{rank}", **known
+    )
+
+
+def test_steps_are_paired_by_batch_and_rank() -> None:
+    low = [gradient(number, rank=rank) for number in (0, 1) for rank in (0, 1)]
+    reference = [gradient(number, "fp32", rank) for rank in (1, 0) for number in (1, 0, 2)]
+    found = pair(low, reference)
+    assert [[(step.low, step.reference) for step in batch] for batch in found if isinstance(batch, tuple)] == [
+        [("low00", "fp3200"), ("low01", "fp3201")],
+        [("low10", "fp3210"), ("low11", "fp3211")],
+    ]
+
+
+def test_what_is_not_alike_is_not_held_against_each_other() -> None:
+    for low, reference, named in (
+        ([gradient(0)], [gradient(0, weights="other")], "weights"),
+        ([gradient(0)], [gradient(0, batch="other")], "batches"),
+        ([gradient(0)], [gradient(1)], "no step"),
+        ([], [], "no step"),
+        ([gradient(0, batch=None)], [gradient(0, batch=None)], "no batch"),
+        ([gradient(0)], [gradient(0, has_low_weights=True)], "cannot be raised to fp32"),
+    ):
+        found = pair(low, reference)
+        assert isinstance(found, Unpaired)
+        assert named in found.why
+        assert found.next_step
+
+
+def test_the_job_reads_the_gradients_from_their_files(tmp_path: Path) -> None:
+    chance = torch.Generator().manual_seed(0)
+    steps = []
+    for number in range(3):
+        values = torch.randn(5, generator=chance)
+        (tmp_path / f"fp32{number}").write_bytes(values.numpy().tobytes())
+        (tmp_path / f"low{number}").write_bytes(values.bfloat16().float().numpy().tobytes())
+        names = (str(tmp_path / f"{which}{number}") for which in ("low", "fp32"))
+        steps.append((FrozenStep(low=next(names), reference=next(names), sizes=(2, 3)),))
+    job = FrozenPair(
+        device="cpu", precision="bf16", batch_size=4, steps=tuple(steps), losses=((1.0, 1.0, 1.0), (1.0, 1.0, 1.0))
+    )
+    found = job.run(None, lambda _: None)
+    assert isinstance(found, Fidelity)
+    assert found.verdict == "faithful"
+    assert {each.name for each in found.worst_parameters} == {f"rank part 0, parameter {index}" for index in (0, 1)}

@@ -1,0 +1,79 @@
+"""Placeholders that commands of frameworks get by themselves."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import pytest
+
+from autotune_amp.command.known_arguments import with_placeholders
+from autotune_amp.command.messages import Switch
+from autotune_amp.core.launch_line import LaunchLine
+from autotune_amp.core.setting import Setting
+
+LOW = Setting(precision="bf16", batch_size=4, accumulation_steps=2)
+
+
+def switch(parser: str, owner: str = "", **today: Any) -> Switch:
+    return Switch(
+        pid=1, time=0.0, owner=owner, arguments={}, today=today, parser=parser, script="/home/me/train.py", line=""
+    )
+
+
+TRANSFORMERS = switch("HfArgumentParser", batch_size=8, accumulation_steps=1, precision="fp32")
+IN_BF16 = switch("HfArgumentParser", batch_size=16, accumulation_steps=1, precision="bf16")
+LAUNCHED = switch("accelerate launch", "Accelerator", precision="fp32")
+NUMBERS = "--per_device_train_batch_size 4 --gradient_accumulation_steps 2"
+
+
+@pytest.mark.parametrize(
+    ("command", "found", "filled"),
+    [
+        ("python train.py --lr 1", TRANSFORMERS, f"python train.py --lr 1 {NUMBERS} --bf16 True"),
+        (
+            "python -m torch.distributed.run -m train --lr 1",
+            TRANSFORMERS,
+            f"python -m torch.distributed.run -m train --lr 1 {NUMBERS} --bf16 True",
+        ),
+        (
+            "torchrun train.py --fp16 True --per-device-train-batch-size=8 --lr 1",
+            TRANSFORMERS,
+            "torchrun train.py --bf16 True --per-device-train-batch-size=4 --lr 1 --gradient_accumulation_steps 2",
+        ),
+        ("accelerate launch train.py --lr 1", LAUNCHED, "accelerate launch --mixed_precision=bf16 train.py --lr 1"),
+        (
+            "python train.py --mixed_precision no --lr 1",
+            switch("", "Accelerator", precision="fp32"),
+            "python train.py --mixed_precision=bf16 --lr 1",
+        ),
+        (
+            "python train.py fit --trainer.precision 32-true --lr 1",
+            switch("LightningCLI", precision="fp32", accumulation_steps=1),
+            "python train.py fit --trainer.precision=bf16-mixed --lr 1 --trainer.accumulate_grad_batches 2",
+        ),
+    ],
+)
+def test_known_flags_are_set(command: str, found: Switch, filled: str) -> None:
+    line, notes = with_placeholders(LaunchLine.of(command), [found])
+    assert shlex.join(line.of_setting(LOW, "")[0]) == filled
+    assert len(notes) == 1
+
+
+def test_today_is_what_was_seen() -> None:
+    line, _ = with_placeholders(LaunchLine.of("python train.py --bf16"), [IN_BF16])
+    assert line.today_values == {"batch_size": 16, "accumulation_steps": 1, "precision": "bf16"}
+    arguments, _ = line.of_setting(Setting(precision="fp32", batch_size=1), "")
+    assert arguments[2:4] == ("--bf16", "False"), "by default some take bf16"
+
+
+@pytest.mark.parametrize("command", ["bash train.sh", "bash -c 'python train.py'", "python other.py"])
+def test_a_command_whose_arguments_go_elsewhere_is_left_alone(command: str) -> None:
+    line = LaunchLine.of(command)
+    assert with_placeholders(line, [TRANSFORMERS]) == (line, [])
+
+
+def test_placeholders_that_are_there_stay() -> None:
+    line = LaunchLine.of("python train.py --per_device_train_batch_size {batch_size=8} {precision:fp32=|bf16=--half}")
+    extended, _ = with_placeholders(line, [TRANSFORMERS])
+    assert extended.arguments == (*line.arguments, "--gradient_accumulation_steps", "{accumulation_steps=1}")

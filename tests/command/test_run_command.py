@@ -1,0 +1,217 @@
+"""`autotune-amp run`: the real training in this process's place, set from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_python import ForkServer
+
+from autotune_amp.command.run import to_start
+from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.evidence import BaselineEvidence, Evidence
+from autotune_amp.core.hardware import DeviceIdentity, DeviceMemory, Hardware
+from autotune_amp.core.launch_line import LaunchLine
+from autotune_amp.core.outcome import Description
+from autotune_amp.core.recommendation import Fingerprint, Recommendation, SearchSummary
+
+MIB = 2**20
+LOOP = """
+import sys, torch
+from torch import nn
+data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
+model = nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+{before}
+for x, y in torch.utils.data.DataLoader(data, batch_size=8, shuffle=True):
+    {step}
+print("size", len(x), "dtype", model(x).dtype)
+"""
+PLAIN = "nn.functional.mse_loss(model(x), y).backward(); optimizer.step()"
+
+
+def recommendation(
+    precision: Any = "bf16", batch_size: int = 16, line: LaunchLine | None = None, **config: Any
+) -> Recommendation:
+    """One for a command that trains in fp32 with batches of 8."""
+    return Recommendation(
+        config=AmpConfig(precision=precision, batch_size=batch_size, **config),
+        evidence=Evidence(
+            samples_per_second=2.0,
+            samples_per_second_interval=(2.0, 2.0),
+            step_seconds=1.0,
+            peak_memory_bytes=MIB,
+            baseline=BaselineEvidence(
+                config=AmpConfig(precision="fp32", batch_size=8),
+                samples_per_second=1.0,
+                samples_per_second_interval=(1.0, 1.0),
+                step_seconds=1.0,
+                peak_memory_bytes=MIB,
+            ),
+            speedup=2.0,
+            speedup_interval=(2.0, 2.0),
+            num_processes=3,
+            is_confirmed=True,
+            data_share=0.0,
+        ),
+        reason="",
+        warnings=(),
+        excluded=(),
+        candidates=(),
+        search=SearchSummary(study="train", num_trials=1, num_failures=0, seconds=1.0),
+        hardware=Hardware(
+            device="cpu",
+            identity=DeviceIdentity(type="cpu", name="", num_cpus=2, total_memory_bytes=MIB),
+            memory=DeviceMemory(total=MIB, free=MIB, available=MIB, container_limit=None),
+            precisions={},
+            notes=(),
+        ),
+        versions={},
+        fingerprint=Fingerprint(digest="", parts={}),
+        workload=Description(
+            name="train",
+            batch_size=8,
+            num_samples=64,
+            data="",
+            num_parameters=9,
+            num_trainable_parameters=9,
+            weights="fp32",
+            as_found_precision="fp32",
+            is_as_found_strict=True,
+            build_seconds=0.0,
+            context_seconds=0.0,
+        ),
+        launch_line=line,
+    )
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+PROGRAM = Path(__file__).with_name("forked_run.py")
+
+
+@pytest.fixture
+def run(fork_server: ForkServer, tmp_path: Path) -> Run:
+    """`autotune-amp run study -- python train.py`, forked from a process that has imported torch."""
+
+    def run(script: str, found: Recommendation | None = None) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "train.py").write_text(script)
+        _, _, _, *arguments = command(tmp_path, found or recommendation())
+        return fork_server.run([str(PROGRAM), *arguments], cwd=tmp_path, env=dict(os.environ))
+
+    return run
+
+
+def command(folder: Path, found: Recommendation) -> list[str]:
+    (folder / "study").mkdir()
+    (folder / "study" / "recommendation.json").write_text(found.to_json())
+    ours = [sys.executable, "-c", "from autotune_amp.cli import main; main()", "run", "study", "--"]
+    return [*ours, sys.executable, "train.py"]
+
+
+def test_one_line_says_what_was_set_and_where(run: Run, tmp_path: Path) -> None:
+    done = run(LOOP.format(before="", step=PLAIN))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["size", "16", "dtype", "torch.float32"]
+    (line,) = done.stderr.splitlines()
+    lines = (tmp_path / "train.py").read_text().splitlines()
+    made = next(number for number, text in enumerate(lines, 1) if "DataLoader" in text)
+    assert line.startswith("autotune-amp: batch size 16 (was 8) in DataLoader at train.py:")
+    assert f"train.py:{made};" in line
+    assert f"bf16 in the forward of Linear at train.py:{made + 1}" in line
+
+
+def test_what_could_not_be_set_is_said(run: Run) -> None:
+    script = LOOP.format(before="", step=PLAIN).replace("batch_size=8, shuffle=True", "batch_sampler=[[1] * 8] * 4")
+    done = run(script, recommendation("fp16", loss_scale=LossScale()))
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "NOT set: batch size 16" in line
+    assert "NOT set: precision fp16, since no GradScaler" in line
+
+
+def test_the_exit_code_is_the_commands(tmp_path: Path) -> None:
+    """In a process whose place the command takes."""
+    (tmp_path / "train.py").write_text("import sys; sys.exit(3)")
+    line = command(tmp_path, recommendation())
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stderr) == (3, "")
+
+
+def test_signals_reach_the_commands_own_handler(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("""
+import signal, sys
+def end(*_):
+    print("ended by itself", flush=True)
+    sys.exit(5)
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+signal.pause()
+""")
+    started = subprocess.Popen(
+        command(tmp_path, recommendation()), cwd=tmp_path, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+    )
+    assert started.stdout is not None
+    assert started.stdout.readline() == "ready\n"
+    started.send_signal(signal.SIGTERM)
+    out, _ = started.communicate(timeout=100)
+    assert (out, started.returncode) == ("ended by itself\n", 5)
+
+
+SCALED = LOOP.format(
+    before="scaler = {scaler}\nprint(type(scaler).__name__, isinstance(scaler, torch.amp.GradScaler))",
+    step="""
+    with torch.autocast("cpu", torch.float16, enabled=False):
+        output = model(x)
+        loss = nn.functional.mse_loss(output.float(), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    print(output.dtype, scaler.get_scale())
+    optimizer.zero_grad()
+    {after}
+""",
+)
+
+
+@pytest.mark.parametrize("scaler", ["torch.amp.GradScaler('cpu', enabled=False)", "torch.cuda.amp.GradScaler(2.0**16)"])
+def test_the_controller_in_the_scalers_place(run: Run, scaler: str) -> None:
+    done = run(SCALED.replace("{scaler}", scaler).replace("{after}", ""))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:2] == ["PrecisionController True", "torch.bfloat16 1.0"]
+    assert "PrecisionController in GradScaler's place" in done.stderr
+    assert "bf16 in autocast" in done.stderr
+
+
+def test_regions_follow_the_controller_down(run: Run) -> None:
+    plan = FallbackPlan(precision="fp32", batch_size=16)
+    found = recommendation("fp16", fallback=(plan,), loss_scale=LossScale(init_scale=256.0))
+    script = SCALED.replace("{scaler}", "torch.amp.GradScaler('cpu', enabled=False)")
+    done = run(script.replace("{after}", "scaler.set_precision('fp32')"), found)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1:3] == ["torch.float16 256.0", "torch.float32 1.0"]
+
+
+def test_what_the_command_says_itself_is_not_set_from_outside() -> None:
+    path = Path("study/recommendation.json")
+    line = LaunchLine.of("python train.py --bs {batch_size=8}")
+    found = recommendation(line=line)
+    assert to_start(["python", "train.py", "--bs", "{batch_size}"], found, path) == (
+        ("python", "train.py", "--bs", "16"),
+        {"precision": "bf16"},
+    )
+    words = recommendation(
+        line=LaunchLine.of("python train.py {precision=32-true}", values={"bf16": "bf16-mixed", "fp32": "32-true"})
+    )
+    assert to_start(["python", "train.py", "{precision=32-true}"], words, path)[0][-1] == "bf16-mixed"
+    assert to_start(["python", "train.py", "--bs", "16"], found, path)[1] == {"precision": "bf16"}
+    plain, outside = to_start(["python", "train.py"], found, path)
+    assert (plain, outside) == (("python", "train.py"), {"precision": "bf16", "batch_size": 16})
+    with pytest.raises(InvalidRequestError, match="trial_dir"):
+        to_start(["python", "train.py", "{trial_dir}"], found, path)

@@ -1,0 +1,300 @@
+"""Runs of real commands: how they end, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import Mock
+
+import psutil
+import pytest
+from commands import TORCHRUN
+from forked_programs import forked_programs
+from forked_python import ForkServer
+from running_commands import run_command
+
+from autotune_amp.command import verdict
+from autotune_amp.command.ranks import Heard
+from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.job import Deadlines
+from autotune_amp.core.outcome import Failure
+from autotune_amp.processes.marks import shared_memory
+
+GONE_SECONDS = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+# Everything that could stay: handlers, children that left the session, the environment or their parent, a port, shared
+# memory. Each process notes its number in `pids`.
+CLINGING = """
+import atexit, json, multiprocessing, os, pathlib, signal, socket, subprocess, sys, tempfile, time
+from multiprocessing.shared_memory import SharedMemory
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, lambda *_: pathlib.Path("handled").touch())
+signal.signal(signal.SIGHUP, lambda *_: pathlib.Path("handled").touch())
+atexit.register(lambda: pathlib.Path("handled").touch())
+memory, lock = SharedMemory(create=True, size=100), multiprocessing.get_context("spawn").Lock()
+tempfile.mkstemp()
+server = socket.create_server(("127.0.0.1", 0))
+note = "import os, pathlib; pathlib.Path('pids', str(os.getpid())).touch(); os.execlp('sleep', 'sleep', '1000')"
+subprocess.Popen(["env", "-i", sys.executable, "-c", note], start_new_session=True)
+subprocess.Popen([sys.executable, "-E", "-c", f"import os; os.fork() and os._exit(0); os.setsid(); {note}"])
+subprocess.Popen(["bash", "-c", f'trap "" TERM; "{sys.executable}" -c "{note}"'])
+pathlib.Path("pids", str(os.getpid())).touch()
+shared = [memory.name, "sem." + lock._semlock.name.lstrip("/")]
+facts = {"port": server.getsockname()[1], "temporary": tempfile.gettempdir(), "shared": shared}
+pathlib.Path("facts.json").write_text(json.dumps(facts))
+try:
+    while True:
+        time.sleep(1)
+finally:
+    pathlib.Path("handled").touch()
+"""
+
+
+def lasting(left: Callable[[], list[str]]) -> list[str]:
+    """What is left for good: shared memory of other tests, which run at the same time, goes by itself."""
+    until = time.monotonic() + 20
+    while (found := left()) and time.monotonic() < until:
+        time.sleep(0.1)
+    return found
+
+
+class Clinging:
+    """What `CLINGING` has said of itself in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        (folder / "pids").mkdir()
+        (folder / "train.py").write_text(CLINGING)
+        (folder / "train.sh").write_text(f"{sys.executable} train.py\n")
+
+    @property
+    def pids(self) -> list[int]:
+        return [int(path.name) for path in (self._folder / "pids").iterdir()]
+
+    @property
+    def is_up(self) -> bool:
+        """Whether all that could stay is there; once true, it is for good."""
+        facts = self._folder / "facts.json"
+        if len(self.pids) < 4 or not facts.exists() or not facts.read_text():
+            return False
+        self.facts = json.loads((self._folder / "facts.json").read_text())
+        assert shared_memory().keys() >= set(self.facts["shared"])
+        assert all(map(psutil.pid_exists, self.pids))
+        return True
+
+    def left(self) -> list[str]:
+        """What is there of it."""
+        found = [f"process {pid}" for pid in self.pids if psutil.pid_exists(pid)]
+        found += [self.facts["temporary"]] if Path(self.facts["temporary"]).exists() else []
+        found += sorted(shared_memory().keys() & set(self.facts["shared"]))
+        found += ["a handler ran"] if (self._folder / "handled").exists() else []
+        try:
+            socket.create_server(("127.0.0.1", self.facts["port"])).close()
+        except OSError:
+            found.append("the port")
+        return found
+
+
+@pytest.mark.parametrize("command", [[sys.executable, "train.py"], ["bash", "train.sh"]], ids=["python", "shell"])
+def test_nothing_is_left_of_what_clings(tmp_path: Path, command: list[str]) -> None:
+    clinging = Clinging(tmp_path)
+    ran = run_command(command, is_enough=lambda _: clinging.is_up)
+    assert ran.ending == "measured"
+    assert lasting(clinging.left) == []
+
+
+def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
+    clinging = Clinging(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    parent = f"""
+import os, time
+from pathlib import Path
+from autotune_amp.core.job import Deadlines
+from autotune_amp.processes.process import Watcher
+from autotune_amp.command.running import run
+class Forks(Watcher):
+    def tick(self):
+        if Path("holder").exists():
+            return
+        if holder := os.fork():
+            Path("holder").write_text(str(holder))
+        else:  # holds open whatever the parent has open
+            time.sleep(1000)
+run(["bash", "train.sh"], environment=os.environ, agent={{}}, deadlines=Deadlines(whole_seconds=1000.0),
+    is_enough=lambda _: False, watcher=Forks(), folders=[Path({str(other)!r})],
+    memory=Path("made.json"), aside=Path("aside").absolute())
+"""
+    process = subprocess.Popen([sys.executable, "-c", parent], cwd=tmp_path)
+    until = time.monotonic() + GONE_SECONDS
+    while not clinging.is_up:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    started = psutil.Process(process.pid).children()
+    process.kill()
+    process.wait()
+    holder = int((tmp_path / "holder").read_text())
+    (keeper,) = [one for one in started if one.pid != holder]
+    try:
+        while (left := clinging.left()) or other.exists() or _is_alive(keeper):
+            assert time.monotonic() < until, left
+            time.sleep(0.05)
+    finally:
+        os.kill(holder, signal.SIGKILL)
+    assert (tmp_path / "aside/facts.json").exists()
+    assert not (tmp_path / "facts.json").exists()
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+LOOP = """
+import sys, torch
+from torch import nn
+
+def train():
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = torch.utils.data.TensorDataset(torch.randn(1024, 8))
+    {before}
+    while True:
+        for (x,) in torch.utils.data.DataLoader(data, batch_size=8, num_workers=2, multiprocessing_context={context!r}):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+
+if __name__ == "__main__":
+    train()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_nothing_is_left_of_ranks_and_loader_workers(tmp_path: Path, context: str) -> None:
+    before = "torch.distributed.init_process_group('gloo'); torch.multiprocessing.set_sharing_strategy('file_system')"
+    (tmp_path / "train.py").write_text(LOOP.format(before=before, context=context))
+    shared, temporary = shared_memory().keys(), set(Path(tempfile.gettempdir()).iterdir())
+    pids: set[int] = set()
+
+    def is_enough(heard: Heard) -> bool:
+        (keeper,) = (one for one in psutil.Process().children() if "keeper.py" in " ".join(one.cmdline()))
+        pids.update(one.pid for one in keeper.children(recursive=True))
+        return heard.num_steps >= 8
+
+    ran = run_command([*TORCHRUN, "train.py"], is_enough=is_enough)
+    assert ran.ending == "measured", ran.seen.printed
+    assert len(pids) >= 7, "a launcher, two ranks, two workers of each"
+    assert not any(map(psutil.pid_exists, pids))
+    assert not lasting(lambda: sorted(shared_memory().keys() - shared))
+    left = set(Path(tempfile.gettempdir()).iterdir()) - temporary
+    assert not [path for path in left if re.match("amp-|autotune", path.name)]
+    assert ran.kept == ()
+
+
+def test_a_python_that_is_not_guarded_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict, "UNOBSERVED_SECONDS", 0.5)
+    (tmp_path / "train.py").write_text("import time; time.sleep(1000)\n")
+    ending = run_command([sys.executable, "-E", "train.py"], deadlines=Deadlines()).ending
+    assert isinstance(ending, Failure)
+    assert ending.kind == "workload_error"
+    assert "-E" in ending.message
+
+
+def test_a_signal_that_was_dropped_ends_the_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune_amp.command.running.heed", Mock(side_effect=[None, None, KeyboardInterrupt]))
+    (tmp_path / "train.py").write_text("import os, time\nopen(f'{os.getpid()}.pid', 'w')\ntime.sleep(1000)\n")
+    with pytest.raises(KeyboardInterrupt):
+        run_command([sys.executable, "train.py"])
+    assert [path for path in tmp_path.glob("*.pid") if psutil.pid_exists(int(path.stem))] == []
+
+
+def test_it_trains_and_tells(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LOOP.format(before="", context="fork"))
+    ran = run_command([sys.executable, "train.py"])
+    assert ran.ending == "measured"
+    assert ran.heard.num_steps >= 8
+    assert ran.seen.status is None
+
+
+@pytest.mark.parametrize("temporary", ["short", "a" * 90])
+def test_where_temporary_files_are_far_down_its_sockets_still_open(
+    tmp_path: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, temporary: str
+) -> None:
+    (tmp_path / temporary).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / temporary))
+    (tmp_path / "train.py").write_text(
+        "import multiprocessing, torch\n"
+        "if __name__ == '__main__':\n"
+        "    print('went', multiprocessing.Manager().list([1]))\n"
+    )
+    with forked_programs(fork_server):
+        ran = run_command([sys.executable, "train.py"])
+    assert ran.heard.torches
+    assert "went" in ran.seen.printed
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "said"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "crash", ["SIGSEGV"]),
+        ("import sys; sys.exit(3)", "crash", ["status 3"]),
+        ("import no_such_module", "crash", ["status 1", "ModuleNotFoundError", "no_such_module", "train.py"]),
+        ("import argparse; argparse.ArgumentParser().parse_args(['--bs'])", "crash", ["status 2", "--bs"]),
+        ("print(input('continue?'))", "crash", ["EOFError", "argument"]),
+        ("import torch; input('continue?')", "workload_error", ["EOFError", "argument", "train.py"]),
+        ("import torch\ndef build(): torch.ones(2) @ torch.ones(3)\nbuild()", "workload_error", ["in build", "size"]),
+        (
+            "import socket\na = socket.create_server(('127.0.0.1', 0))\nsocket.create_server(a.getsockname())",
+            "crash",
+            ["{port}"],
+        ),
+        (
+            "import torch.distributed as d\na = d.TCPStore('127.0.0.1', 0, is_master=True)\n"
+            "d.TCPStore('127.0.0.1', a.port, is_master=True)",
+            "workload_error",
+            ["{port}"],
+        ),
+    ],
+)
+def test_how_it_failed_and_what_to_do(
+    tmp_path: Path, fork_server: ForkServer, script: str, kind: str, said: list[str]
+) -> None:
+    (tmp_path / "train.py").write_text(script + "\n")
+    with forked_programs(fork_server):
+        ending = run_command([sys.executable, "train.py"]).ending
+    assert isinstance(ending, Failure)
+    assert ending.kind == kind
+    assert all(word in f"{ending.message}\n{ending.details}" for word in said), ending
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["no-such-program", "train.py"], ["no-such-program", "bash -c"]),
+        (["./train.sh"], ["./train.sh", "`bash ./train.sh"]),
+        (["CUDA_VISIBLE_DEVICES=0", "python", "train.py"], ["`env CUDA_VISIBLE_DEVICES=0"]),
+    ],
+)
+def test_what_cannot_be_started(tmp_path: Path, command: list[str], said: list[str]) -> None:
+    (tmp_path / "train.sh").write_text("true\n")
+    with pytest.raises(WorkloadError) as refused:
+        run_command(command)
+    assert all(word in f"{refused.value.message} {refused.value.next_step}" for word in said)
+    assert not [one for one in psutil.Process().children() if "keeper.py" in " ".join(one.cmdline())]

@@ -1,0 +1,120 @@
+"""What of a live workload arrives in another process: a compiled model compiled, a wrapped one bare, or an error."""
+
+from __future__ import annotations
+
+import linecache
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autotune_amp import Workload
+from autotune_amp.core.errors import WorkloadError
+from autotune_amp.fingerprint import workload_parts
+from autotune_amp.processes.packing import pack, unpack
+
+
+class Net(nn.Module):
+    """Of our own: torch compiles its own modules as parts of others alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.linear(inputs)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of this process alone."""
+    store = dist.HashStore()  # type: ignore[attr-defined]  # its stubs do not export it
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def workload_of(model: Any, optimizer: Any = torch.optim.SGD) -> Workload:
+    return Workload(model, lambda model, batch: model(batch).sum(), lambda size: torch.randn(size, 4), optimizer)
+
+
+def arrived(model: Any, optimizer: Any = torch.optim.SGD) -> Any:
+    return unpack(pack(workload_of(model, optimizer)))
+
+
+def test_the_part_that_cannot_travel_is_named() -> None:
+    data: Any = [threading.Lock()]
+    with pytest.raises(WorkloadError, match=r"^workload\.data .*lock"):
+        pack(Workload(Net(), lambda model, batch: model(batch).sum(), data))
+
+
+def wrapped(model: nn.Module) -> Any:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_model_arrives_without_the_ddp_around_it_and_the_optimizer_is_its_own() -> None:
+    model = wrapped(nn.Linear(4, 1))
+    groups: list[dict[str, Any]] = [{"params": [model.module.weight], "lr": 0.1}, {"params": [model.module.bias]}]
+    optimizer = torch.optim.SGD(groups, lr=0.2)
+    found = arrived(model, optimizer)
+    assert type(found.model) is nn.Linear
+    assert [group["params"] for group in found.optimizer.param_groups] == [[found.model.weight], [found.model.bias]]
+    assert torch.equal(found.model.weight, model.module.weight)
+    of_bare, of_wrapped = (workload_parts(SimpleNamespace(model=each)) for each in (model.module, model))
+    assert of_bare == of_wrapped, "the fingerprint is that of the bare model too"
+
+
+@pytest.mark.usefixtures("group")
+def test_what_is_compiled_around_ddp_stays_so_and_what_is_in_place_is_refused() -> None:
+    found = arrived(torch.compile(wrapped(Net()), backend="eager")).model
+    assert isinstance(found, torch._dynamo.OptimizedModule)
+    assert type(found._orig_mod) is Net
+    inside, in_place, not_at_all = Net(), wrapped(Net()), Net()
+    not_at_all.compile(disable=True)
+    assert type(arrived(not_at_all).model) is Net
+    inside.compile(backend="eager")
+    in_place.compile(backend="eager")
+    for model in (inside, wrapped(inside), in_place):
+        with pytest.raises(WorkloadError, match=r"(?s)^workload\.model .*compiled in place.*Call compile\(\) inside"):
+            pack(workload_of(model))
+
+
+def sharded(model: nn.Module) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+
+@pytest.mark.usefixtures("group")
+def test_what_needs_the_process_group_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), sharded(nn.Linear(4, 1)))
+    with pytest.raises(WorkloadError, match=r"^workload\.model.* process group .*\n.*Pass the bare model"):
+        pack(workload_of(model))
+
+
+@pytest.mark.parametrize(
+    "file", ["/home/user/script.py", "<ipython-input-3-0a1b2c>", "/tmp/ipykernel_7/123.py", "<string>"]
+)
+def test_code_of_a_script_a_notebook_or_a_string_keeps_its_file_and_a_cells_text(
+    file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "def loss(model, batch):\n    return [part for part in batch][0] * 0\n"
+    is_cell = "ipy" in file  # IPython keeps the text of each of its cells
+    cached = {file: (len(text), None, text.splitlines(keepends=True), file)} if is_cell else {}
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(text, file, "exec"), names)
+    monkeypatch.setattr(linecache, "cache", cached)
+    packed = pack(Workload(lambda: nn.Linear(1, 1), names["loss"], lambda size: None))
+    monkeypatch.setattr(linecache, "cache", {})  # as another process has it
+    arrived: Any = unpack(packed)
+    code = arrived.loss.__code__
+    assert {code.co_filename, *(one.co_filename for one in code.co_consts if hasattr(one, "co_code"))} == {file}
+    assert linecache.getline(file, 2) == (text.splitlines(keepends=True)[1] if is_cell else "")
+    assert packed.count(b"[part for part in batch]") == is_cell

@@ -1,0 +1,119 @@
+"""What is left of a process under a keeper, whose search was killed or has ended: nothing, however it left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from autotune_amp.processes.local import LocalBackend, Payload
+from autotune_amp.processes.process import Watcher
+from autotune_amp.processes.program import Program, make_folder
+
+pytestmark = pytest.mark.usefixtures("nothing_left_at_once")
+GONE_SECONDS = 20.0
+SEARCH = """
+import sys
+from autotune_amp.processes.local import LocalBackend, Payload
+from autotune_amp.processes.process import Watcher
+LocalBackend(Payload(target="train:workload", path=tuple(sys.path)), {isolation!r}, Watcher()).load(1000)
+"""
+SLOW = "import os, pathlib, time; pathlib.Path({file!r}).write_text(str(os.getpid())); time.sleep(1000)\n"
+# Of a session and an environment of its own: neither a group nor a mark leads to it.
+ESCAPED = """
+import pathlib, subprocess, tempfile
+tempfile.mkdtemp()
+sleeper = subprocess.Popen(["/bin/sleep", "1000"], start_new_session=True, env={{}})
+pathlib.Path({file!r}).write_text(str(sleeper.pid))
+"""
+
+
+def eventually(is_so: Callable[[], object], what: str) -> None:
+    until = time.monotonic() + GONE_SECONDS
+    while not is_so():
+        assert time.monotonic() < until, what
+        time.sleep(0.05)
+
+
+def number_in(file: Path) -> int:
+    eventually(lambda: file.exists() and file.read_text(), "it was started")
+    return int(file.read_text())
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("isolation", ["forked", "kept"])
+@pytest.mark.parametrize("slow", ["torch", "train"])
+def test_a_search_that_is_killed_leaves_nothing_of_a_process_that_imports(
+    tmp_path: Path, isolation: str, slow: str
+) -> None:
+    """Before the server has said a word, and in the workload's own code."""
+    started, escaped = tmp_path / "started", tmp_path / "escaped"
+    text = ESCAPED.format(file=str(escaped)) + SLOW.format(file=str(started))
+    (tmp_path / f"{slow}.py").write_text(text)
+    search = subprocess.Popen(
+        [sys.executable, "-c", SEARCH.format(isolation=isolation)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    try:
+        importing, sleeper = number_in(started), number_in(escaped)
+        folder = Path(psutil.Process(importing).environ()["TMPDIR"])
+        assert folder.is_dir()
+    finally:
+        search.kill()
+        search.wait()
+    eventually(lambda: is_gone(importing) and is_gone(sleeper), "they went on")
+    eventually(lambda: not folder.exists(), "its temporary files are there")
+
+
+@pytest.mark.parametrize("isolation", ["forked", "kept"])
+def test_nothing_that_the_workloads_import_started_outlives_the_search(tmp_path: Path, isolation: str) -> None:
+    escaped = tmp_path / "escaped"
+    (tmp_path / "train.py").write_text(ESCAPED.format(file=str(escaped)) + "def workload(): ...\n")
+    payload = Payload(target="train:workload", path=(str(tmp_path), *sys.path))
+    with LocalBackend(payload, isolation, Watcher()) as backend:  # type: ignore[arg-type]
+        backend.load(100)
+        sleeper = number_in(escaped)
+        assert not is_gone(sleeper)
+    assert is_gone(sleeper)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_that_ends_every_process_of_a_job_leaves_the_keeper_its_work(tmp_path: Path, number: int) -> None:
+    escaped = tmp_path / "escaped"
+    text = ESCAPED.format(file=str(escaped)) + "import time; time.sleep(1000)"
+    null = subprocess.DEVNULL
+    folder = make_folder()
+    program = Program([sys.executable, "-c", text], os.environ, folder, stdin=null, stdout=null, stderr=null)
+    sleeper = number_in(escaped)
+    program.popen.send_signal(number)
+    program.end()
+    shutil.rmtree(folder)
+    assert is_gone(sleeper)
+
+
+def test_what_a_process_was_compiling_is_gone_with_it(tmp_path: Path) -> None:
+    """Where torch puts what its compilers write on the way; what was compiled is kept for the next process."""
+    (tmp_path / "train.py").write_text(
+        "import os, tempfile\n"
+        "from torch._inductor.runtime.cache_dir_utils import cache_dir\n"
+        f"open({str(tmp_path / 'said')!r}, 'w').write(tempfile.mkdtemp() + chr(10) + cache_dir())\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    payload = Payload(target="train:workload", path=(str(tmp_path), *sys.path))
+    with LocalBackend(payload, "kept", Watcher()) as backend, pytest.raises(Exception, match="SIGKILL"):
+        backend.load(100)
+    temporary, cache = (tmp_path / "said").read_text().splitlines()
+    assert not Path(temporary).parent.exists()
+    assert Path(cache).is_dir()

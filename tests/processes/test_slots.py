@@ -1,0 +1,288 @@
+"""Slots of this host: which there are, and real processes beside one another."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from backend_contract import BackendContract, Made
+from conftest import needs_two_cpus
+from forked_programs import forked_programs
+from forked_python import ForkServer
+from hypothesis import given
+from hypothesis import strategies as st
+from listening import Listener
+
+from autotune_amp.core.errors import InvalidRequestError, WorkloadError
+from autotune_amp.core.hardware import DeviceIdentity
+from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.setting import Setting
+from autotune_amp.hardware import nvml
+from autotune_amp.processes.local import LocalBackend, Payload, Slot
+from autotune_amp.processes.slots import WorkloadSlots, cards, shares_of_the_cpu
+from autotune_amp.trial.jobs import Check, Trial
+
+pytestmark = pytest.mark.usefixtures("nothing_left_at_once")
+
+# -- which there are ---------------------------------------------------------------------------------------------------
+
+CARDS = {"GPU-a": "NVIDIA A", "GPU-b": "NVIDIA A", "GPU-c": "NVIDIA B", "GPU-d": "NVIDIA A"}
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, ...]]:
+    """Four cards, one of them of another model; what is said of other processes on each."""
+    notes: dict[str, tuple[str, ...]] = {}
+    monkeypatch.setattr(nvml, "visible_uuids", lambda: tuple(CARDS))
+    monkeypatch.setattr(nvml, "process_notes", lambda uuid: notes.get(uuid, ()))
+    monkeypatch.setattr(
+        nvml,
+        "identity",
+        lambda index, uuid: DeviceIdentity(type="cuda", name=CARDS[uuid], num_cpus=8, total_memory_bytes=1),
+    )
+    return notes
+
+
+def test_all_cards_are_those_like_the_first_that_nobody_uses(host: dict[str, tuple[str, ...]]) -> None:
+    host["GPU-d"] = ("Process 7 holds 3.0 GiB on this card: its work slows what is measured.",)
+    found = cards("all")
+    assert [(slot.name, slot.uuid) for slot in found.slots] == [("cuda:0", "GPU-a"), ("cuda:1", "GPU-b")]
+    assert [note.partition(" ")[0] for note in found.notes] == ["cuda:2", "cuda:3"]
+    assert "NVIDIA B" in found.notes[0]
+    assert "Process 7" in found.notes[1]
+
+
+def test_the_first_card_is_searched_on_though_a_desktop_computes_there(host: dict[str, tuple[str, ...]]) -> None:
+    host["GPU-a"] = host["GPU-b"] = ("Process 7 computes.",)
+    found = cards("all")
+    assert [slot.name for slot in found.slots] == ["cuda:0", "cuda:3"]
+    assert found.notes[0] == "cuda:0: Process 7 computes."
+
+
+def test_cards_by_number_are_taken_as_they_are(host: dict[str, tuple[str, ...]]) -> None:
+    host["GPU-d"] = ("Process 7 computes.",)
+    found = cards((3, 1))
+    assert [(slot.name, slot.environment) for slot in found.slots] == [
+        ("cuda:3", {"CUDA_VISIBLE_DEVICES": "GPU-d"}),
+        ("cuda:1", {"CUDA_VISIBLE_DEVICES": "GPU-b"}),
+    ]
+
+
+@pytest.mark.parametrize(("devices", "said"), [((0, 2), "NVIDIA B"), ((0, 4), "GPU 4"), ((9,), "GPU 9")])
+def test_a_card_that_cannot_be_compared_or_is_not_there_is_refused(
+    host: Any, devices: tuple[int, ...], said: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=said):
+        cards(devices)
+
+
+def test_without_cards_the_option_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvml, "visible_uuids", tuple)
+    with pytest.raises(InvalidRequestError, match="NVML"):
+        cards("all")
+
+
+@given(cpus=st.sets(st.integers(0, 200), min_size=1, max_size=64), num_slots=st.integers(1, 64))
+def test_shares_of_the_cpu_are_equal_and_have_no_cpu_in_common(cpus: set[int], num_slots: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda pid: cpus, raising=False)
+        if num_slots > len(cpus):
+            with pytest.raises(InvalidRequestError):
+                shares_of_the_cpu(num_slots)
+            return
+        slots = shares_of_the_cpu(num_slots).slots
+    taken = [cpu for slot in slots for cpu in slot.cpus]
+    assert len(slots) == len({slot.name for slot in slots}) == num_slots
+    assert len(taken) == len(set(taken)) == num_slots * (len(cpus) // num_slots)
+    assert set(taken) <= cpus
+
+
+# -- beside one another ------------------------------------------------------------------------------------------------
+
+# What a batch does is said by its size; two that meet wait for each other's file.
+WORKLOAD = """
+import os, sys, time
+import torch
+from pathlib import Path
+from torch import nn
+from autotune_amp import Workload
+
+HERE = Path(__file__).parent
+
+def loss(model, batch):
+    size = len(batch)
+    if size == 3:
+        raise ValueError("three")
+    if size == 5:
+        os._exit(7)
+    if size == 6:
+        time.sleep(1000)
+    if size in (8, 9):
+        (HERE / f"met-{size}").touch()
+        while not (HERE / f"met-{17 - size}").exists():
+            time.sleep(0.01)
+    print("on", sorted(os.sched_getaffinity(0)), "with", torch.get_num_threads(), "in", os.getpid())
+    return model(batch).square().mean()
+
+def workload():
+    torch.set_num_threads(2)
+    return Workload(lambda: nn.Linear(4, 1), loss, lambda size: torch.ones(size, 4))
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trials_are_forked(fork_server: ForkServer) -> Iterator[None]:
+    with forked_programs(fork_server):
+        yield
+
+
+class Heard(Listener):
+    """Which thread told it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[threading.Thread] = set()
+
+    def step(self, num_steps: int, step_seconds: float) -> None:
+        self.threads.add(threading.current_thread())
+
+    def output(self, text: str) -> None:
+        self.threads.add(threading.current_thread())
+        super().output(text)
+
+
+class Opened:
+    """A workload that is open on two shares of the CPU."""
+
+    def __init__(self, folder: Path, text: str = WORKLOAD) -> None:
+        (folder / "train.py").write_text(text)
+        self.slots = shares_of_the_cpu(2).slots
+        self.listeners = [Heard(), Heard()]
+        payload = Payload(target="train:workload", path=(str(folder), *sys.path))
+        self.backend = WorkloadSlots(
+            self.slots,
+            lambda slot, watcher: LocalBackend(payload, None, watcher, slot=slot),
+            lambda slot: self.listeners[self.slots.index(slot)],
+        )
+        self.state: dict[str, Any] = {}
+
+    def open(self) -> None:
+        self.backend.load(60)
+        self.state = self.backend.open("cpu", None, 60).torch_state
+        self.backend.open_others(60)
+
+    def trial(self, batch_size: int = 4, **fields: Any) -> Trial:
+        candidate = Setting(precision="fp32", batch_size=batch_size)
+        return Trial(candidate=candidate, device="cpu", torch_state=self.state, num_steps=(1, 1), **fields)
+
+    def submit(self, batch_size: int, place: int, **fields: Any) -> Any:
+        return self.backend.submit(self.trial(batch_size, **fields), self.slots[place])
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Opened]:
+    made = Opened(tmp_path)
+    with made.backend:
+        made.open()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    made = Opened(tmp_path_factory.mktemp("slots"))
+    with made.backend:
+        made.open()
+        yield made
+
+
+def made_of(opened: Opened) -> Made:
+    setting = Setting(precision="bf16", batch_size=4)
+    check = Check(what="fidelity", candidate=setting, device="cpu", torch_state=opened.state)
+    return Made(opened.backend, opened.trial(), opened.trial(3), "workload_error", check)
+
+
+@needs_two_cpus
+class TestSlots(BackendContract):
+    @pytest.fixture
+    def made(self, shared: Opened) -> Made:
+        return made_of(shared)
+
+    @pytest.fixture
+    def new(self, own: Opened) -> Made:
+        return made_of(own)
+
+
+@needs_two_cpus
+def test_two_jobs_run_at_the_same_time_and_what_they_tell_arrives_in_this_thread(shared: Opened) -> None:
+    handles = [shared.submit(8, 0, deadline_seconds=60.0), shared.submit(9, 1, deadline_seconds=60.0)]
+    first = shared.backend.wait(handles)
+    assert first in handles
+    assert all(isinstance(handle.result(), Measurement) for handle in handles), "they met"
+    assert all(listener.threads == {threading.current_thread()} for listener in shared.listeners)
+
+
+@needs_two_cpus
+def test_each_has_its_cpus_and_as_many_threads(shared: Opened) -> None:
+    for place, slot in enumerate(shared.slots):
+        assert isinstance(shared.submit(4, place).result(), Measurement)
+        said = re.findall(r"on (\[.*?\]) with (\d+)", shared.listeners[place].text)
+        assert said[-1] == (str(list(slot.cpus)), str(min(2, len(slot.cpus))))
+
+
+@needs_two_cpus
+def test_the_first_to_end_is_returned_first_and_one_that_dies_leaves_the_other_alone(shared: Opened) -> None:
+    dying, hanging = shared.submit(5, 0), shared.submit(6, 1, deadline_seconds=8.0)
+    assert shared.backend.wait([hanging, dying]) is dying
+    assert isinstance(dying.result(), Failure)
+    assert isinstance(shared.submit(4, 0).result(), Measurement), "the slot goes on"
+    assert hanging.result().kind == "timeout"
+
+
+@needs_two_cpus
+def test_closed_it_ends_what_runs_at_once(own: Opened) -> None:
+    def living() -> set[int]:
+        return {process.pid for process in psutil.Process().children(recursive=True)}
+
+    before = living()  # that it is forked from, and what other tests keep
+    for place in (0, 1):
+        own.submit(6, place)
+    until = time.monotonic() + 30
+    while len(living() - before) < 2 and time.monotonic() < until:
+        time.sleep(0.02)
+    assert len(trials := living() - before) >= 2
+    began = time.monotonic()
+    own.backend.close()
+    assert time.monotonic() - began < 10
+    assert not living() & trials
+    assert len(living()) <= len(before) - 2
+
+
+@needs_two_cpus
+def test_what_cannot_be_loaded_on_another_slot_is_an_error_of_this_thread(tmp_path: Path) -> None:
+    text = WORKLOAD + (
+        "\nmark = HERE / 'loaded'\nif mark.exists():\n    raise RuntimeError('only once')\nmark.touch()\n"
+    )
+    made = Opened(tmp_path, text)
+    with made.backend, pytest.raises(WorkloadError, match="only once"):
+        made.open()
+
+
+def test_a_slot_s_card_is_all_that_its_processes_see(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WORKLOAD.replace('print("on"', 'print(os.environ["CUDA_VISIBLE_DEVICES"], "on"'))
+    payload, listener = Payload(target="train:workload", path=(str(tmp_path), *sys.path)), Heard()
+    slot = Slot("cpu", "cuda:3", uuid="GPU-d")
+    with LocalBackend(payload, None, listener, slot=slot) as backend:
+        backend.load(60)
+        state = backend.open("cpu", None, 60).torch_state
+        candidate = Setting(precision="fp32", batch_size=4)
+        trial = Trial(candidate=candidate, device="cpu", torch_state=state, num_steps=(1, 1))
+        assert isinstance(backend.submit(trial, slot).result(), Measurement)
+    assert "GPU-d on" in listener.text
