@@ -10,11 +10,11 @@ suggests the nearest name. Doubled braces, as in `{{epoch}}`, reach the training
 `recommend_config(LaunchLine.of("python train.py --bs {batch_size=32}"))`.
 
 **Trials.** Each trial runs the command itself with a few hooks in it (`autotune_amp/command/agent`), until its steps
-are measured; then the command and every process that it started are killed. Its output is shown if it fails. The first run
-is the command as it is today; the next runs use another precision and, where other batch sizes may be tried, another
-batch size. Both count as trials. A placeholder that does not reach the training code is an error that names the value
-asked for and the value seen. A precision that the command refuses, or in which it is hopelessly slow, is left out with
-a warning.
+are measured; then the command and every process that it started are killed. Its output is shown if it fails. The first
+run is the command as it is today; the next runs use another precision and, where other batch sizes may be tried,
+another batch size. Both count as trials. A placeholder that does not reach the training code is an error that names the
+value asked for and the value seen. A precision that the command refuses, or in which it is hopelessly slow, is left out
+with a warning.
 
 **Fidelity.** Whether a precision is faithful is judged inside the command, by the gradients of the same batches on the
 same first weights. A model that is loaded in bf16 is compared with its weights raised to fp32; its rows called fp32
