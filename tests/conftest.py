@@ -31,6 +31,7 @@ import numpy as np
 import psutil
 import pytest
 from forked_python import ForkServer
+from ray_nodes import RayCluster
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -53,8 +54,11 @@ needs_two_cpus = pytest.mark.skipif(
 # was set outside stands. Before anything imports torch, which reads it once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Before a test's own takes its place.
+TEMPORARY = tempfile.gettempdir()
+
 # The compiler's cache is meant to outlive a process, and the folder for temporary files that a test has.
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{TEMPORARY}/torchinductor_{os.getuid()}")
 
 # Started in the background of a shell, pytest ignores Ctrl-C, and so would every command that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -150,12 +154,25 @@ def fork_server() -> Iterator[ForkServer]:
     server.close()
 
 
+clusters: list[RayCluster] = []  # serve tests until the session ends
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[RayCluster]:
+    """A Ray cluster for all tests, whose head runs no trials: each test adds its own nodes, and removes them."""
+    with RayCluster(folder=TEMPORARY, num_cpus=0) as cluster:
+        clusters.append(cluster)
+        yield cluster
+        clusters.remove(cluster)
+
+
 @pytest.fixture(scope="module")
 def nothing_left_at_once() -> Iterator[None]:
     """No process or thread, of any kind, is there when the tests of a file are over; nobody waits for its end."""
     before = threading.active_count()
     yield
-    assert [child for child in psutil.Process().children(recursive=True) if child.pid not in standing] == []
+    serving = standing.union(*(cluster.processes() for cluster in clusters))
+    assert [child for child in psutil.Process().children(recursive=True) if child.pid not in serving] == []
     assert threading.active_count() == before
 
 
@@ -179,8 +196,9 @@ def _left_beside(before: set[str]) -> set[str]:
 def _living() -> Iterator[str]:
     """This process's children and those of the fork server, and threads; without the one that multiprocessing keeps."""
     servers = [psutil.Process(pid) for pid in standing]
+    serving = standing.union(*(cluster.processes() for cluster in clusters))
     for process in itertools.chain.from_iterable(each.children() for each in [psutil.Process(), *servers]):
-        if process.pid in standing:
+        if process.pid in serving:
             continue
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             command = " ".join(process.cmdline())
@@ -356,7 +374,7 @@ def shared_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return once
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     """A real headless Chromium."""
     from playwright.sync_api import sync_playwright

@@ -24,8 +24,8 @@ temporary, nodes = sys.argv[1], {}
 cluster = Cluster()
 for line in sys.stdin:
     what = json.loads(line)
-    if "kill" in what:
-        cluster.remove_node(nodes.pop(what["kill"]), allow_graceful=False)
+    if "end" in what:
+        cluster.remove_node(nodes.pop(what["end"]), allow_graceful=what["in_peace"])
         said = None
     else:
         environment, affinity = dict(os.environ), os.sched_getaffinity(0)
@@ -44,12 +44,12 @@ cluster.shutdown()
 """
 
 
-class RayNodes:
-    """Starts with one node, the head; as a context manager it ends all of them."""
+class RayCluster:
+    """A cluster of one node, the head; as a context manager it ends all nodes."""
 
-    def __init__(self, **first: Any) -> None:
+    def __init__(self, folder: str | None = None, **head: Any) -> None:
         # The paths of sockets allow for about a hundred characters.
-        self._temporary = tempfile.mkdtemp(prefix="r", dir=tempfile.gettempdir())
+        self._temporary = tempfile.mkdtemp(prefix="r", dir=folder or tempfile.gettempdir())
         Path(self._temporary, "ray").mkdir()
         self._popen = subprocess.Popen(
             [sys.executable, "-c", _SERVER, self._temporary],
@@ -68,7 +68,7 @@ class RayNodes:
         self.address = ""
         self._num_added = 0
         try:
-            self.head = self.add(**first)
+            self.head = self.add(**head)
         except BaseException:
             self.close()
             raise
@@ -85,7 +85,16 @@ class RayNodes:
 
     def kill(self, node: str) -> None:
         """As a host that is switched off."""
-        self._say({"kill": node})
+        self._say({"end": node, "in_peace": False})
+
+    def remove(self, node: str) -> None:
+        """As a host whose administrator takes it out of the cluster."""
+        self._say({"end": node, "in_peace": True})
+
+    def processes(self) -> set[int]:
+        """The numbers of all processes of the cluster."""
+        server = psutil.Process(self._popen.pid)
+        return {server.pid, *(process.pid for process in server.children(recursive=True))}
 
     def trials(self) -> list[psutil.Process]:
         """The processes of searches that run on the nodes."""
@@ -109,7 +118,7 @@ class RayNodes:
             self._popen.stdout.close()
             shutil.rmtree(self._temporary, ignore_errors=True)
 
-    def __enter__(self) -> RayNodes:
+    def __enter__(self) -> RayCluster:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -123,6 +132,36 @@ class RayNodes:
         line = self._popen.stdout.readline()
         assert line, "the process that has the nodes died"
         return json.loads(line)
+
+
+class RayNodes:
+    """The nodes of one test on a cluster that other tests use too; as a context manager it removes them."""
+
+    def __init__(self, cluster: RayCluster) -> None:
+        self._cluster = cluster
+        self.address = cluster.address
+        self._nodes: list[str] = []
+
+    def add(self, *arguments: Any, **options: Any) -> str:
+        """Starts a node, as `RayCluster.add` does."""
+        self._nodes.append(self._cluster.add(*arguments, **options))
+        return self._nodes[-1]
+
+    def kill(self, node: str) -> None:
+        """As a host that is switched off."""
+        self._nodes.remove(node)
+        self._cluster.kill(node)
+
+    def trials(self) -> list[psutil.Process]:
+        """The processes of searches that run on the cluster."""
+        return self._cluster.trials()
+
+    def __enter__(self) -> RayNodes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for node in self._nodes:
+            self._cluster.remove(node)
 
 
 def with_module(folder: Path, name: str, text: str) -> dict[str, str]:

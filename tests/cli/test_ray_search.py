@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import CommandLine
-from ray_nodes import RayNodes
+from ray_nodes import RayCluster, RayNodes
 from real_searches import FP32, WORKLOADS, lines, wait_for_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.real_time]
@@ -38,15 +38,20 @@ OPTIONS = (
 )
 
 
-@pytest.fixture
-def nodes(cli: CommandLine) -> Iterator[RayNodes]:
+@pytest.fixture(autouse=True)
+def _workloads(cli: CommandLine) -> None:
     cli.write("train.py", WORKLOADS + SLOWLY)
-    cli.environment["RAY_gcs_rpc_server_reconnect_timeout_s"] = "5"
-    with RayNodes() as made:
+
+
+@pytest.fixture
+def nodes(ray_cluster: RayCluster) -> Iterator[RayNodes]:
+    """One node."""
+    with RayNodes(ray_cluster) as made:
+        made.add()
         yield made
 
 
-def start(cli: CommandLine, nodes: RayNodes, target: str = "plain") -> subprocess.Popen[str]:
+def start(cli: CommandLine, nodes: RayNodes | RayCluster, target: str = "plain") -> subprocess.Popen[str]:
     return cli.start("search", f"train.py:{target}", *OPTIONS, "--ray", nodes.address, "--json")
 
 
@@ -80,23 +85,23 @@ def test_a_node_is_killed_and_another_one_comes(cli: CommandLine, nodes: RayNode
 
 
 def test_the_head_is_killed_and_what_was_measured_is_kept(cli: CommandLine, nodes: RayNodes) -> None:
-    process = start(cli, nodes)
-    wait_for_lines(cli, process, 4)
-    nodes.kill(nodes.head)
-    document, err = ended(process, 130)
-    assert document["best"] is not None, "the best so far"
-    assert "lost" in document["error"]["message"], err
-    known = lines(cli)
-    assert len(known) >= 4
-    document, err = ended(start(cli, nodes), 2)
-    assert "ray start" in document["error"]["next_step"], err
-    with RayNodes() as others:
-        process = start(cli, others)
-        ended(process, 0)
-        found = lines(cli)
-        assert found[: len(known)] == known
-        assert len({line["number"] for line in found}) == len(found)
-        assert len(found) > len(known)
+    cli.environment["RAY_gcs_rpc_server_reconnect_timeout_s"] = "5"
+    with RayCluster() as cluster:
+        process = start(cli, cluster)
+        wait_for_lines(cli, process, 4)
+        cluster.kill(cluster.head)
+        document, err = ended(process, 130)
+        assert document["best"] is not None, "the best so far"
+        assert "lost" in document["error"]["message"], err
+        known = lines(cli)
+        assert len(known) >= 4
+        document, err = ended(start(cli, cluster), 2)
+        assert "ray start" in document["error"]["next_step"], err
+    ended(start(cli, nodes), 0)
+    found = lines(cli)
+    assert found[: len(known)] == known
+    assert len({line["number"] for line in found}) == len(found)
+    assert len(found) > len(known)
 
 
 def test_the_coordinator_is_killed_and_the_same_command_goes_on(cli: CommandLine, nodes: RayNodes) -> None:

@@ -17,11 +17,12 @@ import pytest
 from backend_contract import BackendContract, Made
 from conftest import needs_two_cpus
 from listening import Listener
-from ray_nodes import RayNodes, with_module
+from ray_nodes import RayCluster, RayNodes, with_module
 
 from autotune_amp.core.errors import ClusterLostError, InvalidRequestError, WorkloadError
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
+from autotune_amp.distributed import free_port
 from autotune_amp.processes.local import Payload, Slot, SlotLostError
 from autotune_amp.processes.on_ray import backend as on_node
 from autotune_amp.processes.on_ray import slots as ray_slots
@@ -75,14 +76,14 @@ PLAIN = "FLAVOUR = 'plain'\n"
 class Opened:
     """A workload of a working directory on a cluster."""
 
-    def __init__(self, folder: Path, nodes: RayNodes, num_ranks: int = 1) -> None:
+    def __init__(self, folder: Path, address: str, num_ranks: int = 1) -> None:
         folder.mkdir(exist_ok=True)
         (folder / "train.py").write_text(WORKLOAD)
         self.listeners: dict[str | None, Listener] = {}
         self.notes: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)
-            self.cluster = Cluster(nodes.address, sends_directory=True, excludes=[])
+            self.cluster = Cluster(address, sends_directory=True, excludes=[])
         payload = Payload(target="train.py:workload", path=())
         self.places = OnRay(self.cluster, "cpu", num_ranks, payload, self.listener, self.notes.append)
         self.state: dict[str, Any] = {}
@@ -145,24 +146,27 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def nodes(stack: ExitStack, environment: dict[str, str]) -> RayNodes:
-    return stack.enter_context(RayNodes(environment={**environment, "NODE": "head"}))
+def nodes(stack: ExitStack, ray_cluster: RayCluster) -> RayNodes:
+    """None yet."""
+    return stack.enter_context(RayNodes(ray_cluster))
 
 
 @pytest.fixture
 def two(tmp_path: Path, stack: ExitStack, nodes: Any, environment: dict[str, str]) -> Opened:
     """Opened on two nodes, of which `other` may be killed."""
+    nodes.add({**environment, "NODE": "first"})
     nodes.other = nodes.add({**environment, "NODE": "other"})
-    return stack.enter_context(Opened(tmp_path / "work", nodes)).open()
+    return stack.enter_context(Opened(tmp_path / "work", nodes.address)).open()
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    """On a cluster of its own: the nodes of other tests would be taken for its own."""
     folder = tmp_path_factory.mktemp("ray")
     environment = {"HERE": str(folder), **with_module(folder / "plain", "flavour", PLAIN)}
-    with RayNodes(environment={**environment, "NODE": "head"}) as nodes:
+    with RayCluster(environment={**environment, "NODE": "first"}) as nodes:
         nodes.add({**environment, "NODE": "other"})
-        with Opened(folder / "work", nodes) as made:
+        with Opened(folder / "work", nodes.address) as made:
             yield made.open()
 
 
@@ -191,7 +195,7 @@ def test_two_jobs_run_at_the_same_time_and_each_is_heard_by_its_slot_s_listener(
     handles = [shared.submit(8, first, deadline_seconds=60.0), shared.submit(9, second, deadline_seconds=60.0)]
     assert shared.backend.wait(handles) in handles
     assert all(isinstance(handle.result(), Measurement) for handle in handles), "they met"
-    assert {shared.where(first), shared.where(second)} == {"head", "other"}
+    assert {shared.where(first), shared.where(second)} == {"first", "other"}
     assert first.name != second.name
 
 
@@ -223,12 +227,12 @@ def test_a_node_that_is_killed_in_a_job_is_no_slot_any_more_and_one_that_comes_l
         job.result()
     assert lost.value.slot == slot
     (left,) = two.backend.slots
-    assert two.where(left) == "head"
+    assert two.where(left) == "first"
     assert any(str(slot.name) in note for note in two.notes)
     two.wait_until(lambda: not any(psutil.pid_exists(pid) for pid in hanging(tmp_path)))
     nodes.add({**environment, "NODE": "later"})
     two.wait_until(lambda: len(two.backend.slots) == 2)
-    assert {two.where(slot) for slot in two.backend.slots} == {"head", "later"}
+    assert {two.where(slot) for slot in two.backend.slots} == {"first", "later"}
 
 
 def test_what_ended_on_a_killed_node_and_was_not_heard_is_lost_too(two: Opened, nodes: Any) -> None:
@@ -246,11 +250,10 @@ def test_what_ended_on_a_killed_node_and_was_not_heard_is_lost_too(two: Opened, 
 
 
 def test_when_the_last_node_is_lost_another_one_is_waited_for(
-    tmp_path: Path, stack: ExitStack, environment: dict[str, str]
+    tmp_path: Path, stack: ExitStack, nodes: RayNodes, environment: dict[str, str]
 ) -> None:
-    nodes = stack.enter_context(RayNodes(num_cpus=0))  # a head that has none to give
     first = nodes.add({**environment, "NODE": "first"})
-    opened = stack.enter_context(Opened(tmp_path / "work", nodes)).open()
+    opened = stack.enter_context(Opened(tmp_path / "work", nodes.address)).open()
     job = opened.submit(6)
     opened.wait_until(lambda: hanging(tmp_path))
     nodes.kill(first)
@@ -272,12 +275,13 @@ def test_nodes_that_are_unlike_the_first_are_left_out_and_it_is_said_why(
         "Metadata-Version: 2.1\nName: torchao\nVersion: 99.0\n"
     )
     other_code = with_module(tmp_path / "code", "flavour", f"{PLAIN}MORE = 1\n")
+    nodes.add(environment)
     nodes.add({**here, **library})
     nodes.add({**here, **other_code})
     nodes.add({**here, **with_module(tmp_path / "broken", "flavour", "FLAVOUR = 'broken'\n")})
     nodes.add({**environment, "MKL_DEBUG_CPU_TYPE": "5"})
     nodes.add(environment, cpus=[min(os.sched_getaffinity(0))])
-    opened = stack.enter_context(Opened(tmp_path / "work", nodes)).open()
+    opened = stack.enter_context(Opened(tmp_path / "work", nodes.address)).open()
     assert len(opened.backend.slots) == 1
     said = "\n".join(opened.notes)
     for reason in ("version of torchao", "flavour", "no data here", "MKL_DEBUG_CPU_TYPE", "CPUs"):
@@ -286,24 +290,24 @@ def test_nodes_that_are_unlike_the_first_are_left_out_and_it_is_said_why(
 
 
 def test_where_the_first_node_cannot_load_the_next_one_does_and_where_none_can_it_is_the_user_s_error(
-    tmp_path: Path, stack: ExitStack, environment: dict[str, str]
+    tmp_path: Path, stack: ExitStack, nodes: RayNodes, environment: dict[str, str]
 ) -> None:
     broken = {**environment, **with_module(tmp_path / "broken", "flavour", "FLAVOUR = 'broken'\n")}
-    nodes = stack.enter_context(RayNodes(environment=broken))
-    with Opened(tmp_path / "work", nodes) as opened, pytest.raises(WorkloadError, match="no data here"):
+    nodes.add(broken)
+    with Opened(tmp_path / "work", nodes.address) as opened, pytest.raises(WorkloadError, match="no data here"):
         opened.open()
     nodes.add({**environment, "NODE": "whole"})
-    opened = stack.enter_context(Opened(tmp_path / "work", nodes)).open()
+    opened = stack.enter_context(Opened(tmp_path / "work", nodes.address)).open()
     (slot,) = opened.backend.slots
     assert opened.where(slot) == "whole"
 
 
 def test_a_node_whose_disk_is_full_is_given_up(
-    tmp_path: Path, stack: ExitStack, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stack: ExitStack, nodes: RayNodes, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = with_module(tmp_path / "full", "flavour", "FLAVOUR = 'full'\n")
-    nodes = stack.enter_context(RayNodes(environment={**environment, **full}))
-    opened = stack.enter_context(Opened(tmp_path / "work", nodes)).open()
+    nodes.add({**environment, **full})
+    opened = stack.enter_context(Opened(tmp_path / "work", nodes.address)).open()
     monkeypatch.setattr(ray_slots, "START_SECONDS", 1.0)
     with pytest.raises(ClusterLostError, match="No space left"):
         opened.submit(7).result()
@@ -345,10 +349,11 @@ def until_gone(folder: Path) -> None:
 
 
 def test_when_the_head_is_killed_that_is_said_and_nothing_of_ours_is_left(
-    tmp_path: Path, stack: ExitStack, nodes: RayNodes, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stack: ExitStack, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
-    opened = stack.enter_context(Opened(tmp_path / "work", nodes)).open()
+    nodes = stack.enter_context(RayCluster(environment=environment))
+    opened = stack.enter_context(Opened(tmp_path / "work", nodes.address)).open()
     job = opened.submit(6)
     opened.wait_until(lambda: hanging(tmp_path))
     nodes.kill(nodes.head)
@@ -367,10 +372,10 @@ def test_closing_in_a_job_ends_it_on_the_node(two: Opened, tmp_path: Path) -> No
 
 @needs_two_cpus
 def test_the_ranks_of_a_trial_train_together_on_one_node(
-    tmp_path: Path, stack: ExitStack, environment: dict[str, str]
+    tmp_path: Path, stack: ExitStack, nodes: RayNodes, environment: dict[str, str]
 ) -> None:
-    nodes = stack.enter_context(RayNodes(environment=environment, num_cpus=2))
-    opened = stack.enter_context(Opened(tmp_path / "work", nodes, num_ranks=2)).open()
+    nodes.add(environment, num_cpus=2)
+    opened = stack.enter_context(Opened(tmp_path / "work", nodes.address, num_ranks=2)).open()
     described = opened.backend.submit(Describe(device="cpu", torch_state=opened.state)).result()
     assert not isinstance(described, Failure)
     assert described.num_ranks == 2
@@ -380,8 +385,6 @@ def test_the_ranks_of_a_trial_train_together_on_one_node(
 
 
 def test_where_there_is_no_cluster_the_request_is_refused(tmp_path: Path, stack: ExitStack) -> None:
-    nobody = RayNodes()
-    nobody.close()
-    opened = stack.enter_context(Opened(tmp_path / "work", nobody))
+    opened = stack.enter_context(Opened(tmp_path / "work", f"127.0.0.1:{free_port()}"))
     with pytest.raises(InvalidRequestError, match="ray start"):
         opened.places.backend()
