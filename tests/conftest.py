@@ -154,16 +154,16 @@ def fork_server() -> Iterator[ForkServer]:
     server.close()
 
 
-clusters: list[RayCluster] = []  # serve tests until the session ends
+families: set[int] = set()  # numbers of processes that, with all their children, serve tests until the session ends
 
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[RayCluster]:
     """A Ray cluster for all tests, whose head runs no trials: each test adds its own nodes, and removes them."""
     with RayCluster(folder=TEMPORARY, num_cpus=0) as cluster:
-        clusters.append(cluster)
+        families.add(cluster.pid)
         yield cluster
-        clusters.remove(cluster)
+        families.remove(cluster.pid)
 
 
 @pytest.fixture(scope="module")
@@ -171,8 +171,10 @@ def nothing_left_at_once() -> Iterator[None]:
     """No process or thread, of any kind, is there when the tests of a file are over; nobody waits for its end."""
     before = threading.active_count()
     yield
-    serving = standing.union(*(cluster.processes() for cluster in clusters))
-    assert [child for child in psutil.Process().children(recursive=True) if child.pid not in serving] == []
+    served = (
+        standing | families | {child.pid for pid in families for child in psutil.Process(pid).children(recursive=True)}
+    )
+    assert [child for child in psutil.Process().children(recursive=True) if child.pid not in served] == []
     assert threading.active_count() == before
 
 
@@ -196,9 +198,8 @@ def _left_beside(before: set[str]) -> set[str]:
 def _living() -> Iterator[str]:
     """This process's children and those of the fork server, and threads; without the one that multiprocessing keeps."""
     servers = [psutil.Process(pid) for pid in standing]
-    serving = standing.union(*(cluster.processes() for cluster in clusters))
     for process in itertools.chain.from_iterable(each.children() for each in [psutil.Process(), *servers]):
-        if process.pid in serving:
+        if process.pid in standing | families:
             continue
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             command = " ".join(process.cmdline())
@@ -374,9 +375,9 @@ def shared_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return once
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """A real headless Chromium."""
+    """A real headless Chromium. For one file: playwright's event loop counts as running meanwhile, also for others."""
     from playwright.sync_api import sync_playwright
 
     executable = shutil.which("chromium-headless-shell") or shutil.which("chromium")

@@ -73,6 +73,11 @@ class RayCluster:
             self.close()
             raise
 
+    @property
+    def pid(self) -> int:
+        """The number of the process whose children are the nodes."""
+        return self._popen.pid
+
     def add(
         self, environment: Mapping[str, str] | None = None, num_cpus: int = 1, cpus: Sequence[int] | None = None
     ) -> str:
@@ -90,11 +95,6 @@ class RayCluster:
     def remove(self, node: str) -> None:
         """As a host whose administrator takes it out of the cluster."""
         self._say({"end": node, "in_peace": True})
-
-    def processes(self) -> set[int]:
-        """The numbers of all processes of the cluster."""
-        server = psutil.Process(self._popen.pid)
-        return {server.pid, *(process.pid for process in server.children(recursive=True))}
 
     def trials(self) -> list[psutil.Process]:
         """The processes of searches that run on the nodes."""
