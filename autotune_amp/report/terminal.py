@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from autotune_amp.core.recommendation import CandidateRow, Recommendation
 
 
-# Facts that the panel or the lines below it show already.
-_IN_ANSWER = ("config", "speed", "speed-up", "memory", "reason", "warning")
-
-
 def print_recommendation(recommendation: Recommendation, console: Console, path: str | None = None) -> None:
     """Print the answer with the lines to copy, the warnings, the candidates that ran, and the evidence.
 
@@ -50,8 +46,7 @@ def print_recommendation(recommendation: Recommendation, console: Console, path:
         for cells in tried:
             table.add_row(*map(Text, cells))
         console.print(table)
-    told = [fact for fact in recommendation.facts() if fact[0] not in _IN_ANSWER]
-    told += [("files", one_line(text)) for text in search.files]
+    told = [*recommendation.further_facts(), *(("files", one_line(text)) for text in search.files)]
     if untried := rows.untried_line(recommendation):
         told.append(("not tried", untried))
     on = f"{hardware.device} ({one_line(hardware.identity.name)})"
