@@ -74,7 +74,18 @@ from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Description, Fidelity
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.text import count, duration, module_names, number, one_line, rate, shell_line, size, times
+from autotune_amp.core.text import (
+    count,
+    duration,
+    in_python,
+    module_names,
+    number,
+    one_line,
+    rate,
+    shell_line,
+    size,
+    times,
+)
 
 FORMAT = 1
 MAX_WARNINGS = 3  # more are not read
@@ -312,7 +323,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
     def explain(self) -> str:
         """Return the answer, the variables to set, the warnings and further facts as a few lines of plain text."""
         exports = [("before Python starts", line) for line in explain.export_lines(self.config)]
-        warnings = [("warning", one_line(warning)) for warning in self.warnings]
+        warnings = [("warning", in_python(one_line(warning))) for warning in self.warnings]
         lines = [*self.answer(), *exports, *warnings, *self.further_facts()]
         return "\n".join(f"{label}: {text}" for label, text in lines)
 

@@ -93,11 +93,11 @@ def test_a_dataset_too_small_for_larger_batches_is_profiled_at_its_own() -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_batches": 0}, "--batches is 0"),
-        ({"batch_size": 2.5}, "--batch-size is 2.5"),
+        ({"num_batches": 0}, "num_batches is 0"),
+        ({"batch_size": 2.5}, "batch_size is 2.5"),
         ({"precision": "half"}, "'half'"),
-        ({"device": "gpu"}, "--device is 'gpu'"),
-        ({"trace": "no/such/folder/trace.json"}, "--trace is 'no/such/folder/trace.json'"),
+        ({"device": "gpu"}, "device is 'gpu'"),
+        ({"trace": "no/such/folder/trace.json"}, "trace is 'no/such/folder/trace.json'"),
         ({"trace": "trace.json.gz"}, "not compressed"),
         ({"trace": __file__}, "is left alone"),
         ({"workload": "nothing"}, "'nothing'"),

@@ -376,7 +376,7 @@ def test_try_names_dimensions_or_values(given: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("given", ["speed", "compile,none", 3, ["compile", 1]])
 def test_try_refuses_what_it_does_not_know(given: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="--try is"):
+    with pytest.raises(InvalidRequestError, match="try_ is"):
         SearchOptions.from_user(try_=given)
 
 

@@ -198,13 +198,13 @@ def test_the_document_has_null_for_what_is_missing() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch_size": 0}, "--batch-size is 0"),
-        ({"batch_size": True}, "--batch-size is True"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"batch_size": True}, "batch_size is True"),
         ({"precision": "half"}, "'half'"),
-        ({"device": "gpu"}, "--device is 'gpu'"),
-        ({"fit": "16 gigs"}, "--fit is '16 gigs'.*16GiB"),
-        ({"fit": 0}, "--fit is 0"),
-        ({"snapshot": "memory.pickle", "device": "cpu"}, "--snapshot needs CUDA.*cpu"),
+        ({"device": "gpu"}, "device is 'gpu'"),
+        ({"fit": "16 gigs"}, "fit is '16 gigs'.*16GiB"),
+        ({"fit": 0}, "fit is 0"),
+        ({"snapshot": "memory.pickle", "device": "cpu"}, "snapshot needs CUDA.*cpu"),
         ({"workload": "nothing"}, "'nothing'"),
     ],
 )
