@@ -305,7 +305,9 @@ def run_profile(
         others = machine_load.doubts(load, "profile again")
         notes = [*_assumptions(batch_size, opened.description), *others]
         if not any(isinstance(outcome, Measurement) for of_one in outcomes.values() for outcome in of_one):
-            raise _nothing_works(asked, refused, outcomes)
+            failures = {p: of_one[0] for p, of_one in outcomes.items() if of_one and isinstance(of_one[0], Failure)}
+            instead = "Run the training by itself for a few steps in fp32, then with a smaller --batch-size."
+            raise nothing_works(refused, failures, instead)
         with TemporaryDirectory(prefix="autotune_amp-") as folder:
             watcher.phase("taking steps apart")
             profiled = {}
@@ -450,13 +452,16 @@ def _trial(precision: Precision, space: Space, opened: OpenedWorkload) -> Trial:
     )
 
 
+def assumed_size(batch_size: int | None, description: Description) -> list[str]:
+    """Return a note if neither the caller nor the data named a batch size; no note otherwise."""
+    if batch_size is not None or description.batch_size is not None:
+        return []
+    return [f"The data has no batch size of its own: {ASSUMED_BATCH_SIZE} is assumed. --batch-size says yours."]
+
+
 def _assumptions(batch_size: int | None, description: Description) -> list[str]:
     """Return notes on the assumptions about the workload."""
-    notes = []
-    if description.batch_size is None and batch_size is None:
-        notes.append(
-            f"The data has no batch size of its own: {ASSUMED_BATCH_SIZE} is assumed. --batch-size says yours."
-        )
+    notes = assumed_size(batch_size, description)
     if (kept := description.weights) in MIXED_PRECISIONS:
         notes.append(f"The weights are kept in {kept}: fp32 runs the model as it is, without autocast.")
     elif not description.is_as_found_strict:
@@ -464,16 +469,13 @@ def _assumptions(batch_size: int | None, description: Description) -> list[str]:
     return notes
 
 
-def _nothing_works(
-    asked: Sequence[Precision], refused: Mapping[Precision, str], outcomes: Mapping[Precision, Sequence[Outcome]]
+def nothing_works(
+    refused: Mapping[Precision, str], failures: Mapping[Precision, Failure], next_step: str
 ) -> NothingWorksError:
-    failures = {p: of_one[0] for p, of_one in outcomes.items() if of_one}
-    reasons = {**refused, **{p: f"{o.kind}: {o.message}" for p, o in failures.items() if isinstance(o, Failure)}}
-    return NothingWorksError(
-        "No precision could be measured.",
-        "Run the training by itself for a few steps in fp32, then with a smaller --batch-size.",
-        tuple(Exclusion(precision=p, batch_size=None, reason=reasons[p]) for p in asked if p in reasons),
-    )
+    """Return the error for a diagnosis in which no precision ran, with the reason of each."""
+    reasons = {**refused, **{name: f"{failure.kind}: {failure.message}" for name, failure in failures.items()}}
+    excluded = (Exclusion(precision=name, batch_size=None, reason=why) for name, why in reasons.items())
+    return NothingWorksError("No precision could be measured.", next_step, tuple(excluded))
 
 
 def write_trace(parts: Sequence[Path], trace: Path) -> str | None:

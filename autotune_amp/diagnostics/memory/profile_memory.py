@@ -16,7 +16,6 @@ from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import fit_memory
 from autotune_amp.core.outcome import Failure
-from autotune_amp.core.recommendation import Exclusion, NothingWorksError
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import A_SIZE, count, parse_size
 from autotune_amp.diagnostics.memory.results import (
@@ -27,7 +26,7 @@ from autotune_amp.diagnostics.memory.results import (
     MemoryRow,
     Saving,
 )
-from autotune_amp.diagnostics.profile_amp import refused_in, space_at
+from autotune_amp.diagnostics.profile_amp import assumed_size, nothing_works, refused_in, space_at
 from autotune_amp.hardware import identify
 from autotune_amp.precision.modes import MIXED_PRECISIONS, MODES
 from autotune_amp.search.conditions import is_hopeless
@@ -92,7 +91,8 @@ def run_memory_profile(
                 snapshot_file=None if is_recorded else path,
             )
     if not any(isinstance(run.first, MemoryBreakdown) for run in runs.values()):
-        raise _nothing_works(refused, runs)
+        failures = {name: run.first for name, run in runs.items() if isinstance(run.first, Failure)}
+        raise nothing_works(refused, failures, "Fix what the reasons name, or give a smaller --batch-size.")
     return MemoryProfile(
         workload=source.name,
         device=opened.hardware.device,
@@ -236,23 +236,9 @@ def _hopeless(hardware: Hardware, asked: Sequence[Precision]) -> dict[Precision,
     }
 
 
-def _nothing_works(refused: Mapping[Precision, str], runs: Mapping[Precision, PrecisionMemory]) -> NothingWorksError:
-    failures = {name: run.first for name, run in runs.items() if isinstance(run.first, Failure)}
-    reasons = {**refused, **{name: f"{failure.kind}: {failure.message}" for name, failure in failures.items()}}
-    return NothingWorksError(
-        "No precision could be measured.",
-        "Fix what the reasons name, or give a smaller --batch-size.",
-        tuple(Exclusion(precision=name, batch_size=None, reason=why) for name, why in reasons.items()),
-    )
-
-
 def _notes(batch_size: int | None, opened: OpenedWorkload, limit_bytes: int | None) -> tuple[str, ...]:
-    notes = []
     description, device = opened.description, opened.hardware.device
-    if description.batch_size is None and batch_size is None:
-        notes.append(
-            f"The data has no batch size of its own: {ASSUMED_BATCH_SIZE} is assumed. --batch-size says yours."
-        )
+    notes = assumed_size(batch_size, description)
     if description.sample_sizes is not None or description.has_worst_batch:
         notes.append("Samples differ in size: what was measured is the batch that takes the most.")
     if limit_bytes is not None:
