@@ -1,7 +1,7 @@
 """Measures the precision, batch size and loss scale to train with. Importing this imports neither torch nor optuna.
 
 What users call is here; the rest by folder, from which it imports downwards alone (`tests/test_imports.py` holds
-that): `cli → api → report → memory → search → profile → processes, command → trial → numerics → variants → precision
+that): `cli → api → report → diagnostics → search → processes, command → trial → numerics → variants → precision
 → core`, `integrations → runtime → numerics`.
 
     autotune_amp/
@@ -20,15 +20,15 @@ that): `cli → api → report → memory → search → profile → processes, 
       numerics/       a precision against fp32, where it goes wrong, the largest safe loss scale measured,
                       GradScaler's rule as arithmetic
       trial/          jobs, and in the child: builds, warms up, times, checks; `judge`: evidence to a failure;
-                      `worst_batch`: what memory is measured on
+                      `worst_batch`: what memory is measured on; `step_profile/`: parts of a step's time
       processes/      where jobs run: forked or kept processes, behind one Backend
       command/        a training command as that Backend; `agent/` is what runs inside it: hooks, guard, what is set
                       from outside
-      profile/        where the time of a step goes, and what may gain by it
       search/         the parent: space, stages, Optuna, confirmation, `ranking` (its plateau), the choice,
                       `loss_scales`; imports no torch
-      check/          what breaks or hurts under a device's autocast, from one step on the CPU
-      memory/         what fills the memory of a step, and which batch fits
+      diagnostics/    without a search, each with its job, result and parent side: `check/` (code that breaks under
+                      autocast, from one step on the CPU), `memory/` (what fills it, which batch fits), `profile_amp`
+                      (gain of mixed precision, parts of a step's time), `check_fidelity`
       runtime/        the training job: PrecisionController, its `policy` (pure: when to step down), its diagnosis
       integrations/   Lightning, Transformers, Accelerate, exports for these and others, sinks for a run's metrics
       report/         what is shown: terminal, progress, report.html, dashboard
@@ -47,16 +47,16 @@ if TYPE_CHECKING:
     from autotune_amp.api import profile_amp as profile_amp
     from autotune_amp.api import profile_memory as profile_memory
     from autotune_amp.api import recommend_config as recommend_config
-    from autotune_amp.check.findings import CheckReport as CheckReport
     from autotune_amp.core.config import AmpConfig as AmpConfig
     from autotune_amp.core.config import LossScale as LossScale
     from autotune_amp.core.launch_line import LaunchLine as LaunchLine
     from autotune_amp.core.outcome import Fidelity as Fidelity
     from autotune_amp.core.recommendation import Recommendation as Recommendation
     from autotune_amp.core.workload import Workload as Workload
+    from autotune_amp.diagnostics.check.findings import CheckReport as CheckReport
+    from autotune_amp.diagnostics.memory.results import MemoryProfile as MemoryProfile
+    from autotune_amp.diagnostics.profile_amp import AmpProfile as AmpProfile
     from autotune_amp.hardware import probe as probe
-    from autotune_amp.memory.results import MemoryProfile as MemoryProfile
-    from autotune_amp.profile.results import AmpProfile as AmpProfile
     from autotune_amp.runtime.controller import PrecisionController as PrecisionController
     from autotune_amp.variants.prepare import prepare as prepare
 
@@ -64,12 +64,12 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AmpConfig": "core.config",
-    "AmpProfile": "profile.results",
-    "CheckReport": "check.findings",
+    "AmpProfile": "diagnostics.profile_amp",
+    "CheckReport": "diagnostics.check.findings",
     "Fidelity": "core.outcome",
     "LaunchLine": "core.launch_line",
     "LossScale": "core.config",
-    "MemoryProfile": "memory.results",
+    "MemoryProfile": "diagnostics.memory.results",
     "PrecisionController": "runtime.controller",
     "Recommendation": "core.recommendation",
     "Workload": "core.workload",

@@ -28,10 +28,10 @@ from autotune_amp.search.source import Source, live, target
 from autotune_amp.search.storage.cache import search
 
 if TYPE_CHECKING:
-    from autotune_amp.check.findings import CheckReport
     from autotune_amp.core.outcome import Fidelity
-    from autotune_amp.memory.results import MemoryProfile
-    from autotune_amp.profile.results import AmpProfile
+    from autotune_amp.diagnostics.check.findings import CheckReport
+    from autotune_amp.diagnostics.memory.results import MemoryProfile
+    from autotune_amp.diagnostics.profile_amp import AmpProfile
 
 WorkloadArgument: TypeAlias = Workload | Callable[[], Workload] | LaunchLine | str | None
 
@@ -147,11 +147,11 @@ def check_fidelity(
     `WorkloadError` (the workload cannot be loaded or built, or does not run in fp32 either), `NothingWorksError` (the
     device cannot be probed) and `BudgetTooSmallError` (the budget ended before it was loaded).
     """
-    from autotune_amp.search.checks import run_check
+    from autotune_amp.diagnostics.check_fidelity import run_fidelity_check
 
     origin = _origin(workload, "check_fidelity", "check")
     with _shown(quiet) as progress:
-        return run_check(origin, progress, precision, batch_size, device, pinned_modules, seed, budget)
+        return run_fidelity_check(origin, progress, precision, batch_size, device, pinned_modules, seed, budget)
 
 
 @interruptible()
@@ -174,11 +174,11 @@ def check_workload(
     Raises `InvalidRequestError` (a wrong option or device) and `WorkloadError` (the workload cannot be loaded or built,
     or one fp32 step of it does not work on the CPU).
     """
-    from autotune_amp.search.checks import run_look
+    from autotune_amp.diagnostics.check.check_workload import run_workload_check
 
     origin = _origin(workload, "check_workload", "check")
     with _shown(quiet) as progress:
-        return run_look(origin, progress, device, batch_size, seed)
+        return run_workload_check(origin, progress, device, batch_size, seed)
 
 
 @interruptible()
@@ -205,7 +205,7 @@ def profile_amp(
     `InvalidRequestError` (a wrong option or device), `WorkloadError` (the workload cannot be loaded or built, or does
     not run in fp32 either) and `NothingWorksError` (the device cannot be probed, or no precision could be measured).
     """
-    from autotune_amp.search.profile_amp import run_profile
+    from autotune_amp.diagnostics.profile_amp import run_profile
 
     check_new("--trace", trace)
     origin = _origin(workload, "profile_amp", "profile")
@@ -237,7 +237,7 @@ def profile_memory(
     `InvalidRequestError` (a wrong option or device), `WorkloadError` (the workload cannot be loaded or built, or does
     not run in fp32 either) and `NothingWorksError` (the device cannot be probed, or no precision could be measured).
     """
-    from autotune_amp.memory.profile_memory import run_memory_profile
+    from autotune_amp.diagnostics.memory.profile_memory import run_memory_profile
 
     check_new("--snapshot", snapshot)
     origin = _origin(workload, "profile_memory", "memory profile")

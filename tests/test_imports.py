@@ -26,24 +26,23 @@ LAYERS = (
     ("runtime", "trial"),
     ("processes",),
     ("command",),
-    ("integrations", "workloads", "profile", "check"),
+    ("integrations", "workloads"),
     ("search",),
-    ("memory",),
+    ("diagnostics",),
     ("report",),
     ("api",),
     ("cli",),
     ("__main__",),
 )
 
-
-NAMED_LIKE_THE_STANDARD_LIBRARY = {"profile"}
-
 # Files that run in a parent, or that a parent reads, know no torch; only the study knows Optuna.
 WITHOUT_TORCH = (
     *("__init__", "api", "cli", "core", "search", "processes.process", "processes.local"),
     *("command.backend", "command.command", "command.running", "command.ranks", "command.measure", "command.settable"),
     *("command.verdict", "trial.judge"),
-    *("memory.job", "memory.results", "memory.fit", "memory.savings", "memory.profile_memory"),
+    *("trial.step_profile.breakdown", "diagnostics.profile_amp", "diagnostics.check_fidelity"),
+    *("diagnostics.check.findings", "diagnostics.check.check_workload"),
+    *("diagnostics.memory.results", "diagnostics.memory.profile_memory"),
     *("numerics.scaler_replay", "numerics.grading", "runtime.policy", "runtime.run_log", "runtime.checkpoint"),
 )
 WITH_OPTUNA = ("search.storage.study",)
@@ -157,7 +156,7 @@ def test_files_and_folders_are_small_and_only_the_command_line_prints_or_exits()
 
 
 def test_each_module_of_the_standard_library_keeps_its_name() -> None:
-    own = {module.rpartition(".")[2] for module in trees()} - NAMED_LIKE_THE_STANDARD_LIBRARY
+    own = {module.rpartition(".")[2] for module in trees()}
     assert not own & sys.stdlib_module_names, sorted(own & sys.stdlib_module_names)
 
 

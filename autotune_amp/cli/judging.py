@@ -33,7 +33,7 @@ def check(
     exit_code = WILL_BREAK_EXIT_CODE if found.will_break else 0
     if as_json:
         return CommandOutput(f"{found.to_json()}\n".encode(), exit_code)
-    from autotune_amp.report.terminal import print_check
+    from autotune_amp.report.diagnostics import print_check
 
     return CommandOutput(rendered(lambda console: print_check(found, console)), exit_code)
 
@@ -77,7 +77,7 @@ def profile(
     )
     if as_json:
         return f"{found.to_json()}\n".encode()
-    from autotune_amp.report.terminal import print_profile
+    from autotune_amp.report.diagnostics import print_profile
 
     return rendered(lambda console: print_profile(found, console))
 
@@ -114,7 +114,7 @@ def fidelity(
     )
     if as_json:
         return json_document({"format": 1, "fidelity": found})
-    from autotune_amp.report.judged import print_fidelity
+    from autotune_amp.report.diagnostics import print_fidelity
 
     return rendered(lambda console: print_fidelity(found, console))
 
@@ -147,6 +147,6 @@ def memory(
     )
     if as_json:
         return f"{found.to_json()}\n".encode()
-    from autotune_amp.report.judged import print_memory
+    from autotune_amp.report.diagnostics import print_memory
 
     return rendered(lambda console: print_memory(found, console))

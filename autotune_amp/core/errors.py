@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Final
 
+from autotune_amp.core.text import in_python
+
 WILL_BREAK_EXIT_CODE: Final = 4  # exit code of the command `check` if it predicts a failure of the training run
 
 
@@ -22,7 +24,9 @@ class AutotuneAmpError(Exception):
         self.next_step = next_step
 
     def __str__(self) -> str:
-        return f"{self.message}\nNext step: {self.next_step}"
+        # The command line prints the parts; in a traceback the caller is Python's. A message may hold foreign text.
+        message = in_python(self.message) if self.message.startswith("--") else self.message
+        return f"{message}\nNext step: {in_python(self.next_step)}"
 
     @property
     def kind(self) -> str:

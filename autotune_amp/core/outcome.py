@@ -315,10 +315,10 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
 class ProfiledStep(msgspec.Struct, frozen=True, kw_only=True):
     """Time of one step in seconds, as seen by torch.profiler.
 
-    `operation_seconds` is the time of operations by `profile.gap.Kind`: of their kernels on a device that reports them,
-    otherwise on the host, each without the operations that it calls; convolutions count as matrix products and take
-    `convolution_seconds` of them. `step_seconds` is measured by the host's clock, including the profiler's overhead.
-    `busy_seconds` is the time in which the device ran any kernel, 0 if none was seen.
+    `operation_seconds` is the time of operations by `step_profile.child.Kind`: of their kernels on a device that
+    reports them, otherwise on the host, each without the operations that it calls; convolutions count as matrix
+    products and take `convolution_seconds` of them. `step_seconds` is measured by the host's clock, including the
+    profiler's overhead. `busy_seconds` is the time in which the device ran any kernel, 0 if none was seen.
     """
 
     operation_seconds: dict[str, NotNegative]

@@ -15,14 +15,18 @@ def fragment(title: str, *pieces: str) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, num_numeric: int = 0) -> str:
-    """Return a table that scrolls sideways in its own box. The `num_numeric` columns after the first hold numbers."""
+    """Return a table; the `num_numeric` columns after the first hold numbers, the last one text.
+
+    In a narrow window the last cell of a row has a line of its own below the others.
+    """
 
     def cells(row: Sequence[str], name: str) -> str:
         kinds = (' class="number"' if 0 < index <= num_numeric else "" for index in range(len(row)))
         return "".join(f"<{name}{kind}>{text(cell)}</{name}>" for kind, cell in zip(kinds, row, strict=True))
 
-    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{cells(columns, "th")}</tr></thead><tbody>{body}</tbody></table></div>'
+    head, body = cells(columns, "th"), "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
+    opened = f'<table style="--columns: {len(columns) - 1}">'
+    return f'<div class="wide">{opened}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:

@@ -74,7 +74,18 @@ from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Description, Fidelity
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.text import count, duration, module_names, number, one_line, rate, shell_line, size, times
+from autotune_amp.core.text import (
+    count,
+    duration,
+    in_python,
+    module_names,
+    number,
+    one_line,
+    rate,
+    shell_line,
+    size,
+    times,
+)
 
 FORMAT = 1
 MAX_WARNINGS = 3  # more are not read
@@ -223,6 +234,10 @@ class _ShownOptions(msgspec.Struct):
     price_per_hour: NotNegative | None = None
 
 
+# Facts that the answer or the warnings hold.
+_IN_ANSWER = ("config", "speed", "speed-up", "memory", "reason", "warning")
+
+
 class Recommendation(Decision, frozen=True, kw_only=True):
     """A decision and the conditions under which it was measured.
 
@@ -306,10 +321,11 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         return self.explain()
 
     def explain(self) -> str:
-        """Return the reason, the evidence and the warnings as a few lines of plain text."""
-        exports = explain.export_lines(self.config)
-        lines = [f"{label}: {text}" for label, text in self.facts()]
-        return "\n".join([*lines, *(f"before Python starts: {line}" for line in exports)])
+        """Return the answer, the variables to set, the warnings and further facts as a few lines of plain text."""
+        exports = [("before Python starts", line) for line in explain.export_lines(self.config)]
+        warnings = [("warning", in_python(one_line(warning))) for warning in self.warnings]
+        lines = [*self.answer(), *exports, *warnings, *self.further_facts()]
+        return "\n".join(f"{label}: {text}" for label, text in lines)
 
     @property
     def is_kept(self) -> bool:
@@ -379,32 +395,32 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         ]
         return [(label, text) for label, text in lines if text is not None]
 
-    def to_html(self) -> str:
-        """Return HTML for a report or a notebook: the key numbers, the reason and the warnings."""
+    def further_facts(self) -> list[tuple[str, str]]:
+        """Return the pairs of `facts` that neither `answer` nor the warnings hold."""
+        return [fact for fact in self.facts() if fact[0] not in _IN_ANSWER]
+
+    def answer_html(self) -> str:
+        """Return HTML for a report or a notebook: the key numbers, how sure they are, and the reason."""
         evidence, search, hardware = self.evidence, self.search, self.hardware
         baseline = evidence.baseline
         today = f"{baseline.config.precision} batch {baseline.config.batch_size}"
-        low, high = evidence.samples_per_second_interval
-        landing = explain.landing_line((low, high))
         limit = f"of {size(self.available_bytes)} available"
         tiles = [
             ("speed-up", *self._gain_tile(f"over the baseline, {today}")),
-            ("samples/s", number(evidence.samples_per_second), f"{landing}; {duration(evidence.step_seconds)} a step"),
+            ("samples/s", number(evidence.samples_per_second), f"{duration(evidence.step_seconds)} a step"),
             ("peak memory", size(evidence.peak_memory_bytes), limit),
         ]
-        warnings = ["The search was interrupted: this is the best so far."] * search.was_interrupted
         counted = f"{count(search.num_trials, 'trial')}, {search.num_failures} failed, {duration(search.seconds)}"
         on = f"{hardware.device} ({one_line(hardware.identity.name)})"
+        told = [fact for fact in self.answer() if fact[0] in ("sure", "why")]
+        return pieces.tiles(tiles) + pieces.facts([*told, ("search", f"{counted} on {on}")])
+
+    def warnings_html(self) -> str:
+        """Return the warnings as HTML, with the notes folded; "" without any."""
+        interrupted = ["The search was interrupted: this is the best so far."] * self.search.was_interrupted
+        warnings = (pieces.paragraph(one_line(warning), "warning") for warning in (*interrupted, *self.warnings))
         notes = "".join(pieces.paragraph(one_line(note)) for note in self.notes)
-        return "".join(
-            [
-                pieces.tiles(tiles),
-                pieces.paragraph(one_line(self.reason), "reason"),
-                *(pieces.paragraph(one_line(warning), "warning") for warning in (*warnings, *self.warnings)),
-                pieces.folded(count(len(self.notes), "note"), notes) if notes else "",
-                pieces.paragraph(f"{counted} on {on}.", "absent"),
-            ]
-        )
+        return "".join(warnings) + (pieces.folded(count(len(self.notes), "note"), notes) if notes else "")
 
     def _gain_tile(self, over: str) -> tuple[str, str]:
         """The number of the first tile, and what stands below it."""
@@ -420,7 +436,8 @@ class Recommendation(Decision, frozen=True, kw_only=True):
     def _repr_html_(self) -> str:
         told = [fact for fact in self.facts() if fact[0] not in ("config", "reason", "warning")]
         title = f"{self.title()}: {explain.config_line(self.config, self.num_ranks)}"
-        return pieces.fragment(title, self.to_html(), pieces.folded("Evidence", pieces.facts(told)))
+        evidence = pieces.folded("Evidence", pieces.facts(told))
+        return pieces.fragment(title, self.answer_html(), self.warnings_html(), evidence)
 
     @property
     def num_ranks(self) -> int:

@@ -18,6 +18,35 @@ _OUTCOMES = {
     "untried": "not tried",
 }
 
+# Arguments of the functions in api.py, by the command line's options in their place.
+_RENAMED_OPTIONS = {"batches": "num_batches", "for": "device", "fresh": "fresh=True", "try": "try_"}
+_SAME_OPTIONS = (
+    *("baseline", "batch-size", "budget", "device", "devices", "effective-batch-size", "fit", "memory-fraction"),
+    *("memory-limit", "objective", "out", "precision", "price-per-hour", "ranks", "ray", "samples", "seed", "snapshot"),
+    *("steps", "storage", "study", "trace", "trials"),
+)
+ARGUMENTS = {name: name.replace("-", "_") for name in _SAME_OPTIONS} | _RENAMED_OPTIONS
+_OPTION = re.compile(
+    rf"(`[^`]*`)|(?<![\w'\"\[-])--({'|'.join(sorted(ARGUMENTS, key=len, reverse=True))})(?![\w-])"
+    r"(?: (\d+(?![\w:.]*\w)|(?:cpu|free|none|energy|memory|speed)\b))?"
+)
+
+
+def in_python(words: str) -> str:
+    """Return a sentence with Python's arguments in place of the command line's options: ``budget=30``, ``try_``.
+
+    Commands in backticks stay as they are.
+    """
+
+    def argument(found: re.Match[str]) -> str:
+        command, option, value = found.groups()
+        if command is not None:
+            return str(command)
+        given = "" if value is None else f"={value}" if value.isdigit() else f'="{value}"'
+        return ARGUMENTS[option] + given
+
+    return _OPTION.sub(argument, words)
+
 
 def number(value: float) -> str:
     """Format `value` with three significant digits: ``1,234``, ``41.5``, ``0.852``."""

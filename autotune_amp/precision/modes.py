@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from autotune_amp.core.config import FP16_MAX
-from autotune_amp.core.dimensions import AROUND_FP8, Precision
+from autotune_amp.core.dimensions import AROUND_FP8, Precision, autocast_precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,10 @@ _FP8 = Mode(  # the bits are those of e4m3; outside of the fp8 layers, which sca
     next_down=AROUND_FP8,
 )
 MODES: Final[dict[Precision, Mode]] = {mode.precision: mode for mode in (_FP32, _TF32, _BF16, _FP16, _FP8)}
+# The precisions that autocast itself runs in: fp8 is that of linear layers within one of them.
+MIXED_PRECISIONS: Final = tuple(
+    name for name in MODES if MODES[name].uses_autocast and autocast_precision(name) == name
+)
 
 
 def mode_of_dtype(autocast_dtype: str | None) -> Mode:

@@ -24,14 +24,28 @@ def marker(kind: str) -> str:
     return f'<meta name="generator" content="autotune_amp {kind}">'
 
 
-def page(title: str, sections: Mapping[str, str], *, kind: str, lead: str, reload_seconds: int | None = None) -> str:
+def page(
+    title: str,
+    sections: Mapping[str, str],
+    details: Mapping[str, str] | None = None,
+    *,
+    kind: str,
+    lead: str,
+    reload_seconds: int | None = None,
+) -> str:
     """Return an HTML document; its `kind` is "search" or "run".
 
-    `sections` maps titles to HTML and is shown below `lead`, which is HTML too; empty sections are left out. A browser
-    reloads the page every `reload_seconds`, if given.
+    `sections` maps titles to HTML and is shown below `lead`, which is HTML too; `details` are further sections, each of
+    which unfolds when its title is clicked. Empty sections are left out. A browser reloads the page every
+    `reload_seconds`, if given.
     """
     reloads = "" if reload_seconds is None else f'<meta http-equiv="refresh" content="{reload_seconds}">\n'
     parts = [f"<section><h2>{text(name)}</h2>{body}</section>" for name, body in sections.items() if body]
+    parts += [
+        f'<section class="folded"><details><summary><h2>{text(name)}</h2></summary>{body}</details></section>'
+        for name, body in (details or {}).items()
+        if body
+    ]
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{marker(kind)}\n{reloads}'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'

@@ -15,7 +15,7 @@ from autotune_amp.core.outcome import Accumulation, Calibration, Failure, Fideli
 from autotune_amp.core.recommendation import CandidateRow, Exclusion, Recommendation, VariantRow
 from autotune_amp.core.setting import ON_THE_WINNER, Setting
 from autotune_amp.core.text import count, duration, number, one_line, outcome_name, rate, shell_line, size, times
-from autotune_amp.profile.results import profiled_line
+from autotune_amp.trial.step_profile.breakdown import profiled_line
 
 # Columns that are left out if every candidate has this value there.
 _OPTIONAL = {"accum": "1", "workers": "-", "J/sample": "-"}

@@ -20,6 +20,7 @@ from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.ranking import is_trial
 
 _ELSEWHERE = ("config", "reason", "warning", "fidelity")  # facts that the page shows in another place
+_AGAINST_BATCH_SIZE = "Throughput against batch size"
 
 _THROUGHPUT = (
     "Large marks are the first trial of each batch size, small ones measured again; open ones were cut short as far "
@@ -53,32 +54,37 @@ _FIDELITY = (
 
 def search_page(recommendation: Recommendation, records: Sequence[Record], path: str) -> str:
     """Return the HTML document of a finished search; `path` is its recommendation.json, for the lines to copy."""
-    facts = recommendation.facts()
     checked = _fidelity(recommendation.fidelity, recommendation.checks(), records)
     charts, absent = _charts(
         {
-            **_against_batch_size(recommendation, records),
+            _AGAINST_BATCH_SIZE: [(throughput(recommendation, records), _THROUGHPUT)],
+            "Memory against batch size": [(memory(recommendation, records), _MEMORY)],
             "Throughput against memory": [(pareto(recommendation), _PARETO)],
             "Fidelity to fp32": checked,
             "The loss scale of fp16": _loss_scale(recommendation, records),
             "The search as it went": [(course(recommendation, records), _COURSE)],
         }
     )
+    facts = recommendation.facts()
     return document.page(
         f"{recommendation.search.study}: {'keep ' * recommendation.is_kept}{dict(facts)['config']}",
         {
             "Use it": _use(recommendation, path),
-            **charts,
+            "Warnings": recommendation.warnings_html(),
             "Evidence": pieces.facts(pair for pair in facts if pair[0] not in _ELSEWHERE),
+            _AGAINST_BATCH_SIZE: charts.pop(_AGAINST_BATCH_SIZE),
+        },
+        {
             "All candidates": _candidates(recommendation),
             "Also tried": _variants(recommendation),
-            "Left out": _left_out(recommendation.excluded),
+            **charts,
             "Failures": _failures(records),
+            "Left out": _left_out(recommendation.excluded),
             "Machine and versions": recommendation.hardware.to_html() + pieces.facts(recommendation.versions.items()),
             "Not in this report": absent,
         },
         kind="search",
-        lead=recommendation.to_html(),
+        lead=recommendation.answer_html(),
     )
 
 
@@ -99,7 +105,8 @@ def unfinished_page(name: str, records: Sequence[Record]) -> str:
     told = f"Nothing was recommended of {count(len(trials), 'trial')}, {num_failed} failed, in {seconds}: {why}."
     charts, absent = _charts(
         {
-            **_against_batch_size(None, records),
+            _AGAINST_BATCH_SIZE: [(throughput(None, records), _THROUGHPUT)],
+            "Memory against batch size": [(memory(None, records), _MEMORY)],
             "The search as it went": [(course(None, records), _COURSE)],
             "Fidelity to fp32": _fidelity(checks, checks, records),
         }
@@ -109,9 +116,9 @@ def unfinished_page(name: str, records: Sequence[Record]) -> str:
         {
             "Failures": _failures(records),
             "Ruled out by checks": _left_out(ruled_out),
-            **charts,
-            "Not in this report": absent,
+            _AGAINST_BATCH_SIZE: charts.pop(_AGAINST_BATCH_SIZE),
         },
+        {**charts, "Not in this report": absent},
         kind="search",
         lead=pieces.paragraph(told, "warning"),
     )
@@ -137,18 +144,22 @@ def _charts(sections: Mapping[str, _Parts]) -> tuple[dict[str, str], str]:
     return shown, pieces.facts(dict.fromkeys(absent)) if absent else ""
 
 
-def _against_batch_size(recommendation: Recommendation | None, records: Sequence[Record]) -> dict[str, _Parts]:
-    return {
-        "Throughput against batch size": [(throughput(recommendation, records), _THROUGHPUT)],
-        "Memory against batch size": [(memory(recommendation, records), _MEMORY)],
-    }
-
-
 def _use(recommendation: Recommendation, path: str) -> str:
+    """Return the shortest lines to copy; the whole loop and the config as JSON unfold."""
+    shown = rows.shortest_use(recommendation, path)
+    longer = [use for use in rows.uses(recommendation, path) if use not in shown]
     config = msgspec.json.format(recommendation.config.to_json(), indent=2)
     return "".join(
-        document.code(title, "\n".join(lines)) for title, lines in rows.uses(recommendation, path)
-    ) + pieces.folded("The config as JSON", document.code("As AmpConfig.from_json reads it", config))
+        [
+            _blocks([use for use in shown if use[1]]),
+            pieces.folded("The whole loop", _blocks(longer)) if longer else "",
+            pieces.folded("The config as JSON", document.code("As AmpConfig.from_json reads it", config)),
+        ]
+    )
+
+
+def _blocks(uses: Iterable[tuple[str, list[str]]]) -> str:
+    return "".join(document.code(title, "\n".join(lines)) for title, lines in uses)
 
 
 def _loss_scale(recommendation: Recommendation, records: Sequence[Record]) -> _Parts:
@@ -172,9 +183,9 @@ def _candidates(recommendation: Recommendation) -> str:
     shown, columns = [], ["precision"]
     for row, cells in rows.table(recommendation):
         columns = list(cells)
-        outcome = rows.outcome_words(row, recommended, baseline)
-        shown.append([*cells.values(), outcome, rows.reason_words(row)])
-    return pieces.table([*columns, "outcome", "reason"], shown, num_numeric=len(columns) - 1)
+        words = filter(None, (rows.outcome_words(row, recommended, baseline), rows.reason_words(row)))
+        shown.append([*cells.values(), ": ".join(words)])
+    return pieces.table([*columns, "outcome"], shown, num_numeric=len(columns) - 1)
 
 
 def _variants(recommendation: Recommendation) -> str:

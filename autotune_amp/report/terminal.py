@@ -1,4 +1,4 @@
-"""Terminal output of a finished search, a check, a probe and a profile."""
+"""Terminal output of a finished search and of a probe."""
 
 from __future__ import annotations
 
@@ -6,26 +6,18 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from autotune_amp.core.text import count, duration, one_line
-from autotune_amp.profile import results
 from autotune_amp.report import rows
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autotune_amp.check.findings import CheckReport, Finding
     from autotune_amp.core.hardware import Hardware
     from autotune_amp.core.recommendation import CandidateRow, Recommendation
-    from autotune_amp.profile.results import AmpProfile
-
-
-# Facts that the panel or the lines below it show already.
-_IN_ANSWER = ("config", "speed", "speed-up", "memory", "reason", "warning")
 
 
 def print_recommendation(recommendation: Recommendation, console: Console, path: str | None = None) -> None:
@@ -41,7 +33,7 @@ def print_recommendation(recommendation: Recommendation, console: Console, path:
         _print_lines(f"{title}:", lines, console)
     if recommendation.warnings:
         console.print()
-        console.print(_grid([("warning", one_line(warning)) for warning in recommendation.warnings]))
+        console.print(grid([("warning", one_line(warning)) for warning in recommendation.warnings]))
     console.print(_candidates(recommendation))
     if recommendation.evidence.search_samples_per_second is not None:
         console.print(
@@ -54,8 +46,7 @@ def print_recommendation(recommendation: Recommendation, console: Console, path:
         for cells in tried:
             table.add_row(*map(Text, cells))
         console.print(table)
-    told = [fact for fact in recommendation.facts() if fact[0] not in _IN_ANSWER]
-    told += [("files", one_line(text)) for text in search.files]
+    told = [*recommendation.further_facts(), *(("files", one_line(text)) for text in search.files)]
     if untried := rows.untried_line(recommendation):
         told.append(("not tried", untried))
     on = f"{hardware.device} ({one_line(hardware.identity.name)})"
@@ -63,68 +54,17 @@ def print_recommendation(recommendation: Recommendation, console: Console, path:
     told.append(("search", f"{one_line(search.study)}: {counted}"))
     notes = f"{count(len(recommendation.notes), 'note')}, " if recommendation.notes else ""
     told.append(("report", f"{notes}every trial and every reason: {rows.report_path(recommendation, path)}"))
-    console.print(_grid(told))
-
-
-def print_check(report: CheckReport, console: Console) -> None:
-    """Print a block for each finding, in order of severity; then the scope of the check, and what it cannot see."""
-    num_breaking = sum(finding.severity == "breaks" for finding in report.findings)
-    found = (
-        f"{num_breaking} will break, {len(report.findings) - num_breaking} will hurt"
-        if report.findings
-        else "nothing found"
-    )
-    console.print(Text(f"{one_line(report.workload)} under {report.device}'s autocast: {found}", "bold"))
-    for finding in report.findings:
-        console.print()
-        _print_finding(finding, console)
-    console.print()
-    console.print(_grid(_looked_at(report)))
-
-
-def _print_finding(finding: Finding, console: Console) -> None:
-    verb, style = ("will break", "bold red") if finding.severity == "breaks" else ("will hurt", "yellow")
-    where = "the source is not known" if finding.file is None else f"{one_line(finding.file)}:{finding.line}"
-    console.print(Text.assemble((verb, style), f" in {', '.join(finding.precisions)}: {finding.rule}"))
-    console.print(Text(f"  {where}"), soft_wrap=True)
-    first, *others = finding.modules
-    lines = [
-        ("in", f"{first} and {count(len(others), 'other')}" if others else first),
-        ("code", one_line(finding.code)),
-        ("why", finding.why),
-        ("fix", finding.mend),
-    ]
-    console.print(Padding(_grid([line for line in lines if line[1]]), (0, 0, 0, 2)))
-
-
-def _looked_at(report: CheckReport) -> list[tuple[str, str]]:
-    files = count(len(report.files), "file")
-    step = f"one fp32 step of {count(report.batch_size, 'sample')} on the CPU: {count(report.num_calls, 'call')}"
-    lines = [("looked at", f"{step} in {count(report.num_modules, 'module')}; {files} of yours read")]
-    if report.unread:
-        names = ", ".join(map(one_line, report.unread[:3]))
-        lines.append(("note", f"The source of {names}{' and others' * (len(report.unread) > 3)} could not be read."))
-    if report.problem is not None:
-        lines.append(("warning", f"The recording ended early: {one_line(report.problem)}"))
-    unseen = "Branches that this step did not take, and numbers that only training brings about."
-    return [*lines, ("not seen", unseen)]
+    console.print(grid(told))
 
 
 def hardware_table(hardware: Hardware, console: Console) -> None:
     """Print the device, its memory, and each precision with its level, measured rate and reason."""
-    console.print(_grid(hardware.facts()))
+    console.print(grid(hardware.facts()))
     table = new_table("precision", "level", "matmul rate", last="reason")
     styles = {"native": "green", "emulated": "yellow", "unsupported": "dim"}
     for precision, rate, level, reason in hardware.precision_rows():
         table.add_row(precision, Text(level, styles[level]), rate, Text(reason))
     console.print(table)
-
-
-def print_profile(profile: AmpProfile, console: Console) -> None:
-    """Print the precisions, the parts of a step's time in fp32 and in the best other precision, and what to try."""
-    console.print(Text(results.heading(profile)))
-    console.print(_precisions(profile))
-    print_panel("Does mixed precision pay here?", results.facts(profile), console)
 
 
 def _candidates(recommendation: Recommendation) -> Table:
@@ -157,17 +97,6 @@ def _fate(row: CandidateRow) -> object:
     return row.precision, row.as_found, row.num_workers, row.status, row.reason
 
 
-def _precisions(profile: AmpProfile) -> Table:
-    first, *numbers, last = results.ROW_COLUMNS
-    table = new_table(first, *numbers, last=last)
-    styles = {"excellent": "bold green", "significant": "green", "slower": "yellow"}
-    for row in profile.rows:
-        step, speedup, memory, verdict = results.row_cells(row)
-        style = "dim" if row.step_seconds is None else styles.get(row.verdict or "", "")
-        table.add_row(row.precision, step or "-", speedup or "-", memory or "-", Text(verdict), style=style)
-    return table
-
-
 def new_table(first: str, *numbers: str, last: str, first_width: int = 24) -> Table:
     """Return a table with these columns but no rows.
 
@@ -184,10 +113,10 @@ def new_table(first: str, *numbers: str, last: str, first_width: int = 24) -> Ta
 
 def print_panel(title: str, lines: list[tuple[str, str]], console: Console, border_style: str = "blue") -> None:
     """Print labels and their texts in a box. A green border stands for a sure improvement."""
-    console.print(Panel(_grid(lines), title=Text(title, "bold"), title_align="left", border_style=border_style))
+    console.print(Panel(grid(lines), title=Text(title, "bold"), title_align="left", border_style=border_style))
 
 
-def _grid(lines: list[tuple[str, str]]) -> Table:
+def grid(lines: list[tuple[str, str]]) -> Table:
     """Return a table of labels and their texts, with warnings and notes highlighted."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)

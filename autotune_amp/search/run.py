@@ -13,12 +13,12 @@ from autotune_amp.core.setting import NUMERIC
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.processes.local import Handle, Slot, SlotLostError
 from autotune_amp.processes.process import Watcher
-from autotune_amp.profile.gap import Profile
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Budget, Planner
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.stages.pending import expecting
 from autotune_amp.trial.jobs import Check, Trial
+from autotune_amp.trial.step_profile.breakdown import ProfileJob
 
 
 class Stage(Protocol):
@@ -29,7 +29,7 @@ class Stage(Protocol):
 
     is_exclusive: ClassVar[bool]
 
-    def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | Profile | None:
+    def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | ProfileJob | None:
         """Return the next job, or None if the stage is over or has to wait for a running job."""
 
 
@@ -117,7 +117,7 @@ class Watchers:
 class _Running:
     """Running job and the fields of its record other than the outcome."""
 
-    job: Trial | Check | Profile
+    job: Trial | Check | ProfileJob
     slot: Slot
     number: int
     handle: Handle[Any]
@@ -138,12 +138,12 @@ class Runner:
         self._backend = backend
         self._watchers = watchers
         self._running: list[_Running] = []
-        self._again: list[Trial | Check | Profile] = []
-        self.lost: list[Trial | Check | Profile] = []
-        self._were_lost: list[Trial | Check | Profile] = []
+        self._again: list[Trial | Check | ProfileJob] = []
+        self.lost: list[Trial | Check | ProfileJob] = []
+        self._were_lost: list[Trial | Check | ProfileJob] = []
 
     @property
-    def pending(self) -> list[Trial | Check | Profile]:
+    def pending(self) -> list[Trial | Check | ProfileJob]:
         """Return the running jobs."""
         return [running.job for running in self._running]
 
@@ -158,7 +158,7 @@ class Runner:
         taken = [running.slot.name for running in self._running]
         return [slot for slot in self.slots if slot.name not in taken]
 
-    def start(self, job: Trial | Check | Profile, slot: Slot) -> None:
+    def start(self, job: Trial | Check | ProfileJob, slot: Slot) -> None:
         """Start a job on a free slot."""
         watcher = self._watchers.of(slot)
         meter = watcher.meter if isinstance(job, Trial) else None
@@ -177,7 +177,7 @@ class Runner:
             running.num_beside = max(running.num_beside, len(self._running) - 1)
 
     @property
-    def again(self) -> Trial | Check | Profile | None:
+    def again(self) -> Trial | Check | ProfileJob | None:
         """Return a job to run once more alone, since it ran out of memory beside others, or None."""
         return self._again[0] if self._again else None
 
@@ -246,7 +246,7 @@ def run(stages: Sequence[Stage], runner: Runner) -> Iterator[Record]:
             del left[:1]
 
 
-def _next(stages: Sequence[Stage], runner: Runner) -> Trial | Check | Profile | None:
+def _next(stages: Sequence[Stage], runner: Runner) -> Trial | Check | ProfileJob | None:
     pending = runner.pending
     if runner.again is not None:
         return None if pending else runner.again
@@ -292,7 +292,7 @@ def run_beside(stages: Mapping[Slot, MovableStage], runner: Runner) -> Iterator[
                 yield record
 
 
-def _purpose(job: Trial | Check | Profile) -> Purpose:
+def _purpose(job: Trial | Check | ProfileJob) -> Purpose:
     return job.purpose if isinstance(job, Trial) else job.what
 
 
@@ -308,7 +308,7 @@ _PHASES = {
 }
 
 
-def _phase(job: Trial | Check | Profile) -> str:
+def _phase(job: Trial | Check | ProfileJob) -> str:
     setting, purpose = job.candidate, _purpose(job)
     if isinstance(job, Check) and purpose == "fidelity":
         return f"checking {setting.labelled(NUMERIC)} against fp32{after_steps(job.num_steps_before)}"

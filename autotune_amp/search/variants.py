@@ -24,11 +24,11 @@ from autotune_amp.core.variants import (
     OPTIMIZER_IMPL,
     WEIGHTS,
 )
-from autotune_amp.profile.gap import DIMENSIONS_OF_A_PROFILE, gap, max_speedups
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import COMPILE_SECONDS, Planner
 from autotune_amp.search.ranking import PLATEAU, check_key, needs_check
 from autotune_amp.search.stages.curve import OF_A_PRECISION, OF_A_VALUE
+from autotune_amp.trial.step_profile.breakdown import DIMENSIONS_OF_A_PROFILE, break_down, max_speedups
 
 # Order without a profile: values that cost only a trial come before those that compile. Nothing is tried on top of
 # low-precision weights, which few checks find faithful.
@@ -97,7 +97,7 @@ def _max_speedups(ledger: Ledger) -> dict[str, float]:
     if record is None or record.candidate not in ledger.measurements:
         return {}
     assert isinstance(record.outcome, Profiled)
-    found = gap(ledger.measurements[record.candidate], record.outcome, None)
+    found = break_down(ledger.measurements[record.candidate], record.outcome, None)
     return {} if found is None or found.note is not None else max_speedups(found)
 
 

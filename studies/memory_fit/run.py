@@ -16,8 +16,8 @@ import msgspec
 from autotune_amp import profile_memory
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.setting import Setting
-from autotune_amp.memory.job import MemoryBreakdown
-from autotune_amp.memory.profile_memory import memory_job
+from autotune_amp.diagnostics.memory.profile_memory import memory_job
+from autotune_amp.diagnostics.memory.results import MemoryBreakdown
 from autotune_amp.search.planner import Budget
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher

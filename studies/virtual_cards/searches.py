@@ -13,9 +13,8 @@ from search_replay import search_replay
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Outcome
 from autotune_amp.core.setting import Setting
-from autotune_amp.profile.gap import LOW
-from autotune_amp.profile.results import AmpProfile
-from autotune_amp.search.profile_amp import NUM_ROUNDS, ProfileResults, answer, rows
+from autotune_amp.diagnostics.profile_amp import NUM_ROUNDS, AmpProfile, ProfileResults, answer, rows
+from autotune_amp.precision.modes import MIXED_PRECISIONS
 from autotune_amp.trial.jobs import Trial
 
 CHECKS = ("fidelity", "calibration", "accumulation")
@@ -85,4 +84,4 @@ def true_speedup(landscape: Landscape, *precisions: Precision) -> float:
 
 
 def low(landscape: Landscape) -> list[Precision]:
-    return [precision for precision in LOW if precision in landscape.header.precisions]
+    return [precision for precision in MIXED_PRECISIONS if precision in landscape.header.precisions]

@@ -86,5 +86,5 @@ def test_a_file_that_is_there_is_left_alone(tmp_path: Path) -> None:
     for there in (tmp_path, tmp_path / "link"):
         with pytest.raises(InvalidRequestError, match="left alone"):
             check_new("--trace", there)
-    with pytest.raises(InvalidRequestError, match="--snapshot"):
+    with pytest.raises(InvalidRequestError, match="snapshot"):
         profile_memory(snapshot=__file__)

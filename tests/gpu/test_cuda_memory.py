@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from autotune_amp import Workload
 from autotune_amp.core.setting import Setting
-from autotune_amp.memory import child
-from autotune_amp.memory.job import MemoryBreakdown, MemoryJob
+from autotune_amp.diagnostics.memory import child
+from autotune_amp.diagnostics.memory.results import MemoryBreakdown, MemoryJob
 from autotune_amp.precision import torch_state
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.jobs import Trial

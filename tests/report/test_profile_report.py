@@ -9,8 +9,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from autotune_amp.profile.results import AmpProfile, Gap, NextStep, Part, PrecisionRow
-from autotune_amp.report.terminal import print_profile
+from autotune_amp.diagnostics.profile_amp import AmpProfile, PrecisionRow
+from autotune_amp.report.diagnostics import print_profile
+from autotune_amp.trial.step_profile.breakdown import NextStep, Part, StepBreakdown
 
 
 def part(name: Any, share: float, spread: tuple[float, float] | None = None, **more: Any) -> Part:
@@ -23,7 +24,9 @@ PARTS = (
     part("fp32_operations", 0.5, (0.46, 0.52), largest=("_softmax", "native_layer_norm")),
     part("rest", 0.1),
 )
-GAP = Gap(machine_flops_per_second=4e12, attained_flops_per_second=4e11, flops_per_step=40_000_000_000, parts=PARTS)
+GAP = StepBreakdown(
+    machine_flops_per_second=4e12, attained_flops_per_second=4e11, flops_per_step=40_000_000_000, parts=PARTS
+)
 BF16: dict[str, Any] = {"precision": "bf16"}
 PROFILE = AmpProfile(
     workload="train.py:workload",

@@ -131,11 +131,14 @@ def test_what_is_not_known_or_makes_no_difference_is_not_said() -> None:
     assert "processes" not in str(fact("memory", hardware=card, evidence=evidence(memory=MEASURED_ON)))
 
 
-def test_the_explanation_is_the_facts_and_the_variables_to_set() -> None:
+def test_the_explanation_begins_with_the_answer_and_holds_every_fact_once() -> None:
     config = AmpConfig(precision="bf16", batch_size=64, environment={"PYTORCH_ALLOC_CONF": "x y"})
-    shown = recommendation(config=config)
-    lines = [f"{label}: {text}" for label, text in shown.facts()]
-    assert shown.explain().splitlines() == [*lines, "before Python starts: export PYTORCH_ALLOC_CONF='x y'"]
+    shown = recommendation(config=config, warnings=("Mind the gap.",), evidence=evidence(joules_per_sample=0.3512))
+    lines = [line.split(": ", 1) for line in str(shown).splitlines()]
+    assert [label for label, _ in lines] == [
+        *("set", "speed", "gain", "sure", "memory", "why", "before Python starts", "warning", "energy")
+    ]
+    assert ["before Python starts", "export PYTORCH_ALLOC_CONF='x y'"] in lines
 
 
 def test_a_check_is_told_with_its_numbers_and_what_heals_it() -> None:

@@ -68,12 +68,25 @@ def test_an_interval_that_says_nothing_does_not_press_the_chart_flat() -> None:
 
 def test_what_was_not_done_has_no_card_of_its_own() -> None:
     page = search_page(recommendation(), RECORDS[:1], "recommendation.json")
-    bodies = re.findall(r"<section><h2>(.*?)</h2>(.*?)</section>", page, re.DOTALL)
+    bodies = re.findall(r"<section.*?<h2>(.*?)</h2>(.*?)</section>", page, re.DOTALL)
     assert all(body for _, body in bodies)
     titles = [title for title, _ in bodies]
     assert not {"Failures", "Left out", "Also tried", "The loss scale of fp16"} & set(titles)
     assert titles[-1] == "Not in this report"
     assert "fp16 was not calibrated" in bodies[-1][1]
+
+
+def test_the_answer_comes_first_then_its_evidence_and_one_chart_and_all_else_unfolds() -> None:
+    shown = recommendation(warnings=("Mind the gap.",))
+    page = search_page(shown, RECORDS, "r.json")
+    parts = re.findall(r"<section(.*?)>.*?<h2>(.*?)</h2>", page)
+    in_sight = [title for kind, title in parts if not kind]
+    assert in_sight == ["Use it", "Warnings", "Evidence", "Throughput against batch size"]
+    assert [title for _, title in parts[:4]] == in_sight
+    answer = page[: page.index("<section")]
+    for words in ("speed-up", "<dt>sure</dt>", shown.reason):
+        assert words in answer
+    assert "<details open" not in page
 
 
 def test_notes_unfold_below_the_warnings() -> None:
@@ -209,7 +222,7 @@ def test_the_file_stands_alone_is_small_and_escapes_foreign_text(tmp_path: Path)
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({}, "a new run: 398 to 426; 155 ms a step"),
+        ({}, "a new run: 398 to 426 samples/s"),
         ({"candidates": (row("bf16", 64, 412.3),)}, "fewer than two candidates"),
         ({"search": msgspec.structs.replace(MADE.search, was_interrupted=True)}, "search was interrupted"),
         ({"evidence": evidence(speedup=None, speedup_interval=None)}, "unknown"),

@@ -120,7 +120,7 @@ def test_what_runs_today_is_kept_without_a_gain_of_nothing() -> None:
     assert text.startswith("Keep what you have set nothing; fp32, batch size 32 stays")
     assert "1.00x" not in text
     assert "In Python" not in text, "there is nothing to set"
-    assert "1.00x" not in shown.explain() + shown.to_html()
+    assert "1.00x" not in shown.explain() + shown.answer_html()
 
 
 GREEN = "\x1b[32m"

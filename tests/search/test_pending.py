@@ -12,12 +12,12 @@ from scripted_backend import ScriptedSearch, candidate, fidelity, measured
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Measurement, Outcome
 from autotune_amp.core.setting import Setting
-from autotune_amp.profile.gap import Profile
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import next_todo
 from autotune_amp.search.stages.pending import expecting
 from autotune_amp.trial.jobs import Check, Trial
+from autotune_amp.trial.step_profile.breakdown import ProfileJob
 
 SIZES = (8, 16, 32, 64, 128, 256)
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
@@ -105,7 +105,7 @@ def test_an_expected_trial_is_not_calibrated_before_it_ran() -> None:
     "job",
     [
         check(candidate("fp32", 16), what="accumulation"),
-        Profile(device="cpu", trial=trial(candidate("fp32", 32))),
+        ProfileJob(device="cpu", trial=trial(candidate("fp32", 32))),
     ],
 )
 def test_what_changes_everything_is_waited_for(job: Any) -> None:

@@ -164,7 +164,7 @@ def test_show_keeps_what_it_is_not_told(finished: tuple[Recommendation, StudyFol
     by_samples = ranked_again(priced, folder.recommendation_path, None, None, 500, None)
     assert (by_samples.options["num_steps"], by_samples.options["num_samples"]) == (None, 500)
     assert folder.recommendation_path.read_bytes() == before
-    with pytest.raises(InvalidRequestError, match="--objective is 'size'"):
+    with pytest.raises(InvalidRequestError, match="objective is 'size'"):
         ranked_again(found, folder.recommendation_path, "size", None, None, None)
     stopped = msgspec.structs.replace(found, search=msgspec.structs.replace(found.search, was_interrupted=True))
     with pytest.raises(InvalidRequestError, match="interrupted"):

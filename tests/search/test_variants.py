@@ -14,7 +14,6 @@ from autotune_amp.core.outcome import Failure, Measurement, Outcome, Profiled, R
 from autotune_amp.core.recommendation import VariantRow
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.variants import COMPILE
-from autotune_amp.profile.gap import Profile
 from autotune_amp.search import planner
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
@@ -23,6 +22,7 @@ from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.variants import Variants
 from autotune_amp.search.variants import rows, why_not_worth
 from autotune_amp.trial.jobs import Check, Trial
+from autotune_amp.trial.step_profile.breakdown import ProfileJob
 
 VALUES: dict[str, dict[str, str | None]] = {
     "weights": {"bf16": None},
@@ -93,8 +93,8 @@ def searched(
         **{"precision": ["fp32", "bf16"], "try_": "auto", "steps": 10_000, **(options or {})}
     )
 
-    def check_answer(spec: Check | Profile) -> Any:
-        if isinstance(spec, Profile):
+    def check_answer(spec: Check | ProfileJob) -> Any:
+        if isinstance(spec, ProfileJob):
             assert not spec.counts_flops
             assert not spec.candidate.set_up
             return profile
@@ -376,7 +376,7 @@ def test_try_names_dimensions_or_values(given: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("given", ["speed", "compile,none", 3, ["compile", 1]])
 def test_try_refuses_what_it_does_not_know(given: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="--try is"):
+    with pytest.raises(InvalidRequestError, match="try_ is"):
         SearchOptions.from_user(try_=given)
 
 

@@ -43,10 +43,12 @@ function hideCovering(plot) {
   }
 }
 
+// Charts in a closed section have no width: they are drawn when it unfolds.
 async function draw() {
   toggle.textContent = isDark() ? "Light" : "Dark";
   if (!window.Plotly) return;
   for (const chart of document.querySelectorAll("figure.chart")) {
+    if (chart.closest("details:not([open])")) continue;
     const figure = inTheme(JSON.parse(chart.querySelector("script").textContent));
     const plot = chart.querySelector(".plot");
     const isFirst = plot.querySelector(".absent");
@@ -80,6 +82,10 @@ toggle.addEventListener("click", () => {
   draw();
 });
 prefersDark.addEventListener("change", draw);
+for (const section of document.querySelectorAll("details")) section.addEventListener("toggle", draw);
+addEventListener("beforeprint", () => {
+  for (const section of document.querySelectorAll("details")) section.open = true;
+});
 for (const button of document.querySelectorAll("button.copy")) button.addEventListener("click", () => copy(button));
 loadPlotly().then(draw);
 draw();

@@ -14,17 +14,17 @@ from msgspec.structs import replace
 
 from autotune_amp.core.outcome import Fidelity, Measurement, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.profile.gap import Profile
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.loss_scales import Uncalibrated
 from autotune_amp.search.ranking import BEFORE_CONFIRMATION
 from autotune_amp.search.stages.curve import Curves
 from autotune_amp.trial.jobs import Check, Trial
+from autotune_amp.trial.step_profile.breakdown import ProfileJob
 
 EXPECTED = 0  # the number of a record that is only expected
 
 
-def expecting(ledger: Ledger, pending: Sequence[Trial | Check | Profile]) -> Ledger | None:
+def expecting(ledger: Ledger, pending: Sequence[Trial | Check | ProfileJob]) -> Ledger | None:
     """Return the ledger with the expected results of the `pending` jobs, or None if the next decision has to wait for
     them.
 
@@ -34,7 +34,7 @@ def expecting(ledger: Ledger, pending: Sequence[Trial | Check | Profile]) -> Led
     """
     trials = [job for job in pending if isinstance(job, Trial) and job.purpose in BEFORE_CONFIRMATION]
     checks = [job for job in pending if isinstance(job, Check)]
-    if any(isinstance(job, Profile) for job in pending) or any(check.what == "accumulation" for check in checks):
+    if any(isinstance(job, ProfileJob) for job in pending) or any(check.what == "accumulation" for check in checks):
         return None
     if not ledger.measurements:
         return ledger.expecting([], {}, num_awaited=len(trials))

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 
 from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.profile.gap import Profile
 from autotune_amp.search.conditions import Conditions
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Planner
@@ -25,6 +24,7 @@ from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.explore import is_of_the_space, next_promising, worth_trying
 from autotune_amp.search.variants import beside, is_worth_trying, next_setting, to_profile
 from autotune_amp.trial.jobs import Check, Trial
+from autotune_amp.trial.step_profile.breakdown import ProfileJob
 
 PROFILE_SHARE = 0.05  # share of the remaining time that a profile of the winner may take
 TRACE_SECONDS, NUM_STEPS_FORESEEN = 2.0, 8  # of a profile: its trace's seconds; its steps, warm-up included
@@ -45,14 +45,14 @@ class Variants:
     is_exclusive: ClassVar[bool] = False
     checks: Checks
 
-    def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | Profile | None:
+    def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | ProfileJob | None:
         """Return the profile, else the next trial, else the check that the leader needs, or None."""
         left, leader = planner.to_explore(ledger), to_profile(ledger)
         foreseen = math.inf if leader is None else self._profile_seconds(ledger, planner, leader)
         if leader is not None and foreseen < PROFILE_SHARE * left:
             trial = planner.conditions.trial(ledger, leader)
             seconds = PROFILE_PATIENCE * foreseen
-            return Profile(device=trial.device, trial=trial, deadline_seconds=seconds, counts_flops=False)
+            return ProfileJob(device=trial.device, trial=trial, deadline_seconds=seconds, counts_flops=False)
         setting = self._next(ledger, planner, left) if planner.may_try(ledger, left) else None
         if setting is None:
             return self.checks.next(ledger, planner)

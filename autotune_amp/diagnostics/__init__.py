@@ -1,0 +1,1 @@
+"""Diagnostics without a search: what breaks under autocast, memory, gains of mixed precision, fidelity."""

@@ -1,0 +1,289 @@
+"""Child process of a memory profile: one step for the peak, and one in which every tensor is inspected."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autotune_amp.core.job import Tell
+from autotune_amp.core.outcome import Failure
+from autotune_amp.diagnostics.memory.results import MemoryBreakdown, MemoryJob, ModuleActivations
+from autotune_amp.numerics.accumulation import tensors
+from autotune_amp.precision.forward_wrapper import modules_by_name, takes_roles
+from autotune_amp.trial import data
+from autotune_amp.trial.context import Context
+from autotune_amp.trial.judge import RunEvidence, judge
+from autotune_amp.trial.step_profile.child import warm_up
+from autotune_amp.trial.training import BaseTraining, make_training
+from autotune_amp.trial.worker import guarded, prepare
+from autotune_amp.variants import activation_checkpointing
+
+MAX_PASSES = 2  # passes of an accumulation window: from the second on, gradients exist before the forward pass
+MAX_HISTORY_ENTRIES = 100_000  # entries of a snapshot, as in PyTorch's own guide
+
+
+def take_apart(context: Context, spec: MemoryJob, tell: Tell) -> MemoryBreakdown | Failure:
+    """Measure the memory of a training step by kind; return a `Failure` if it fails or exceeds its limit."""
+    return guarded(context, spec.trial, lambda: _take_apart(context, spec, tell))
+
+
+def _take_apart(context: Context, spec: MemoryJob, tell: Tell) -> MemoryBreakdown | Failure:
+    memory, _ = prepare(context, spec.trial)
+    model = context.model(torch.device(spec.device))
+    with closing(make_training(context.workload, model, spec.trial)) as training:
+        training.start_loading()
+        retries = memory.num_allocator_retries()
+        warm_up(training)  # from here on the optimizer holds its state
+        tell({"event": "phase", "name": "measuring memory"})
+        with nullcontext() if spec.snapshot_file is None else snapshot(spec.snapshot_file):
+            _take_step(training)
+        memory.poll()
+        peak_bytes, taken_bytes = memory.peak_bytes()
+        has_flushed = memory.num_allocator_retries() > retries
+        limit_bytes = spec.trial.memory_limit_bytes
+        failure = judge(RunEvidence(memory_bytes=taken_bytes, memory_limit_bytes=limit_bytes, has_flushed=has_flushed))
+        if failure is not None:
+            return failure
+        held = HeldMemory(training)
+        with torch.compiler.set_stance("force_eager"):  # compiled code hides its modules
+            _take_step(training, held)
+        return held.breakdown(taken_bytes, None if training.device.type == "cpu" else peak_bytes)
+
+
+def _take_step(training: BaseTraining, held: HeldMemory | None = None) -> None:
+    """Take one optimizer step; its last pass uses the largest batch, if that is known."""
+    num_passes = min(training.spec.candidate.accumulation_steps, MAX_PASSES)
+    for number in range(1, num_passes + 1):
+        batch = training.worst_batch() if number == num_passes else None
+        if batch is None:
+            batch = training.next_batch()
+        if training.device.type != "cpu":
+            batch = data.move(batch, training.device)
+        with nullcontext() if held is None else held.watching(batch):
+            training.forward_backward(batch)
+    training.update()
+
+
+@contextmanager
+def snapshot(path: str) -> Iterator[None]:
+    """Record CUDA's allocations within the context, with stacks, in a file for https://pytorch.org/memory_viz."""
+    # C++ stacks would start a process for each library, which stays alive.
+    torch.cuda.memory._record_memory_history(max_entries=MAX_HISTORY_ENTRIES, stacks="python")
+    try:
+        yield
+        torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]  # torch does not type it
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def storages(held: Iterable[Tensor]) -> dict[int, int]:
+    """Return the bytes of each storage behind these tensors by address; for a sparse tensor those of its parts."""
+    found: dict[int, int] = {}
+    for tensor in held:
+        if tensor.layout == torch.sparse_coo:
+            found |= storages((tensor._indices(), tensor._values()))
+        elif tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    found.pop(0, None)  # storage without memory
+    return found
+
+
+def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
+    """Return every tensor in the state of these optimizers, at any depth."""
+    return [tensor for optimizer in optimizers for state in optimizer.state.values() for _, tensor in tensors(state)]
+
+
+class _Saved:
+    """A tensor saved by autograd; calls `let_go` when autograd releases it."""
+
+    def __init__(self, tensor: Tensor, let_go: Callable[[], None]) -> None:
+        self.tensor = tensor
+        self._let_go = let_go
+
+    def __del__(self) -> None:
+        self._let_go()
+
+
+class HeldMemory:
+    """Memory held by one optimizer step of a training run whose optimizers have their state."""
+
+    def __init__(self, training: BaseTraining) -> None:
+        self._trained = training.trained
+        self._device_type = training.device.type
+        self._modules = modules_by_name(training.model)
+        self._trainable = [p for p in training.model.parameters() if p.requires_grad]
+        self._parameters = self._storages(training.model.parameters())
+        self._buffers = _without(self._storages(training.model.buffers()), self._parameters)
+        state = self._storages(state_tensors(self._trained.optimizers))
+        self._optimizer_state = _without(state, {**self._parameters, **self._buffers})
+        self._batch: dict[int, int] = {}
+        self._batch_bytes = 0
+        self._gradients: dict[int, int] = {}  # per parameter, by its id
+        self._casts = _CastWatch(self._parameters, self._storages(self._trainable).keys())
+        self._saved_by: Counter[str] = Counter()
+        self._inside: list[str] = []  # names of the running modules, the innermost last
+        self._num_holders: Counter[int] = Counter()  # number of saved tensors that hold a storage, by its address
+        self._activations_bytes = 0  # held at present
+        self._present_gradients: dict[int, int] = {}
+        self._most_held_bytes = 0  # activations and gradients together
+        self._is_backward_next = False
+
+    @contextmanager
+    def watching(self, batch: Any) -> Iterator[None]:
+        """Inspect the forward and backward pass on this batch, which is on the device."""
+        given = [tensor for _, tensor in tensors(batch)]
+        self._batch = _without(self._storages(given), self._parameters)
+        # The batch may be a view of a whole dataset.
+        self._batch_bytes = min(sum(self._batch.values()), sum(map(_num_bytes, given)))
+        self._saved_by.clear()
+        with ExitStack() as stack:
+            # TorchScript modules accept no hooks: their memory counts for the module around them.
+            for name, module in ((name, module) for name, module in self._modules.items() if takes_roles(module)):
+                enter = module.register_forward_pre_hook(partial(self._enter, name), prepend=True)
+                # Recomputation by a checkpoint ends with an exception.
+                leave = module.register_forward_hook(self._leave, always_call=True)
+                stack.callback(enter.remove)
+                stack.callback(leave.remove)
+            parameter: Any  # torch does not type its hooks
+            for parameter in self._trainable:
+                stack.callback(parameter.register_post_accumulate_grad_hook(self._note_gradient).remove)
+            stack.enter_context(self._casts)
+            stack.enter_context(saved_tensors_hooks(self._pack, self._unpack))
+            yield
+
+    def breakdown(self, taken_bytes: int, allocated_bytes: int | None) -> MemoryBreakdown:
+        """Return the memory by kind, together with the peak of a step that was not inspected."""
+        gradients_bytes, activations_bytes = sum(self._gradients.values()), self._saved_by.total()
+        order = {name: number for number, name in enumerate(self._modules)}
+        saved_by = sorted(self._saved_by.items(), key=lambda item: order[item[0]])
+        return MemoryBreakdown(
+            taken_bytes=taken_bytes,
+            allocated_bytes=allocated_bytes,
+            parameters_bytes=sum(self._parameters.values()),
+            buffers_bytes=sum(self._buffers.values()),
+            gradients_bytes=gradients_bytes,
+            optimizer_state_bytes=sum(self._optimizer_state.values()),
+            batch_bytes=self._batch_bytes,
+            cast_weights_bytes=sum(self._casts.num_bytes.values()),
+            not_held_together_bytes=gradients_bytes + activations_bytes - self._most_held_bytes,
+            modules=tuple(ModuleActivations(name=name, num_bytes=num_bytes) for name, num_bytes in saved_by),
+            optimizers=tuple(type(optimizer).__name__ for optimizer in self._trained.optimizers),
+            checkpointable_modules=self._checkpointable_modules(),
+        )
+
+    def _checkpointable_modules(self) -> tuple[str, ...]:
+        if activation_checkpointing.has("on", self._trained) or activation_checkpointing.why_not("on", self._trained):
+            return ()
+        blocks = {block for _, _, block in activation_checkpointing.repeated_blocks(self._trained)}
+        return tuple(name for name, module in self._modules.items() if module in blocks)
+
+    def _storages(self, held: Iterable[Tensor]) -> dict[int, int]:
+        return storages(tensor for tensor in held if tensor.device.type == self._device_type)
+
+    def _enter(self, name: str, *_: object) -> None:
+        self._inside.append(name)
+
+    def _leave(self, *_: object) -> None:
+        self._inside.pop()
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        is_forward = not _is_in_backward()
+        self._is_backward_next |= is_forward
+        held = {k: n for k, n in self._storages((tensor,)).items() if not self._is_known(k) and k not in self._casts}
+        for key, num_bytes in held.items():
+            self._num_holders[key] += 1
+            if self._num_holders[key] == 1:
+                self._activations_bytes += num_bytes
+                if is_forward:  # otherwise it is recomputed
+                    self._saved_by[self._inside[-1] if self._inside else ""] += num_bytes
+        if not is_forward:
+            self._note_held()
+        return _Saved(tensor, partial(self._let_go, held))
+
+    def _unpack(self, saved: _Saved) -> Tensor:
+        if self._is_backward_next:  # the first unpack: no more is saved, and present gradients are older
+            self._is_backward_next = False
+            self._present_gradients = {id(p): _num_bytes(p.grad) for p in self._trainable if p.grad is not None}
+            self._note_held()
+        return saved.tensor
+
+    def _let_go(self, held: Mapping[int, int]) -> None:
+        for key, num_bytes in held.items():
+            self._num_holders[key] -= 1
+            if not self._num_holders[key]:
+                self._activations_bytes -= num_bytes
+
+    def _note_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:  # otherwise an optimizer inside the backward pass has consumed it
+            num_bytes = _num_bytes(parameter.grad)
+            self._gradients[id(parameter)] = self._present_gradients[id(parameter)] = num_bytes
+            self._note_held()
+
+    def _note_held(self) -> None:
+        held_bytes = self._activations_bytes + sum(self._present_gradients.values())
+        self._most_held_bytes = max(self._most_held_bytes, held_bytes)
+
+    def _is_known(self, key: int) -> bool:
+        return any(key in part for part in (self._parameters, self._buffers, self._optimizer_state, self._batch))
+
+
+class _CastWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
+    """Dispatch mode that finds the copies of parameters in another dtype, as autocast makes them: `num_bytes` of each.
+
+    Autocast keeps copies of trainable parameters; other parameters are copied at each use, and such a copy counts if it
+    is saved for the backward pass (``in``).
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, parameters: Collection[int], trainable: Collection[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
+        self.num_bytes: dict[Hashable, int] = {}
+        self._parameters = parameters
+        self._trainable = trainable
+        self._copies: dict[int, tuple[Hashable, int]] = {}  # by address
+
+    def __contains__(self, key: int) -> bool:
+        if key not in self._copies:
+            return False
+        name, num_bytes = self._copies[key]
+        self.num_bytes[name] = num_bytes
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        source = next(iter(storages(args[:1])), 0) if func is torch.ops.aten._to_copy.default else 0
+        if source in self._parameters:
+            ((key, num_bytes),) = storages((made,)).items()
+            name = (source, made.dtype) if source in self._trainable else key
+            self._copies[key] = name, num_bytes
+            if source in self._trainable:
+                self.num_bytes[name] = num_bytes
+        elif self._copies:  # once a copy is freed, its address may be reused
+            before = storages(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            for key in storages(leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)):
+                if key not in before:
+                    self._copies.pop(key, None)
+        return made
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return sum(storages((tensor,)).values()) if tensor.layout == torch.sparse_coo else tensor.nbytes
+
+
+def _without(found: Mapping[int, int], known: Mapping[int, int]) -> dict[int, int]:
+    return {key: num_bytes for key, num_bytes in found.items() if key not in known}
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,279 @@
+"""Memory profile: its job, the memory of a training step by kind, and possible savings, as plain data and text."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import msgspec
+
+from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.errors import AutotuneAmpError
+from autotune_amp.core.job import Job
+from autotune_amp.core.outcome import Failure, FailureKind
+from autotune_amp.core.text import count, one_line, outcome_name, size
+from autotune_amp.trial.jobs import Trial, as_failure
+
+SavingKind: TypeAlias = Literal["precision", "activation_checkpointing", "optimizer_state", "batch_size"]
+_NUM_GROUPS = 8
+_OUTSIDE = "outside of modules, as the loss"
+
+
+class ModuleActivations(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes saved for the backward pass by the forward pass of one module, without its submodules.
+
+    "" stands for tensors saved outside of all modules, as by a loss function.
+    """
+
+    name: str
+    num_bytes: int
+
+
+class MemoryBreakdown(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="memory"):
+    """Memory of an optimizer step by kind, in bytes on its device.
+
+    Each storage counts once and whole, however many tensors are views of it. `gradients_bytes` are those of the step's
+    parameters, `optimizer_state_bytes` every tensor in the state of the optimizers, `batch_bytes` the tensors of a
+    batch, `cast_weights_bytes` the copies of parameters that autocast makes in the compute type. `modules`, in the
+    order of the model, hold the activations: other tensors that the forward passes saved for the backward pass. The
+    backward pass frees activations while gradients appear: `not_held_together_bytes` is the sum of both less their
+    largest sum at one time. `taken_bytes` is the peak of an equal step that was not inspected: the memory that counts
+    against a limit, on a CPU the growth of the process, on an accelerator the memory reserved by the allocator; of this
+    `allocated_bytes` were in tensors at most, None on a CPU. Compiled models run without compiling during the
+    inspection. `optimizers` are the classes of the optimizers. `checkpointable_modules` are the repeated blocks that
+    could be recomputed in the backward pass, so that nothing inside them would be saved.
+    """
+
+    taken_bytes: int
+    allocated_bytes: int | None
+    parameters_bytes: int
+    buffers_bytes: int
+    gradients_bytes: int
+    optimizer_state_bytes: int
+    batch_bytes: int
+    cast_weights_bytes: int
+    not_held_together_bytes: int
+    modules: tuple[ModuleActivations, ...]
+    optimizers: tuple[str, ...] = ()
+    checkpointable_modules: tuple[str, ...] = ()
+
+    @property
+    def activations_bytes(self) -> int:
+        """Return the activations of all modules in bytes."""
+        return sum(module.num_bytes for module in self.modules)
+
+    @property
+    def rest_bytes(self) -> int:
+        """Return the part of the peak in bytes that belongs to no kind; below 0 if a part was not fully resident.
+
+        It consists of temporaries, workspaces of libraries, and memory cached by the allocator.
+        """
+        held = self.parameters_bytes + self.buffers_bytes + self.gradients_bytes + self.optimizer_state_bytes
+        held += self.batch_bytes + self.cast_weights_bytes + self.activations_bytes
+        return self.taken_bytes - (held - self.not_held_together_bytes)
+
+
+class MemoryJob(Job[MemoryBreakdown], frozen=True, kw_only=True):
+    """Job that measures the memory of the training step described by `trial`.
+
+    torch's own memory snapshot of the step is written to `snapshot_file`, unless that is None.
+    """
+
+    answer: ClassVar[Any] = MemoryBreakdown
+    work: ClassVar[str] = "autotune_amp.diagnostics.memory.child:take_apart"
+
+    trial: Trial
+    snapshot_file: str | None = None
+
+    def after(
+        self, problem: Failure | AutotuneAmpError, so_far: MemoryBreakdown | None
+    ) -> MemoryBreakdown | Failure | Job[MemoryBreakdown]:
+        """Return a `Failure` for the precision, which the profile reports."""
+        del so_far
+        return as_failure(problem)
+
+
+class Saving(msgspec.Struct, frozen=True, kw_only=True):
+    """A way to free up to `num_bytes`; `what` describes it. Only the kind `precision` is measured."""
+
+    kind: SavingKind
+    num_bytes: int
+    what: str
+
+
+class LargestBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """The largest batch size that fits, by the memory model M(b) = max(m0, m1 + m2 * b).
+
+    The model goes through two of the `measured` (batch size, bytes) pairs: the largest two up to the first that did not
+    fit. `batch_size` is 0 if not even one sample fits, None if the memory does not grow with the batch. `model_error`
+    is the relative error, at `checked_batch_size`, the size nearest to the limit, of the model fitted to the others:
+    below 0 if it predicted too little; None if only two sizes could be measured. `cautious_batch_size` allows for an
+    error of that size. `bytes_per_sample` is m2. `is_all_data`: the dataset has no more samples.
+    """
+
+    batch_size: int | None
+    cautious_batch_size: int | None
+    model_error: float | None
+    checked_batch_size: int | None
+    bytes_per_sample: float
+    measured: tuple[tuple[int, int], ...]
+    is_all_data: bool = False
+
+
+class MemoryRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of one precision: its `breakdown`, or the `reason` why there is none; `failure` is the kind of its
+    failure.
+
+    `largest` is None if there is no limit, or if too little could be measured, with the reason. `savings` are ways to
+    free memory in this precision, the largest first.
+    """
+
+    precision: Precision
+    breakdown: MemoryBreakdown | None = None
+    largest: LargestBatch | None = None
+    savings: tuple[Saving, ...] = ()
+    failure: FailureKind | None = None
+    reason: str | None = None
+
+
+class MemoryProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of one training step of `batch_size` samples on one device, in each precision.
+
+    A step accumulates `accumulation_steps` such batches. `limit_bytes` is the memory that batches should fit into, None
+    without one. `snapshot` is the file of torch's own memory snapshot, for the first precision that ran; None without
+    one.
+    """
+
+    format: int = 1
+    workload: str
+    device: str
+    device_name: str
+    batch_size: int
+    accumulation_steps: int
+    rows: tuple[MemoryRow, ...]
+    limit_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+    snapshot: str | None = None
+
+    def row(self, precision: str) -> MemoryRow:
+        """Return the row of a precision. Raises `KeyError` if there is none."""
+        for row in self.rows:
+            if row.precision == precision:
+                return row
+        raise KeyError(precision)
+
+    def to_json(self) -> str:
+        """Return the JSON document; a missing number is null, never NaN."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
+
+    def explain(self) -> str:
+        """Return the parts, the largest modules, the batch sizes that fit and the savings, as lines of plain text."""
+        lines = [heading(self)]
+        for table in (parts(self), modules(self)):
+            lines += [f"{label}: {', '.join(cells)}" for label, *cells in table]
+        return "\n".join([*lines, *(f"{label}: {text}" for label, text in facts(self))])
+
+
+def heading(profile: MemoryProfile) -> str:
+    """Return a title that names the workload, the step and the device."""
+    batches = "" if profile.accumulation_steps == 1 else f"{profile.accumulation_steps} batches of "
+    device = f"{profile.device} ({one_line(profile.device_name)})"
+    return f"{one_line(profile.workload)}: a step of {batches}{count(profile.batch_size, 'sample')} on {device}"
+
+
+def measured_rows(profile: MemoryProfile) -> list[tuple[MemoryRow, MemoryBreakdown]]:
+    """Return the rows that have a breakdown."""
+    return [(row, row.breakdown) for row in profile.rows if row.breakdown is not None]
+
+
+def parts(profile: MemoryProfile) -> list[list[str]]:
+    """Return a table of the parts' bytes in every precision that ran, with the peak last and without empty parts."""
+    found = [breakdown for _, breakdown in measured_rows(profile)]
+    table = [
+        ("parameters", [b.parameters_bytes for b in found]),
+        ("buffers", [b.buffers_bytes for b in found]),
+        ("gradients", [b.gradients_bytes for b in found]),
+        ("optimizer state", [b.optimizer_state_bytes for b in found]),
+        ("batch", [b.batch_bytes for b in found]),
+        ("weights cast by autocast", [b.cast_weights_bytes for b in found]),
+        ("activations", [b.activations_bytes for b in found]),
+        ("not held at once", [-b.not_held_together_bytes for b in found]),
+        ("the rest", [b.rest_bytes for b in found]),
+        ("peak", [b.taken_bytes for b in found]),
+    ]
+    return [[name, *map(_signed, numbers)] for name, numbers in table if any(numbers)]
+
+
+def modules(profile: MemoryProfile) -> list[list[str]]:
+    """Return a table of the modules with the largest activations in every precision that ran.
+
+    Modules whose names differ only in an index are one row: ``layers.*.norm (12)``.
+    """
+    groups = [activations_by_group(breakdown) for _, breakdown in measured_rows(profile)]
+    order = sorted({name for group in groups for name in group}, key=lambda name: -max(g[name] for g in groups))
+    table = [[name, *(size(group[name]) for group in groups)] for name in order[:_NUM_GROUPS]]
+    if rest := order[_NUM_GROUPS:]:
+        others = [size(sum(group[name] for name in rest)) for group in groups]
+        table.append([f"{count(len(rest), 'other')}", *others])
+    return table
+
+
+def activations_by_group(breakdown: MemoryBreakdown) -> Counter[str]:
+    """Return the bytes of activations by module name, with a star for an index and the number of modules."""
+    found: Counter[str] = Counter()
+    members: Counter[str] = Counter()
+    for module in breakdown.modules:
+        name = re.sub(r"(?<![^.])\d+(?![^.])", "*", module.name) or _OUTSIDE
+        found[name] += module.num_bytes
+        members[name] += 1
+    return Counter({f"{name} ({members[name]})" if "*" in name else name: num for name, num in found.items()})
+
+
+def facts(profile: MemoryProfile) -> list[tuple[str, str]]:
+    """Return (label, text) pairs for failures, batch sizes that fit and savings."""
+    lines: list[tuple[str, str]] = []
+    for row in profile.rows:
+        if row.reason is not None:
+            failed = "" if row.failure is None else f"{outcome_name(row.failure)}: "
+            lines.append((row.precision, f"{failed}{one_line(row.reason)}"))
+    for row, breakdown in measured_rows(profile):
+        if breakdown.allocated_bytes is not None:
+            held = breakdown.taken_bytes - breakdown.allocated_bytes
+            lines.append(("rest", f"{row.precision}: {size(max(0, held))} of it the allocator holds without a tensor"))
+        if row.largest is not None and profile.limit_bytes is not None:
+            lines.append(("fits", f"{row.precision}: {largest_line(row.largest, profile.limit_bytes)}"))
+    for row, _ in measured_rows(profile)[:1]:
+        for saving in row.savings:
+            lines.append(("frees", f"{row.precision}: up to {size(saving.num_bytes)} by {saving.what}"))
+    if profile.snapshot is not None:
+        lines.append(("snapshot", f"{profile.snapshot} opens at https://pytorch.org/memory_viz"))
+    return [*lines, *(("note", one_line(note)) for note in profile.notes)]
+
+
+def largest_line(largest: LargestBatch, limit_bytes: int) -> str:
+    """Return a line on the largest batch size that fits, the model's error, and the size that allows for it.
+
+    Example: ``batch 412 in 16.0 GiB; the model was 3 % too low at batch 128, and with that allowed for it is 398``.
+    """
+    of_what = f"in {size(limit_bytes)}"
+    if largest.batch_size is None:
+        return f"any batch {of_what}: what was measured does not grow with it"
+    if largest.batch_size == 0:
+        return f"not even one sample {of_what}"
+    text = f"batch {largest.batch_size} {of_what}"
+    if dict(largest.measured).get(largest.batch_size, limit_bytes + 1) <= limit_bytes:
+        text += ", which was measured"
+    if largest.is_all_data:
+        text += ", all that the dataset has"
+    if largest.model_error is None:
+        return f"{text}, by a model that could not be compared with a third size"
+    off = f"{abs(100 * largest.model_error):.0f} % too {'low' if largest.model_error < 0 else 'high'}"
+    return (
+        f"{text}; the model was {off} at batch {largest.checked_batch_size}, and with that allowed for it is "
+        f"{largest.cautious_batch_size}"
+    )
+
+
+def _signed(num_bytes: int) -> str:
+    return f"-{size(-num_bytes)}" if num_bytes < 0 else size(num_bytes)

@@ -1,0 +1,628 @@
+"""Profile of a training step: mixed precision against fp32, the step's time by kind of operation, and possible gains.
+
+```python
+import torch
+from torch import nn
+from autotune_amp import Workload, profile_amp
+
+workload = Workload(
+    model=lambda: nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)),
+    loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+    data=lambda size: (torch.randn(size, 64), torch.randint(10, (size,))),
+    optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+)
+found = profile_amp(workload, num_batches=20, batch_size=32)
+print(found.best_precision, found.speedup, found.verdict, found.next_step)
+```
+
+A quick answer without a search: fp32 is compared with bf16 and fp16 (and TF32 on a GPU that has it) on the same batches
+in turn, with step time, speed-up and its interval, memory, and a verdict. Then the step's time is divided into parts,
+from the machine's measured matrix rate down to the rate attained, with the next steps to try, which a search tries
+too. The step is that of the best low precision if it is faster than fp32, otherwise that of fp32. Parts are medians
+over several profiled steps, shown with the smallest and the largest share, and advice is given only on parts that are
+large in all of them. The timed steps are divided among three fresh processes, whose spread gives the interval. None
+of your objects is changed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import geometric_mean
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+
+import msgspec
+
+from autotune_amp.core import pieces
+from autotune_amp.core.config import LossScale
+from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.errors import InvalidRequestError, WorkloadError
+from autotune_amp.core.hardware import Hardware
+from autotune_amp.core.intervals import ratio_interval
+from autotune_amp.core.outcome import Description, Failure, FailureKind, Measurement, Outcome, Profiled, Record
+from autotune_amp.core.recommendation import Exclusion, NothingWorksError
+from autotune_amp.core.setting import Setting
+from autotune_amp.core.text import count, duration, flops, number, one_line, outcome_name, size, times
+from autotune_amp.hardware import identify, machine_load
+from autotune_amp.hardware.machine_load import LoadMeter
+from autotune_amp.precision.modes import MIXED_PRECISIONS, MODES
+from autotune_amp.processes.local import Handle
+from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.planner import Budget
+from autotune_amp.search.progress import Progress
+from autotune_amp.search.run import ProgressWatcher
+from autotune_amp.search.source import OpenedWorkload, Source, loaded, message_of, open_workload
+from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
+from autotune_amp.trial.jobs import Trial
+from autotune_amp.trial.step_profile.breakdown import (
+    NUM_NEXT_STEPS,
+    PART_NAMES,
+    NextStep,
+    ProfileJob,
+    StepBreakdown,
+    break_down,
+    next_step_line,
+    next_steps,
+    percent,
+)
+
+Verdict: TypeAlias = Literal["excellent", "significant", "modest", "negligible", "slower"]
+
+# A precision is cut if its steps take this many times fp32's and longer than `LONG_STEP_SECONDS`: the first steps of a
+# small model in another format are many times slower than those that follow.
+CUT_RATIO, LONG_STEP_SECONDS = 5.0, 1.0
+DEADLINE_RATIO = 10.0  # deadline of one step, times fp32's
+SHORTEST_DEADLINE_SECONDS = 5.0
+FIRST_STEP_RATIO = 3.0  # the same as in a search
+SHORTEST_FIRST_STEP_DEADLINE_SECONDS = 30.0  # the first step may compile, unlike fp32's
+DEADLINE_SECONDS = 600.0  # of one process
+NUM_ROUNDS = 3
+
+
+class PrecisionRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Result for one precision. Numbers that were not measured are None; `failure` is the kind of failure if it ran.
+
+    `reason` says why numbers are missing. `num_steps` training steps were timed, in the processes of
+    `process_step_seconds`, the mean step in each including the wait for its data. `step_seconds` is their geometric
+    mean, `step_seconds_interval` its 95 % interval (`intervals.ratio_interval`). `speedup` over fp32 is the geometric
+    mean over pairs of processes in one round, which trained on the same batches, `speedup_interval` its 95 % interval
+    with the process as its unit, `verdicts` those on the two ends of the interval. A precision that failed has none of
+    these. `was_cut`: it was stopped after a few steps as hopelessly slow; without an interval `speedup` is an upper
+    bound. `peak_memory_bytes` was measured in a separate process: resident memory on a CPU, allocated on an
+    accelerator.
+    """
+
+    precision: Precision
+    step_seconds: float | None = None
+    step_seconds_interval: tuple[float, float] | None = None
+    speedup: float | None = None
+    speedup_interval: tuple[float, float] | None = None
+    verdict: Verdict | None = None
+    verdicts: tuple[Verdict, Verdict] | None = None
+    peak_memory_bytes: int | None = None
+    process_step_seconds: tuple[float, ...] = ()
+    num_steps: int = 0
+    was_cut: bool = False
+    failure: FailureKind | None = None
+    reason: str | None = None
+    gap: StepBreakdown | None = None
+
+
+class AmpProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """Profile of one workload on one device: the gain of mixed precision, and the step's time by kind of operation.
+
+    A step trains `accumulation_steps` batches of `batch_size` samples; `num_batches` steps of each precision were
+    requested, and each row gives the number timed. `rows` begin with fp32. `best_precision` is the fastest of bf16 and
+    fp16, with `speedup` and `verdict`; None if neither could be compared with fp32. `next_steps` are for
+    `gap_precision`, the largest gain first. `trace` is the file written for Perfetto, None without one.
+    """
+
+    format: int = 1
+    workload: str
+    device: str
+    device_name: str
+    batch_size: int
+    accumulation_steps: int
+    num_batches: int
+    rows: tuple[PrecisionRow, ...]
+    best_precision: Precision | None
+    speedup: float | None
+    verdict: Verdict | None
+    next_steps: tuple[NextStep, ...]
+    notes: tuple[str, ...] = ()
+    trace: str | None = None
+
+    def row(self, precision: str) -> PrecisionRow:
+        """Return the row of a precision. Raises `KeyError` if there is none."""
+        for row in self.rows:
+            if row.precision == precision:
+                return row
+        raise KeyError(precision)
+
+    @property
+    def gap(self) -> StepBreakdown | None:
+        """Return the parts of `gap_precision`'s step; None if unknown."""
+        return self.row(self.gap_precision).gap
+
+    @property
+    def gap_precision(self) -> Precision:
+        """Return the precision whose step needs advice: the best low one if it is faster than fp32, otherwise fp32."""
+        best = self.best_precision
+        return best if best is not None and (self.speedup or 0.0) > 1 else "fp32"
+
+    @property
+    def next_step(self) -> str | None:
+        """Return the most promising advice, with its possible gain; None if no part is large in every profiled step."""
+        return next_step_line(self.next_steps[0]) if self.next_steps else None
+
+    def _repr_html_(self) -> str:
+        cells = ([row.precision, *row_cells(row)] for row in self.rows)
+        return pieces.fragment(
+            heading(self), pieces.table(ROW_COLUMNS, cells, num_numeric=3), pieces.facts(facts(self))
+        )
+
+    def to_json(self) -> str:
+        """Return the JSON document; a missing number is null, never NaN."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
+
+    def explain(self) -> str:
+        """Return the verdict, the numbers, the parts of the step and the advice, as a few lines of plain text."""
+        lines = [heading(self)]
+        lines += [f"{row.precision}: {', '.join(filter(None, row_cells(row)))}" for row in self.rows]
+        return "\n".join([*lines, *(f"{label}: {text}" for label, text in facts(self))])
+
+
+def facts(profile: AmpProfile) -> list[tuple[str, str]]:
+    """Return (label, text) pairs for the verdict, the rates, the parts of the step and the advice."""
+    lines = [("verdict", _verdict(profile))]
+    for row in profile.rows:
+        if row.gap is not None and row.precision in ("fp32", profile.best_precision):
+            if row.gap.attained_flops_per_second is not None:
+                lines.append(("rate", f"{row.precision}: {_rate(row.gap, row.gap.attained_flops_per_second)}"))
+            lines.append(("gap", f"{row.precision}: {_gap(row.gap)}"))
+    lines += [("next step", next_step_line(step)) for step in profile.next_steps[:NUM_NEXT_STEPS]]
+    if profile.next_steps:
+        lines.append(("search", "autotune-amp search tries them, and says what each gained"))
+    if profile.trace is not None:
+        lines.append(("trace", f"{profile.trace} opens at https://ui.perfetto.dev"))
+    return [*lines, *(("note", one_line(note)) for note in profile.notes)]
+
+
+def heading(profile: AmpProfile) -> str:
+    """Return a title that names the workload, the number and size of the steps, and the device."""
+    steps = count(max((row.num_steps for row in profile.rows), default=0), "step")
+    batches = "" if profile.accumulation_steps == 1 else f"{profile.accumulation_steps} batches of "
+    of_what = f"{batches}{count(profile.batch_size, 'sample')} in each precision"
+    device = f"{profile.device} ({one_line(profile.device_name)})"
+    return f"{one_line(profile.workload)}: {steps} of {of_what} on {device}"
+
+
+ROW_COLUMNS = ("precision", "step", "speed-up", "memory", "verdict")
+
+
+def row_cells(row: PrecisionRow) -> tuple[str, str, str, str]:
+    """Return the table cells for step, speed-up, memory and verdict; "" for missing ones."""
+    step = "" if row.step_seconds is None else duration(row.step_seconds)
+    memory = "" if row.peak_memory_bytes is None else size(row.peak_memory_bytes)
+    return step, _speedup(row), memory, _row_verdict(row)
+
+
+def _speedup(row: PrecisionRow) -> str:
+    """Return the speed-up with its interval, or as an upper bound without one."""
+    if row.speedup is None:
+        return ""
+    if row.speedup_interval is None:
+        return f"<= {number(row.speedup)}x"
+    low, high = row.speedup_interval
+    return f"{times(row.speedup)} ({low:.2f} to {high:.2f})"
+
+
+def _row_verdict(row: PrecisionRow) -> str:
+    if row.reason is not None:
+        reason = one_line(row.reason)
+        return reason if row.failure is None else f"{outcome_name(row.failure)}: {reason}"
+    if row.precision == "fp32":
+        return "reference"
+    if row.verdict is None:
+        return "no fp32 to compare with"
+    low, high = row.verdicts or (row.verdict, row.verdict)
+    return row.verdict if low == high else f"{row.verdict}; the interval spans {low} to {high}"
+
+
+def _verdict(profile: AmpProfile) -> str:
+    if profile.best_precision is None:
+        reasons = "; ".join(f"{row.precision}: {_row_verdict(row)}" for row in profile.rows if row.reason)
+        return f"none: {reasons or 'only fp32 was run'}"
+    row = profile.row(profile.best_precision)
+    return f"{row.precision}, {_speedup(row)} over fp32: {_row_verdict(row)}"
+
+
+def _rate(gap: StepBreakdown, attained: float) -> str:
+    if gap.machine_flops_per_second is None:
+        return f"{flops(attained)} by a step; the machine's own rate could not be measured"
+    share = 100 * attained / gap.machine_flops_per_second
+    return f"{flops(gap.machine_flops_per_second)} by the machine, {flops(attained)} by a step, {share:.2g} %"
+
+
+def _gap(gap: StepBreakdown) -> str:
+    """Return the parts of a step that take at least 1 %, the largest first."""
+    return ", ".join(
+        f"{percent(part)} {PART_NAMES[part.name]}" + (f" ({', '.join(part.largest)})" if part.largest else "")
+        for part in sorted(gap.parts, key=lambda part: -part.seconds)
+        if part.share >= 0.01
+    )
+
+
+# --- measurement ----------------------------------------------------------------------------------------------------
+
+
+def run_profile(
+    origin: Source,
+    progress: Progress,
+    num_batches: int,
+    device: str,
+    precision: Sequence[str] | str | None,
+    batch_size: int | None,
+    trace: str | os.PathLike[str] | None,
+) -> AmpProfile:
+    """Profile in child processes; see `autotune_amp.profile_amp` for the arguments."""
+    for name, given in (("--batches", num_batches), ("--batch-size", 1 if batch_size is None else batch_size)):
+        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+            raise InvalidRequestError(
+                f"{name} is {given!r}; it must be a whole number from 1 up.", f"Give {name} 32, for example."
+            )
+    path = None if trace is None else Path(trace).absolute()
+    if path is not None and (path.suffix == ".gz" or path.is_dir() or not os.access(path.parent, os.W_OK)):
+        raise InvalidRequestError(
+            f"--trace is {str(trace)!r}; it must be a file in a folder that can be written, and is not compressed.",
+            "Give for example --trace trace.json.",
+        )
+    precisions = SearchOptions.from_user(device=device, precision=precision).precisions
+    clock = Budget(math.inf)
+    meter = LoadMeter(identify(device).uuid)  # before this process has a context on the GPU
+    watcher = ProgressWatcher(progress, clock, meter)
+    progress.work_started(None)
+    hidden = "steps cannot be profiled from outside"
+    instead = "Give a Workload, or search the command: it measures what mixed precision gains."
+    with loaded(origin, watcher, clock.left(), hidden=hidden, next_step=instead) as backend:
+        opened = open_workload(backend, origin, device, watcher)
+        progress.found_hardware(opened.hardware)
+        asked = _asked(precisions, opened.hardware)
+        space = space_at(batch_size, opened, asked)
+        refused = refused_in(space)
+        trials = {p: _trial(p, space, opened) for p in asked if p not in refused}
+        meter.start()
+        outcomes = time_in_turns(backend, trials, num_batches, progress)
+        load = machine_load.evidence([meter.stop()])
+        if load is not None:  # the rows' intervals come from the processes themselves
+            load = msgspec.structs.replace(load, interval_factors=(1.0, 1.0))
+        others = machine_load.doubts(load, "profile again")
+        notes = [*_assumptions(batch_size, opened.description), *others]
+        if not any(isinstance(outcome, Measurement) for of_one in outcomes.values() for outcome in of_one):
+            failures = {p: of_one[0] for p, of_one in outcomes.items() if of_one and isinstance(of_one[0], Failure)}
+            instead = "Run the training by itself for a few steps in fp32, then with a smaller --batch-size."
+            raise nothing_works(refused, failures, instead)
+        with TemporaryDirectory(prefix="autotune_amp-") as folder:
+            watcher.phase("taking steps apart")
+            profiled = {}
+            for precision in _running(outcomes):
+                trial, part = trials[precision], str(Path(folder, f"{precision}.json"))
+                found = backend.submit(
+                    ProfileJob(device=trial.device, trial=trial, trace_file=part, deadline_seconds=DEADLINE_SECONDS)
+                ).result()
+                if isinstance(found, Profiled):
+                    profiled[precision] = found
+                else:
+                    notes.append(f"{precision} could not be taken apart: {found.message}.")
+            parts = [Path(folder, f"{p}.json") for p, found in profiled.items() if found.split is not None]
+            problem = None if path is None else write_trace(parts, path)
+    everything = ProfileResults(opened.hardware, refused, outcomes, profiled)
+    return answer(
+        rows(asked, everything),
+        everything,
+        workload=origin.name,
+        setting=space.baseline,
+        num_batches=num_batches,
+        trace=None if path is None or problem is not None else str(path),
+        notes=notes if problem is None else [*notes, problem],
+    )
+
+
+class SubmitsTrials(Protocol):
+    """Interface that timing needs of a backend."""
+
+    def submit(self, job: Trial, /) -> Handle[Outcome]:
+        """Start a trial and return its handle."""
+
+
+def time_in_turns(
+    backend: SubmitsTrials, trials: Mapping[Precision, Trial], num_batches: int, progress: Progress
+) -> dict[Precision, list[Outcome]]:
+    """Return the outcomes of each precision, one per round, each in its own process; all precisions of a round see the
+    same batches.
+
+    The `num_batches` are divided among the rounds. A precision that fails or is cut takes part in no later round.
+    Raises `WorkloadError` if the workload does not run in fp32.
+    """
+    progress.phase(f"timing {', '.join(trials)} in turns on the same batches")
+    outcomes: dict[Precision, list[Outcome]] = {precision: [] for precision in trials}
+    num_rounds, numbers = min(NUM_ROUNDS, num_batches), itertools.count(1)
+    for place in range(num_rounds):
+        num_steps = num_batches // num_rounds + (place < num_batches % num_rounds)
+        names = _running(outcomes)
+        first = place % max(1, len(names))
+        for precision in (*names[first:], *names[:first]):  # the order rotates
+            trial, fp32 = trials[precision], outcomes.get("fp32")
+            trial = msgspec.structs.replace(trial, seed=trial.seed + place, num_steps=(num_steps, num_steps))
+            if precision != "fp32" and fp32 and isinstance(fp32[0], Measurement):
+                trial = msgspec.structs.replace(trial, **limits(fp32[0]))
+            outcome = _run(backend, trial, next(numbers), progress)
+            if isinstance(outcome, Failure) and outcome.kind == "workload_error" and precision == "fp32":
+                raise WorkloadError(*message_of(outcome))
+            outcomes[precision].append(outcome)
+    return outcomes
+
+
+def _run(backend: SubmitsTrials, trial: Trial, number: int, progress: Progress) -> Outcome:
+    progress.trial_started(number, trial.candidate, trial.purpose)
+    started = time.monotonic()
+    outcome = backend.submit(trial).result()
+    record = Record(
+        search_id="profile",
+        number=number,
+        candidate=trial.candidate,
+        purpose=trial.purpose,
+        outcome=outcome,
+        seconds=time.monotonic() - started,
+    )
+    progress.trial_ended(record, None)
+    return outcome
+
+
+def _running(outcomes: Mapping[Precision, Sequence[Outcome]]) -> list[Precision]:
+    """Return the precisions that have neither failed nor been cut."""
+    fp32 = outcomes.get("fp32")
+    return [
+        precision
+        for precision, ours in outcomes.items()
+        if not ours or (isinstance(ours[-1], Measurement) and not (fp32 and is_cut(ours[-1], fp32[0])))
+    ]
+
+
+def limits(fp32: Measurement) -> dict[str, float]:
+    """Return the time limits for steps of another precision, as fields of a `Trial`."""
+    step = max(DEADLINE_RATIO * fp32.step_seconds, SHORTEST_DEADLINE_SECONDS)
+    first_step = FIRST_STEP_RATIO * fp32.first_step_seconds + step
+    return {
+        "cut_step_seconds": max(CUT_RATIO * fp32.step_seconds, LONG_STEP_SECONDS),
+        "first_step_deadline_seconds": max(first_step, SHORTEST_FIRST_STEP_DEADLINE_SECONDS),
+        "step_deadline_seconds": step,
+    }
+
+
+def is_cut(outcome: Outcome, fp32: Outcome) -> bool:
+    """Whether a process was so much slower than fp32's that no further one is run."""
+    if not isinstance(outcome, Measurement) or not isinstance(fp32, Measurement):
+        return False
+    return outcome.was_cut or outcome.step_seconds > limits(fp32)["cut_step_seconds"]
+
+
+def _asked(precisions: tuple[Precision, ...] | None, hardware: Hardware) -> tuple[Precision, ...]:
+    """Return the precisions to profile, fp32 first. TF32 is not mixed precision, so it is included only if the device
+    has it or the user asks.
+    """
+    usual: tuple[Precision, ...] = ("tf32", *MIXED_PRECISIONS) if hardware.has_tf32 else MIXED_PRECISIONS
+    return tuple(dict.fromkeys(("fp32", *(precisions or usual))))
+
+
+def space_at(size: int | None, opened: OpenedWorkload, asked: tuple[Precision, ...]) -> Space:
+    """Return the search space at the given batch size, or at the user's own batch size and accumulation steps."""
+    if size is None and opened.description.batch_size is None:
+        size = ASSUMED_BATCH_SIZE
+    own: dict[str, Any] = {} if size is None else {"baseline": ("fp32", size), "effective_batch_size": "free"}
+    return build_space(
+        opened.hardware, opened.description, SearchOptions.from_user(precision=asked, try_="none", **own)
+    )
+
+
+def refused_in(space: Space) -> dict[Precision, str]:
+    """Return the precisions that cannot run at the profile's batch size, with the reason."""
+    return {e.precision: e.reason for e in space.excluded if (e.batch_size or 0) <= space.baseline.batch_size}
+
+
+def _trial(precision: Precision, space: Space, opened: OpenedWorkload) -> Trial:
+    return Trial(
+        candidate=Setting(
+            precision=precision,
+            batch_size=space.baseline.batch_size,
+            accumulation_steps=space.baseline.accumulation_steps,
+        ),
+        device=opened.hardware.device,
+        loss_scale=LossScale() if MODES[precision].takes_scaler else None,
+        deadline_seconds=DEADLINE_SECONDS,
+        loading_seconds=DEADLINE_SECONDS,
+        memory_limit_bytes=SearchOptions().limit_bytes(opened.hardware.memory.available),
+        torch_state=opened.torch_state,
+    )
+
+
+def assumed_size(batch_size: int | None, description: Description) -> list[str]:
+    """Return a note if neither the caller nor the data named a batch size; no note otherwise."""
+    if batch_size is not None or description.batch_size is not None:
+        return []
+    return [f"The data has no batch size of its own: {ASSUMED_BATCH_SIZE} is assumed. --batch-size says yours."]
+
+
+def _assumptions(batch_size: int | None, description: Description) -> list[str]:
+    """Return notes on the assumptions about the workload."""
+    notes = assumed_size(batch_size, description)
+    if (kept := description.weights) in MIXED_PRECISIONS:
+        notes.append(f"The weights are kept in {kept}: fp32 runs the model as it is, without autocast.")
+    elif not description.is_as_found_strict:
+        notes.append("fp32 is strict here: the TF32 and reduced-precision flags that were found on are off in it.")
+    return notes
+
+
+def nothing_works(
+    refused: Mapping[Precision, str], failures: Mapping[Precision, Failure], next_step: str
+) -> NothingWorksError:
+    """Return the error for a diagnosis in which no precision ran, with the reason of each."""
+    reasons = {**refused, **{name: f"{failure.kind}: {failure.message}" for name, failure in failures.items()}}
+    excluded = (Exclusion(precision=name, batch_size=None, reason=why) for name, why in reasons.items())
+    return NothingWorksError("No precision could be measured.", next_step, tuple(excluded))
+
+
+def write_trace(parts: Sequence[Path], trace: Path) -> str | None:
+    """Merge the trace files `parts` into `trace`, one process each. Return None, or why no trace was written."""
+    if not parts:
+        return "No trace was written: no precision was taken apart."
+    try:
+        traces = [json.loads(part.read_text()) for part in parts]
+        events = [event for one in traces for event in one["traceEvents"]]
+        trace.write_text(json.dumps({**traces[0], "traceEvents": events}))
+    except (OSError, json.JSONDecodeError) as error:
+        return f"No whole trace was written to {trace}: {error}."
+    return None
+
+
+# --- evaluation of the outcomes: pure -------------------------------------------------------------------------------
+
+_LEAST_SPEEDUPS: tuple[tuple[float, Verdict], ...] = ((1.2, "significant"), (1.05, "modest"), (0.95, "negligible"))
+
+
+class ProfileResults(NamedTuple):
+    """Results of a profile.
+
+    `refused` are the precisions that cannot be run, with the reason; `outcomes` those of the others, one per round
+    until one failed or was cut; `profiled` the profiles of their steps.
+    """
+
+    hardware: Hardware
+    refused: Mapping[Precision, str]
+    outcomes: Mapping[Precision, Sequence[Outcome]]
+    profiled: Mapping[Precision, Profiled]
+
+
+def verdict(speedup: float) -> Verdict:
+    """Return the verdict on a speed-up: ``excellent`` above 1.5, ``significant`` from 1.2, ``modest`` from 1.05,
+    ``negligible`` from 0.95, else ``slower``.
+    """
+    if speedup > 1.5:
+        return "excellent"
+    return next((name for least, name in _LEAST_SPEEDUPS if speedup >= least), "slower")
+
+
+def rows(asked: Sequence[Precision], found: ProfileResults) -> tuple[PrecisionRow, ...]:
+    """Return a row for each precision in the order asked, compared with fp32 if that ran."""
+    reference = _row("fp32", found)
+    return tuple(
+        reference if precision == "fp32" else _compared(_row(precision, found), reference, found) for precision in asked
+    )
+
+
+def _row(precision: Precision, found: ProfileResults) -> PrecisionRow:
+    if precision in found.refused:
+        return PrecisionRow(precision=precision, reason=found.refused[precision])
+    outcomes = found.outcomes[precision]
+    measured = [outcome for outcome in outcomes if isinstance(outcome, Measurement)]
+    last = outcomes[-1]
+    failed: dict[str, Any] = {"failure": last.kind, "reason": last.message} if isinstance(last, Failure) else {}
+    if not measured:
+        return PrecisionRow(precision=precision, **failed)
+    steps = tuple(outcome.step_seconds for outcome in measured)
+    profiled, capability = found.profiled.get(precision), found.hardware.precisions.get(precision)
+    rate = None if capability is None else capability.matmul_flops_per_second
+    return PrecisionRow(
+        precision=precision,
+        step_seconds=geometric_mean(steps),  # the same mean as for the speed-up: one slow process changes it little
+        step_seconds_interval=ratio_interval(steps, [1.0] * len(steps)),
+        process_step_seconds=steps,
+        num_steps=sum(outcome.num_steps for outcome in measured),
+        peak_memory_bytes=measured[0].peak_memory_bytes,
+        gap=None if profiled is None else break_down(measured, profiled, rate),
+        **failed,
+    )
+
+
+def _compared(row: PrecisionRow, reference: PrecisionRow, found: ProfileResults) -> PrecisionRow:
+    """Return the row with its speed-up from processes of the same rounds; unchanged if either precision failed."""
+    pairs = list(zip(reference.process_step_seconds, row.process_step_seconds, strict=False))
+    if not pairs or row.failure is not None or reference.failure is not None:
+        return row
+    speedup = geometric_mean(fp32 / ours for fp32, ours in pairs)
+    if is_cut(found.outcomes[row.precision][-1], found.outcomes["fp32"][0]):
+        return msgspec.structs.replace(
+            row,
+            step_seconds_interval=None,
+            speedup=speedup,
+            verdict="slower",
+            was_cut=True,
+            reason=f"cut: at least {number(1 / speedup)} times slower than fp32",
+        )
+    interval = ratio_interval(*zip(*pairs, strict=True))
+    return msgspec.structs.replace(
+        row,
+        speedup=speedup,
+        speedup_interval=interval,
+        verdict=verdict(speedup),
+        verdicts=(verdict(interval[0]), verdict(interval[1])),
+    )
+
+
+def answer(
+    rows: tuple[PrecisionRow, ...],
+    found: ProfileResults,
+    *,
+    workload: str,
+    setting: Setting,
+    num_batches: int,
+    trace: str | None = None,
+    notes: Sequence[str] = (),
+) -> AmpProfile:
+    """Return the profile made of these rows, fp32's first. `notes` come before those that follow from the rows.
+
+    `setting` gives the batch size and the accumulation steps.
+    """
+    compared = [r for r in rows if r.precision in MIXED_PRECISIONS and r.speedup is not None]
+    best = max(compared, key=lambda row: row.speedup or 0.0, default=PrecisionRow(precision="fp32"))
+    made = AmpProfile(
+        workload=workload,
+        device=found.hardware.device,
+        device_name=found.hardware.identity.name,
+        batch_size=setting.batch_size,
+        accumulation_steps=setting.accumulation_steps,
+        num_batches=num_batches,
+        rows=rows,
+        best_precision=best.precision if compared else None,
+        speedup=best.speedup,
+        verdict=best.verdict,
+        next_steps=(),
+        notes=(*notes, *_notes(rows, found)),
+        trace=trace,
+    )
+    if made.gap is None:
+        return made
+    precision = made.gap_precision
+    steps = next_steps(made.gap, precision, found.profiled[precision].unfused_optimizer)
+    return msgspec.structs.replace(made, next_steps=steps)
+
+
+def _notes(rows: Sequence[PrecisionRow], found: ProfileResults) -> list[str]:
+    notes = []
+    for row in rows:
+        capability = found.hardware.precisions.get(row.precision)
+        if row.speedup is not None and capability is not None and capability.level == "emulated":
+            notes.append(f"{row.precision} is emulated: {capability.reason}")
+    for profiled in found.profiled.values():
+        if profiled.split_problem is not None:
+            notes.append(f"Steps could not be taken apart: {profiled.split_problem}.")
+        if profiled.flops_problem is not None:
+            notes.append(f"The step's floating-point operations could not be counted: {profiled.flops_problem}.")
+    notes += [f"{row.precision}: {row.gap.note}." for row in rows if row.gap is not None and row.gap.note]
+    return list(dict.fromkeys(notes))

@@ -1,0 +1,287 @@
+"""Profile of a training step: its job, the parts of a step's time as shares, and advice on them. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import fmean, geometric_mean, median
+from typing import Any, ClassVar, Final, Literal, TypeAlias
+
+import msgspec
+
+from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.errors import AutotuneAmpError
+from autotune_amp.core.job import Job
+from autotune_amp.core.outcome import Failure, Measurement, Profiled, ProfiledStep
+from autotune_amp.core.setting import Setting
+from autotune_amp.core.text import times
+from autotune_amp.precision.modes import MIXED_PRECISIONS
+from autotune_amp.trial.jobs import Trial, as_failure
+
+PartName: TypeAlias = Literal[
+    "matrix_products", "slow_matrix_products", "casts", "fp32_operations", "optimizer", "loader", "idle", "rest"
+]
+
+PART_NAMES: dict[PartName, str] = {
+    "matrix_products": "matrix products",
+    "slow_matrix_products": "matrix products below the machine's rate",
+    "casts": "casts",
+    "fp32_operations": "operations kept in fp32",
+    "optimizer": "optimizer",
+    "loader": "waiting for the loader",
+    "idle": "idle between kernels",
+    "rest": "rest of the step",
+}
+
+
+class ProfileJob(Job[Profiled], frozen=True, kw_only=True):
+    """Job that runs a few steps of the training run described by `trial` under torch.profiler.
+
+    The Chrome trace is kept in `trace_file`, or discarded if that is None. With `counts_flops` the FLOPs of a step are
+    counted afterwards.
+    """
+
+    answer: ClassVar[Any] = Profiled
+    work: ClassVar[str] = "autotune_amp.trial.step_profile.child:profile"
+    what: ClassVar[Literal["profile"]] = "profile"
+
+    trial: Trial
+    trace_file: str | None = None
+    counts_flops: bool = True
+
+    @property
+    def candidate(self) -> Setting:
+        """Return the setting of the profiled steps."""
+        return self.trial.candidate
+
+    def after(self, problem: Failure | AutotuneAmpError, so_far: Profiled | None) -> Failure:  # noqa: ARG002
+        """Return a `Failure`: no other job depends on a profile."""
+        return as_failure(problem)
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a step: `seconds` of one step and their `share` of it; the shares of a step sum to 1.
+
+    ``matrix_products`` is the time that the step's products would take at the machine's measured rate,
+    ``slow_matrix_products`` their time beyond that; without a rate or a count the former is all of it. ``casts``
+    convert between formats, ``fp32_operations`` are those that autocast leaves in fp32, ``loader`` is the wait for
+    data, ``idle`` the time in which an accelerator has no kernel to run, and ``rest`` all else. `largest` names the
+    operations that take most time. A part is the median of several profiled steps, `share_range` its smallest and
+    largest share in any of them; for the loader, in any of the processes.
+    """
+
+    name: PartName
+    seconds: float
+    share: float
+    share_range: tuple[float, float]
+    largest: tuple[str, ...] = ()
+
+
+class StepBreakdown(msgspec.Struct, frozen=True, kw_only=True):
+    """Difference between the machine's matrix rate and the rate that a step attains, divided into parts of the step.
+
+    Rates are in floating-point operations per second: `machine_flops_per_second` is that of large matrix products in
+    this precision, `attained_flops_per_second` is `flops_per_step` over the step's seconds. Each is None if it could
+    not be measured or counted. `parts` are in the order of `PartName`; parts that do not apply are left out.
+    Convolutions are matrix products, and take `convolution_share` of the step. `note` describes missing information,
+    None if there is none.
+    """
+
+    machine_flops_per_second: float | None
+    attained_flops_per_second: float | None
+    flops_per_step: int | None
+    parts: tuple[Part, ...]
+    convolution_share: float = 0.0
+    note: str | None = None
+
+    def share(self, name: PartName) -> float:
+        """Return the part's share of the step, 0 if it does not apply."""
+        return sum(part.share for part in self.parts if part.name == name)
+
+
+class NextStep(msgspec.Struct, frozen=True, kw_only=True):
+    """Advice on one part of a step: without `part` the step would be at most `max_speedup` times as fast.
+
+    `dimensions` are the dimensions of the search that affect the part. `share` and `share_range` are the part's: even
+    the smallest share is worth acting on.
+    """
+
+    precision: Precision
+    part: PartName
+    share: float
+    share_range: tuple[float, float]
+    max_speedup: float
+    dimensions: tuple[str, ...]
+
+
+MIN_SHARE = 0.05  # share of the step; smaller parts are not worth a change of code
+_FROM_PROFILE: tuple[PartName, ...] = ("matrix_products", "casts", "fp32_operations", "optimizer")
+
+
+def break_down(processes: Sequence[Measurement], profiled: Profiled, rate: float | None) -> StepBreakdown | None:
+    """Divide the mean step of these processes into parts, in the proportions of the profile.
+
+    `rate` is the machine's rate of matrix products in FLOP/s, None if unknown. On a CPU the profiled operations are
+    scaled to the step; on an accelerator the time without a kernel is idle. None without a profile.
+    """
+    split, flops, device_type = profiled.split, profiled.flops_per_step, profiled.device_type
+    if split is None:
+        return None
+    whole = geometric_mean(process.step_seconds for process in processes)
+    waits = [min(1.0, process.data_seconds / process.step_seconds) for process in processes]
+    wait = whole * fmean(waits)
+    is_seen = device_type == "cpu" or split.is_device
+
+    def taken_apart(step: ProfiledStep) -> dict[PartName, float]:
+        parts = _compute_parts(whole - wait, step, device_type) if is_seen else {}
+        products = parts.get("matrix_products", 0.0)
+        if flops and rate and products:
+            parts["matrix_products"] = min(products, flops / rate)
+            parts["slow_matrix_products"] = products - parts["matrix_products"]
+        parts["loader"] = wait
+        parts["rest"] = max(0.0, whole - sum(parts.values()))
+        return parts
+
+    usual, each = taken_apart(_median(split.steps)), [taken_apart(step) for step in split.steps]
+
+    def part(name: PartName) -> Part:
+        shares = waits if name == "loader" else [parts.get(name, 0.0) / whole for parts in (usual, *each)]
+        kind = "other" if name == "rest" else name
+        return Part(
+            name=name,
+            seconds=usual[name],
+            share=usual[name] / whole,
+            share_range=(min(shares), max(shares)),
+            largest=() if name == "optimizer" else split.largest.get(kind, ()),
+        )
+
+    return StepBreakdown(
+        machine_flops_per_second=rate,
+        attained_flops_per_second=flops / whole if flops else None,
+        flops_per_step=flops,
+        parts=tuple(part(name) for name in PART_NAMES if name in usual),
+        convolution_share=_convolution_share(split.steps, usual, whole),
+        note=None if is_seen else f"torch.profiler sees no kernels of {device_type}",
+    )
+
+
+def _convolution_share(steps: Sequence[ProfiledStep], parts: Mapping[PartName, float], whole: float) -> float:
+    """Return the share of the step that convolutions take, as part of its matrix products."""
+    products = sum(step.operation_seconds.get("matrix_products", 0.0) for step in steps)
+    convolutions = sum(step.convolution_seconds for step in steps)
+    seconds = parts.get("matrix_products", 0.0) + parts.get("slow_matrix_products", 0.0)
+    return convolutions / products * seconds / whole if products else 0.0
+
+
+def _median(steps: Sequence[ProfiledStep]) -> ProfiledStep:
+    """Return a step in which every part takes the median of its times in these steps, and the whole their sum."""
+    kinds = {kind for step in steps for kind in step.operation_seconds}
+    parts = {kind: median(step.operation_seconds.get(kind, 0.0) for step in steps) for kind in kinds}
+    others = median(step.step_seconds - sum(step.operation_seconds.values()) for step in steps)
+    return ProfiledStep(
+        operation_seconds=parts,
+        step_seconds=sum(parts.values()) + others,
+        busy_seconds=median(step.busy_seconds for step in steps),
+    )
+
+
+def _compute_parts(seconds: float, step: ProfiledStep, device_type: str) -> dict[PartName, float]:
+    """Return the parts of `seconds` of computing, in the proportions of a profiled step."""
+    scale, idle = seconds / step.step_seconds, dict[PartName, float]()
+    if device_type != "cpu":
+        summed = sum(step.operation_seconds.values())  # overlapping kernels share the time in which both ran
+        busy = min(step.busy_seconds, seconds)
+        scale, idle = busy / summed if summed else 0.0, {"idle": seconds - busy}
+    return idle | {name: step.operation_seconds.get(name, 0.0) * scale for name in _FROM_PROFILE}
+
+
+def next_steps(found: StepBreakdown, precision: Precision, unfused_optimizer: str | None) -> tuple[NextStep, ...]:
+    """Return the next steps to try, the largest gain first; the gain is the speed-up if the part took no time.
+
+    Parts that are small in any of the profiled steps are left out, and so are casts except under autocast.
+    """
+    skipped = ("matrix_products",) if precision in MIXED_PRECISIONS else ("matrix_products", "casts")
+    steps = [
+        NextStep(
+            precision=precision,
+            part=part.name,
+            share=part.share,
+            share_range=part.share_range,
+            max_speedup=1 / (1 - part.share),
+            dimensions=_dimensions(part, found, unfused_optimizer),
+        )
+        for part in found.parts
+        if part.name not in skipped and part.share_range[0] >= MIN_SHARE and part.share < 1
+    ]
+    return tuple(sorted(steps, key=lambda step: -step.share))
+
+
+# Parts of a step that a dimension of the search affects.
+_PARTS_OF: dict[str, tuple[PartName, ...]] = {
+    "num_workers": ("loader",),
+    "optimizer_impl": ("optimizer", "idle"),  # includes the time in which the host launches its kernels
+    "compile": ("casts", "fp32_operations", "idle", "rest"),
+}
+DIMENSIONS_OF_A_PROFILE: Final = frozenset({*_PARTS_OF, "memory_format", "cudnn_benchmark", "fp8_recipe"})
+_FP8_SHARE = 0.5  # least share of bf16's time that a product takes on fp8 tensor cores
+_MAX_SHARE = 0.99  # upper bound of a share: a whole step does not vanish
+
+
+def max_speedups(found: StepBreakdown) -> dict[str, float]:
+    """Return an upper bound of the speed-up for each dimension: the step time if the parts it affects took no time.
+
+    Dimensions about which a profile says nothing are left out.
+    """
+    shares = {name: sum(map(found.share, parts)) for name, parts in _PARTS_OF.items()}
+    shares["memory_format"] = shares["cudnn_benchmark"] = found.convolution_share
+    products = found.share("matrix_products") + found.share("slow_matrix_products") - found.convolution_share
+    shares["fp8_recipe"] = shares["compile"] + (1 - _FP8_SHARE) * products
+    return {name: 1 / (1 - min(share, _MAX_SHARE)) for name, share in shares.items()}
+
+
+def _dimensions(part: Part, found: StepBreakdown, unfused_optimizer: str | None) -> tuple[str, ...]:
+    """Return the dimensions of the search that affect a part, the most promising first."""
+    ours = [name for name, parts in _PARTS_OF.items() if part.name in parts]
+    if part.name == "optimizer" and unfused_optimizer is None:
+        ours = []
+    if part.name == "slow_matrix_products" and found.convolution_share >= MIN_SHARE:
+        ours.append("memory_format")
+    # A larger batch has fewer updates, more work per product and kernel, and casts its weights once.
+    if part.name in ("optimizer", "slow_matrix_products", "casts", "idle"):
+        ours.append("batch_size")
+    return tuple(ours)
+
+
+NUM_NEXT_STEPS = 3
+_WORDS = {"batch_size": "a larger batch size", "num_workers": "more num_workers"}
+
+
+def next_step_line(step: NextStep) -> str:
+    """Return a line of advice.
+
+    Example: ``optimizer, 17 % (15 to 19) of a step in bf16: optimizer_impl or a larger batch size; at most 1.2x if it
+    vanished``.
+    """
+    share = f"{percent(step)} of a step in {step.precision}"
+    tried = " or ".join(_WORDS.get(name, name) for name in step.dimensions)
+    return f"{PART_NAMES[step.part]}, {share}: {tried}; at most {times(step.max_speedup)} if it vanished"
+
+
+def profiled_line(found: Profiled) -> str:
+    """Return the kinds that took most of the profiled steps: ``41 % matrix products, 22 % optimizer, 9 % casts``."""
+    if found.split is None:
+        return found.split_problem or "no step was seen"
+    seconds: Counter[str] = Counter()
+    for step in found.split.steps:
+        seconds.update(step.operation_seconds)
+    whole = sum(step.step_seconds for step in found.split.steps)
+    names = dict[str, str](PART_NAMES.items()) | {"other": "other operations"}
+    return ", ".join(
+        f"{100 * taken / whole:.0f} % {names[kind]}" for kind, taken in seconds.most_common(NUM_NEXT_STEPS)
+    )
+
+
+def percent(part: Part | NextStep) -> str:
+    """Return the part's share, with its range if the ends differ."""
+    least, largest = (f"{100 * share:.0f}" for share in part.share_range)
+    return f"{100 * part.share:.0f} %" + (f" ({least} to {largest})" if least != largest else "")

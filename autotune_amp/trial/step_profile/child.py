@@ -1,0 +1,364 @@
+"""Child process of a profile: warms up a training run, traces a few steps, sorts their time by kind of operation, and
+counts their FLOPs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import time
+import warnings
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, record_function
+from torch.utils.flop_counter import FlopCounterMode
+
+from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.job import Tell
+from autotune_amp.core.outcome import Failure, Profiled, ProfiledStep, Split
+from autotune_amp.hardware.measuring import synchronize
+from autotune_amp.precision.modes import MIXED_PRECISIONS
+from autotune_amp.trial.context import Context, LoopState, each
+from autotune_amp.trial.failures import raise_if_failed
+from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
+from autotune_amp.trial.judge import MAX_SKIPS, RunEvidence, StepLosses
+from autotune_amp.trial.step_profile.breakdown import ProfileJob
+from autotune_amp.trial.timing import num_backoffs, require_step
+from autotune_amp.trial.training import BaseTraining, Training, make_training
+from autotune_amp.trial.worker import guarded, prepare
+
+MARK = "autotune_amp"  # begins the names of our own marks in a trace
+NUM_PROFILED_STEPS = 3, 7  # least and most steps, after the first, which starts the profiler and does not count
+_ABOVE_ALL_LEVELS = "99"  # Kineto writes a line to standard error at every start and end
+PROFILED_SECONDS = 1.0  # no further steps are begun after this time, once the least number is done
+
+Window: TypeAlias = list[Any]  # the batches of one optimizer step
+
+
+def profile(context: Context, spec: ProfileJob, tell: Tell) -> Profiled | Failure:
+    """Profile a few steps of a training run by kind of operation; return a `Failure` if it fails."""
+    return guarded(context, spec.trial, lambda: _profile(context, spec, tell))
+
+
+def _profile(context: Context, spec: ProfileJob, tell: Tell) -> Profiled:
+    prepare(context, spec.trial)
+    model = context.model(torch.device(spec.device))
+    with closing(make_training(context.workload, model, spec.trial)) as training:
+        training.start_loading()
+        warm_up(training)
+        with TemporaryDirectory(prefix="autotune_amp-", ignore_cleanup_errors=True) as folder:
+            tell({"event": "phase", "name": "profiling"})
+            found, problem = _traced(training, spec.trace_file or str(Path(folder, "trace.json")))
+        flops = flops_problem = None
+        if spec.counts_flops:
+            flops, flops_problem = count_flops(partial(_step, training, _next_window(training)), training.device.type)
+        return Profiled(
+            device_type=training.device.type,
+            split=found,
+            split_problem=problem,
+            flops_per_step=flops,
+            flops_problem=flops_problem,
+            unfused_optimizer=unfused_optimizer(training),
+        )
+
+
+def _next_window(training: BaseTraining) -> Window:
+    return [training.next_batch() for _ in range(training.spec.candidate.accumulation_steps)]
+
+
+def _step(training: BaseTraining, window: Window) -> None:
+    with record_function(f"{MARK} forward and backward"):
+        for batch in window:
+            training.forward_backward(batch)
+    with record_function(f"{MARK} update"):
+        training.update()
+
+
+def warm_up(training: BaseTraining) -> None:
+    """Warm up as a trial does: longer while fp16's scale comes down, and until a loop takes its first update."""
+    steps: list[StepLosses] = []
+    while len(steps) < NUM_WARMUP_STEPS or steps[-1].is_skipped or not training.has_stepped:
+        scale = training.loss_scale()
+        _step(training, _next_window(training))
+        steps.append(StepLosses(is_skipped=num_backoffs(training, scale) > 0))
+        raise_if_failed(RunEvidence(steps=tuple(steps), goes_on=True))
+        if len(steps) >= NUM_WARMUP_STEPS + MAX_SKIPS:
+            require_step(training, len(steps))
+
+
+def _traced(training: BaseTraining, trace_file: str) -> tuple[Split | None, str | None]:
+    """Trace a few steps and divide them by kind of operation; None with the reason if no trace can be written."""
+    precision, device = training.spec.candidate.precision, training.device
+    activities = [ProfilerActivity.CPU]
+    if device.type in ("cuda", "xpu"):
+        activities.append(getattr(ProfilerActivity, device.type.upper()))
+    least, most = NUM_PROFILED_STEPS
+    os.environ.setdefault("KINETO_LOG_LEVEL", _ABOVE_ALL_LEVELS)
+    # Otherwise CUPTI stays active: the next job in a kept process took a third longer (studies/real_card).
+    os.environ.setdefault("TEARDOWN_CUPTI", "1")
+    started = time.perf_counter()
+    # Events that are to outlive a cycle become Python objects at its end: for a Llama of 12 layers ten times the size
+    # of the trace itself. There is only one cycle.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning: Profiler clears events at the end of each cycle")
+        profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+        profiler.start()
+    try:
+        for number in range(1 + most):
+            if number == 1:
+                started = time.perf_counter()
+            elif number > least and time.perf_counter() - started > PROFILED_SECONDS:
+                break
+            window = _next_window(training)  # the wait for data was timed without the profiler
+            with record_function(step_mark(precision, number)):
+                _step(training, window)
+                synchronize(device)
+    finally:
+        profiler.stop()
+    try:
+        profiler.export_chrome_trace(trace_file)
+        trace = msgspec.json.decode(Path(trace_file).read_bytes(), type=Trace)
+    except (OSError, msgspec.DecodeError) as error:  # with a full disk the file is missing or incomplete
+        return None, f"the profiler's trace could not be written ({error})"
+    return split(trace, precision, range(1, 1 + most)), None
+
+
+def unfused_optimizer(training: BaseTraining) -> str | None:
+    """Return the class of the first optimizer that supports fused kernels but does not use them, or None."""
+    optimizers: list[torch.optim.Optimizer] = []
+    if isinstance(training.model, LoopState):
+        optimizers = list(training.model.optimizers.values())
+    elif isinstance(training, Training):
+        optimizers = list(each(training.optimizer))
+    for optimizer in optimizers:
+        accepts = "fused" in inspect.signature(type(optimizer)).parameters
+        if accepts and not any(group.get("fused") for group in optimizer.param_groups):
+            return type(optimizer).__name__
+    return None
+
+
+def count_flops(step: Callable[[], object], device_type: str) -> tuple[int | None, str | None]:
+    """Run `step` without compiling and return its FLOPs; None with the reason if they cannot be counted.
+
+    A product of m x k by k x n counts 2mkn, in any format. Recurrent layers run in kernels that torch's counter does
+    not know; so does attention on a CPU, which is therefore run as separate products.
+    """
+    counter = FlopCounterMode(display=False)
+    attention = sdpa_kernel(SDPBackend.MATH) if device_type == "cpu" else nullcontext()
+    try:
+        with torch.compiler.set_stance("force_eager"), attention, counter, warnings.catch_warnings():
+            # Caused by the counter's own hooks, which a module that torch.compile wrapped warns of and calls twice.
+            warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
+            step()
+    except Exception as error:  # not every model supports the mode in which the counter runs operations
+        return None, (str(error) or type(error).__name__).splitlines()[0]
+    flops = counter.get_total_flops()
+    return (flops, None) if flops else (None, "torch's FLOP counter knows none of its operations")
+
+
+# --- kinds of operations in the trace: pure ---------------------------------------------------------------------------
+
+Kind: TypeAlias = Literal["matrix_products", "casts", "fp32_operations", "optimizer", "other"]
+
+NUM_NAMED = 3
+
+_MATRIX_PRODUCT = re.compile(
+    r"aten::(mm|addmm|bmm|baddbmm|mv|addmv|_scaled_mm|mkldnn_linear\w*|\w*convolution\w*|\w*rnn\w*"
+    r"|_scaled_dot_product_\w+|_(flash|efficient|cudnn)_attention_\w+)"
+)
+_CONVOLUTION = re.compile(r"aten::\w*convolution\w*")
+_CONVERSIONS = ("aten::to", "aten::_to_copy", "aten::copy_")
+_LOW_TYPES = {"c10::BFloat16", "c10::Half"}
+_FLOAT_TYPES = {*_LOW_TYPES, "float", "double"}
+_KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
+# torch marks each step of an optimizer, whoever calls it; our own mark includes the scaler's work.
+_OPTIMIZER_MARKS = ("Optimizer.", f"{MARK} update")
+_SECONDS = 1e-6  # the unit of a trace is the microsecond
+_start = attrgetter("ts")  # start time of an event
+
+
+def step_mark(precision: Precision, number: int) -> str:
+    """Return the name of a profiled step in the trace."""
+    return f"{MARK} {precision} step {number}"
+
+
+class Event(msgspec.Struct, frozen=True):
+    """An event of a Chrome trace; `ts` and `dur` in microseconds.
+
+    In `args`, ``Input type`` lists the types of an operation's tensors, and ``External id`` joins a kernel to the
+    operation that launched it.
+    """
+
+    ph: str
+    name: str = ""
+    cat: str = ""
+    ts: float = 0.0
+    dur: float = 0.0
+    tid: int | str = 0
+    args: dict[str, Any] = {}
+
+    @property
+    def end(self) -> float:
+        """Return the end of the event in microseconds."""
+        return self.ts + self.dur
+
+    @property
+    def types(self) -> list[str]:
+        """Return the types of the operation's arguments in torch's words."""
+        return [kind for kind in self.args.get("Input type", ()) if isinstance(kind, str)]
+
+
+class Trace(msgspec.Struct, frozen=True, rename={"events": "traceEvents"}):
+    """A whole Chrome trace."""
+
+    events: list[Event]
+
+
+def split(trace: Trace, precision: Precision, numbers: Iterable[int]) -> Split | None:
+    """Return the time of these profiled steps by kind of operation; None if the trace has none of them."""
+    marks = {step_mark(precision, number) for number in numbers}
+    spans = sorted((event for event in trace.events if event.ph == "X"), key=_start)
+    marked = [event for event in spans if event.cat == "user_annotation" and event.name in marks]
+    if not marked:
+        return None
+    has_kernels = any(event.cat in _KERNELS for event in spans)
+    steps = []
+    by_name: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for step in marked:
+        inside = spans[bisect_left(spans, step.ts, key=_start) : bisect_left(spans, step.end, key=_start)]
+        seconds: dict[str, float] = defaultdict(float)
+        convolution_seconds = 0.0
+        for kind, name, microseconds in (_on_device if has_kernels else _on_host)(inside, step, precision):
+            seconds[kind] += microseconds * _SECONDS
+            by_name[kind][name] += microseconds
+            if kind == "matrix_products" and _CONVOLUTION.fullmatch(name):
+                convolution_seconds += microseconds * _SECONDS
+        busy = sum(end - start for start, end in _merged(event for event in inside if event.cat in _KERNELS))
+        steps.append(
+            ProfiledStep(
+                operation_seconds=dict(seconds),
+                step_seconds=step.dur * _SECONDS,
+                busy_seconds=busy * _SECONDS,
+                convolution_seconds=convolution_seconds,
+            )
+        )
+    return Split(
+        steps=tuple(steps),
+        largest={kind: _largest_names(names) for kind, names in by_name.items()},
+        is_device=has_kernels,
+    )
+
+
+def _largest_names(microseconds: Mapping[str, float]) -> tuple[str, ...]:
+    names = [name for name in microseconds if name.startswith("aten::")]  # not the autograd engine's own
+    names.sort(key=lambda name: -microseconds[name])
+    return tuple(name.removeprefix("aten::") for name in names[:NUM_NAMED])
+
+
+def _on_host(inside: Sequence[Event], step: Event, precision: Precision) -> Iterator[tuple[Kind, str, float]]:
+    """Yield kind, name and own microseconds of the step's operations on the host.
+
+    The optimizer's time is that of its marks.
+    """
+    for node, kind in _classified(inside, precision):
+        if node.event.tid == step.tid and kind != "optimizer":  # loader threads take none of the step's own time
+            yield kind, node.event.name, node.event.dur - sum(child.event.dur for child in node.children)
+    yield "optimizer", "optimizer", sum(end - start for start, end in _updates(inside))
+
+
+def _on_device(inside: Sequence[Event], _: Event, precision: Precision) -> Iterator[tuple[Kind, str, float]]:
+    """Yield kind and name of the operation that launched each kernel, and the kernel's microseconds.
+
+    A step ends with a synchronisation, so that its kernels end before it does.
+    """
+    launchers = {
+        node.event.args.get("External id"): (kind, node.event.name) for node, kind in _classified(inside, precision)
+    }
+    for kernel in inside:
+        if kernel.cat in _KERNELS:
+            # Kernels launched by a CUDA graph have no operation.
+            yield *launchers.get(kernel.args.get("External id"), ("other", kernel.name)), kernel.dur
+
+
+def _updates(inside: Sequence[Event]) -> list[tuple[float, float]]:
+    return _merged(e for e in inside if e.cat == "user_annotation" and e.name.startswith(_OPTIMIZER_MARKS))
+
+
+@dataclass
+class _Node:
+    """An operation and the operations that it called."""
+
+    event: Event
+    children: list[_Node] = field(default_factory=list)
+
+    def converts(self) -> bool:
+        """Return whether the operation, or one that it calls, copies from one floating-point format to another."""
+        if self.event.name == "aten::copy_":
+            into_and_source = set(self.event.types[:2])
+            return len(into_and_source) == 2 and into_and_source <= _FLOAT_TYPES
+        return self.event.name in _CONVERSIONS and any(child.converts() for child in self.children)
+
+
+def _classified(inside: Sequence[Event], precision: Precision) -> Iterator[tuple[_Node, Kind]]:
+    """Yield every operation with its kind: its own, or that of the calling operation."""
+    updates = _updates(inside)
+
+    def walk(node: _Node, inherited: Kind) -> Iterator[tuple[_Node, Kind]]:
+        kind: Kind = inherited if inherited == "optimizer" else _kind(node, precision, inherited)
+        yield node, kind
+        for child in node.children:
+            yield from walk(child, kind)
+
+    for root in _trees(event for event in inside if event.cat == "cpu_op"):
+        is_update = any(start <= root.event.ts < end for start, end in updates)
+        yield from walk(root, "optimizer" if is_update else "other")
+
+
+def _kind(node: _Node, precision: Precision, inherited: Kind) -> Kind:
+    if node.converts():
+        return "casts"
+    types = _FLOAT_TYPES.intersection(node.event.types)
+    is_low = not types.isdisjoint(_LOW_TYPES)
+    if types and not is_low and precision in MIXED_PRECISIONS:
+        return "fp32_operations"
+    if _MATRIX_PRODUCT.fullmatch(node.event.name):
+        return "matrix_products"
+    # Autocast casts the inputs inside of an operation, and then calls the operation again.
+    return "other" if is_low and inherited == "fp32_operations" else inherited
+
+
+def _trees(operations: Iterable[Event]) -> list[_Node]:
+    """Return each thread's operations as trees: one that begins before another has ended was called by it."""
+    roots: list[_Node] = []
+    open_nodes: dict[int | str, list[_Node]] = defaultdict(list)
+    for event in sorted(operations, key=lambda event: (event.ts, -event.dur)):
+        node, callers = _Node(event), open_nodes[event.tid]
+        while callers and callers[-1].event.end <= event.ts:
+            callers.pop()
+        (callers[-1].children if callers else roots).append(node)
+        callers.append(node)
+    return roots
+
+
+def _merged(events: Iterable[Event]) -> list[tuple[float, float]]:
+    """Return the time covered by the events as disjoint spans in microseconds."""
+    merged: list[tuple[float, float]] = []
+    for event in sorted(events, key=_start):
+        if merged and event.ts <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], event.end)
+        else:
+            merged.append((event.ts, event.end))
+    return merged

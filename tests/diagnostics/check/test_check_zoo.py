@@ -1,0 +1,120 @@
+"""The zoo of studies/fidelity: nothing is found in what trains well; of what is sick, what one step shows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+STUDY = Path(__file__).parents[2] / "studies" / "fidelity"
+# In a process of its own: the study's modules have names such as `case` and `samples`.
+PROGRAM = """
+import importlib, json, logging, sys, warnings
+warnings.simplefilter("ignore")
+import torch
+from autotune_amp.diagnostics.check.child import report_on
+from autotune_amp.trial.context import make_model
+logging.disable(logging.WARNING)
+torch.set_num_threads(1)
+torch.manual_seed(0)
+module, name, device = sys.argv[1:]
+found = {}
+for case in getattr(importlib.import_module(module), name):
+    workload = case.make()
+    report = report_on(workload, make_model(workload), device, case.batch_size)
+    found[case.name] = [report.problem, report.num_calls, [f"{f.rule} {f.file}:{f.line}" for f in report.findings]]
+print(json.dumps(found))
+"""
+
+# The dtypes of all calls as the shadows have them, and as they are in a step under the CPU's real autocast.
+COMPARISON = """
+import copy, importlib, json, logging, warnings
+warnings.simplefilter("ignore")
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from autotune_amp.diagnostics.check import recording
+from autotune_amp.trial import data
+from autotune_amp.trial.context import make_model
+logging.disable(logging.WARNING)
+torch.set_num_threads(1)
+
+class Real(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        made = [str(leaf.dtype) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if made:
+            real.append([func.__name__, *made])
+        return result
+
+def note(call, device):
+    if call.made:
+        shadows.append([call.name, *map(str, call.dtypes_made)])
+    return []
+
+recording.judged = note
+found = {}
+for case in importlib.import_module("zoo_healthy").HEALTHY:
+    if "fp16" in case.is_unsupported_in:
+        continue
+    workload = case.make()
+    model, batch = make_model(workload), next(data.stream(workload.data, case.batch_size))
+    real, shadows = [], []
+    step = recording.Recording(model, "cpu")
+    with step.running(), step.autocast():
+        workload.loss(model, copy.deepcopy(batch))
+    with torch.autocast("cpu", dtype=torch.float16), Real():
+        workload.loss(model, copy.deepcopy(batch))
+    found[case.name] = [len(real), real == shadows]
+print(json.dumps(found))
+"""
+
+
+def output(program: str, *arguments: str) -> Any:
+    """The document that a program prints last."""
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, cwd=STUDY, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def reports(module: str, name: str, device: str) -> dict[str, tuple[str | None, int, list[str]]]:
+    found: dict[str, tuple[str | None, int, list[str]]] = output(PROGRAM, module, name, device)
+    return found
+
+
+def test_shadows_have_the_dtypes_of_the_cpus_real_autocast() -> None:
+    found = output(COMPARISON)
+    assert len(found) > 20
+    assert [case for case, (num_calls, are_alike) in found.items() if not num_calls or not are_alike] == []
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu", "mps"])
+@pytest.mark.parametrize(("module", "name"), [("zoo_healthy", "HEALTHY"), ("zoo_held_out", "HELD_OUT_HEALTHY")])
+def test_nothing_is_found_in_what_is_healthy(module: str, name: str, device: str) -> None:
+    found = reports(module, name, device)
+    assert found
+    assert {case: findings for case, (_, _, findings) in found.items() if findings} == {}
+    assert {case: problem for case, (problem, _, _) in found.items() if problem is not None} == {}
+    assert all(num_calls > 0 for _, num_calls, _ in found.values())
+
+
+def test_of_what_is_sick_constants_epsilons_and_weights_are_found() -> None:
+    found = reports("zoo_sick", "SICK", "cuda")
+    rules = {
+        case: sorted(finding.split()[0] for finding in findings) for case, (_, _, findings) in found.items() if findings
+    }
+    assert rules == {
+        "vanishing_eps": ["small_epsilon"],
+        "log_of_tiny": ["small_epsilon"],
+        "tiny_cosine": ["small_epsilon"],
+        "fully_masked_rows": ["large_constant"],
+        "bf16_weights": ["weights"],
+        "fp16_weights": ["weights"],
+    }
