@@ -44,7 +44,8 @@ WITHOUT_TORCH = (
     *("command.backend", "command.command", "command.running", "command.ranks", "command.measure", "command.settable"),
     *("command.verdict", "trial.judge"),
     *("memory.job", "memory.results", "memory.fit", "memory.savings", "memory.profile_memory"),
-    *("numerics.scaler_replay", "numerics.grading", "runtime.policy", "runtime.run_log", "runtime.checkpoint"),
+    *("numerics.scaler_replay", "numerics.grading", "runtime.policy", "runtime.status", "runtime.run_log"),
+    "runtime.checkpoint",
 )
 WITH_OPTUNA = ("search.storage.study",)
 AGENT = "command.agent"

@@ -12,7 +12,7 @@ from autotune_amp.core.config import AmpConfig, DemotedError
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.runtime.controller import PrecisionController
-from autotune_amp.runtime.readings import metrics
+from autotune_amp.runtime.status import metrics
 
 
 def config_of(given: AmpConfig | Recommendation) -> AmpConfig:

@@ -1,7 +1,7 @@
 """Ready-made sinks, which send the controller's metrics and moves to experiment trackers. Each needs its own package.
 
 Use as ``PrecisionController(config, sinks=[tensorboard("runs/1"), wandb()])``. Names are those of
-`autotune_amp.runtime.readings.METRICS`. Any callable that takes a mapping of such names is a sink too.
+`autotune_amp.runtime.status.METRICS`. Any callable that takes a mapping of such names is a sink too.
 
 `wandb()` and `mlflow()` use the active run. W&B has one step for everything that a run logs, so `wandb()` adds its
 metrics to the rows that your training run logs; if it logs seldom, use `wandb(own_rows=True)`. Sinks are called for
@@ -22,8 +22,8 @@ from typing import Any, ParamSpec
 
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.distributed import place
-from autotune_amp.runtime.readings import BEFORE, METRICS, MOVE, PREFIX, REASON
 from autotune_amp.runtime.sinks import Sink, Values
+from autotune_amp.runtime.status import BEFORE, METRICS, MOVE, PREFIX, REASON
 
 P = ParamSpec("P")
 

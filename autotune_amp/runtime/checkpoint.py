@@ -13,7 +13,7 @@ from autotune_amp.core.errors import FormatError
 from autotune_amp.precision.forward_wrapper import named
 from autotune_amp.runtime.executor import Executor, Wish
 from autotune_amp.runtime.metrics import Totals
-from autotune_amp.runtime.policy_state import (
+from autotune_amp.runtime.policy import (
     BackoffFactor,
     Count,
     DeviceCount,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
@@ -22,8 +24,8 @@ from autotune_amp.runtime.end_signal import EndSignal
 from autotune_amp.runtime.executor import Executor, OnDemotion, Wish
 from autotune_amp.runtime.metrics import Metrics
 from autotune_amp.runtime.model import Attachment
-from autotune_amp.runtime.policy import Policy
-from autotune_amp.runtime.policy_state import BackoffFactor, GrowthFactor, GrowthInterval, check_scale, held
+from autotune_amp.runtime.optimizers import makes_buffers_unread, refuse_closure, takes_a_scaler
+from autotune_amp.runtime.policy import BackoffFactor, GrowthFactor, GrowthInterval, Policy, check_scale
 from autotune_amp.runtime.scaler import (
     CLEAN,
     LAG_UPDATES,
@@ -38,13 +40,26 @@ from autotune_amp.runtime.scaler import (
 )
 from autotune_amp.runtime.sinks import Sink
 from autotune_amp.runtime.status import MoveRecord, Status, write_status
-from autotune_amp.runtime.stepping.optimizers import makes_buffers_unread, refuse_closure, takes_a_scaler
 from autotune_amp.runtime.train_step import TrainStep
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # torch can be built without
 
 Batch = TypeVar("Batch")
+
+
+def held(part: str, name: str, kind: Any = None) -> Any:
+    """Return a property for an attribute of GradScaler that a part of the controller holds, of this `kind`."""
+
+    def set_it(controller: Any, value: Any) -> None:
+        try:
+            setattr(getattr(controller, part), name, value if kind is None else msgspec.convert(value, kind))
+        except msgspec.ValidationError as error:
+            raise InvalidRequestError(
+                f"The {name} given is {value!r}: {error}.", "Growth is by 1 or more, backing off by 1 or less."
+            ) from error
+
+    return property(operator.attrgetter(f"{part}.{name}"), set_it)
 
 
 class PrecisionController(torch.amp.GradScaler):
@@ -62,7 +77,7 @@ class PrecisionController(torch.amp.GradScaler):
     on_signal: called in `update()` at the end of the window in which SIGTERM came, as Slurm ends a job; on accelerators
         of the next. Give it on every rank or on none. Afterwards, and by `detach`, the previous handler is restored.
     process_group: the ranks that decide together; all ranks if None.
-    sinks: called in threads of their own, on rank 0, with the metrics (`autotune_amp.runtime.readings`) of every 64th
+    sinks: called in threads of their own, on rank 0, with the metrics (`autotune_amp.runtime.status`) of every 64th
         update, change of the loss scale and move. `autotune_amp.integrations.sinks` has ready-made ones.
     run_log: a file to append to, for ``autotune-amp report``: a line of JSON for every move, every change of the loss
         scale, and every 64th update with the loss. Rank 0 writes it; a resumed run continues it.

@@ -33,7 +33,7 @@ from autotune_amp.precision.forward_wrapper import (
     unwrap,
 )
 from autotune_amp.precision.torch_state import HALF_DTYPES, ambient, autocast, set_flags
-from autotune_amp.runtime.policy_state import DiagnosisResult
+from autotune_amp.runtime.policy import DiagnosisResult
 from autotune_amp.runtime.scaler import Ranks
 from autotune_amp.variants import fp8
 

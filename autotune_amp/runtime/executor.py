@@ -4,36 +4,49 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, cast
 
 import msgspec
+import psutil
 import torch
 from torch import Tensor
 
 from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan
 from autotune_amp.core.dimensions import Precision, autocast_precision
 from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
+from autotune_amp.hardware import cuda
+from autotune_amp.hardware.device import device_of
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.modes import MODES
 from autotune_amp.runtime import diagnosis
-from autotune_amp.runtime.fallbacks import messages
-from autotune_amp.runtime.fallbacks.plans import why_not_in_memory, withdraw_unfit
 from autotune_amp.runtime.metrics import Metrics
 from autotune_amp.runtime.model import Attachment
-from autotune_amp.runtime.policy import Policy
-from autotune_amp.runtime.policy_state import Action, DiagnosisResult, RecordKind, Signal
+from autotune_amp.runtime.optimizers import KnownOptimizers, refuse_half_parameters
+from autotune_amp.runtime.policy import Action, DiagnosisResult, Policy, RecordKind, Signal
 from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, OVERFLOW, LossScaler, Ranks, UpdateResult
-from autotune_amp.runtime.status import MoveRecord, Status, peak_memory_bytes
-from autotune_amp.runtime.stepping.gradients import refuse_half_parameters
-from autotune_amp.runtime.stepping.optimizers import KnownOptimizers
+from autotune_amp.runtime.status import MoveRecord, Status
 
 log = logging.getLogger("autotune_amp.runtime")
 
 _WELCOME = ("by_hand", "promotion", "rescale")  # kinds of moves that are no problem
 OnDemotion = Literal["continue", "checkpoint_and_stop"]
 Wish = Literal["act", "give_up", "set_precision", "disable", "enable"]
+
+_MISSING_VARIABLES = (
+    "The config was measured with variables that this process was started without, so it may be slower. "
+    "Before Python starts: export %s"
+)
+_NOTHING_PINNED = "Modules are to be pinned in fp32; without controller.attach(model) nothing is pinned."
+_ADVISORY = (
+    "The controller is advisory: the loop uses neither controller.autocast() nor controller.attach(model), so it "
+    "scales and guards, but cannot step the precision down; where steps fail for good it stops the run."
+)
+_BAD_WEIGHTS = (
+    "No step can fix them: load a checkpoint from before. They were loaded so, or a step was taken that the "
+    "controller did not check (guard=False, disable(), an optimizer stepped without it)."
+)
 
 
 class Executor:
@@ -81,10 +94,10 @@ class Executor:
         self._forward = diagnosis.ForwardWatch()
         self._rerun_has_failed = False
         self._culprit: str | None = None
-        withdraw_unfit(policy, self.plans, max_slowdown, ranks.device)
+        _withdraw_unfit(policy, self.plans, max_slowdown, ranks.device)
         missing = {name: value for name, value in config.environment.items() if os.environ.get(name) != value}
         if missing:
-            log.warning(messages.MISSING_VARIABLES, " ".join(f"{name}={value}" for name, value in missing.items()))
+            log.warning(_MISSING_VARIABLES, " ".join(f"{name}={value}" for name, value in missing.items()))
 
     @property
     def is_advisory(self) -> bool:
@@ -163,7 +176,7 @@ class Executor:
         model, metrics = self.model, self.metrics
         totals = metrics.totals.since(metrics.totals_at_reset)
         num_amp_steps = sum(num for name, num in totals.num_steps.items() if MODES[name].uses_autocast)
-        peak_bytes = peak_memory_bytes(self.ranks.device)
+        peak_bytes = _peak_memory_bytes(self.ranks.device)
         in_fp32 = next((plan.peak_memory_bytes for plan in self.plans if plan.precision == "fp32"), None)
         return Status(
             **metrics.standing(totals),
@@ -359,7 +372,7 @@ class Executor:
         policy = self.policy
         below = [name for name in policy.rungs[policy.rung + 1 :] if name not in policy.withdrawn]
         policy.advise()
-        told = messages.advice(policy, reason, self._culprit, below, is_hidden=self._forward.is_hidden)
+        told = _advice(policy, reason, self._culprit, below, is_hidden=self._forward.is_hidden)
         self._note("advice", below[0] if below else policy.precision, told)
 
     def _stop_for_weights(self, action: Action) -> bool:
@@ -369,14 +382,14 @@ class Executor:
             return False
         self.policy.decline()
         self._stop(
-            Action("stop", f"{action.reason}, and the weights are not finite already: {messages.shortened(names)}"),
-            messages.BAD_WEIGHTS,
+            Action("stop", f"{action.reason}, and the weights are not finite already: {_shortened(names)}"),
+            _BAD_WEIGHTS,
         )
         return True
 
     def _why_not(self, plan: FallbackPlan) -> str | None:
         """Return why this rank cannot run the plan, or None if it can."""
-        if (reason := why_not_in_memory(plan, self.ranks.device)) is not None:
+        if (reason := _why_not_in_memory(plan, self.ranks.device)) is not None:
             return reason
         if self._breaks_script(plan.precision):
             return f"the model holds TorchScript modules, whose compiled code keeps to {self.own_config.precision}"
@@ -425,7 +438,7 @@ class Executor:
         what = f"Training was stopped in {self.policy.precision}: {reason}."
         if stop.is_precision:
             on = "Search again for fallback plans that fit, or train in fp32 on smaller batches."
-            raise NoRungFitsError(what, messages.way_out(self.policy) if self.is_advisory else on)
+            raise NoRungFitsError(what, _way_out(self.policy) if self.is_advisory else on)
         halt = "Look at data and learning rate. PrecisionController(..., halt=False) skips such steps for ever instead."
         raise NotPrecisionError(what, next_step or halt)
 
@@ -446,13 +459,11 @@ class Executor:
         refuse_half_parameters(optimizer, self.precision)
         if not self.optimizers:
             last = self.history[-1] if self.history else None
-            log.info(
-                "%s", messages.introduction(self.policy, self.scaler, last, self.ranks.device, checks=self.is_checking)
-            )
+            log.info("%s", _introduction(self.policy, self.scaler, last, self.ranks.device, checks=self.is_checking))
             if self.pins_to_come and self.model is None:
-                log.warning(messages.NOTHING_PINNED)
+                log.warning(_NOTHING_PINNED)
             if self.is_advisory and MODES[self.precision].uses_autocast:
-                log.warning(messages.ADVISORY)
+                log.warning(_ADVISORY)
         self.optimizers.add(number, optimizer)
 
     def refuse_by_hand(self, name: Precision) -> None:
@@ -502,3 +513,102 @@ class Executor:
         self.metrics.log_move(record)
         for listener in self.listeners:
             listener(record)
+
+
+# -- whether a fallback fits this device -------------------------------------------------------------------------------
+
+
+def _withdraw_unfit(
+    policy: Policy, plans: Iterable[FallbackPlan], max_slowdown: float | None, device: torch.device
+) -> None:
+    """Withdraw plans slower than `max_slowdown`, and bf16 if the device only emulates it.
+
+    Raises `InvalidRequestError` for a limit on a slowdown that was not measured.
+    """
+    for plan in plans:
+        if max_slowdown is not None and plan.slowdown is None:
+            raise InvalidRequestError(
+                f"max_slowdown={max_slowdown} cannot be kept: the speed of {plan.precision} was not measured.",
+                "Use a config that a search recommended, or leave max_slowdown out.",
+            )
+        if max_slowdown is not None and plan.slowdown is not None and plan.slowdown > max_slowdown:
+            policy.withdraw(plan.precision, f"{plan.slowdown:.2g} times slower, above {max_slowdown:g}")
+        if plan.precision == "bf16" and device.type == "cuda" and not cuda.is_bf16_native(device):
+            policy.withdraw("bf16", "this GPU only emulates it")
+
+
+def _why_not_in_memory(plan: FallbackPlan, device: torch.device) -> str | None:
+    """Return why the plan's measured peak does not fit into the device's memory, or None if it does."""
+    needed = plan.peak_memory_bytes or 0
+    available = _available_memory_bytes(device) if needed else 0
+    if needed <= available:
+        return None
+    return f"it takes {needed / 2**30:.2f} GiB and {available / 2**30:.2f} GiB can be had"
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak memory of this process's tensors on an accelerator, or on a CPU the process's present memory."""
+    if device.type in ("cuda", "xpu"):
+        return int(getattr(torch, device.type).max_memory_allocated(device))
+    return _held_memory_bytes(device)
+
+
+def _available_memory_bytes(device: torch.device) -> int:
+    """Return the memory that this process may use on the device in total: the free memory plus its own."""
+    return device_of(device.type).memory(str(device)).available + _held_memory_bytes(device)
+
+
+def _held_memory_bytes(device: torch.device) -> int:
+    if device.type in ("cuda", "xpu"):
+        return int(getattr(torch, device.type).memory_reserved(device))
+    if device.type == "mps":
+        return int(torch.mps.driver_allocated_memory())
+    return int(psutil.Process().memory_info().rss)
+
+
+# -- messages to the user ----------------------------------------------------------------------------------------------
+
+
+def _introduction(
+    policy: Policy, scaler: LossScaler, last: MoveRecord | None, device: torch.device, *, checks: bool
+) -> str:
+    """Return a line with the precision, the reason for it, and how failing steps are handled."""
+    why = "as its config says" if last is None else f"since update {last.update}: {last.reason}"
+    scale = f", loss scale {scaler.target:g}" if scaler.is_scaling else ""
+    guarded = "steps that are not finite are skipped" if checks else "nothing is guarded"
+    below = [name for name in policy.rungs[policy.rung + 1 :] if name not in policy.withdrawn]
+    then = f"; where they repeat, down to {' or '.join(below)}" if below and checks else ""
+    how = "rerunning the batch says why" if policy.can_rerun else "without a rerun, on trial"
+    diagnosis = f" ({how})" if then else ""
+    return f"Training in {policy.precision} on {device}, {why}{scale}; {guarded}{then}{diagnosis}."
+
+
+def _advice(
+    policy: Policy, reason: str, culprit: str | None, below: Sequence[Precision], *, is_hidden: bool = False
+) -> str:
+    """Return the advice to use a lower precision that the controller cannot set, with the way to allow it.
+
+    `is_hidden`: compiled code does not show whether the forward pass overflows.
+    """
+    where = f", first in {culprit}" if culprit and culprit not in reason else ""
+    if is_hidden and not where:
+        where = " (compiled code does not show where: overflows of its forward pass are counted as bad batches)"
+    should = below[0] if below else "a fallback"
+    told = f"{reason}{where}. The precision should be {should}, but the loop gives no way to change it from here."
+    return f"{told} {_way_out(policy)}"
+
+
+def _way_out(policy: Policy) -> str:
+    """Return which lines to change so that the controller can change the precision."""
+    has_fallback = len(policy.rungs) > policy.rung + 1
+    fallback = "" if has_fallback else ' Name fallbacks, too: AmpConfig(..., fallback=["bf16", "fp32"]).'
+    return (
+        "Change two lines: `with controller.autocast():` in place of torch.autocast(...) around the forward pass, and "
+        "controller.attach(model, rerun=lambda: ...) before the loop, with what computes the loss of the latest "
+        f"batch, to have failures diagnosed.{fallback}"
+    )
+
+
+def _shortened(names: Sequence[str]) -> str:
+    """Return the first three names, and the number of others."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

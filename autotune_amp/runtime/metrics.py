@@ -20,13 +20,11 @@ import torch
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.hardware import nvml
-from autotune_amp.runtime.policy import Policy
-from autotune_amp.runtime.policy_state import Count
-from autotune_amp.runtime.readings import BEFORE, MOVE, PINNED_MODULES, REASON, metrics
+from autotune_amp.runtime.policy import Count, Policy
 from autotune_amp.runtime.run_log import BeginLine, Line, MoveLine, RunLog, SampleLine
 from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, LossScaler, Ranks, UpdateResult
 from autotune_amp.runtime.sinks import Outlet, Sink
-from autotune_amp.runtime.status import MoveRecord
+from autotune_amp.runtime.status import BEFORE, MOVE, PINNED_MODULES, REASON, MoveRecord, metrics
 
 log = logging.getLogger("autotune_amp.runtime")
 

@@ -1,6 +1,6 @@
 """Delivery of metrics to sinks, each in a thread of its own, so that training never waits for one. No torch.
 
-A sink is called with the metrics of an update by name (see `autotune_amp.runtime.readings`). For a move they include
+A sink is called with the metrics of an update by name (see `autotune_amp.runtime.status`). For a move they include
 ``autotune_amp/move`` (its kind), ``/before``, ``/reason`` and ``/pinned_modules`` as text.
 """
 

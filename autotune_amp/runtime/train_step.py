@@ -19,8 +19,8 @@ from autotune_amp.precision.step_amp import parameters_of
 from autotune_amp.runtime.diagnosis import checked_loss
 from autotune_amp.runtime.executor import Executor
 from autotune_amp.runtime.model import Attachment
+from autotune_amp.runtime.optimizers import refuse_clip_norm, refuse_closure
 from autotune_amp.runtime.scaler import NO_GRADIENTS, Stepped
-from autotune_amp.runtime.stepping.optimizers import refuse_clip_norm, refuse_closure
 from autotune_amp.runtime.windows import WindowPosition
 
 log = logging.getLogger("autotune_amp.runtime")

@@ -15,7 +15,7 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import is_pinned, override, pin_fp32, roles_of
 from autotune_amp.runtime.diagnosis import Rerunner, diagnose
-from autotune_amp.runtime.policy_state import DiagnosisResult
+from autotune_amp.runtime.policy import DiagnosisResult
 from autotune_amp.runtime.scaler import Ranks
 
 WIDTH = 4

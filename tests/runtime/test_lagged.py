@@ -16,8 +16,7 @@ from training import timeless
 from autotune_amp import AmpConfig, LossScale
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.runtime.controller import PrecisionController
-from autotune_amp.runtime.scaler import LAG_UPDATES, GradientCheck
-from autotune_amp.runtime.stepping.gradients import lost_share
+from autotune_amp.runtime.scaler import LAG_UPDATES, GradientCheck, lost_share
 
 Kind: TypeAlias = Literal["clean", "overflow", "bad loss"]
 CLEAN: list[Kind] = ["clean"]

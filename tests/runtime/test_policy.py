@@ -19,8 +19,17 @@ from hypothesis import strategies as st
 from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.runtime.policy import DWELL_STEPS, MAX_PROMOTIONS, NUM_BLAMED_STEPS, PROMOTION_STEPS, Policy
-from autotune_amp.runtime.policy_state import Action, DiagnosisResult, ScaleRule, Signal
+from autotune_amp.runtime.policy import (
+    DWELL_STEPS,
+    MAX_PROMOTIONS,
+    NUM_BLAMED_STEPS,
+    PROMOTION_STEPS,
+    Action,
+    DiagnosisResult,
+    Policy,
+    ScaleRule,
+    Signal,
+)
 
 CLEAN = Signal()
 OVERFLOW = Signal(overflow=True)

@@ -18,9 +18,9 @@ from training import batches, fp16, same
 
 from autotune_amp.runtime import run_log, sinks
 from autotune_amp.runtime.controller import PrecisionController
-from autotune_amp.runtime.readings import METRICS, PREFIX, metrics
 from autotune_amp.runtime.run_log import MoveLine, SampleLine
 from autotune_amp.runtime.sinks import Outlet, Sink, Values
+from autotune_amp.runtime.status import METRICS, PREFIX, metrics
 
 
 @pytest.fixture(autouse=True)
