@@ -21,8 +21,8 @@ from autotune_amp.hardware.device import device_of
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.modes import MODES
 from autotune_amp.runtime import diagnosis
-from autotune_amp.runtime.metrics import Metrics
-from autotune_amp.runtime.model import Attachment
+from autotune_amp.runtime.metrics import MetricsRecorder
+from autotune_amp.runtime.model import AttachedModel
 from autotune_amp.runtime.optimizers import KnownOptimizers, refuse_half_parameters
 from autotune_amp.runtime.policy import Action, DiagnosisResult, Policy, RecordKind, Signal
 from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, OVERFLOW, LossScaler, Ranks, UpdateResult
@@ -30,9 +30,9 @@ from autotune_amp.runtime.status import MoveRecord, Status
 
 log = logging.getLogger("autotune_amp.runtime")
 
-_WELCOME = ("by_hand", "promotion", "rescale")  # kinds of moves that are no problem
+_HARMLESS = ("by_hand", "promotion", "rescale")  # kinds of moves that are logged as information, not as warnings
 OnDemotion = Literal["continue", "checkpoint_and_stop"]
-Wish = Literal["act", "give_up", "set_precision", "disable", "enable"]
+RequestKind = Literal["act", "give_up", "set_precision", "disable", "enable"]
 
 _MISSING_VARIABLES = (
     "The config was measured with variables that this process was started without, so it may be slower. "
@@ -60,7 +60,7 @@ class Executor:
         config: AmpConfig,
         policy: Policy,
         scaler: LossScaler,
-        metrics: Metrics,
+        metrics: MetricsRecorder,
         ranks: Ranks,
         *,
         guards: bool,
@@ -76,7 +76,7 @@ class Executor:
         self.is_off = False
         policy.can_move = False  # until the loop gives a way to change its precision
         self.uses_own_autocast = False  # whether the loop uses the controller's autocast
-        self.model: Attachment | None = None
+        self.model: AttachedModel | None = None
         self.history: list[MoveRecord] = []
         self.listeners: list[Callable[[MoveRecord], object]] = []
         self.on_step: list[tuple[Callable[[], object], int | None]] = []  # callback and optimizer number, None for any
@@ -87,8 +87,8 @@ class Executor:
         self._guards = guards
         self._halts = halts
         self._on_demotion = on_demotion
-        self._found = torch_state.capture() if config.as_found else None
-        self.wishes: list[tuple[Wish, str]] = []  # requests to carry out at the end of the window, with a precision
+        self._own_flags = torch_state.capture() if config.as_found else None  # the TF32 flags to keep
+        self.pending_requests: list[tuple[RequestKind, str]] = []  # with a precision, for the end of the window
         self._action: Action | None = None  # pending action of the policy
         self.optimizers = KnownOptimizers()
         self._forward = diagnosis.ForwardWatch()
@@ -126,8 +126,8 @@ class Executor:
         """Set flags, scaler, model and metrics to the policy's current rung."""
         self.precision = "fp32" if self.is_off else self.policy.precision
         self.metrics.begin_rung(self.precision, len(self.plans) + 1 if self.is_off else self.policy.rung)
-        if self._found is not None and self.precision == self.own_config.precision and not self.is_off:
-            torch_state.apply_fp32_flags(self._found)
+        if self._own_flags is not None and self.precision == self.own_config.precision and not self.is_off:
+            torch_state.apply_fp32_flags(self._own_flags)
         else:
             torch_state.set_flags(self.precision)
         torch.clear_autocast_cache()
@@ -157,7 +157,7 @@ class Executor:
             if not (self.uses_own_autocast or self.is_advisory):
                 self.model.begin_verifying()
 
-    def _cannot_move(self, model: Attachment) -> bool:
+    def _cannot_move(self, model: AttachedModel) -> bool:
         """Return whether the model's layers were seen to run in another precision than the one they are forced into."""
         model.is_verifying = False
         # Layers that the user or a pin keeps in fp32 are fine.
@@ -179,7 +179,7 @@ class Executor:
         peak_bytes = _peak_memory_bytes(self.ranks.device)
         in_fp32 = next((plan.peak_memory_bytes for plan in self.plans if plan.precision == "fp32"), None)
         return Status(
-            **metrics.standing(totals),
+            **metrics.current_readings(totals),
             is_enabled=not self.is_off,
             is_advisory=self.is_advisory,
             pinned_modules=model.pinned if model else (),
@@ -194,7 +194,7 @@ class Executor:
             history=tuple(self.history),
         )
 
-    def attach(self, model: Attachment) -> None:
+    def attach(self, model: AttachedModel) -> None:
         """Attach a model: withdraw precisions that it cannot run in, and pin the config's modules.
 
         Raises `InvalidRequestError` for a config in fp8 if no layer can run in it, and for a missing module to pin.
@@ -215,7 +215,7 @@ class Executor:
         model.pin(self.pins_to_come)
         self.apply()
 
-    def rerun_by(self, closure: Callable[[], Tensor] | None) -> None:
+    def use_rerun(self, closure: Callable[[], Tensor] | None) -> None:
         """Use `closure`, or none, for later diagnoses. Once a closure has failed there are none."""
         if self.model is not None:
             self.model.rerun = closure
@@ -229,8 +229,8 @@ class Executor:
             self.model = None
             self.policy.can_rerun = False
             self.policy.can_move = self.uses_own_autocast
-        if self._found is not None:
-            torch_state.apply_fp32_flags(self._found)
+        if self._own_flags is not None:
+            torch_state.apply_fp32_flags(self._own_flags)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return a new context for a forward pass in the current precision."""
@@ -267,7 +267,7 @@ class Executor:
         if model is None:
             return
         if model.is_verifying and self._cannot_move(model):
-            self.wishes.append(("give_up", ""))
+            self.pending_requests.append(("give_up", ""))
         model.end_window(skipped)
         if not self.uses_own_autocast:
             model.begin_window()
@@ -277,7 +277,7 @@ class Executor:
         """Pass the result of an update to the policy, the metrics and the callbacks, in order and once each."""
         if not found.verdicts:
             return
-        found = found._replace(lost_share=self.policy.flushed(found.lost_share))
+        found = found._replace(lost_share=self.policy.usable_lost_share(found.lost_share))
         worst, is_checking = found.worst, self.is_checking
         self.metrics.begin_update(found, is_overflow=worst == BAD_LOSS and self._forward_overflowed())
         if worst == CLEAN:
@@ -290,7 +290,7 @@ class Executor:
             action = self.policy.observe(Signal(worst == OVERFLOW, worst == BAD_LOSS, found.lost_share, seen_loss))
             if action is not None and self._action is None:  # one at a time, before later requests of the user
                 self._action = action
-                self.wishes.insert(0, ("act", ""))
+                self.pending_requests.insert(0, ("act", ""))
         for callback, number in self.on_step:  # last, since callbacks may save a checkpoint
             if CLEAN in found.verdicts.values() if number is None else found.verdicts.get(number) == CLEAN:
                 callback()
@@ -303,9 +303,9 @@ class Executor:
         self._culprit = culprit or self._culprit
         return culprit is not None
 
-    def carry_out_next(self) -> None:
-        """Carry out the first of `wishes`. Raises subclasses of `TrainingStoppedError`."""
-        what, name = self.wishes.pop(0)
+    def carry_out_next_request(self) -> None:
+        """Carry out the first of `pending_requests`. Raises subclasses of `TrainingStoppedError`."""
+        what, name = self.pending_requests.pop(0)
         if what == "act":
             action, self._action = self._action, None
             while action is not None:
@@ -451,7 +451,7 @@ class Executor:
         way_out = "Use controller.autocast(), or attach the module that the autocast wraps and the loop calls"
         self._move_by_hand(self.own_config.precision, why + way_out, "advice")
 
-    def meet(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+    def register_optimizer(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         """Register an optimizer before its first step; log or raise problems that would show up later."""
         self._refuse_fp8_without_model(self.precision)
         if number in self.optimizers:
@@ -508,7 +508,7 @@ class Executor:
         policy = self.policy
         record = MoveRecord(policy.num_updates, kind, before or policy.precision, after, reason, self.config)
         self.history.append(record)
-        level = logging.INFO if kind in _WELCOME else logging.WARNING
+        level = logging.INFO if kind in _HARMLESS else logging.WARNING
         log.log(level, "%s at update %d, %s -> %s: %s", kind, record.update, record.before, after, reason)
         self.metrics.log_move(record)
         for listener in self.listeners:

@@ -23,8 +23,8 @@ from autotune_amp.hardware import nvml
 from autotune_amp.runtime.policy import Count, Policy
 from autotune_amp.runtime.run_log import BeginLine, Line, MoveLine, RunLog, SampleLine
 from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, LossScaler, Ranks, UpdateResult
-from autotune_amp.runtime.sinks import Outlet, Sink
-from autotune_amp.runtime.status import BEFORE, MOVE, PINNED_MODULES, REASON, MoveRecord, metrics
+from autotune_amp.runtime.sinks import Sink, SinkThread
+from autotune_amp.runtime.status import BEFORE, MOVE, PINNED_MODULES, REASON, MoveRecord, metric_values
 
 log = logging.getLogger("autotune_amp.runtime")
 
@@ -72,7 +72,7 @@ class Totals(msgspec.Struct, kw_only=True):
         return self.since(Totals())
 
 
-class Metrics:
+class MetricsRecorder:
     """Counts of updates for the status, reported to the run log and the sinks. Only rank 0 reports."""
 
     def __init__(
@@ -91,7 +91,7 @@ class Metrics:
         self.flushed_share: float | None = None
         self.run_id: str | None = None  # the run's id in its log and its checkpoints
         self.run_log = None if run_log is None else RunLog(run_log, checks=ranks.rank == 0)
-        self.outlets = [Outlet(sink) for sink in sinks]
+        self.sink_threads = [SinkThread(sink) for sink in sinks]
         self._config = config
         self._policy = policy
         self._scaler = scaler
@@ -100,8 +100,8 @@ class Metrics:
         self._precision: Precision = config.precision
         self._rung = 0
         self._has_begun = False
-        self._told_scale: float | None = None
-        self._told_update = 0
+        self._reported_scale: float | None = None
+        self._reported_update = 0
         self.num_unexplained = 0  # non-finite losses since the last step, counted as bad batches
         self._last_update: float | None = None
         self._seconds: deque[float] = deque(maxlen=101)  # between updates since the last move
@@ -163,31 +163,31 @@ class Metrics:
         is_sampled = self._policy.num_updates % SAMPLE_EVERY == 0
         if self._scale_has_changed:
             grew = f"{self._scaler.rule.growth_interval} steps without overflow"
-            self.tell_scale(grew if found.worst == CLEAN else "an overflow")
+            self.report_scale(grew if found.worst == CLEAN else "an overflow")
         elif is_sampled:
-            self._tell(SampleLine(**self.standing()))
+            self._report(SampleLine(**self.current_readings()))
         if is_sampled and log.isEnabledFor(logging.DEBUG) and self._ranks.device.type == "cuda":
             uuid_ = str(torch.cuda.get_device_properties(self._ranks.device).uuid)
             said = self._policy.num_updates, *nvml.temperature_and_clock(uuid_)
             log.debug("update %d: the GPU is at %s degrees Celsius, its clock at %s MHz", *said)
 
-    def tell_scale(self, cause: str) -> None:
+    def report_scale(self, cause: str) -> None:
         """Report the loss scale and the cause of its change, if it changed."""
         if self._has_begun and self._scale_has_changed:
-            self._say_scale(cause)
-            self._tell(SampleLine(**self.standing()))
+            self._log_scale(cause)
+            self._report(SampleLine(**self.current_readings()))
 
     def log_move(self, record: MoveRecord) -> None:
         """Report a move."""
         self._begin()
         self.totals.num_moves += 1
         if self._scale_has_changed:
-            self._say_scale(record.kind)
+            self._log_scale(record.kind)
         told = {name: getattr(record, name) for name in ("before", "after", "reason")}
         pinned = record.config.pinned_modules
-        self._tell(MoveLine(**self.standing(), kind=record.kind, **told, pinned_modules=pinned))
+        self._report(MoveLine(**self.current_readings(), kind=record.kind, **told, pinned_modules=pinned))
 
-    def standing(self, totals: Totals | None = None) -> dict[str, Any]:
+    def current_readings(self, totals: Totals | None = None) -> dict[str, Any]:
         """Return the present fields of `Readings`. Counts are those of `totals`, or with None of the whole run."""
         totals, scale = totals or self.totals, self._scale_in_use
         return {
@@ -209,10 +209,10 @@ class Metrics:
 
     def close(self) -> None:
         """Report the last update of the run, and wait briefly for the sinks."""
-        if self._has_begun and self._told_update != self._policy.num_updates:
-            self._tell(SampleLine(**self.standing()))
-        for outlet in self.outlets:
-            outlet.close()
+        if self._has_begun and self._reported_update != self._policy.num_updates:
+            self._report(SampleLine(**self.current_readings()))
+        for sink_thread in self.sink_threads:
+            sink_thread.close()
 
     @property
     def _scale_in_use(self) -> float | None:
@@ -220,25 +220,25 @@ class Metrics:
 
     @property
     def _scale_has_changed(self) -> bool:
-        return self._told_scale != self._scale_in_use
+        return self._reported_scale != self._scale_in_use
 
-    def _say_scale(self, cause: str) -> None:
-        said = self._policy.num_updates, self._told_scale, self._scale_in_use, cause
+    def _log_scale(self, cause: str) -> None:
+        said = self._policy.num_updates, self._reported_scale, self._scale_in_use, cause
         log.debug("update %d: loss scale %s -> %s: %s", *said)
 
-    def _tell(self, line: Line) -> None:
-        self._told_scale, self._told_update = line.scale, line.update
+    def _report(self, line: Line) -> None:
+        self._reported_scale, self._reported_update = line.scale, line.update
         self.num_unexplained = 0  # a count that was reported must not decrease
         if self.run_log is not None:
             self.run_log.write(line)
-        if not self.outlets or isinstance(line, BeginLine):
+        if not self.sink_threads or isinstance(line, BeginLine):
             return
-        told = metrics(line)
+        told = metric_values(line)
         if isinstance(line, MoveLine):
             told |= {MOVE: line.kind, BEFORE: line.before, REASON: line.reason}
             told[PINNED_MODULES] = ", ".join(line.pinned_modules)
-        for outlet in self.outlets:
-            outlet.send(dict(told))
+        for sink_thread in self.sink_threads:
+            sink_thread.send(dict(told))
 
     def _begin(self) -> None:
         """Write the first line at the first update: by then the run knows its ranks and has loaded its checkpoint."""
@@ -247,13 +247,13 @@ class Metrics:
         self._has_begun = True
         ranks = self._ranks
         if ranks.rank != 0:
-            self.run_log, self.outlets = None, []  # rank 0 reports
-        self._told_scale = self._scale_in_use
+            self.run_log, self.sink_threads = None, []  # rank 0 reports
+        self._reported_scale = self._scale_in_use
         if self.run_log is None:
             return
         self.run_id = self.run_id or uuid.uuid4().hex
         begin = BeginLine(
-            **self.standing(),
+            **self.current_readings(),
             run_id=self.run_id,
             is_resumed=self._policy.num_updates > 0,
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -262,4 +262,4 @@ class Metrics:
             num_ranks=ranks.num_ranks,
             config=self._config,
         )
-        self._tell(begin)
+        self._report(begin)

@@ -292,7 +292,7 @@ class Policy(PolicyState):
         self.octaves.clear()
         self.bad_run = self.clean_run = 0
 
-    def _arrive(self) -> None:
+    def _reset_after_move(self) -> None:
         """Reset the state after a move, to STEADY unless the caller sets another phase."""
         self.forget()
         self.dwell = 0
@@ -421,7 +421,7 @@ class Policy(PolicyState):
         self._is_failing = False
         return self._step_down(reason, None)
 
-    def flushed(self, lost_share: float | None) -> float | None:
+    def usable_lost_share(self, lost_share: float | None) -> float | None:
         """Return the lost share, or None if the whole gradient is zero, as with a constant loss."""
         return None if lost_share == 1.0 and self.scale.scale >= EMPTY_SCALE else lost_share
 
@@ -506,7 +506,7 @@ class Policy(PolicyState):
             return None
         was_starting = self.phase == "STARTUP"
         rung_before = self.rung if self.demoted_from is None else self.demoted_from
-        self._arrive()
+        self._reset_after_move()
         if move.kind == "demotion":
             self.rung = move.rung
             self.num_failures += self.was_promoted
@@ -543,7 +543,7 @@ class Policy(PolicyState):
         self.rung = self.rung_of(precision)
         if self.phase == "STARTUP":
             self._settle_floor()
-        self._arrive()
+        self._reset_after_move()
 
     def _consider_promotion(self) -> Action | None:
         above = [rung for rung in range(self.rung) if self.rungs[rung] not in self.withdrawn]
@@ -568,7 +568,7 @@ class Policy(PolicyState):
         rule = {name: getattr(self.scale, name) for name in SavedRule.__struct_fields__}
         return {"policy": state, "precision": self.precision, "loss_scale": rule}
 
-    def checked(self, state: Mapping[str, Any]) -> SavedState:
+    def validated(self, state: Mapping[str, Any]) -> SavedState:
         """Validate and return a saved state. Raises `FormatError` or `InvalidRequestError`, and changes nothing.
 
         The rungs may begin further down than the saved ones: a run may continue from the config of a `DemotedError`.
@@ -588,8 +588,8 @@ class Policy(PolicyState):
             )
         return saved
 
-    def take_over(self, saved: SavedState) -> None:
-        """Restore a state that `checked` has validated."""
+    def restore(self, saved: SavedState) -> None:
+        """Restore a state that `validated` has validated."""
         vars(self.scale).update(msgspec.structs.asdict(saved.loss_scale))
         self.scale.set(check_scale(saved.loss_scale.scale))  # the bounds may have changed
         withdrawn = self.withdrawn  # precisions that this machine and model cannot run

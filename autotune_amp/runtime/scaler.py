@@ -100,7 +100,7 @@ def worst_of(verdicts: Iterable[int | Tensor]) -> int | Tensor:
     return torch.stack([verdict.to(late[0].device) for verdict in late]).amax().clamp(min=known) if late else known
 
 
-class Stepped:
+class StepResult:
     """Result of `step`: true if the optimizer stepped. For a fused optimizer reading it synchronizes with the device.
 
     `value` is the return value of ``optimizer.step``, or a list for several optimizers. `loss` and `grad_norm` are set
@@ -116,7 +116,7 @@ class Stepped:
         self.grad_norm = grad_norm
 
     @classmethod
-    def all_of(cls, steps: Sequence[Stepped], loss: Tensor, grad_norm: Tensor | None) -> Stepped:
+    def all_of(cls, steps: Sequence[StepResult], loss: Tensor, grad_norm: Tensor | None) -> StepResult:
         """Return the joint result of steps: true if each optimizer with gradients stepped. Does not synchronize."""
         if len(steps) == 1:  # without launching a kernel
             return cls(steps[0]._verdict, steps[0].value, loss, grad_norm)
@@ -139,7 +139,7 @@ class UpdateResult(NamedTuple):
         return max(self.verdicts.values())
 
     @classmethod
-    def of(cls, values: Sequence[float], numbers: Sequence[int]) -> UpdateResult:
+    def from_values(cls, values: Sequence[float], numbers: Sequence[int]) -> UpdateResult:
         """Return the view made from verdicts on these optimizers, the loss and, if it was sampled, the lost share."""
         verdicts, (loss, *shares) = values[: len(numbers)], values[len(numbers) :]
         known = zip(numbers, map(int, verdicts), strict=True)
@@ -163,7 +163,7 @@ class UpdateWindow:
         """Whether a verdict is still on the device."""
         return any(isinstance(verdict, Tensor) for verdict in self.verdicts.values())
 
-    def found(self, ranks: Ranks) -> UpdateResult:
+    def result(self, ranks: Ranks) -> UpdateResult:
         """Return the host's view of the window. No verdict may be late."""
         share = self.lost_share
         if isinstance(share, Tensor):
@@ -290,7 +290,7 @@ class GradientCheck:
     def _see_loss(self, loss: Tensor) -> None:
         window = self.window
         value = loss if loss.numel() == 1 else loss.sum(dtype=torch.float32)
-        if self.is_at_hand(value):
+        if self.is_on_host(value):
             window.loss = value.item()
             if not math.isfinite(window.loss):
                 window.loss_probe = math.nan
@@ -354,7 +354,7 @@ class GradientCheck:
             if not are_many:
                 return NO_GRADIENTS, None
             found = torch.full((), float(NO_GRADIENTS), device=device)
-        if not self.is_at_hand(found):
+        if not self.is_on_host(found):
             judged = torch.nan_to_num(found + window.loss_probe, nan=float(BAD_LOSS))
             if are_many:
                 loss = window.loss if isinstance(window.loss, Tensor) else torch.full_like(judged, window.loss)
@@ -373,7 +373,7 @@ class GradientCheck:
         return verdict, found
 
     @staticmethod
-    def is_at_hand(tensor: Tensor) -> bool:
+    def is_on_host(tensor: Tensor) -> bool:
         """Whether the host can read a tensor without a sync."""
         return tensor.device.type == "cpu"
 

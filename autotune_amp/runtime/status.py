@@ -83,7 +83,7 @@ def _declared() -> dict[str, Metric]:
 METRICS = _declared()  # by the field of `Readings`
 
 
-def metrics(readings: Readings) -> dict[str, float | str]:
+def metric_values(readings: Readings) -> dict[str, float | str]:
     """Return the metrics that have a value, by name. Only the precision is text."""
     values = {metric.name: getattr(readings, field) for field, metric in METRICS.items()}
     return {name: value for name, value in values.items() if value is not None}

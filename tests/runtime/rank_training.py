@@ -126,7 +126,7 @@ class LaggedController(PrecisionController):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._check.is_at_hand = lambda tensor: False  # type: ignore[method-assign] # of this object alone
+        self._check.is_on_host = lambda tensor: False  # type: ignore[method-assign] # of this object alone
 
 
 def batch_of(step: int, micro_batch: int, rank: int) -> Tensor:

@@ -27,7 +27,7 @@ BAD_LOSS: list[Kind] = ["bad loss"]
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors are treated as if they were on an accelerator."""
-    monkeypatch.setattr(GradientCheck, "is_at_hand", staticmethod(lambda tensor: False))
+    monkeypatch.setattr(GradientCheck, "is_on_host", staticmethod(lambda tensor: False))
 
 
 def fp16(*, growth_interval: int = 2000, hysteresis: int = 1, fallback: Iterable[Precision] = ()) -> AmpConfig:
@@ -107,7 +107,7 @@ def test_late_verdicts_and_those_at_hand_take_turns_as_if_none_was_late(
     here, training = steered(config)
     expected = [training.step(kind, which) for kind, which in steps]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GradientCheck, "is_at_hand", staticmethod(lambda tensor: False))
+        patch.setattr(GradientCheck, "is_on_host", staticmethod(lambda tensor: False))
         there, training = steered(config)
         assert_same([training.step(kind, which) for kind, which in steps], expected)
         there.synchronize()
@@ -155,7 +155,7 @@ def test_a_checkpoint_holds_what_is_on_its_way_and_asking_changes_nothing(
 ) -> None:
     """One rank of several may save alone: the others do not know of it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GradientCheck, "is_at_hand", staticmethod(lambda tensor: False))
+        patch.setattr(GradientCheck, "is_on_host", staticmethod(lambda tensor: False))
         config = fp16(growth_interval=growth_interval)
         uninterrupted, training = steered(config)
         calls: list[int] = []

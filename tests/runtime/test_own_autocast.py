@@ -279,7 +279,7 @@ def test_what_cannot_be_watched_is_trained_and_said(
     def refuse(*_: object, **__: object) -> None:
         raise TypeError("its class cannot be changed")
 
-    monkeypatch.setattr(train_step, "Attachment", refuse)
+    monkeypatch.setattr(train_step, "AttachedModel", refuse)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steered = controller()

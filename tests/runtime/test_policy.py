@@ -361,9 +361,9 @@ def test_a_run_goes_on_without_the_rungs_above_the_one_that_was_saved() -> None:
     assert confirmed(saved, after(saved, 2 * [BAD_LOSS])) is None
     assert (saved.precision, saved.phase) == ("bf16", "PROBATION")
     with_a_way_back, without = policy_of(), policy_of("bf16", "fp32")
-    with_a_way_back.take_over(with_a_way_back.checked(saved.state_dict()))
+    with_a_way_back.restore(with_a_way_back.validated(saved.state_dict()))
     assert after(with_a_way_back, 3 * [BAD_LOSS]) == REVERT
-    without.take_over(without.checked(saved.state_dict()))
+    without.restore(without.validated(saved.state_dict()))
     assert (without.precision, without.phase) == ("bf16", "STEADY")
     assert after(without, 2 * [BAD_LOSS]) == TENTATIVE
 
@@ -379,7 +379,7 @@ def test_nothing_random_breaks_the_policy_and_saved_and_loaded_it_does_the_same(
         policy = policy_of(is_settled=False, **options)
         for _ in range(20):
             twin = policy_of(is_settled=False, **options)
-            twin.take_over(twin.checked(json.loads(json.dumps(policy.state_dict()))))
+            twin.restore(twin.validated(json.loads(json.dumps(policy.state_dict()))))
             overflow, bad_loss, longest = draw.choice(
                 [(0.0, 0.0, 3000), (0.05, 0.02, 300), (0.3, 0.3, 30), (1.0, 0, 9)]
             )
