@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
+from autotune_amp.core.documents import Share, Whole
 from autotune_amp.core.errors import FormatError
 from autotune_amp.precision.forward_wrapper import named
 from autotune_amp.runtime.executor import Executor, RequestKind
 from autotune_amp.runtime.metrics import Totals
 from autotune_amp.runtime.policy import (
     BackoffFactor,
-    Count,
     DeviceCount,
     GrowthFactor,
     GrowthInterval,
@@ -29,7 +29,6 @@ from autotune_amp.runtime.status import MoveRecord, from_plain, to_plain
 KEY = "autotune_amp"
 FORMAT = 2
 _RULE = ("growth_factor", "backoff_factor", "growth_interval")
-_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class _GradScalerState(msgspec.Struct):
@@ -48,14 +47,14 @@ class _Counters(msgspec.Struct):
     totals: Totals
     totals_at_reset: Totals
     epoch: int | None
-    flushed_share: _Share | None
-    num_passes: Count
+    flushed_share: Share | None
+    num_passes: Whole
     loss_was_finite: bool
     loss: float
     is_off: bool
     pending_requests: list[tuple[RequestKind, str]] = msgspec.field(name="wishes")
-    waiting: list[tuple[list[float], list[Count]]]
-    num_unexplained: Count = 0
+    waiting: list[tuple[list[float], list[Whole]]]
+    num_unexplained: Whole = 0
     run_id: str | None = None  # id in the run log, if there is one
 
 

@@ -315,10 +315,10 @@ class PrecisionController(torch.amp.GradScaler):
             self.synchronize()
             if self._enabled:
                 self._executor.optimizers.note(window.verdicts)
-            found = window.result(self._ranks)
-            if found.verdicts:
-                self._executor.end_window(found.worst > CLEAN)
-                self._executor.end_update(found)
+            result = window.result(self._ranks)
+            if result.verdicts:
+                self._executor.end_window(result.worst > CLEAN)
+                self._executor.end_update(result)
                 self._scaler.write()
         self._is_in_window = False
         self._carry_out_requests()

@@ -273,28 +273,28 @@ class Executor:
             model.begin_window()
         model.observer.is_sampling = self.metrics.wants_sample or model.is_verifying
 
-    def end_update(self, found: UpdateResult) -> None:
+    def end_update(self, result: UpdateResult) -> None:
         """Pass the result of an update to the policy, the metrics and the callbacks, in order and once each."""
-        if not found.verdicts:
+        if not result.verdicts:
             return
-        found = found._replace(lost_share=self.policy.usable_lost_share(found.lost_share))
-        worst, is_checking = found.worst, self.is_checking
-        self.metrics.begin_update(found, is_overflow=worst == BAD_LOSS and self._forward_overflowed())
+        result = result._replace(lost_share=self.policy.usable_lost_share(result.lost_share))
+        worst, is_checking = result.worst, self.is_checking
+        self.metrics.begin_update(result, is_overflow=worst == BAD_LOSS and self._forward_overflowed())
         if worst == CLEAN:
             self._forward.end()
             self._culprit = self._culprit if self.policy.can_rerun else None  # a rerun starts each search anew
         if self.is_off:
             self.policy.num_updates += 1  # nothing is checked, but updates go on
         else:
-            seen_loss = None if worst == BAD_LOSS else found.loss
-            action = self.policy.observe(Signal(worst == OVERFLOW, worst == BAD_LOSS, found.lost_share, seen_loss))
+            seen_loss = None if worst == BAD_LOSS else result.loss
+            action = self.policy.observe(Signal(worst == OVERFLOW, worst == BAD_LOSS, result.lost_share, seen_loss))
             if action is not None and self._action is None:  # one at a time, before later requests of the user
                 self._action = action
                 self.pending_requests.insert(0, ("act", ""))
         for callback, number in self.on_step:  # last, since callbacks may save a checkpoint
-            if CLEAN in found.verdicts.values() if number is None else found.verdicts.get(number) == CLEAN:
+            if CLEAN in result.verdicts.values() if number is None else result.verdicts.get(number) == CLEAN:
                 callback()
-        self.metrics.end_update(found, knows_loss=is_checking)
+        self.metrics.end_update(result, knows_loss=is_checking)
 
     def _forward_overflowed(self) -> bool:
         """Return whether the forward pass overflows on any rank in this burst of non-finite losses."""

@@ -19,8 +19,9 @@ import torch
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.documents import Whole
 from autotune_amp.hardware import nvml
-from autotune_amp.runtime.policy import Count, Policy
+from autotune_amp.runtime.policy import Policy
 from autotune_amp.runtime.run_log import BeginLine, Line, MoveLine, RunLog, SampleLine
 from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, LossScaler, Ranks, UpdateResult
 from autotune_amp.runtime.sinks import Sink, SinkThread
@@ -37,12 +38,12 @@ _SAMPLE_AT = 8  # early in the run, but after the loss scale has settled
 class Totals(msgspec.Struct, kw_only=True):
     """Counts of updates. Steps taken, and seconds between updates, are by precision."""
 
-    num_updates: Count = 0
-    num_steps: dict[Precision, Count] = {}
+    num_updates: Whole = 0
+    num_steps: dict[Precision, Whole] = {}
     seconds: dict[Precision, Seconds] = {}
-    num_overflows: Count = 0
-    num_bad_batches: Count = 0
-    num_moves: Count = 0
+    num_overflows: Whole = 0
+    num_bad_batches: Whole = 0
+    num_moves: Whole = 0
 
     @property
     def num_all_steps(self) -> int:
@@ -126,7 +127,7 @@ class MetricsRecorder:
         """Whether to sample the magnitudes of the next update."""
         return self._policy.num_updates % SAMPLE_EVERY == _SAMPLE_AT
 
-    def begin_update(self, found: UpdateResult, *, is_overflow: bool) -> None:
+    def begin_update(self, result: UpdateResult, *, is_overflow: bool) -> None:
         """Count an update before the policy observes it. `is_overflow`: its watched forward pass overflowed.
 
         Earlier updates of the same burst, which were not watched, count as overflows then too.
@@ -138,18 +139,18 @@ class MetricsRecorder:
             totals.seconds[precision] = totals.seconds.get(precision, 0.0) + self._seconds[-1]
         self._last_update = judged_at
         totals.num_updates += 1
-        if found.worst == CLEAN:
+        if result.worst == CLEAN:
             self.num_unexplained = 0
             totals.num_steps[precision] = totals.num_steps.get(precision, 0) + 1
-        elif found.worst == BAD_LOSS and not is_overflow:
+        elif result.worst == BAD_LOSS and not is_overflow:
             totals.num_bad_batches += 1
             self.num_unexplained += 1
         else:
             totals.num_overflows += 1
             if is_overflow:
                 self.explain_by_overflow()
-        if found.lost_share is not None:
-            self.flushed_share = found.lost_share
+        if result.lost_share is not None:
+            self.flushed_share = result.lost_share
 
     def explain_by_overflow(self) -> None:
         """Count this burst's non-finite losses as overflows of the forward pass instead of bad batches."""
@@ -157,19 +158,19 @@ class MetricsRecorder:
         self.totals.num_overflows += self.num_unexplained
         self.num_unexplained = 0
 
-    def end_update(self, found: UpdateResult, *, knows_loss: bool) -> None:
+    def end_update(self, result: UpdateResult, *, knows_loss: bool) -> None:
         """Report due changes once the policy has counted the update."""
-        self._loss = found.loss if knows_loss and math.isfinite(found.loss) else None
+        self._loss = result.loss if knows_loss and math.isfinite(result.loss) else None
         is_sampled = self._policy.num_updates % SAMPLE_EVERY == 0
         if self._scale_has_changed:
             grew = f"{self._scaler.rule.growth_interval} steps without overflow"
-            self.report_scale(grew if found.worst == CLEAN else "an overflow")
+            self.report_scale(grew if result.worst == CLEAN else "an overflow")
         elif is_sampled:
             self._report(SampleLine(**self.current_readings()))
         if is_sampled and log.isEnabledFor(logging.DEBUG) and self._ranks.device.type == "cuda":
             uuid_ = str(torch.cuda.get_device_properties(self._ranks.device).uuid)
-            said = self._policy.num_updates, *nvml.temperature_and_clock(uuid_)
-            log.debug("update %d: the GPU is at %s degrees Celsius, its clock at %s MHz", *said)
+            now = self._policy.num_updates, *nvml.temperature_and_clock(uuid_)
+            log.debug("update %d: the GPU is at %s degrees Celsius, its clock at %s MHz", *now)
 
     def report_scale(self, cause: str) -> None:
         """Report the loss scale and the cause of its change, if it changed."""
@@ -183,9 +184,15 @@ class MetricsRecorder:
         self.totals.num_moves += 1
         if self._scale_has_changed:
             self._log_scale(record.kind)
-        told = {name: getattr(record, name) for name in ("before", "after", "reason")}
-        pinned = record.config.pinned_modules
-        self._report(MoveLine(**self.current_readings(), kind=record.kind, **told, pinned_modules=pinned))
+        line = MoveLine(
+            **self.current_readings(),
+            kind=record.kind,
+            before=record.before,
+            after=record.after,
+            reason=record.reason,
+            pinned_modules=record.config.pinned_modules,
+        )
+        self._report(line)
 
     def current_readings(self, totals: Totals | None = None) -> dict[str, Any]:
         """Return the present fields of `Readings`. Counts are those of `totals`, or with None of the whole run."""
@@ -223,8 +230,8 @@ class MetricsRecorder:
         return self._reported_scale != self._scale_in_use
 
     def _log_scale(self, cause: str) -> None:
-        said = self._policy.num_updates, self._reported_scale, self._scale_in_use, cause
-        log.debug("update %d: loss scale %s -> %s: %s", *said)
+        scales = self._reported_scale, self._scale_in_use
+        log.debug("update %d: loss scale %s -> %s: %s", self._policy.num_updates, *scales, cause)
 
     def _report(self, line: Line) -> None:
         self._reported_scale, self._reported_update = line.scale, line.update
@@ -233,12 +240,12 @@ class MetricsRecorder:
             self.run_log.write(line)
         if not self.sink_threads or isinstance(line, BeginLine):
             return
-        told = metric_values(line)
+        values = metric_values(line)
         if isinstance(line, MoveLine):
-            told |= {MOVE: line.kind, BEFORE: line.before, REASON: line.reason}
-            told[PINNED_MODULES] = ", ".join(line.pinned_modules)
+            values |= {MOVE: line.kind, BEFORE: line.before, REASON: line.reason}
+            values[PINNED_MODULES] = ", ".join(line.pinned_modules)
         for sink_thread in self.sink_threads:
-            sink_thread.send(dict(told))
+            sink_thread.send(dict(values))
 
     def _begin(self) -> None:
         """Write the first line at the first update: by then the run knows its ranks and has loaded its checkpoint."""

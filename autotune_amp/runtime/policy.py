@@ -26,34 +26,35 @@ import msgspec
 
 from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
 from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.documents import Whole
 from autotune_amp.core.errors import FormatError, InvalidRequestError
 from autotune_amp.precision.modes import MODES
 
-NUM_SETTLING_STEPS = 4
-NUM_PROBATION_STEPS = 3
-NUM_BLAMED_STEPS = 10
-DWELL_STEPS = 200
+# Steps are updates.
+NUM_SETTLING_STEPS = 4  # clean ones that end STARTUP
+NUM_PROBATION_STEPS = 3  # bad ones after a tentative demotion that take it back
+NUM_BLAMED_STEPS = 10  # bad ones in a row that stop a run whose failures are not precision's
+DWELL_STEPS = 200  # spent in a rung before anything that happened there is over
 LOSS_WINDOW, LOSS_COUNT = 50, 3  # T1: this many in this many steps, or two in a row
 SKIP_WINDOW, SKIP_COUNT, NET_OCTAVES = 200, 8, 3.0  # T3
 LOST_SHARE_LIMIT = 0.01  # T4
 # If all gradients vanish at this scale they are all below 2**-34, from which no precision could learn.
 EMPTY_SCALE = 2.0**10
 DIVERGED_GROWTH = 4.0  # times the best loss: no precision fixes a learning rate that is too high
-RAISE_FACTOR = 2.0**6
+NUM_RECENT_LOSSES = 15  # of which the median is a typical loss
+RAISE_FACTOR = 2.0**6  # by which T4 first raises the loss scale
 PROMOTION_STEPS, MAX_PROMOTIONS, PROMOTION_HEADROOM = 2000, 3, 2.0**4
-NUM_RECENT_LOSSES = 15
 LARGEST_SCALE = 2.0**127  # power of two in float32
+
+Names: TypeAlias = Collection[str]
 Phase = Literal["STARTUP", "STEADY", "PROBATION", "ADVISED", "BLAMED"]
 # Ranges that a state is checked against when it is read; they exclude NaN.
 GrowthFactor = Annotated[float, msgspec.Meta(ge=1, le=sys.float_info.max)]
 BackoffFactor = Annotated[float, msgspec.Meta(gt=0, le=1)]
 GrowthInterval = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 DeviceCount = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]  # int32 on the device
 Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
-
-Names: TypeAlias = Collection[str]
 _Saved = TypeVar("_Saved")
 
 
@@ -198,31 +199,31 @@ class PolicyState:
     lowest and the latest; `withdrawn` are precisions not to step to, with the reason.
     """
 
-    rung: Count = 0
+    rung: Whole = 0
     phase: Phase = "STARTUP"
-    num_updates: Count = 0
-    num_skips: Count = 0
-    dwell: Count = 0
-    bad_run: Count = 0
-    clean_run: Count = 0
-    num_settled: Count = 0
-    quiet_until: Count = 0
-    last_overflow: Count | None = None
-    demoted_from: Count | None = None
+    num_updates: Whole = 0
+    num_skips: Whole = 0
+    dwell: Whole = 0
+    bad_run: Whole = 0
+    clean_run: Whole = 0
+    num_settled: Whole = 0
+    quiet_until: Whole = 0
+    last_overflow: Whole | None = None
+    demoted_from: Whole | None = None
     has_pinned: bool = False
     was_promoted: bool = False
-    num_promotions: Count = 0
+    num_promotions: Whole = 0
     num_failures: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 0  # an exponent
     scale_before_burst: Positive = 1.0
     withdrawn: dict[Precision, str] = field(default_factory=dict)
     has_raised: bool = False
     raise_was_undone: bool = False
-    num_unreproduced: Count = 0
+    num_unreproduced: Whole = 0
     first_loss: Finite | None = None
     best_loss: Finite | None = None
     typical_loss: Finite | None = None
     recent_losses: Annotated[list[Finite], msgspec.Meta(max_length=NUM_RECENT_LOSSES - 1)] = field(default_factory=list)
-    bad_losses: list[Count] = field(default_factory=list)
+    bad_losses: list[Whole] = field(default_factory=list)
     octaves: list[Annotated[list[int | Finite], msgspec.Meta(min_length=2, max_length=2)]] = field(default_factory=list)
 
 

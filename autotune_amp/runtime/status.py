@@ -16,14 +16,14 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.documents import NotNegative, Whole
 from autotune_amp.core.recommendation import write_atomically
 from autotune_amp.core.text import count, duration, exact, number, size
-from autotune_amp.runtime.policy import Count, RecordKind, converted
+from autotune_amp.runtime.policy import RecordKind, converted
 
 PREFIX = "autotune_amp/"
 # Text keys that sinks get for a move in addition to the metrics.
 MOVE, BEFORE, REASON, PINNED_MODULES = (PREFIX + name for name in ("move", "before", "reason", "pinned_modules"))
 
 
-def _is(description: str, unit: str = "1") -> msgspec.Meta:
+def _meta(description: str, unit: str = "1") -> msgspec.Meta:
     """Return the metadata of a metric. Its unit is written as in UCUM, which OpenTelemetry requires."""
     return msgspec.Meta(description=description, extra={"unit": unit})
 
@@ -38,26 +38,27 @@ class Readings(msgspec.Struct, frozen=True, kw_only=True, rename=_metric_name):
     The metric's name is the field's without ``num_``. A field that is None has no value at present.
     """
 
-    update: Annotated[Whole, _is("Optimizer steps tried.", "{update}")]
-    epoch: Annotated[Whole | None, _is("What controller.epoch() was told.", "{epoch}")] = None
-    precision: Annotated[Precision, _is("The precision that the run computes in.")]
-    rung: Annotated[Whole, _is("0 is the config's own precision, one past the last fallback: disabled.")]
-    scale: Annotated[NotNegative | None, _is("The loss scale; none where the loss is not scaled.")]
-    growth_tracker: Annotated[Whole | None, _is("Steps without overflow since the loss scale changed.", "{step}")] = (
+    update: Annotated[Whole, _meta("Optimizer steps tried.", "{update}")]
+    epoch: Annotated[Whole | None, _meta("The number given to controller.epoch().", "{epoch}")] = None
+    precision: Annotated[Precision, _meta("The precision that the run computes in.")]
+    rung: Annotated[Whole, _meta("0 is the config's own precision, one past the last fallback: disabled.")]
+    scale: Annotated[NotNegative | None, _meta("The loss scale; none where the loss is not scaled.")]
+    growth_tracker: Annotated[Whole | None, _meta("Steps without overflow since the loss scale changed.", "{step}")] = (
         None
     )
-    num_steps: Annotated[Whole, _is("Updates in which every optimizer with gradients stepped.", "{step}")]
-    num_skips: Annotated[Whole, _is("Updates in which one did not: overflows and bad batches.", "{step}")]
-    num_overflows: Annotated[Whole, _is("Skips for an overflow: of a gradient, or seen in the forward pass.", "{step}")]
+    num_steps: Annotated[Whole, _meta("Updates in which every optimizer with gradients stepped.", "{step}")]
+    num_skips: Annotated[Whole, _meta("Updates in which one did not: overflows and bad batches.", "{step}")]
+    num_overflows: Annotated[Whole, _meta("Skips for an overflow of a gradient, or in the forward pass.", "{step}")]
     num_bad_batches: Annotated[
-        Whole, _is("Skips whose loss was not finite, with no overflow seen in the pass.", "{step}")
+        Whole, _meta("Skips whose loss was not finite, with no overflow seen in the pass.", "{step}")
     ]
-    num_moves: Annotated[Whole, _is("Moves of the controller.", "{move}")]
+    num_moves: Annotated[Whole, _meta("Moves of the controller.", "{move}")]
     flushed_share: Annotated[
-        NotNegative | None, _is("Share of the gradient's entries that fp16 flushed to zero, an estimate from samples.")
+        NotNegative | None,
+        _meta("Share of the gradient's entries that fp16 flushed to zero, an estimate from samples."),
     ] = None
-    step_seconds: Annotated[NotNegative | None, _is("Median time between updates in this precision.", "s")] = None
-    loss: Annotated[float | None, _is("Loss of the last backward pass, the largest of all ranks, if finite.")] = None
+    step_seconds: Annotated[NotNegative | None, _meta("Median time between updates in this precision.", "s")] = None
+    loss: Annotated[float | None, _meta("Loss of the last backward pass if finite, largest of all ranks.")] = None
 
 
 class Metric(NamedTuple):
@@ -69,7 +70,7 @@ class Metric(NamedTuple):
     is_count: bool
 
 
-def _declared() -> dict[str, Metric]:
+def _declared_metrics() -> dict[str, Metric]:
     hints = get_type_hints(Readings, include_extras=True)
     return {
         field: Metric(
@@ -80,7 +81,7 @@ def _declared() -> dict[str, Metric]:
     }
 
 
-METRICS = _declared()  # by the field of `Readings`
+METRICS = _declared_metrics()  # by the field of `Readings`
 
 
 def metric_values(readings: Readings) -> dict[str, float | str]:
@@ -97,7 +98,7 @@ class MoveRecord:
     by_hand, stop.
     """
 
-    update: Count
+    update: Whole
     kind: RecordKind
     before: Precision
     after: Precision
