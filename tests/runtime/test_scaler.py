@@ -60,5 +60,10 @@ def test_the_share_of_several_optimizers_is_the_largest(order: int) -> None:
     assert float(check.window.lost_share or 0.0) == pytest.approx(12 / 48 / 6)
 
 
+def test_what_fp16_lost_is_estimated_from_what_it_barely_kept() -> None:
+    optimizer = optimizer_of(*60 * [2.0**-23], *940 * [2.0**-16])
+    assert lost_share(optimizer, CPU).item() == pytest.approx(0.01)
+
+
 def test_entries_that_are_rounding_noise_beside_the_largest_are_not_counted_as_nearly_lost() -> None:
     assert lost_share(optimizer_of(1.0, *99 * [2.0**-23]), CPU).item() == 0.0
