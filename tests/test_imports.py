@@ -43,7 +43,8 @@ WITHOUT_TORCH = (
     *("trial.step_profile.breakdown", "diagnostics.profile_amp", "diagnostics.check_fidelity"),
     *("diagnostics.check.findings", "diagnostics.check.check_workload"),
     *("diagnostics.memory.results", "diagnostics.memory.profile_memory"),
-    *("numerics.scaler_replay", "numerics.grading", "runtime.policy", "runtime.run_log", "runtime.checkpoint"),
+    *("numerics.scaler_replay", "numerics.grading", "runtime.policy", "runtime.status", "runtime.run_log"),
+    "runtime.checkpoint",
 )
 WITH_OPTUNA = ("search.storage.study",)
 AGENT = "command.agent"

@@ -12,7 +12,7 @@ from autotune_amp.core.config import AmpConfig, DemotedError
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.runtime.controller import PrecisionController
-from autotune_amp.runtime.readings import metrics
+from autotune_amp.runtime.status import metric_values
 
 
 def config_of(given: AmpConfig | Recommendation) -> AmpConfig:
@@ -49,7 +49,7 @@ def refuse_other_window(controller: PrecisionController, own: AmpConfig, why: st
 
 def numbers(controller: PrecisionController) -> dict[str, float]:
     """Return the numeric metrics by name, for a framework's loggers. Synchronizes with the device."""
-    return {name: value for name, value in metrics(controller.status()).items() if not isinstance(value, str)}
+    return {name: value for name, value in metric_values(controller.status()).items() if not isinstance(value, str)}
 
 
 def lasting(scheduler: Any) -> Any:

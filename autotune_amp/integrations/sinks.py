@@ -1,7 +1,7 @@
 """Ready-made sinks, which send the controller's metrics and moves to experiment trackers. Each needs its own package.
 
 Use as ``PrecisionController(config, sinks=[tensorboard("runs/1"), wandb()])``. Names are those of
-`autotune_amp.runtime.readings.METRICS`. Any callable that takes a mapping of such names is a sink too.
+`autotune_amp.runtime.status.METRICS`. Any callable that takes a mapping of such names is a sink too.
 
 `wandb()` and `mlflow()` use the active run. W&B has one step for everything that a run logs, so `wandb()` adds its
 metrics to the rows that your training run logs; if it logs seldom, use `wandb(own_rows=True)`. Sinks are called for
@@ -22,8 +22,8 @@ from typing import Any, ParamSpec
 
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.distributed import place
-from autotune_amp.runtime.readings import BEFORE, METRICS, MOVE, PREFIX, REASON
-from autotune_amp.runtime.sinks import Sink, Values
+from autotune_amp.runtime.sinks import MetricValues, Sink
+from autotune_amp.runtime.status import BEFORE, METRICS, MOVE, PREFIX, REASON
 
 P = ParamSpec("P")
 
@@ -47,7 +47,7 @@ def tensorboard(where: str | os.PathLike[str] | Any) -> Sink:
     if isinstance(where, str | os.PathLike):
         writer = _needed("torch.utils.tensorboard", "tensorboard").SummaryWriter(os.fspath(where))
 
-    def sink(values: Values) -> None:
+    def sink(values: MetricValues) -> None:
         step = int(values[_UPDATE])
         for name, value in _numbers(values).items():
             writer.add_scalar(name, value, step)
@@ -73,7 +73,7 @@ def wandb(run: Any = None, *, own_rows: bool = False) -> Sink:
     run.define_metric(_UPDATE, hidden=True)
     run.define_metric(PREFIX + "*", step_metric=_UPDATE)
 
-    def sink(values: Values) -> None:
+    def sink(values: MetricValues) -> None:
         run.log(dict(values), commit=own_rows)
         if MOVE in values:
             run.summary[f"{MOVE}/{values[_UPDATE]}"] = _sentence(values)
@@ -94,7 +94,7 @@ def mlflow(run_id: str | None = None) -> Sink:
     own_id = run_id or active.info.run_id
     client = package.MlflowClient()
 
-    def sink(values: Values) -> None:
+    def sink(values: MetricValues) -> None:
         step, now = int(values[_UPDATE]), int(time.time() * 1000)
         entities = package.entities
         tags = [entities.RunTag(_PRECISION, str(values[_PRECISION]))]
@@ -130,7 +130,7 @@ def opentelemetry(meter_provider: Any = None, logger_provider: Any = None) -> Si
         else:
             gauges[metric.name] = meter.create_gauge(metric.name, **about)
 
-    def sink(values: Values) -> None:
+    def sink(values: MetricValues) -> None:
         attributes = {_PRECISION: values[_PRECISION]}
         for name, value in _numbers(values).items():
             if name in gauges:
@@ -143,11 +143,11 @@ def opentelemetry(meter_provider: Any = None, logger_provider: Any = None) -> Si
     return sink
 
 
-def _numbers(values: Values) -> dict[str, float]:
+def _numbers(values: MetricValues) -> dict[str, float]:
     return {name: value for name, value in values.items() if not isinstance(value, str)}
 
 
-def _sentence(values: Values) -> str:
+def _sentence(values: MetricValues) -> str:
     """Return a move in words."""
     return f"{values[MOVE]} at update {values[_UPDATE]}, {values[BEFORE]} -> {values[_PRECISION]}: {values[REASON]}"
 

@@ -56,7 +56,7 @@ from autotune_amp.integrations.accelerate import plain_optimizers
 from autotune_amp.integrations.bridge import config_of, refuse_other_window
 from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.runtime.controller import PrecisionController
-from autotune_amp.runtime.readings import metrics
+from autotune_amp.runtime.status import metric_values
 from autotune_amp.variants.prepare import prepare
 
 __all__ = ["AutotuneCallback", "AutotuneTrainer"]
@@ -227,7 +227,7 @@ class _KeepingController(PrecisionController):
 class AutotuneCallback(TrainerCallback):
     """Callback that logs the state of the trainer's controller, and ends training when the controller requires it.
 
-    Logs, and reports of them, get the numeric metrics (`autotune_amp.runtime.readings.METRICS`), ``state.log_history``
+    Logs, and reports of them, get the numeric metrics (`autotune_amp.runtime.status.METRICS`), ``state.log_history``
     also ``autotune_amp/precision``. An `AutotuneTrainer` adds this callback itself.
     """
 
@@ -236,7 +236,7 @@ class AutotuneCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Add the controller's state to the logs and to the last entry of the history."""
-        found = metrics(self._trainer.controller.status())
+        found = metric_values(self._trainer.controller.status())
         kwargs["logs"].update({name: value for name, value in found.items() if not isinstance(value, str)})
         state.log_history[-1].update(found)
 

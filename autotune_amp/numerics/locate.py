@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_leaves
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.numerics.passes import Passes, stored
 from autotune_amp.precision.forward_wrapper import (
+    can_be_wrapped,
     has_half_weights,
     modules_by_name,
     parameters_by_name,
-    takes_roles,
 )
 
 # Used like a module's name. "" is the model's own forward, outside of the modules in it.
@@ -71,7 +71,7 @@ def _look_at_outputs(
     def watching() -> Iterator[None]:
         with ExitStack() as hooks:
             for name, module in modules_by_name(passes.model).items():
-                if takes_roles(module):
+                if can_be_wrapped(module):
                     hooks.callback(module.register_forward_hook(partial(ended, name)).remove)
             yield
 
@@ -193,7 +193,7 @@ class Recorder:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._modules = {name: module for name, module in modules.items() if takes_roles(module)}
+        self._modules = {name: module for name, module in modules.items() if can_be_wrapped(module)}
         self._timeline: list[tuple[ModuleCall, bool]] = []  # a call, and whether it ended there or began
         self._running: list[ModuleCall] = []
         self._num_calls: Counter[str] = Counter()

@@ -80,14 +80,14 @@ def has_half_weights(module: nn.Module) -> bool:
     return any(weight.dtype in HALF_DTYPES for weight in module.parameters())
 
 
-def takes_roles(module: nn.Module) -> bool:
+def can_be_wrapped(module: nn.Module) -> bool:
     """Return whether the module can be wrapped: TorchScript modules cannot, since their forward is compiled."""
     return not isinstance(module, torch.jit.ScriptModule)
 
 
 def can_be_pinned(module: nn.Module) -> bool:
     """Return whether `pin_fp32` accepts the module."""
-    return takes_roles(module) and not has_half_weights(module)
+    return can_be_wrapped(module) and not has_half_weights(module)
 
 
 def pin_fp32(module: nn.Module, device_type: str) -> None:
@@ -101,7 +101,7 @@ def pin_fp32(module: nn.Module, device_type: str) -> None:
             "Pin a module with fp32 weights, or convert this one with module.float().",
         )
     _run_backward_as_eager_does()
-    _change(module, pin=_Forced("fp32", device_type, casts_up=True))
+    _change(module, pin=_ForcedPrecision("fp32", device_type, casts_up=True))
 
 
 def unpin(module: nn.Module) -> None:
@@ -111,7 +111,7 @@ def unpin(module: nn.Module) -> None:
 
 def is_pinned(module: nn.Module) -> bool:
     """Return whether `module` is pinned by `pin_fp32`."""
-    return roles_of(module).pin is not None
+    return wrappers_of(module).pin is not None
 
 
 def override(module: nn.Module, precision: Precision, device_type: str) -> None:
@@ -120,7 +120,7 @@ def override(module: nn.Module, precision: Precision, device_type: str) -> None:
     A pin on the same module or on one inside it takes precedence. A compiled model recompiles once per new precision.
     """
     _run_backward_as_eager_does()
-    _change(module, override=_Forced(precision, device_type, casts_up=not has_half_weights(module)))
+    _change(module, override=_ForcedPrecision(precision, device_type, casts_up=not has_half_weights(module)))
 
 
 def clear_override(module: nn.Module) -> None:
@@ -174,7 +174,7 @@ def observe(module: nn.Module, observer: ForwardObserver, slot: int) -> None:
 
     Only in training mode. Copies and pickles of the module are not observed.
     """
-    _change(module, observed=_Observed(observer, observer.maxima[slot]))
+    _change(module, observed=_OutputObserver(observer, observer.maxima[slot]))
 
 
 def stop_observing(module: nn.Module) -> None:
@@ -198,7 +198,7 @@ def watch_forward(model: nn.Module, device: torch.device) -> Iterator[Callable[[
     watched = {
         name: module
         for name, module in modules_by_name(model).items()
-        if takes_roles(module) and (is_cast(module) or not is_compiled)
+        if can_be_wrapped(module) and (is_cast(module) or not is_compiled)
     }
     observer = ForwardObserver(len(watched), device, only_half=True)
     observer.is_sampling = True
@@ -224,7 +224,7 @@ def watch_forward(model: nn.Module, device: torch.device) -> Iterator[Callable[[
 # -- wrapping a forward ------------------------------------------------------------------------------------------------
 
 
-class _Forced(NamedTuple):
+class _ForcedPrecision(NamedTuple):
     precision: Precision
     device_type: str
     casts_up: bool  # whether inputs may be cast to fp32: not if the weights are in half precision
@@ -238,7 +238,7 @@ class _Forced(NamedTuple):
             return forward(*args, **kwargs)
 
 
-class _Observed(NamedTuple):
+class _OutputObserver(NamedTuple):
     observer: ForwardObserver
     maximum: Tensor
 
@@ -254,21 +254,21 @@ class _Observed(NamedTuple):
             self.observer.precisions.add(ambient(self.maximum.device.type))
 
 
-class Roles(NamedTuple):
+class ForwardWrappers(NamedTuple):
     """The wrappers of one module's forward."""
 
-    pin: _Forced | None = None
-    override: _Forced | None = None
-    observed: _Observed | None = None
+    pin: _ForcedPrecision | None = None
+    override: _ForcedPrecision | None = None
+    observed: _OutputObserver | None = None
 
 
 def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Without roles: other code, such as Accelerate's wrappers, kept this forward after the last role was removed.
-    roles = module.__dict__.get(_ROLES) or Roles()
-    forced = roles.pin or roles.override
+    # Without wrappers: other code, such as Accelerate, kept this forward after the last one was removed.
+    wrappers = module.__dict__.get(_WRAPPERS) or ForwardWrappers()
+    forced = wrappers.pin or wrappers.override
     output = forward(*args, **kwargs) if forced is None else forced.run(forward, args, kwargs)
-    if roles.observed is not None and module.training:
-        roles.observed.look_at(output, is_forced=forced is not None)
+    if wrappers.observed is not None and module.training:
+        wrappers.observed.look_at(output, is_forced=forced is not None)
     return output
 
 
@@ -315,7 +315,7 @@ def _first_floating(output: Any) -> Tensor | None:
 
 # -- the patched class -------------------------------------------------------------------------------------------------
 
-_ROLES = "_autotune_amp_roles"  # a plain instance attribute, so that compiled graphs guard on it
+_WRAPPERS = "_autotune_amp_wrappers"  # a plain instance attribute, so that compiled graphs guard on it
 _ORIGINAL = "_autotune_amp_original"  # attribute of a patched class: the class that it replaces
 
 
@@ -325,30 +325,30 @@ def own_class(module: nn.Module) -> type[nn.Module]:
     return next((vars(kind)[_ORIGINAL] for kind in kinds if _ORIGINAL in vars(kind)), type(module))
 
 
-def roles_of(module: nn.Module) -> Roles:
+def wrappers_of(module: nn.Module) -> ForwardWrappers:
     """Return the wrappers of `module`."""
-    return _uncompiled(module).__dict__.get(_ROLES) or Roles()
+    return _uncompiled(module).__dict__.get(_WRAPPERS) or ForwardWrappers()
 
 
-def _change(module: nn.Module, **roles: Any) -> None:
-    set_roles(module, roles_of(module)._replace(**roles))
+def _change(module: nn.Module, **wrappers: Any) -> None:
+    set_wrappers(module, wrappers_of(module)._replace(**wrappers))
 
 
-def set_roles(module: nn.Module, roles: Roles) -> None:
+def set_wrappers(module: nn.Module, wrappers: ForwardWrappers) -> None:
     """Set all wrappers of `module`'s forward. Without any, the original class is restored and nothing is left behind.
 
     Raises `InvalidRequestError` for a TorchScript module.
     """
     module = _uncompiled(module)
     state = module.__dict__
-    if not any(roles):
-        state.pop(_ROLES, None)
+    if not any(wrappers):
+        state.pop(_WRAPPERS, None)
         _restore_forward(state)
-        # A subclass of ours that FSDP2's fully_shard made stays: without roles its forward is the original's.
+        # A subclass of ours that FSDP2's fully_shard made stays: without wrappers its forward is the original's.
         if (original := vars(type(module)).get(_ORIGINAL)) is not None:
             _set_class(module, original)
         return
-    if not takes_roles(module):
+    if not can_be_wrapped(module):
         raise InvalidRequestError(
             "A TorchScript module cannot be pinned, overridden or observed: its forward is compiled in.",
             "Give the model as it was before torch.jit.script or torch.jit.trace; torch.compile is supported.",
@@ -357,7 +357,7 @@ def set_roles(module: nn.Module, roles: Roles) -> None:
         _set_class(module, _patched_class(type(module)))  # type: ignore[arg-type] # mypy takes a module's own hash for its class's
     if "forward" in state and not isinstance(state["forward"], _OwnForward):
         state["forward"] = _OwnForward(module, state["forward"])
-    state[_ROLES] = roles
+    state[_WRAPPERS] = wrappers
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
@@ -384,15 +384,15 @@ def _patched_class(original: type[nn.Module]) -> type[nn.Module]:
         return _run(self, original.forward, (self, *args), kwargs)
 
     def reduce_ex(self: nn.Module, protocol: SupportsIndex) -> Any:
-        roles = _lasting(self)
+        wrappers = _lasting(self)
         with _as_original(self, patched):
             reduced: Any = original.__reduce_ex__(self, protocol)
             build, arguments, *rest = reduced
             if rest and isinstance(rest[0], dict):
                 rest[0] = dict(rest[0])
-                if not any(roles):
+                if not any(wrappers):
                     _restore_forward(rest[0])
-        return _rebuild, (build, arguments, roles), *rest
+        return _rebuild, (build, arguments, wrappers), *rest
 
     def copied_by(name: str) -> Callable[..., Any]:
         own: Any = getattr(original, name)
@@ -400,7 +400,7 @@ def _patched_class(original: type[nn.Module]) -> type[nn.Module]:
         def copy(self: nn.Module, *args: Any) -> Any:
             with _as_original(self, patched):
                 twin = own(self, *args)
-            set_roles(twin, _lasting(self))
+            set_wrappers(twin, _lasting(self))
             return twin
 
         return copy
@@ -429,28 +429,28 @@ def _unheard_subclassing(original: type[nn.Module]) -> Iterator[None]:
             type.__setattr__(original, name, own)
 
 
-def _lasting(module: nn.Module) -> Roles:
+def _lasting(module: nn.Module) -> ForwardWrappers:
     """Return the wrappers that a copy or a pickle of the module keeps: all but the observer."""
-    return roles_of(module)._replace(observed=None)
+    return wrappers_of(module)._replace(observed=None)
 
 
 @contextmanager
 def _as_original(module: nn.Module, patched: type[nn.Module]) -> Iterator[None]:
     """Remove patched class and wrappers while the module is copied: the patched class cannot be imported by name."""
-    kind, roles = type(module), module.__dict__.pop(_ROLES, None)
+    kind, wrappers = type(module), module.__dict__.pop(_WRAPPERS, None)
     if kind is patched:
         _set_class(module, own_class(module))
     try:
         yield
     finally:
         _set_class(module, kind)
-        if roles is not None:
-            module.__dict__[_ROLES] = roles
+        if wrappers is not None:
+            module.__dict__[_WRAPPERS] = wrappers
 
 
-def _rebuild(build: Callable[..., nn.Module], arguments: tuple[Any, ...], roles: Roles) -> nn.Module:
+def _rebuild(build: Callable[..., nn.Module], arguments: tuple[Any, ...], wrappers: ForwardWrappers) -> nn.Module:
     module = build(*arguments)
-    set_roles(module, roles)
+    set_wrappers(module, wrappers)
     return module
 
 

@@ -23,7 +23,7 @@ from autotune_amp.precision.torch_state import autocast, scaler_arguments
 MAX_CALLS_WITHOUT_STEP = 16  # a train_step may accumulate gradients over several calls
 
 
-class Taken:
+class StepAmpResult:
     """Result of `StepAmp.train_step`, like the controller's: true if all optimizers stepped."""
 
     def __init__(self, steps: Sequence[bool | Tensor], loss: Tensor, grad_norm: Tensor | None) -> None:
@@ -94,7 +94,7 @@ class StepAmp(torch.amp.GradScaler):
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         clip_norm: float | None = None,
-    ) -> Taken:
+    ) -> StepAmpResult:
         """Run a training step: zero_grad, `closure` under autocast, backward, unscale_, clip, step and update."""
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         for one in optimizers:
@@ -109,7 +109,7 @@ class StepAmp(torch.amp.GradScaler):
             norm = nn.utils.clip_grad_norm_(held, clip_norm)
         steps = [self.step(one) for one in optimizers]
         self.update()
-        return Taken(steps, loss.detach(), norm)
+        return StepAmpResult(steps, loss.detach(), norm)
 
     def scale(self, outputs: Any) -> Any:
         """Multiply `outputs` by the loss scale, and record the losses in them."""

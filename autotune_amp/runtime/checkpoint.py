@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
+from autotune_amp.core.documents import Share, Whole
 from autotune_amp.core.errors import FormatError
 from autotune_amp.precision.forward_wrapper import named
-from autotune_amp.runtime.executor import Executor, Wish
+from autotune_amp.runtime.executor import Executor, RequestKind
 from autotune_amp.runtime.metrics import Totals
-from autotune_amp.runtime.policy_state import (
+from autotune_amp.runtime.policy import (
     BackoffFactor,
-    Count,
     DeviceCount,
     GrowthFactor,
     GrowthInterval,
@@ -29,10 +29,9 @@ from autotune_amp.runtime.status import MoveRecord, from_plain, to_plain
 KEY = "autotune_amp"
 FORMAT = 2
 _RULE = ("growth_factor", "backoff_factor", "growth_interval")
-_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
-class _Scaler(msgspec.Struct):
+class _GradScalerState(msgspec.Struct):
     scale: object  # checked by `check_scale`
     growth_factor: GrowthFactor
     backoff_factor: BackoffFactor
@@ -48,19 +47,19 @@ class _Counters(msgspec.Struct):
     totals: Totals
     totals_at_reset: Totals
     epoch: int | None
-    flushed_share: _Share | None
-    num_passes: Count
+    flushed_share: Share | None
+    num_passes: Whole
     loss_was_finite: bool
     loss: float
     is_off: bool
-    wishes: list[tuple[Wish, str]]
-    waiting: list[tuple[list[float], list[Count]]]
-    num_unexplained: Count = 0
+    pending_requests: list[tuple[RequestKind, str]] = msgspec.field(name="wishes")
+    waiting: list[tuple[list[float], list[Whole]]]
+    num_unexplained: Whole = 0
     run_id: str | None = None  # id in the run log, if there is one
 
 
-class _Own(msgspec.Struct):
-    steering: dict[str, Any]  # state of the policy
+class _ControllerState(msgspec.Struct):
+    policy: dict[str, Any] = msgspec.field(name="steering")
     pinned: list[str]
     history: list[dict[str, Any]]
     counters: _Counters
@@ -89,7 +88,7 @@ def save(executor: Executor, window: UpdateWindow) -> dict[str, Any]:
                 "loss_was_finite": math.isfinite(float(window.loss_probe)),
                 "loss": float(window.loss),
                 "is_off": executor.is_off,
-                "wishes": [list(wish) for wish in executor.wishes if wish[0] != "act"],
+                "wishes": [list(request) for request in executor.pending_requests if request[0] != "act"],
                 "waiting": [[list(values), list(label)] for values, label in scaler.reader.waiting()],
             },
         },
@@ -97,16 +96,16 @@ def save(executor: Executor, window: UpdateWindow) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Saved:
-    """Validated state, ready for `take_over`. `own` and `policy` are None for a plain GradScaler's."""
+class ValidatedState:
+    """Validated state, ready for `restore`. `own` and `policy` are None for a plain GradScaler's."""
 
-    scaler: _Scaler
-    own: _Own | None = None
+    scaler: _GradScalerState
+    own: _ControllerState | None = None
     policy: SavedState | None = None
     history: Sequence[MoveRecord] = ()
 
 
-def read(executor: Executor, state: object) -> Saved | None:
+def read(executor: Executor, state: object) -> ValidatedState | None:
     """Validate and return a saved state; None for a disabled GradScaler's. Nothing is changed.
 
     Raises `FormatError` for anything that is no such state, was written by a newer version or belongs to other rungs,
@@ -119,16 +118,16 @@ def read(executor: Executor, state: object) -> Saved | None:
         )
     if not state:
         return None
-    scaler = converted(state, _Scaler)
+    scaler = converted(state, _GradScalerState)
     check_scale(scaler.scale)
     if (own := state.get(KEY)) is None:
-        return Saved(scaler)
+        return ValidatedState(scaler)
     if (version := converted(own, _VersionedState).format) != FORMAT:
         raise FormatError(
             f"The controller's state has format {version}; this version of autotune_amp reads {FORMAT}.",
             "Resume with the version that saved it, or leave the state out: the run then starts as its config says.",
         )
-    saved = converted(own, _Own)
+    saved = converted(own, _ControllerState)
     if executor.model is not None:
         named(executor.model.model, saved.pinned)
     for values, numbers in saved.counters.waiting:
@@ -138,18 +137,18 @@ def read(executor: Executor, state: object) -> Saved | None:
                 f"The controller's state is damaged: {values} cannot be the verdicts on {len(numbers)} optimizers.",
                 "Load an earlier checkpoint.",
             )
-    for wish, name in saved.counters.wishes:
-        if wish == "act" or (wish == "set_precision" and name not in executor.policy.rungs):
+    for request, name in saved.counters.pending_requests:
+        if request == "act" or (request == "set_precision" and name not in executor.policy.rungs):
             raise FormatError(
-                f"The controller's state is damaged: it was asked for {wish} {name}; this run's rungs are "
+                f"The controller's state is damaged: it was asked for {request} {name}; this run's rungs are "
                 f"{', '.join(executor.policy.rungs)}.",
                 "Load an earlier checkpoint.",
             )
     history = [from_plain(record) for record in saved.history]
-    return Saved(scaler, saved, executor.policy.checked(saved.steering), history)
+    return ValidatedState(scaler, saved, executor.policy.validated(saved.policy), history)
 
 
-def take_over(executor: Executor, window: UpdateWindow, saved: Saved | None) -> None:
+def restore(executor: Executor, window: UpdateWindow, saved: ValidatedState | None) -> None:
     """Restore a state that `read` has validated, into the executor and the current window."""
     metrics, scaler, rule = executor.metrics, executor.scaler, executor.scaler.rule
     if saved is None:
@@ -165,10 +164,10 @@ def take_over(executor: Executor, window: UpdateWindow, saved: Saved | None) -> 
         metrics.resume(None)
         executor.apply()
         return
-    executor.policy.take_over(saved.policy)
+    executor.policy.restore(saved.policy)
     counters = own.counters
     executor.history[:] = saved.history
-    executor.wishes[:] = counters.wishes
+    executor.pending_requests[:] = counters.pending_requests
     executor.pins_to_come = tuple(own.pinned)
     if executor.model is not None:
         executor.model.pin(own.pinned, only=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
@@ -19,11 +21,11 @@ from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.precision.step_amp import has_gradients
 from autotune_amp.runtime import checkpoint, windows
 from autotune_amp.runtime.end_signal import EndSignal
-from autotune_amp.runtime.executor import Executor, OnDemotion, Wish
-from autotune_amp.runtime.metrics import Metrics
-from autotune_amp.runtime.model import Attachment
-from autotune_amp.runtime.policy import Policy
-from autotune_amp.runtime.policy_state import BackoffFactor, GrowthFactor, GrowthInterval, check_scale, held
+from autotune_amp.runtime.executor import Executor, OnDemotion, RequestKind
+from autotune_amp.runtime.metrics import MetricsRecorder
+from autotune_amp.runtime.model import AttachedModel
+from autotune_amp.runtime.optimizers import makes_buffers_unread, refuse_closure, takes_a_scaler
+from autotune_amp.runtime.policy import BackoffFactor, GrowthFactor, GrowthInterval, Policy, check_scale
 from autotune_amp.runtime.scaler import (
     CLEAN,
     LAG_UPDATES,
@@ -31,20 +33,36 @@ from autotune_amp.runtime.scaler import (
     GradientCheck,
     LossScaler,
     Ranks,
-    Stepped,
+    StepResult,
     UpdateResult,
     UpdateWindow,
     checked_device,
 )
 from autotune_amp.runtime.sinks import Sink
 from autotune_amp.runtime.status import MoveRecord, Status, write_status
-from autotune_amp.runtime.stepping.optimizers import makes_buffers_unread, refuse_closure, takes_a_scaler
 from autotune_amp.runtime.train_step import TrainStep
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # torch can be built without
 
 Batch = TypeVar("Batch")
+
+
+def _attribute_of(part: str, name: str, kind: Any = None) -> Any:
+    """Return a property in place of an attribute of GradScaler: attribute `name` of a part of the controller.
+
+    Setting it raises `InvalidRequestError` for a value that is not of type `kind`, if that is given.
+    """
+
+    def set_it(controller: Any, value: Any) -> None:
+        try:
+            setattr(getattr(controller, part), name, value if kind is None else msgspec.convert(value, kind))
+        except msgspec.ValidationError as error:
+            raise InvalidRequestError(
+                f"The {name} given is {value!r}: {error}.", "Growth is by 1 or more, backing off by 1 or less."
+            ) from error
+
+    return property(operator.attrgetter(f"{part}.{name}"), set_it)
 
 
 class PrecisionController(torch.amp.GradScaler):
@@ -62,7 +80,7 @@ class PrecisionController(torch.amp.GradScaler):
     on_signal: called in `update()` at the end of the window in which SIGTERM came, as Slurm ends a job; on accelerators
         of the next. Give it on every rank or on none. Afterwards, and by `detach`, the previous handler is restored.
     process_group: the ranks that decide together; all ranks if None.
-    sinks: called in threads of their own, on rank 0, with the metrics (`autotune_amp.runtime.readings`) of every 64th
+    sinks: called in threads of their own, on rank 0, with the metrics (`autotune_amp.runtime.status`) of every 64th
         update, change of the loss scale and move. `autotune_amp.integrations.sinks` has ready-made ones.
     run_log: a file to append to, for ``autotune-amp report``: a line of JSON for every move, every change of the loss
         scale, and every 64th update with the loss. Rank 0 writes it; a resumed run continues it.
@@ -71,12 +89,12 @@ class PrecisionController(torch.amp.GradScaler):
     `DeviceError` for a missing device and `InvalidRequestError` for options that cannot be honoured.
     """
 
-    _growth_factor = held("_rule", "growth_factor", GrowthFactor)
-    _backoff_factor = held("_rule", "backoff_factor", BackoffFactor)
-    _growth_interval = held("_rule", "growth_interval", GrowthInterval)
-    _scale = held("_scaler", "scale")
-    _growth_tracker = held("_scaler", "growth_tracker")
-    _enabled = held("_executor", "is_checking")
+    _growth_factor = _attribute_of("_rule", "growth_factor", GrowthFactor)
+    _backoff_factor = _attribute_of("_rule", "backoff_factor", BackoffFactor)
+    _growth_interval = _attribute_of("_rule", "growth_interval", GrowthInterval)
+    _scale = _attribute_of("_scaler", "scale")
+    _growth_tracker = _attribute_of("_scaler", "growth_tracker")
+    _enabled = _attribute_of("_executor", "is_checking")
 
     def __init__(
         self,
@@ -100,7 +118,7 @@ class PrecisionController(torch.amp.GradScaler):
         self._policy = policy = Policy(precisions, config.loss_scale, promotes=promote)
         self._rule = policy.scale
         self._scaler = scaler = LossScaler(self._rule)
-        self._metrics = Metrics(config, policy, scaler, ranks, sinks=sinks, run_log=run_log)
+        self._metrics = MetricsRecorder(config, policy, scaler, ranks, sinks=sinks, run_log=run_log)
         self._executor = Executor(
             config,
             policy,
@@ -135,7 +153,7 @@ class PrecisionController(torch.amp.GradScaler):
         if self._is_moving:
             return nullcontext()
         self._executor.use_own_autocast()
-        self._settle()
+        self._carry_out_requests()
         self._begin_window()
         return self._executor.autocast()
 
@@ -159,7 +177,7 @@ class PrecisionController(torch.amp.GradScaler):
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         clip_norm: float | None = None,
-    ) -> Stepped:
+    ) -> StepResult:
         """Train on one batch: zero_grad, `closure` under autocast, backward, unscale_, clip, step and update.
 
         `closure` returns the loss of the batch, a single number, and does nothing else: if `attach` got no rerun it is
@@ -169,7 +187,7 @@ class PrecisionController(torch.amp.GradScaler):
         stepped, and has the ``loss`` and the ``grad_norm`` before clipping, on the device. An exception clears the
         gradients and discards the window. Raises `InvalidRequestError` for a loop or a loss that cannot be trained.
         """
-        return self._train_step.take(self, self._windows.current, closure, optimizer, clip_norm)
+        return self._train_step.run(self, self._windows.current, closure, optimizer, clip_norm)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run ``scale(loss).backward(**kwargs)``."""
@@ -202,7 +220,7 @@ class PrecisionController(torch.amp.GradScaler):
         return self._check.join(given, self._per_optimizer_states)
 
     def _examine(self, optimizer: torch.optim.Optimizer, inv_scale: Tensor | None, *, is_first: bool = True) -> None:
-        self._executor.meet(self._check.number_of(optimizer), optimizer)
+        self._executor.register_optimizer(self._check.number_of(optimizer), optimizer)
         samples = is_first and self._scaler.is_scaling and self._metrics.wants_sample
         skipped = self._check.examine(optimizer, self._scale.device, inv_scale, samples=samples)
         state = self._per_optimizer_states[id(optimizer)]
@@ -212,11 +230,11 @@ class PrecisionController(torch.amp.GradScaler):
         """Run ``optimizer.step(*args, **kwargs)`` if there are gradients and they and the loss are finite."""
         check = self._check
         if not self._enabled:
-            self._executor.meet(number := check.number_of(optimizer), optimizer)
+            self._executor.register_optimizer(number := check.number_of(optimizer), optimizer)
             value = optimizer.step(*args, **kwargs)
             check.window.verdicts[number] = CLEAN
             self._executor.optimizers.note({number: CLEAN if has_gradients(optimizer) else NO_GRADIENTS})
-            return Stepped(CLEAN, value)
+            return StepResult(CLEAN, value)
         refuse_closure(optimizer, args, kwargs)
         self._check_scale_growth_tracker("step")
         is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -232,12 +250,12 @@ class PrecisionController(torch.amp.GradScaler):
         # A fused optimizer reads the verdict on the device, but need not be called if the host knows it.
         if state["stage"] is not OptState.STEPPED and isinstance(verdict, int) and verdict != CLEAN:
             state["stage"] = OptState.STEPPED
-            return Stepped(verdict)
+            return StepResult(verdict)
         if is_fused and not takes_a_scaler(type(optimizer)):  # type: ignore[arg-type] # mypy and hashes of classes
             value = self._scaler.step_fused(optimizer, state, *args, **kwargs)
         else:
             value = super().step(optimizer, *args, **kwargs)
-        return Stepped(verdict if isinstance(verdict, int) else check.verdict_of(optimizer), value)
+        return StepResult(verdict if isinstance(verdict, int) else check.verdict_of(optimizer), value)
 
     def step_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
         """Step all optimizers or none: a non-finite gradient in one skips all. Synchronizes with the device."""
@@ -257,7 +275,7 @@ class PrecisionController(torch.amp.GradScaler):
             self._end_window()
             self.synchronize()
             self._scaler.set_by_hand(scale, growth_tracker)
-            self._metrics.tell_scale("it was set by hand")
+            self._metrics.report_scale("it was set by hand")
         else:
             if self._enabled:
                 self._check_scale_growth_tracker("update")
@@ -297,40 +315,41 @@ class PrecisionController(torch.amp.GradScaler):
             self.synchronize()
             if self._enabled:
                 self._executor.optimizers.note(window.verdicts)
-            found = window.found(self._ranks)
-            if found.verdicts:
-                self._executor.end_window(found.worst > CLEAN)
-                self._executor.end_update(found)
+            result = window.result(self._ranks)
+            if result.verdicts:
+                self._executor.end_window(result.worst > CLEAN)
+                self._executor.end_update(result)
                 self._scaler.write()
         self._is_in_window = False
-        self._settle()
+        self._carry_out_requests()
 
     def _read_verdicts(self, max_waiting: int) -> None:
         reader = self._scaler.reader
         while len(reader) > (0 if self._policy.is_watching else max_waiting):
             self._executor.optimizers.note(dict(zip((popped := reader.pop())[1], popped[0], strict=False)))
-            self._executor.end_update(UpdateResult.of(*popped))
+            self._executor.end_update(UpdateResult.from_values(*popped))
         if not len(reader):
             self._scaler.write(is_forced=True)
-        self._settle()
+        self._carry_out_requests()
 
     # A move waits until the accumulation window is over, which would otherwise mix gradients of two scales, and until
     # an autocast of ours has ended, whose cached casts would break. A user's own autocast may stay on for ever; there
     # the precision is changed by contexts inside it, which use no cache.
 
-    def _when_idle(self, what: Wish, name: str = "") -> None:
-        self._executor.wishes.append((what, name))
-        self._settle()
+    def _request(self, what: RequestKind, name: str = "") -> None:
+        self._executor.pending_requests.append((what, name))
+        self._carry_out_requests()
 
-    def _settle(self) -> None:
+    def _carry_out_requests(self) -> None:
         executor = self._executor
-        if not executor.wishes or (executor.uses_own_autocast and torch.is_autocast_enabled(self._ranks.device.type)):
+        is_inside_autocast = executor.uses_own_autocast and torch.is_autocast_enabled(self._ranks.device.type)
+        if not executor.pending_requests or is_inside_autocast:
             return
-        while executor.wishes and not (self._is_in_window or self._is_moving):
+        while executor.pending_requests and not (self._is_in_window or self._is_moving):
             self._is_moving = True
             try:
                 self.synchronize()  # pending verdicts belong to the rung about to be left
-                executor.carry_out_next()
+                executor.carry_out_next_request()
             finally:
                 self._is_moving = False
 
@@ -377,7 +396,7 @@ class PrecisionController(torch.amp.GradScaler):
         """
 
         def next_shape() -> tuple[int, int]:
-            self._settle()
+            self._carry_out_requests()
             plan = self.config
             return windows.shape(self._executor.own_config.batch_size, plan.batch_size, plan.accumulation_steps)
 
@@ -423,10 +442,10 @@ class PrecisionController(torch.amp.GradScaler):
         and for a module to pin that the model does not have.
         """
         if self._executor.model is not None:
-            if not self._executor.model.is_found:
+            if not self._executor.model.is_from_closure:
                 raise InvalidRequestError("A model is attached already.", "Make another controller for another model.")
             self._executor.detach()
-        self._executor.attach(Attachment(model, rerun, self._ranks.device))
+        self._executor.attach(AttachedModel(model, rerun, self._ranks.device))
 
     def detach(self) -> None:
         """Restore the attached model and the TF32 flags of a config as found, and close sinks and signal handler."""
@@ -444,7 +463,7 @@ class PrecisionController(torch.amp.GradScaler):
         """Switch to the rung of a precision at the end of the window. Raises `InvalidRequestError` if there is none."""
         self._policy.rung_of(name)
         self._executor.refuse_by_hand(name)
-        self._when_idle("set_precision", name)
+        self._request("set_precision", name)
 
     def disable(self) -> None:
         """Train in fp32 without loss scaling or checks, from the end of the window until `enable`.
@@ -452,11 +471,11 @@ class PrecisionController(torch.amp.GradScaler):
         Raises `InvalidRequestError` if the loop or the model cannot be switched to fp32.
         """
         self._executor.refuse_by_hand("fp32")
-        self._when_idle("disable")
+        self._request("disable")
 
     def enable(self) -> None:
         """Undo `disable`, at the end of the window."""
-        self._when_idle("enable")
+        self._request("enable")
 
     def status(self) -> Status:
         """Return the status of the run. Synchronizes with the device.
@@ -496,5 +515,5 @@ class PrecisionController(torch.amp.GradScaler):
         """
         saved = checkpoint.read(self._executor, state_dict)
         self.synchronize()
-        checkpoint.take_over(self._executor, self._check.window, saved)
+        checkpoint.restore(self._executor, self._check.window, saved)
         self._is_in_window = self._check.window.num_passes > 0

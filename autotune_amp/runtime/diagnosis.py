@@ -23,17 +23,17 @@ from autotune_amp.numerics.passes import scaled
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import (
     can_be_pinned,
+    can_be_wrapped,
     is_cast,
     modules_by_name,
     override,
     pin_fp32,
-    roles_of,
-    set_roles,
-    takes_roles,
+    set_wrappers,
     unwrap,
+    wrappers_of,
 )
 from autotune_amp.precision.torch_state import HALF_DTYPES, ambient, autocast, set_flags
-from autotune_amp.runtime.policy_state import DiagnosisResult
+from autotune_amp.runtime.policy import DiagnosisResult
 from autotune_amp.runtime.scaler import Ranks
 from autotune_amp.variants import fp8
 
@@ -214,17 +214,17 @@ class Rerunner:
         pinned = [self.modules[name] for name in pins if name in self.modules]  # a pipeline's rank has only some
         with ExitStack() as stack:
             for module in (root, *pinned):
-                stack.callback(set_roles, module, roles_of(module))
+                stack.callback(set_wrappers, module, wrappers_of(module))
             if precision != self.current:
                 stack.callback(torch_state.apply, torch_state.capture())
                 set_flags(precision)
             recipe = self._fp8_recipe if precision == "fp8" else None
             stack.enter_context(fp8.running([root], recipe, self.ranks.device))
-            if takes_roles(root):  # else the autocast around the closure has to suffice
+            if can_be_wrapped(root):  # else the autocast around the closure has to suffice
                 override(root, precision, self._device_type)
             for module in pinned:
                 pin_fp32(module, self._device_type)
-            for module in (each for each in self.modules.values() if is_cast(each) and takes_roles(each)):
+            for module in (each for each in self.modules.values() if is_cast(each) and can_be_wrapped(each)):
                 stack.callback(module.register_forward_pre_hook(note_precision).remove)
             # Compiled code would skip the recorder's hooks.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -253,7 +253,7 @@ def _keep_buffers(module: nn.Module, stack: ExitStack) -> None:
     values = {name: buffer.detach().clone() for name, buffer in kept.items() if buffer is not None}
 
     def restore() -> None:
-        if takes_roles(module):  # TorchScript's buffers stay the same objects
+        if can_be_wrapped(module):  # TorchScript's buffers stay the same objects
             module._buffers.clear()
             module._buffers.update(kept)
         for name, value in values.items():

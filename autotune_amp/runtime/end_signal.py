@@ -37,9 +37,9 @@ class EndSignal:
         self._pid = os.getpid()
         self._has_come = False
         self._is_over = False
-        self._before: Any = signal.signal(signal.SIGTERM, self._hear)
+        self._before: Any = signal.signal(signal.SIGTERM, self._handle)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature of a handler
+    def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature of a handler
         if os.getpid() != self._pid:  # a process forked from this one, which must end when asked to
             signal.signal(number, self._before)
             signal.raise_signal(number)
@@ -64,5 +64,5 @@ class EndSignal:
     def close(self) -> None:
         """Restore the previous handler of SIGTERM and ignore later signals."""
         self._is_over = True
-        if signal.getsignal(signal.SIGTERM) == self._hear:  # else another handler was set meanwhile
+        if signal.getsignal(signal.SIGTERM) == self._handle:  # else another handler was set meanwhile
             signal.signal(signal.SIGTERM, self._before)

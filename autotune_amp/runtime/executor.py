@@ -4,36 +4,49 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, cast
 
 import msgspec
+import psutil
 import torch
 from torch import Tensor
 
 from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan
 from autotune_amp.core.dimensions import Precision, autocast_precision
 from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
+from autotune_amp.hardware import cuda
+from autotune_amp.hardware.device import device_of
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.modes import MODES
 from autotune_amp.runtime import diagnosis
-from autotune_amp.runtime.fallbacks import messages
-from autotune_amp.runtime.fallbacks.plans import why_not_in_memory, withdraw_unfit
-from autotune_amp.runtime.metrics import Metrics
-from autotune_amp.runtime.model import Attachment
-from autotune_amp.runtime.policy import Policy
-from autotune_amp.runtime.policy_state import Action, DiagnosisResult, RecordKind, Signal
+from autotune_amp.runtime.metrics import MetricsRecorder
+from autotune_amp.runtime.model import AttachedModel
+from autotune_amp.runtime.optimizers import KnownOptimizers, refuse_half_parameters
+from autotune_amp.runtime.policy import Action, DiagnosisResult, Policy, RecordKind, Signal
 from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, OVERFLOW, LossScaler, Ranks, UpdateResult
-from autotune_amp.runtime.status import MoveRecord, Status, peak_memory_bytes
-from autotune_amp.runtime.stepping.gradients import refuse_half_parameters
-from autotune_amp.runtime.stepping.optimizers import KnownOptimizers
+from autotune_amp.runtime.status import MoveRecord, Status
 
 log = logging.getLogger("autotune_amp.runtime")
 
-_WELCOME = ("by_hand", "promotion", "rescale")  # kinds of moves that are no problem
+_HARMLESS = ("by_hand", "promotion", "rescale")  # kinds of moves that are logged as information, not as warnings
 OnDemotion = Literal["continue", "checkpoint_and_stop"]
-Wish = Literal["act", "give_up", "set_precision", "disable", "enable"]
+RequestKind = Literal["act", "give_up", "set_precision", "disable", "enable"]
+
+_MISSING_VARIABLES = (
+    "The config was measured with variables that this process was started without, so it may be slower. "
+    "Before Python starts: export %s"
+)
+_NOTHING_PINNED = "Modules are to be pinned in fp32; without controller.attach(model) nothing is pinned."
+_ADVISORY = (
+    "The controller is advisory: the loop uses neither controller.autocast() nor controller.attach(model), so it "
+    "scales and guards, but cannot step the precision down; where steps fail for good it stops the run."
+)
+_BAD_WEIGHTS = (
+    "No step can fix them: load a checkpoint from before. They were loaded so, or a step was taken that the "
+    "controller did not check (guard=False, disable(), an optimizer stepped without it)."
+)
 
 
 class Executor:
@@ -47,7 +60,7 @@ class Executor:
         config: AmpConfig,
         policy: Policy,
         scaler: LossScaler,
-        metrics: Metrics,
+        metrics: MetricsRecorder,
         ranks: Ranks,
         *,
         guards: bool,
@@ -63,7 +76,7 @@ class Executor:
         self.is_off = False
         policy.can_move = False  # until the loop gives a way to change its precision
         self.uses_own_autocast = False  # whether the loop uses the controller's autocast
-        self.model: Attachment | None = None
+        self.model: AttachedModel | None = None
         self.history: list[MoveRecord] = []
         self.listeners: list[Callable[[MoveRecord], object]] = []
         self.on_step: list[tuple[Callable[[], object], int | None]] = []  # callback and optimizer number, None for any
@@ -74,17 +87,17 @@ class Executor:
         self._guards = guards
         self._halts = halts
         self._on_demotion = on_demotion
-        self._found = torch_state.capture() if config.as_found else None
-        self.wishes: list[tuple[Wish, str]] = []  # requests to carry out at the end of the window, with a precision
+        self._own_flags = torch_state.capture() if config.as_found else None  # the TF32 flags to keep
+        self.pending_requests: list[tuple[RequestKind, str]] = []  # with a precision, for the end of the window
         self._action: Action | None = None  # pending action of the policy
         self.optimizers = KnownOptimizers()
         self._forward = diagnosis.ForwardWatch()
         self._rerun_has_failed = False
         self._culprit: str | None = None
-        withdraw_unfit(policy, self.plans, max_slowdown, ranks.device)
+        _withdraw_unfit(policy, self.plans, max_slowdown, ranks.device)
         missing = {name: value for name, value in config.environment.items() if os.environ.get(name) != value}
         if missing:
-            log.warning(messages.MISSING_VARIABLES, " ".join(f"{name}={value}" for name, value in missing.items()))
+            log.warning(_MISSING_VARIABLES, " ".join(f"{name}={value}" for name, value in missing.items()))
 
     @property
     def is_advisory(self) -> bool:
@@ -113,8 +126,8 @@ class Executor:
         """Set flags, scaler, model and metrics to the policy's current rung."""
         self.precision = "fp32" if self.is_off else self.policy.precision
         self.metrics.begin_rung(self.precision, len(self.plans) + 1 if self.is_off else self.policy.rung)
-        if self._found is not None and self.precision == self.own_config.precision and not self.is_off:
-            torch_state.apply_fp32_flags(self._found)
+        if self._own_flags is not None and self.precision == self.own_config.precision and not self.is_off:
+            torch_state.apply_fp32_flags(self._own_flags)
         else:
             torch_state.set_flags(self.precision)
         torch.clear_autocast_cache()
@@ -144,7 +157,7 @@ class Executor:
             if not (self.uses_own_autocast or self.is_advisory):
                 self.model.begin_verifying()
 
-    def _cannot_move(self, model: Attachment) -> bool:
+    def _cannot_move(self, model: AttachedModel) -> bool:
         """Return whether the model's layers were seen to run in another precision than the one they are forced into."""
         model.is_verifying = False
         # Layers that the user or a pin keeps in fp32 are fine.
@@ -163,10 +176,10 @@ class Executor:
         model, metrics = self.model, self.metrics
         totals = metrics.totals.since(metrics.totals_at_reset)
         num_amp_steps = sum(num for name, num in totals.num_steps.items() if MODES[name].uses_autocast)
-        peak_bytes = peak_memory_bytes(self.ranks.device)
+        peak_bytes = _peak_memory_bytes(self.ranks.device)
         in_fp32 = next((plan.peak_memory_bytes for plan in self.plans if plan.precision == "fp32"), None)
         return Status(
-            **metrics.standing(totals),
+            **metrics.current_readings(totals),
             is_enabled=not self.is_off,
             is_advisory=self.is_advisory,
             pinned_modules=model.pinned if model else (),
@@ -181,7 +194,7 @@ class Executor:
             history=tuple(self.history),
         )
 
-    def attach(self, model: Attachment) -> None:
+    def attach(self, model: AttachedModel) -> None:
         """Attach a model: withdraw precisions that it cannot run in, and pin the config's modules.
 
         Raises `InvalidRequestError` for a config in fp8 if no layer can run in it, and for a missing module to pin.
@@ -202,7 +215,7 @@ class Executor:
         model.pin(self.pins_to_come)
         self.apply()
 
-    def rerun_by(self, closure: Callable[[], Tensor] | None) -> None:
+    def use_rerun(self, closure: Callable[[], Tensor] | None) -> None:
         """Use `closure`, or none, for later diagnoses. Once a closure has failed there are none."""
         if self.model is not None:
             self.model.rerun = closure
@@ -216,8 +229,8 @@ class Executor:
             self.model = None
             self.policy.can_rerun = False
             self.policy.can_move = self.uses_own_autocast
-        if self._found is not None:
-            torch_state.apply_fp32_flags(self._found)
+        if self._own_flags is not None:
+            torch_state.apply_fp32_flags(self._own_flags)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return a new context for a forward pass in the current precision."""
@@ -254,34 +267,34 @@ class Executor:
         if model is None:
             return
         if model.is_verifying and self._cannot_move(model):
-            self.wishes.append(("give_up", ""))
+            self.pending_requests.append(("give_up", ""))
         model.end_window(skipped)
         if not self.uses_own_autocast:
             model.begin_window()
         model.observer.is_sampling = self.metrics.wants_sample or model.is_verifying
 
-    def end_update(self, found: UpdateResult) -> None:
+    def end_update(self, result: UpdateResult) -> None:
         """Pass the result of an update to the policy, the metrics and the callbacks, in order and once each."""
-        if not found.verdicts:
+        if not result.verdicts:
             return
-        found = found._replace(lost_share=self.policy.flushed(found.lost_share))
-        worst, is_checking = found.worst, self.is_checking
-        self.metrics.begin_update(found, is_overflow=worst == BAD_LOSS and self._forward_overflowed())
+        result = result._replace(lost_share=self.policy.usable_lost_share(result.lost_share))
+        worst, is_checking = result.worst, self.is_checking
+        self.metrics.begin_update(result, is_overflow=worst == BAD_LOSS and self._forward_overflowed())
         if worst == CLEAN:
             self._forward.end()
             self._culprit = self._culprit if self.policy.can_rerun else None  # a rerun starts each search anew
         if self.is_off:
             self.policy.num_updates += 1  # nothing is checked, but updates go on
         else:
-            seen_loss = None if worst == BAD_LOSS else found.loss
-            action = self.policy.observe(Signal(worst == OVERFLOW, worst == BAD_LOSS, found.lost_share, seen_loss))
+            seen_loss = None if worst == BAD_LOSS else result.loss
+            action = self.policy.observe(Signal(worst == OVERFLOW, worst == BAD_LOSS, result.lost_share, seen_loss))
             if action is not None and self._action is None:  # one at a time, before later requests of the user
                 self._action = action
-                self.wishes.insert(0, ("act", ""))
+                self.pending_requests.insert(0, ("act", ""))
         for callback, number in self.on_step:  # last, since callbacks may save a checkpoint
-            if CLEAN in found.verdicts.values() if number is None else found.verdicts.get(number) == CLEAN:
+            if CLEAN in result.verdicts.values() if number is None else result.verdicts.get(number) == CLEAN:
                 callback()
-        self.metrics.end_update(found, knows_loss=is_checking)
+        self.metrics.end_update(result, knows_loss=is_checking)
 
     def _forward_overflowed(self) -> bool:
         """Return whether the forward pass overflows on any rank in this burst of non-finite losses."""
@@ -290,9 +303,9 @@ class Executor:
         self._culprit = culprit or self._culprit
         return culprit is not None
 
-    def carry_out_next(self) -> None:
-        """Carry out the first of `wishes`. Raises subclasses of `TrainingStoppedError`."""
-        what, name = self.wishes.pop(0)
+    def carry_out_next_request(self) -> None:
+        """Carry out the first of `pending_requests`. Raises subclasses of `TrainingStoppedError`."""
+        what, name = self.pending_requests.pop(0)
         if what == "act":
             action, self._action = self._action, None
             while action is not None:
@@ -359,7 +372,7 @@ class Executor:
         policy = self.policy
         below = [name for name in policy.rungs[policy.rung + 1 :] if name not in policy.withdrawn]
         policy.advise()
-        told = messages.advice(policy, reason, self._culprit, below, is_hidden=self._forward.is_hidden)
+        told = _advice(policy, reason, self._culprit, below, is_hidden=self._forward.is_hidden)
         self._note("advice", below[0] if below else policy.precision, told)
 
     def _stop_for_weights(self, action: Action) -> bool:
@@ -369,14 +382,14 @@ class Executor:
             return False
         self.policy.decline()
         self._stop(
-            Action("stop", f"{action.reason}, and the weights are not finite already: {messages.shortened(names)}"),
-            messages.BAD_WEIGHTS,
+            Action("stop", f"{action.reason}, and the weights are not finite already: {_shortened(names)}"),
+            _BAD_WEIGHTS,
         )
         return True
 
     def _why_not(self, plan: FallbackPlan) -> str | None:
         """Return why this rank cannot run the plan, or None if it can."""
-        if (reason := why_not_in_memory(plan, self.ranks.device)) is not None:
+        if (reason := _why_not_in_memory(plan, self.ranks.device)) is not None:
             return reason
         if self._breaks_script(plan.precision):
             return f"the model holds TorchScript modules, whose compiled code keeps to {self.own_config.precision}"
@@ -425,7 +438,7 @@ class Executor:
         what = f"Training was stopped in {self.policy.precision}: {reason}."
         if stop.is_precision:
             on = "Search again for fallback plans that fit, or train in fp32 on smaller batches."
-            raise NoRungFitsError(what, messages.way_out(self.policy) if self.is_advisory else on)
+            raise NoRungFitsError(what, _way_out(self.policy) if self.is_advisory else on)
         halt = "Look at data and learning rate. PrecisionController(..., halt=False) skips such steps for ever instead."
         raise NotPrecisionError(what, next_step or halt)
 
@@ -438,7 +451,7 @@ class Executor:
         way_out = "Use controller.autocast(), or attach the module that the autocast wraps and the loop calls"
         self._move_by_hand(self.own_config.precision, why + way_out, "advice")
 
-    def meet(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+    def register_optimizer(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         """Register an optimizer before its first step; log or raise problems that would show up later."""
         self._refuse_fp8_without_model(self.precision)
         if number in self.optimizers:
@@ -446,13 +459,11 @@ class Executor:
         refuse_half_parameters(optimizer, self.precision)
         if not self.optimizers:
             last = self.history[-1] if self.history else None
-            log.info(
-                "%s", messages.introduction(self.policy, self.scaler, last, self.ranks.device, checks=self.is_checking)
-            )
+            log.info("%s", _introduction(self.policy, self.scaler, last, self.ranks.device, checks=self.is_checking))
             if self.pins_to_come and self.model is None:
-                log.warning(messages.NOTHING_PINNED)
+                log.warning(_NOTHING_PINNED)
             if self.is_advisory and MODES[self.precision].uses_autocast:
-                log.warning(messages.ADVISORY)
+                log.warning(_ADVISORY)
         self.optimizers.add(number, optimizer)
 
     def refuse_by_hand(self, name: Precision) -> None:
@@ -497,8 +508,107 @@ class Executor:
         policy = self.policy
         record = MoveRecord(policy.num_updates, kind, before or policy.precision, after, reason, self.config)
         self.history.append(record)
-        level = logging.INFO if kind in _WELCOME else logging.WARNING
+        level = logging.INFO if kind in _HARMLESS else logging.WARNING
         log.log(level, "%s at update %d, %s -> %s: %s", kind, record.update, record.before, after, reason)
         self.metrics.log_move(record)
         for listener in self.listeners:
             listener(record)
+
+
+# -- whether a fallback fits this device -------------------------------------------------------------------------------
+
+
+def _withdraw_unfit(
+    policy: Policy, plans: Iterable[FallbackPlan], max_slowdown: float | None, device: torch.device
+) -> None:
+    """Withdraw plans slower than `max_slowdown`, and bf16 if the device only emulates it.
+
+    Raises `InvalidRequestError` for a limit on a slowdown that was not measured.
+    """
+    for plan in plans:
+        if max_slowdown is not None and plan.slowdown is None:
+            raise InvalidRequestError(
+                f"max_slowdown={max_slowdown} cannot be kept: the speed of {plan.precision} was not measured.",
+                "Use a config that a search recommended, or leave max_slowdown out.",
+            )
+        if max_slowdown is not None and plan.slowdown is not None and plan.slowdown > max_slowdown:
+            policy.withdraw(plan.precision, f"{plan.slowdown:.2g} times slower, above {max_slowdown:g}")
+        if plan.precision == "bf16" and device.type == "cuda" and not cuda.is_bf16_native(device):
+            policy.withdraw("bf16", "this GPU only emulates it")
+
+
+def _why_not_in_memory(plan: FallbackPlan, device: torch.device) -> str | None:
+    """Return why the plan's measured peak does not fit into the device's memory, or None if it does."""
+    needed = plan.peak_memory_bytes or 0
+    available = _available_memory_bytes(device) if needed else 0
+    if needed <= available:
+        return None
+    return f"it takes {needed / 2**30:.2f} GiB and {available / 2**30:.2f} GiB can be had"
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak memory of this process's tensors on an accelerator, or on a CPU the process's present memory."""
+    if device.type in ("cuda", "xpu"):
+        return int(getattr(torch, device.type).max_memory_allocated(device))
+    return _held_memory_bytes(device)
+
+
+def _available_memory_bytes(device: torch.device) -> int:
+    """Return the memory that this process may use on the device in total: the free memory plus its own."""
+    return device_of(device.type).memory(str(device)).available + _held_memory_bytes(device)
+
+
+def _held_memory_bytes(device: torch.device) -> int:
+    if device.type in ("cuda", "xpu"):
+        return int(getattr(torch, device.type).memory_reserved(device))
+    if device.type == "mps":
+        return int(torch.mps.driver_allocated_memory())
+    return int(psutil.Process().memory_info().rss)
+
+
+# -- messages to the user ----------------------------------------------------------------------------------------------
+
+
+def _introduction(
+    policy: Policy, scaler: LossScaler, last: MoveRecord | None, device: torch.device, *, checks: bool
+) -> str:
+    """Return a line with the precision, the reason for it, and how failing steps are handled."""
+    why = "as its config says" if last is None else f"since update {last.update}: {last.reason}"
+    scale = f", loss scale {scaler.target:g}" if scaler.is_scaling else ""
+    guarded = "steps that are not finite are skipped" if checks else "nothing is guarded"
+    below = [name for name in policy.rungs[policy.rung + 1 :] if name not in policy.withdrawn]
+    then = f"; where they repeat, down to {' or '.join(below)}" if below and checks else ""
+    how = "rerunning the batch says why" if policy.can_rerun else "without a rerun, on trial"
+    diagnosis = f" ({how})" if then else ""
+    return f"Training in {policy.precision} on {device}, {why}{scale}; {guarded}{then}{diagnosis}."
+
+
+def _advice(
+    policy: Policy, reason: str, culprit: str | None, below: Sequence[Precision], *, is_hidden: bool = False
+) -> str:
+    """Return the advice to use a lower precision that the controller cannot set, with the way to allow it.
+
+    `is_hidden`: compiled code does not show whether the forward pass overflows.
+    """
+    where = f", first in {culprit}" if culprit and culprit not in reason else ""
+    if is_hidden and not where:
+        where = " (compiled code does not show where: overflows of its forward pass are counted as bad batches)"
+    should = below[0] if below else "a fallback"
+    told = f"{reason}{where}. The precision should be {should}, but the loop gives no way to change it from here."
+    return f"{told} {_way_out(policy)}"
+
+
+def _way_out(policy: Policy) -> str:
+    """Return which lines to change so that the controller can change the precision."""
+    has_fallback = len(policy.rungs) > policy.rung + 1
+    fallback = "" if has_fallback else ' Name fallbacks, too: AmpConfig(..., fallback=["bf16", "fp32"]).'
+    return (
+        "Change two lines: `with controller.autocast():` in place of torch.autocast(...) around the forward pass, and "
+        "controller.attach(model, rerun=lambda: ...) before the loop, with what computes the loss of the latest "
+        f"batch, to have failures diagnosed.{fallback}"
+    )
+
+
+def _shortened(names: Sequence[str]) -> str:
+    """Return the first three names, and the number of others."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

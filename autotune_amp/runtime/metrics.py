@@ -19,14 +19,13 @@ import torch
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.documents import Whole
 from autotune_amp.hardware import nvml
 from autotune_amp.runtime.policy import Policy
-from autotune_amp.runtime.policy_state import Count
-from autotune_amp.runtime.readings import BEFORE, MOVE, PINNED_MODULES, REASON, metrics
 from autotune_amp.runtime.run_log import BeginLine, Line, MoveLine, RunLog, SampleLine
 from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, LossScaler, Ranks, UpdateResult
-from autotune_amp.runtime.sinks import Outlet, Sink
-from autotune_amp.runtime.status import MoveRecord
+from autotune_amp.runtime.sinks import Sink, SinkThread
+from autotune_amp.runtime.status import BEFORE, MOVE, PINNED_MODULES, REASON, MoveRecord, metric_values
 
 log = logging.getLogger("autotune_amp.runtime")
 
@@ -39,12 +38,12 @@ _SAMPLE_AT = 8  # early in the run, but after the loss scale has settled
 class Totals(msgspec.Struct, kw_only=True):
     """Counts of updates. Steps taken, and seconds between updates, are by precision."""
 
-    num_updates: Count = 0
-    num_steps: dict[Precision, Count] = {}
+    num_updates: Whole = 0
+    num_steps: dict[Precision, Whole] = {}
     seconds: dict[Precision, Seconds] = {}
-    num_overflows: Count = 0
-    num_bad_batches: Count = 0
-    num_moves: Count = 0
+    num_overflows: Whole = 0
+    num_bad_batches: Whole = 0
+    num_moves: Whole = 0
 
     @property
     def num_all_steps(self) -> int:
@@ -74,7 +73,7 @@ class Totals(msgspec.Struct, kw_only=True):
         return self.since(Totals())
 
 
-class Metrics:
+class MetricsRecorder:
     """Counts of updates for the status, reported to the run log and the sinks. Only rank 0 reports."""
 
     def __init__(
@@ -93,7 +92,7 @@ class Metrics:
         self.flushed_share: float | None = None
         self.run_id: str | None = None  # the run's id in its log and its checkpoints
         self.run_log = None if run_log is None else RunLog(run_log, checks=ranks.rank == 0)
-        self.outlets = [Outlet(sink) for sink in sinks]
+        self.sink_threads = [SinkThread(sink) for sink in sinks]
         self._config = config
         self._policy = policy
         self._scaler = scaler
@@ -102,8 +101,8 @@ class Metrics:
         self._precision: Precision = config.precision
         self._rung = 0
         self._has_begun = False
-        self._told_scale: float | None = None
-        self._told_update = 0
+        self._reported_scale: float | None = None
+        self._reported_update = 0
         self.num_unexplained = 0  # non-finite losses since the last step, counted as bad batches
         self._last_update: float | None = None
         self._seconds: deque[float] = deque(maxlen=101)  # between updates since the last move
@@ -128,7 +127,7 @@ class Metrics:
         """Whether to sample the magnitudes of the next update."""
         return self._policy.num_updates % SAMPLE_EVERY == _SAMPLE_AT
 
-    def begin_update(self, found: UpdateResult, *, is_overflow: bool) -> None:
+    def begin_update(self, result: UpdateResult, *, is_overflow: bool) -> None:
         """Count an update before the policy observes it. `is_overflow`: its watched forward pass overflowed.
 
         Earlier updates of the same burst, which were not watched, count as overflows then too.
@@ -140,18 +139,18 @@ class Metrics:
             totals.seconds[precision] = totals.seconds.get(precision, 0.0) + self._seconds[-1]
         self._last_update = judged_at
         totals.num_updates += 1
-        if found.worst == CLEAN:
+        if result.worst == CLEAN:
             self.num_unexplained = 0
             totals.num_steps[precision] = totals.num_steps.get(precision, 0) + 1
-        elif found.worst == BAD_LOSS and not is_overflow:
+        elif result.worst == BAD_LOSS and not is_overflow:
             totals.num_bad_batches += 1
             self.num_unexplained += 1
         else:
             totals.num_overflows += 1
             if is_overflow:
                 self.explain_by_overflow()
-        if found.lost_share is not None:
-            self.flushed_share = found.lost_share
+        if result.lost_share is not None:
+            self.flushed_share = result.lost_share
 
     def explain_by_overflow(self) -> None:
         """Count this burst's non-finite losses as overflows of the forward pass instead of bad batches."""
@@ -159,37 +158,43 @@ class Metrics:
         self.totals.num_overflows += self.num_unexplained
         self.num_unexplained = 0
 
-    def end_update(self, found: UpdateResult, *, knows_loss: bool) -> None:
+    def end_update(self, result: UpdateResult, *, knows_loss: bool) -> None:
         """Report due changes once the policy has counted the update."""
-        self._loss = found.loss if knows_loss and math.isfinite(found.loss) else None
+        self._loss = result.loss if knows_loss and math.isfinite(result.loss) else None
         is_sampled = self._policy.num_updates % SAMPLE_EVERY == 0
         if self._scale_has_changed:
             grew = f"{self._scaler.rule.growth_interval} steps without overflow"
-            self.tell_scale(grew if found.worst == CLEAN else "an overflow")
+            self.report_scale(grew if result.worst == CLEAN else "an overflow")
         elif is_sampled:
-            self._tell(SampleLine(**self.standing()))
+            self._report(SampleLine(**self.current_readings()))
         if is_sampled and log.isEnabledFor(logging.DEBUG) and self._ranks.device.type == "cuda":
             uuid_ = str(torch.cuda.get_device_properties(self._ranks.device).uuid)
-            said = self._policy.num_updates, *nvml.temperature_and_clock(uuid_)
-            log.debug("update %d: the GPU is at %s degrees Celsius, its clock at %s MHz", *said)
+            now = self._policy.num_updates, *nvml.temperature_and_clock(uuid_)
+            log.debug("update %d: the GPU is at %s degrees Celsius, its clock at %s MHz", *now)
 
-    def tell_scale(self, cause: str) -> None:
+    def report_scale(self, cause: str) -> None:
         """Report the loss scale and the cause of its change, if it changed."""
         if self._has_begun and self._scale_has_changed:
-            self._say_scale(cause)
-            self._tell(SampleLine(**self.standing()))
+            self._log_scale(cause)
+            self._report(SampleLine(**self.current_readings()))
 
     def log_move(self, record: MoveRecord) -> None:
         """Report a move."""
         self._begin()
         self.totals.num_moves += 1
         if self._scale_has_changed:
-            self._say_scale(record.kind)
-        told = {name: getattr(record, name) for name in ("before", "after", "reason")}
-        pinned = record.config.pinned_modules
-        self._tell(MoveLine(**self.standing(), kind=record.kind, **told, pinned_modules=pinned))
+            self._log_scale(record.kind)
+        line = MoveLine(
+            **self.current_readings(),
+            kind=record.kind,
+            before=record.before,
+            after=record.after,
+            reason=record.reason,
+            pinned_modules=record.config.pinned_modules,
+        )
+        self._report(line)
 
-    def standing(self, totals: Totals | None = None) -> dict[str, Any]:
+    def current_readings(self, totals: Totals | None = None) -> dict[str, Any]:
         """Return the present fields of `Readings`. Counts are those of `totals`, or with None of the whole run."""
         totals, scale = totals or self.totals, self._scale_in_use
         return {
@@ -211,10 +216,10 @@ class Metrics:
 
     def close(self) -> None:
         """Report the last update of the run, and wait briefly for the sinks."""
-        if self._has_begun and self._told_update != self._policy.num_updates:
-            self._tell(SampleLine(**self.standing()))
-        for outlet in self.outlets:
-            outlet.close()
+        if self._has_begun and self._reported_update != self._policy.num_updates:
+            self._report(SampleLine(**self.current_readings()))
+        for sink_thread in self.sink_threads:
+            sink_thread.close()
 
     @property
     def _scale_in_use(self) -> float | None:
@@ -222,25 +227,25 @@ class Metrics:
 
     @property
     def _scale_has_changed(self) -> bool:
-        return self._told_scale != self._scale_in_use
+        return self._reported_scale != self._scale_in_use
 
-    def _say_scale(self, cause: str) -> None:
-        said = self._policy.num_updates, self._told_scale, self._scale_in_use, cause
-        log.debug("update %d: loss scale %s -> %s: %s", *said)
+    def _log_scale(self, cause: str) -> None:
+        scales = self._reported_scale, self._scale_in_use
+        log.debug("update %d: loss scale %s -> %s: %s", self._policy.num_updates, *scales, cause)
 
-    def _tell(self, line: Line) -> None:
-        self._told_scale, self._told_update = line.scale, line.update
+    def _report(self, line: Line) -> None:
+        self._reported_scale, self._reported_update = line.scale, line.update
         self.num_unexplained = 0  # a count that was reported must not decrease
         if self.run_log is not None:
             self.run_log.write(line)
-        if not self.outlets or isinstance(line, BeginLine):
+        if not self.sink_threads or isinstance(line, BeginLine):
             return
-        told = metrics(line)
+        values = metric_values(line)
         if isinstance(line, MoveLine):
-            told |= {MOVE: line.kind, BEFORE: line.before, REASON: line.reason}
-            told[PINNED_MODULES] = ", ".join(line.pinned_modules)
-        for outlet in self.outlets:
-            outlet.send(dict(told))
+            values |= {MOVE: line.kind, BEFORE: line.before, REASON: line.reason}
+            values[PINNED_MODULES] = ", ".join(line.pinned_modules)
+        for sink_thread in self.sink_threads:
+            sink_thread.send(dict(values))
 
     def _begin(self) -> None:
         """Write the first line at the first update: by then the run knows its ranks and has loaded its checkpoint."""
@@ -249,13 +254,13 @@ class Metrics:
         self._has_begun = True
         ranks = self._ranks
         if ranks.rank != 0:
-            self.run_log, self.outlets = None, []  # rank 0 reports
-        self._told_scale = self._scale_in_use
+            self.run_log, self.sink_threads = None, []  # rank 0 reports
+        self._reported_scale = self._scale_in_use
         if self.run_log is None:
             return
         self.run_id = self.run_id or uuid.uuid4().hex
         begin = BeginLine(
-            **self.standing(),
+            **self.current_readings(),
             run_id=self.run_id,
             is_resumed=self._policy.num_updates > 0,
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -264,4 +269,4 @@ class Metrics:
             num_ranks=ranks.num_ranks,
             config=self._config,
         )
-        self._tell(begin)
+        self._report(begin)

@@ -17,7 +17,7 @@ from autotune_amp.variants import fp8
 from autotune_amp.variants.subject import Trained
 
 
-class Attachment:
+class AttachedModel:
     """Model under observation by the controller. `rerun` recomputes the loss of the latest batch.
 
     TorchScript modules in it are trained, but neither observed nor pinned; a model that is one cannot be forced into a
@@ -25,9 +25,14 @@ class Attachment:
     """
 
     def __init__(
-        self, model: nn.Module, rerun: Callable[[], Tensor] | None, device: torch.device, *, is_found: bool = False
+        self,
+        model: nn.Module,
+        rerun: Callable[[], Tensor] | None,
+        device: torch.device,
+        *,
+        is_from_closure: bool = False,
     ) -> None:
-        self.is_found = is_found  # found by `train_step` instead of given by the user
+        self.is_from_closure = is_from_closure  # found by `train_step` instead of given by the user
         self.given = model  # as the loop calls it: DDP's wrapper has gradients of its own
         self.model = unwrap(model)
         self.rerun = rerun
@@ -42,17 +47,17 @@ class Attachment:
         self.run_in(None)
         for module in self.model.modules():
             forward_wrapper.unpin(module)
-        observed = [m for m in self.model.modules() if forward_wrapper.is_cast(m) and forward_wrapper.takes_roles(m)]
+        observed = [m for m in self.model.modules() if forward_wrapper.is_cast(m) and forward_wrapper.can_be_wrapped(m)]
         self.observer = forward_wrapper.ForwardObserver(len(observed), device)
         for slot, module in enumerate(observed):
             forward_wrapper.observe(module, self.observer, slot)
         # TorchScript's modules take no hooks.
-        holder = self.model if forward_wrapper.takes_roles(self.model) else nn.Module()
+        holder = self.model if forward_wrapper.can_be_wrapped(self.model) else nn.Module()
         self._hook = holder.register_load_state_dict_post_hook(_OnLoad(self))  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without a closure found by `train_step`: a copy's training brings its own."""
-        return vars(self) | ({"rerun": None} if self.is_found else {})
+        return vars(self) | ({"rerun": None} if self.is_from_closure else {})
 
     def detach(self) -> None:
         """Restore the model: remove pins, the forced precision and observers."""
@@ -71,12 +76,12 @@ class Attachment:
     @property
     def can_be_forced(self) -> bool:
         """Whether the model's forward can run in another precision than the surrounding autocast."""
-        return forward_wrapper.takes_roles(self.model)
+        return forward_wrapper.can_be_wrapped(self.model)
 
     @property
     def holds_script(self) -> bool:
         """Whether TorchScript modules are in it, whose compiled code keeps its first half precision."""
-        return any(not forward_wrapper.takes_roles(module) for module in self.model.modules())
+        return any(not forward_wrapper.can_be_wrapped(module) for module in self.model.modules())
 
     def begin_window(self) -> None:
         """Save the running statistics, once per accumulation window."""
@@ -140,7 +145,7 @@ class _OnLoad:
     In a copy or pickle of the model, which includes the hook, it is not connected to the controller.
     """
 
-    def __init__(self, attachment: Attachment | None = None) -> None:
+    def __init__(self, attachment: AttachedModel | None = None) -> None:
         self._attachment = None if attachment is None else weakref.ref(attachment)
 
     def __call__(self, *_: object) -> None:

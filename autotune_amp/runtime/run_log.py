@@ -19,7 +19,7 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.documents import Count, Whole, cause, decode, read_file, regular
 from autotune_amp.core.errors import FormatError, InvalidRequestError
 from autotune_amp.core.text import one_line
-from autotune_amp.runtime.readings import Readings
+from autotune_amp.runtime.status import Readings
 
 log = logging.getLogger("autotune_amp.runtime")
 

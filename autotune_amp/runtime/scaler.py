@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,11 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from autotune_amp.core.errors import DeviceError
+from autotune_amp.core.errors import DeviceError, InvalidRequestError
 from autotune_amp.distributed import place_variables
 from autotune_amp.hardware.device import device_of, parse
-from autotune_amp.runtime.policy_state import ScaleRule
-from autotune_amp.runtime.stepping.gradients import check, lost_share
+from autotune_amp.numerics.passes import stored
+from autotune_amp.precision.step_amp import parameters_of
+from autotune_amp.precision.torch_state import HALF_DTYPES
+from autotune_amp.runtime.policy import ScaleRule
 
 LAG_UPDATES = 4
 Waiting: TypeAlias = Sequence[tuple[Sequence[float], Sequence[int]]]  # (values, label)
@@ -26,6 +29,15 @@ Waiting: TypeAlias = Sequence[tuple[Sequence[float], Sequence[int]]]  # (values,
 # Verdicts on one optimizer's gradients. The larger one wins, between optimizers and between ranks.
 NO_GRADIENTS, CLEAN, OVERFLOW, BAD_LOSS = -1, 0, 1, 2
 VERDICTS = frozenset((NO_GRADIENTS, CLEAN, OVERFLOW, BAD_LOSS))
+
+_SAMPLES_PER_PARAMETER = 1024
+# Nonzero fp16 numbers below 2^-22 are in the three lowest octaves of the format. If magnitudes are log-normal over 3 to
+# 4 octaves (standard deviation), six times as many are there as were flushed when 1 % was flushed.
+_BARELY_THERE = 2.0**-22
+_BARELY_THERE_PER_LOST = 6.0
+# Share of the model's largest gradient. Smaller ones, as before a batch norm or behind a saturated softmax, are
+# rounding noise.
+NEGLIGIBLE = 2.0**-20
 
 
 def checked_device(device: str | torch.device) -> torch.device:
@@ -88,7 +100,7 @@ def worst_of(verdicts: Iterable[int | Tensor]) -> int | Tensor:
     return torch.stack([verdict.to(late[0].device) for verdict in late]).amax().clamp(min=known) if late else known
 
 
-class Stepped:
+class StepResult:
     """Result of `step`: true if the optimizer stepped. For a fused optimizer reading it synchronizes with the device.
 
     `value` is the return value of ``optimizer.step``, or a list for several optimizers. `loss` and `grad_norm` are set
@@ -104,7 +116,7 @@ class Stepped:
         self.grad_norm = grad_norm
 
     @classmethod
-    def all_of(cls, steps: Sequence[Stepped], loss: Tensor, grad_norm: Tensor | None) -> Stepped:
+    def all_of(cls, steps: Sequence[StepResult], loss: Tensor, grad_norm: Tensor | None) -> StepResult:
         """Return the joint result of steps: true if each optimizer with gradients stepped. Does not synchronize."""
         if len(steps) == 1:  # without launching a kernel
             return cls(steps[0]._verdict, steps[0].value, loss, grad_norm)
@@ -127,7 +139,7 @@ class UpdateResult(NamedTuple):
         return max(self.verdicts.values())
 
     @classmethod
-    def of(cls, values: Sequence[float], numbers: Sequence[int]) -> UpdateResult:
+    def from_values(cls, values: Sequence[float], numbers: Sequence[int]) -> UpdateResult:
         """Return the view made from verdicts on these optimizers, the loss and, if it was sampled, the lost share."""
         verdicts, (loss, *shares) = values[: len(numbers)], values[len(numbers) :]
         known = zip(numbers, map(int, verdicts), strict=True)
@@ -151,13 +163,87 @@ class UpdateWindow:
         """Whether a verdict is still on the device."""
         return any(isinstance(verdict, Tensor) for verdict in self.verdicts.values())
 
-    def found(self, ranks: Ranks) -> UpdateResult:
+    def result(self, ranks: Ranks) -> UpdateResult:
         """Return the host's view of the window. No verdict may be late."""
         share = self.lost_share
         if isinstance(share, Tensor):
             share = float(ranks.maximum_(share).item())
         known = {number: int(verdict) for number, verdict in self.verdicts.items() if verdict != NO_GRADIENTS}
         return UpdateResult(known, float(self.loss), share)
+
+
+@functools.cache
+def _one(device: torch.device) -> Tensor:
+    """Return a 1 on the device, the same at each call: creating one would launch a kernel."""
+    return torch.ones((), dtype=torch.float32, device=device)
+
+
+def check_gradients(optimizer: torch.optim.Optimizer, inv_scale: Tensor | None) -> Tensor | None:
+    """Return 1.0 on the device if any gradient is not finite, 0.0 if all are, without a sync; None without gradients.
+
+    Multiplies the gradients by `inv_scale` in place if it is given. Raises `InvalidRequestError` for fp16 gradients,
+    which cannot be unscaled.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in _local_gradients(optimizer):
+        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    found: Tensor | None = None
+    with torch.no_grad():
+        for (device, dtype), gradients in alike.items():
+            here = torch.zeros((), device=device)
+            if dtype in HALF_DTYPES and inv_scale is None:
+                # The fused check has no bf16 on CUDA (pytorch#127176); a sum is not finite if one of its terms is not.
+                here = (~torch.stack([g.sum(dtype=torch.float32) for g in gradients]).isfinite().all()).float()
+            elif dtype == torch.float16:
+                raise InvalidRequestError(
+                    "The gradients to unscale are fp16, so the trainable parameters are fp16.",
+                    "Keep trainable parameters in fp32 (model.float()); autocast casts them where it pays.",
+                )
+            else:
+                one = _one(device) if inv_scale is None else inv_scale.to(device, non_blocking=True)
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, one)
+            if found is not None:  # a blocking copy, since the host would read a non-blocking one too early
+                found = torch.maximum(found, here.to(found.device, non_blocking=found.device.type != "cpu"))
+            else:
+                found = here
+    return found
+
+
+def lost_share(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor:
+    """Return an estimate of the share of the scaled gradient that fp16 flushed to zero; 0 without gradients.
+
+    It is estimated from a sample of the rest: a flushed zero looks like any other zero, but where values are flushed,
+    others are just above the smallest number. 1.0 if all entries are zero.
+    """
+    samples = [
+        gradient.reshape(-1)[:: max(1, gradient.numel() // _SAMPLES_PER_PARAMETER)].float().to(device)
+        for gradient in _local_gradients(optimizer)
+    ]
+    if not any(sample.numel() for sample in samples):
+        return torch.zeros((), device=device)
+    magnitudes = torch.cat(samples).abs()
+    matters = magnitudes > magnitudes.amax() * NEGLIGIBLE
+    num_left = matters.sum()
+    num_barely = (matters & (magnitudes < _BARELY_THERE)).sum()
+    share = num_barely / num_left.clamp(min=1) / _BARELY_THERE_PER_LOST
+    return torch.where(num_left > 0, share, torch.ones_like(share))
+
+
+def _local_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield the entries of each gradient that this rank holds, writable; complex ones as pairs of real numbers."""
+    for parameter in parameters_of(optimizer):
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if hasattr(gradient, "to_local"):  # a DTensor's own shard; the ranks agree on the result later
+            gradient = gradient.to_local()
+        if gradient.layout != torch.strided:
+            if gradient.is_sparse and gradient.dtype == torch.float16 and not gradient.is_coalesced():
+                parameter.grad = gradient = gradient.coalesce()  # summing duplicates is where fp16 overflows
+            gradient = stored(gradient)
+        elif gradient.is_conj() or gradient.is_neg():  # lazily conjugated or negated tensors are not writable
+            parameter.grad = gradient = gradient.resolve_conj().resolve_neg()
+        yield torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
 class GradientCheck:
@@ -204,7 +290,7 @@ class GradientCheck:
     def _see_loss(self, loss: Tensor) -> None:
         window = self.window
         value = loss if loss.numel() == 1 else loss.sum(dtype=torch.float32)
-        if self.is_at_hand(value):
+        if self.is_on_host(value):
             window.loss = value.item()
             if not math.isfinite(window.loss):
                 window.loss_probe = math.nan
@@ -224,7 +310,7 @@ class GradientCheck:
         if samples:
             share, known = lost_share(optimizer, device), self.window.lost_share
             self.window.lost_share = share if known is None else share.clamp(min=known)
-        verdict, skipped = self._verdict(check(optimizer, inv_scale), device)
+        verdict, skipped = self._verdict(check_gradients(optimizer, inv_scale), device)
         number = self.number_of(optimizer)
         if (before := self.window.verdicts.get(number)) is not None:  # a second check, after clipping
             verdict = worst_of((before, verdict))
@@ -268,7 +354,7 @@ class GradientCheck:
             if not are_many:
                 return NO_GRADIENTS, None
             found = torch.full((), float(NO_GRADIENTS), device=device)
-        if not self.is_at_hand(found):
+        if not self.is_on_host(found):
             judged = torch.nan_to_num(found + window.loss_probe, nan=float(BAD_LOSS))
             if are_many:
                 loss = window.loss if isinstance(window.loss, Tensor) else torch.full_like(judged, window.loss)
@@ -287,7 +373,7 @@ class GradientCheck:
         return verdict, found
 
     @staticmethod
-    def is_at_hand(tensor: Tensor) -> bool:
+    def is_on_host(tensor: Tensor) -> bool:
         """Whether the host can read a tensor without a sync."""
         return tensor.device.type == "cpu"
 

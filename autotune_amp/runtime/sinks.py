@@ -1,6 +1,6 @@
 """Delivery of metrics to sinks, each in a thread of its own, so that training never waits for one. No torch.
 
-A sink is called with the metrics of an update by name (see `autotune_amp.runtime.readings`). For a move they include
+A sink is called with the metrics of an update by name (see `autotune_amp.runtime.status`). For a move they include
 ``autotune_amp/move`` (its kind), ``/before``, ``/reason`` and ``/pinned_modules`` as text.
 """
 
@@ -17,14 +17,14 @@ from typing import Any, TypeAlias
 
 log = logging.getLogger("autotune_amp.runtime")
 
-Values: TypeAlias = Mapping[str, float | str]
-Sink: TypeAlias = Callable[[Values], object]
+MetricValues: TypeAlias = Mapping[str, float | str]
+Sink: TypeAlias = Callable[[MetricValues], object]
 
 MAX_WAITING = 256  # metrics queued for a sink
 _END_SECONDS = 5.0  # for delivering the rest when the run is over
 
 
-class Outlet:
+class SinkThread:
     """Delivery of metrics to one sink, in a thread.
 
     An exception of the sink is logged once; metrics that it is too slow for are dropped, which is also logged once. A
@@ -33,15 +33,15 @@ class Outlet:
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._waiting: queue.Queue[Values | None] = queue.Queue(MAX_WAITING)
+        self._waiting: queue.Queue[MetricValues | None] = queue.Queue(MAX_WAITING)
         self._has_warned = False
         self._close: Callable[[], object] | None = None  # set while its thread runs
         self._process = os.getpid()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Outlet, (self._sink,)
+        return SinkThread, (self._sink,)
 
-    def send(self, metrics: Values) -> None:
+    def send(self, metrics: MetricValues) -> None:
         """Queue metrics for the sink, without waiting."""
         if self._close is None or self._process != os.getpid():  # a forked child has no threads
             self._waiting, self._process = queue.Queue(MAX_WAITING), os.getpid()
@@ -63,7 +63,7 @@ class Outlet:
             self._close = None
 
 
-def _deliver(sink: Sink, waiting: queue.Queue[Values | None]) -> None:
+def _deliver(sink: Sink, waiting: queue.Queue[MetricValues | None]) -> None:
     has_warned = False
     while (metrics := waiting.get()) is not None:
         try:
@@ -74,7 +74,7 @@ def _deliver(sink: Sink, waiting: queue.Queue[Values | None]) -> None:
             has_warned = True
 
 
-def _end(waiting: queue.Queue[Values | None], thread: threading.Thread) -> None:
+def _end(waiting: queue.Queue[MetricValues | None], thread: threading.Thread) -> None:
     while thread.is_alive():
         try:
             waiting.put_nowait(None)

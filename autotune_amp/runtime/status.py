@@ -1,4 +1,4 @@
-"""Status of a run for users and files, including its past moves."""
+"""State of a run in numbers that have one name everywhere: status, run log, page, sinks, frameworks' logs. No torch."""
 
 from __future__ import annotations
 
@@ -6,19 +6,88 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Annotated, NamedTuple, get_type_hints
 
 import msgspec
-import psutil
-import torch
 
 from autotune_amp.core import pieces
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.documents import NotNegative, Whole
 from autotune_amp.core.recommendation import write_atomically
 from autotune_amp.core.text import count, duration, exact, number, size
-from autotune_amp.hardware.device import device_of
-from autotune_amp.runtime.policy_state import Count, RecordKind, converted
-from autotune_amp.runtime.readings import Readings
+from autotune_amp.runtime.policy import RecordKind, converted
+
+PREFIX = "autotune_amp/"
+# Text keys that sinks get for a move in addition to the metrics.
+MOVE, BEFORE, REASON, PINNED_MODULES = (PREFIX + name for name in ("move", "before", "reason", "pinned_modules"))
+
+
+def _meta(description: str, unit: str = "1") -> msgspec.Meta:
+    """Return the metadata of a metric. Its unit is written as in UCUM, which OpenTelemetry requires."""
+    return msgspec.Meta(description=description, extra={"unit": unit})
+
+
+def _metric_name(field: str) -> str:
+    return field.removeprefix("num_")
+
+
+class Readings(msgspec.Struct, frozen=True, kw_only=True, rename=_metric_name):
+    """State of a run after `update` attempted optimizer steps, as far as the host knows. Each field is a metric.
+
+    The metric's name is the field's without ``num_``. A field that is None has no value at present.
+    """
+
+    update: Annotated[Whole, _meta("Optimizer steps tried.", "{update}")]
+    epoch: Annotated[Whole | None, _meta("The number given to controller.epoch().", "{epoch}")] = None
+    precision: Annotated[Precision, _meta("The precision that the run computes in.")]
+    rung: Annotated[Whole, _meta("0 is the config's own precision, one past the last fallback: disabled.")]
+    scale: Annotated[NotNegative | None, _meta("The loss scale; none where the loss is not scaled.")]
+    growth_tracker: Annotated[Whole | None, _meta("Steps without overflow since the loss scale changed.", "{step}")] = (
+        None
+    )
+    num_steps: Annotated[Whole, _meta("Updates in which every optimizer with gradients stepped.", "{step}")]
+    num_skips: Annotated[Whole, _meta("Updates in which one did not: overflows and bad batches.", "{step}")]
+    num_overflows: Annotated[Whole, _meta("Skips for an overflow of a gradient, or in the forward pass.", "{step}")]
+    num_bad_batches: Annotated[
+        Whole, _meta("Skips whose loss was not finite, with no overflow seen in the pass.", "{step}")
+    ]
+    num_moves: Annotated[Whole, _meta("Moves of the controller.", "{move}")]
+    flushed_share: Annotated[
+        NotNegative | None,
+        _meta("Share of the gradient's entries that fp16 flushed to zero, an estimate from samples."),
+    ] = None
+    step_seconds: Annotated[NotNegative | None, _meta("Median time between updates in this precision.", "s")] = None
+    loss: Annotated[float | None, _meta("Loss of the last backward pass if finite, largest of all ranks.")] = None
+
+
+class Metric(NamedTuple):
+    """Description of a metric. Values that are a count (`is_count`) never decrease."""
+
+    name: str
+    description: str
+    unit: str
+    is_count: bool
+
+
+def _declared_metrics() -> dict[str, Metric]:
+    hints = get_type_hints(Readings, include_extras=True)
+    return {
+        field: Metric(
+            PREFIX + _metric_name(field), meta.description, meta.extra["unit"], is_count=field.startswith("num_")
+        )
+        for field in Readings.__struct_fields__
+        for meta in hints[field].__metadata__[-1:]  # the last one; the number's range comes before it
+    }
+
+
+METRICS = _declared_metrics()  # by the field of `Readings`
+
+
+def metric_values(readings: Readings) -> dict[str, float | str]:
+    """Return the metrics that have a value, by name. Only the precision is text."""
+    values = {metric.name: getattr(readings, field) for field, metric in METRICS.items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -29,7 +98,7 @@ class MoveRecord:
     by_hand, stop.
     """
 
-    update: Count
+    update: Whole
     kind: RecordKind
     before: Precision
     after: Precision
@@ -108,23 +177,3 @@ def write_status(status: Status, path: str | os.PathLike[str]) -> None:
     document = msgspec.to_builtins(msgspec.structs.replace(status, history=()))
     document |= {"history": [to_plain(record) for record in status.history]}
     write_atomically(Path(path), msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n")
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process's tensors on an accelerator, or on a CPU the process's present memory."""
-    if device.type in ("cuda", "xpu"):
-        return int(getattr(torch, device.type).max_memory_allocated(device))
-    return _held_memory_bytes(device)
-
-
-def available_memory_bytes(device: torch.device) -> int:
-    """Return the memory that this process may use on the device in total: the free memory plus its own."""
-    return device_of(device.type).memory(str(device)).available + _held_memory_bytes(device)
-
-
-def _held_memory_bytes(device: torch.device) -> int:
-    if device.type in ("cuda", "xpu"):
-        return int(getattr(torch, device.type).memory_reserved(device))
-    if device.type == "mps":
-        return int(torch.mps.driver_allocated_memory())
-    return int(psutil.Process().memory_info().rss)

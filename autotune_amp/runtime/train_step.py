@@ -18,9 +18,9 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.precision.step_amp import parameters_of
 from autotune_amp.runtime.diagnosis import checked_loss
 from autotune_amp.runtime.executor import Executor
-from autotune_amp.runtime.model import Attachment
-from autotune_amp.runtime.scaler import NO_GRADIENTS, Stepped
-from autotune_amp.runtime.stepping.optimizers import refuse_clip_norm, refuse_closure
+from autotune_amp.runtime.model import AttachedModel
+from autotune_amp.runtime.optimizers import refuse_clip_norm, refuse_closure
+from autotune_amp.runtime.scaler import NO_GRADIENTS, StepResult
 from autotune_amp.runtime.windows import WindowPosition
 
 log = logging.getLogger("autotune_amp.runtime")
@@ -29,7 +29,7 @@ _MAX_DEPTH = 4  # of functions and objects that refer to one another
 _MAX_ITEMS = 64  # of a container that is searched
 
 
-class Steering(Protocol):
+class StepController(Protocol):
     """Interface that a step needs of the controller."""
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -41,7 +41,7 @@ class Steering(Protocol):
 
     def unscale_together(self, optimizers: Sequence[Optimizer]) -> object: ...  # noqa: D102
 
-    def step(self, optimizer: Optimizer) -> Stepped: ...  # noqa: D102
+    def step(self, optimizer: Optimizer) -> StepResult: ...  # noqa: D102
 
     def update(self) -> None: ...  # noqa: D102
 
@@ -57,28 +57,28 @@ class TrainStep:
         self._closure: Callable[[], Tensor] | None = None  # the model's rerun, if it is a closure of `train_step`
         self._is_of_model: dict[tuple[int, ...], bool] = {}  # by the optimizers' ids
         self._latest: WindowPosition | None = None
-        self._void: Sequence[float] = ()  # the window in which a pass raised
+        self._failed_window: Sequence[float] = ()  # the window in which a pass raised
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the closure: a copy belongs to another training."""
         return vars(self) | {"_closure": None}
 
-    def take(
+    def run(
         self,
-        controller: Steering,
+        controller: StepController,
         current: WindowPosition,
         closure: Callable[[], Tensor],
         optimizer: Optimizer | Sequence[Optimizer],
         clip_norm: float | None,
-    ) -> Stepped:
+    ) -> StepResult:
         """Run one pass, and the step if it is the window's last; see `PrecisionController.train_step`."""
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._refuse(current, optimizers)
         if clip_norm is not None:
             refuse_clip_norm(clip_norm)
         is_part = len(current.shares) > 1
-        if is_part and current.shares is self._void:
-            return Stepped(NO_GRADIENTS)
+        if is_part and current.shares is self._failed_window:
+            return StepResult(NO_GRADIENTS)
         self._latest = current
         self._rerun_by(closure, optimizers)
         try:
@@ -89,7 +89,7 @@ class TrainStep:
                     loss = checked_loss(closure(), "The closure")
                 controller.backward(current.share_of(loss))
             if not current.is_last:
-                return Stepped(NO_GRADIENTS, loss=loss.detach())
+                return StepResult(NO_GRADIENTS, loss=loss.detach())
             norm = None
             if clip_norm is not None:
                 if len(optimizers) == 1:
@@ -102,9 +102,9 @@ class TrainStep:
         except BaseException:
             _zero_gradients(optimizers)
             controller.discard_window()
-            self._void = current.shares if is_part else ()
+            self._failed_window = current.shares if is_part else ()
             raise
-        return Stepped.all_of(steps, loss.detach(), norm)
+        return StepResult.all_of(steps, loss.detach(), norm)
 
     def _refuse(self, current: WindowPosition, optimizers: Sequence[Optimizer]) -> None:
         """Raise `InvalidRequestError` for a loop that contradicts its config."""
@@ -163,14 +163,14 @@ class TrainStep:
         # A closure for another model would be rerun without restoring that model's state.
         if executor.model.rerun is self._closure:
             self._closure = closure if self._is_of_model[key] else None
-            executor.rerun_by(self._closure)
+            executor.use_rerun(self._closure)
 
-    def _attachment(self, model: nn.Module | None, closure: Callable[[], Tensor]) -> Attachment | None:
+    def _attachment(self, model: nn.Module | None, closure: Callable[[], Tensor]) -> AttachedModel | None:
         """Return the model under observation; None, with a warning, if it cannot be watched, only trained."""
         if model is None:
             return None
         try:
-            return Attachment(model, closure, self._executor.ranks.device, is_found=True)
+            return AttachedModel(model, closure, self._executor.ranks.device, is_from_closure=True)
         except Exception as error:  # whatever a third-party class does when it is changed
             log.warning("The %s cannot be watched: %s: %s", type(model).__name__, type(error).__name__, error)
             return None

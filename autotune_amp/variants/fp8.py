@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotune_amp.precision.forward_wrapper import Roles, own_class, roles_of, set_roles, unwrap
+from autotune_amp.precision.forward_wrapper import ForwardWrappers, own_class, set_wrappers, unwrap, wrappers_of
 from autotune_amp.variants.subject import Trained
 
 _MULTIPLE = 16  # divisor of the sizes of fp8 tensor cores' operands (torch._scaled_mm)
@@ -114,10 +114,10 @@ def _can_be_converted(linear: nn.Linear) -> bool:
 
 
 def _become(module: nn.Module, kind: type[nn.Module]) -> None:
-    roles = roles_of(module)
-    set_roles(module, Roles())
+    wrappers = wrappers_of(module)
+    set_wrappers(module, ForwardWrappers())
     module.__class__ = kind
-    set_roles(module, roles)
+    set_wrappers(module, wrappers)
 
 
 def _has_fp8(device: torch.device) -> bool:

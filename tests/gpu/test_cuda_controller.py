@@ -18,7 +18,7 @@ from autotune_amp import AmpConfig, LossScale, PrecisionController
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.runtime import run_log
 from autotune_amp.runtime.scaler import LAG_UPDATES
-from autotune_amp.runtime.sinks import Values
+from autotune_amp.runtime.sinks import MetricValues
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -157,7 +157,7 @@ def test_no_step_waits_for_the_device(
 ) -> None:
     """Long enough for verdicts to be read, gradients to be sampled and activations to be observed, twice."""
     given = batches(150)
-    told: list[Values] = []
+    told: list[MetricValues] = []
     log = tmp_path / "run.jsonl"
     controller = PrecisionController(config(precision), DEVICE, guard=guard, run_log=log, sinks=[told.append])
     training = Training(controller, OPTIMIZERS["fused Adam"], clips, in_one_call)

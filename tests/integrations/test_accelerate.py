@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan, LossScale
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.precision.forward_wrapper import is_pinned, roles_of
+from autotune_amp.precision.forward_wrapper import is_pinned, wrappers_of
 from autotune_amp.runtime.controller import PrecisionController
 
 
@@ -159,7 +159,7 @@ def test_what_is_prepared_after_free_memory_begins_anew() -> None:
         assert (status.precision, len(status.history)) == (("bf16", 1) if overflowing else ("fp16", 0))
         accelerator.free_memory()
         assert [type(module) for module in net.modules()] == [Net, nn.Linear, nn.Linear]
-        assert not any(any(roles_of(module)) for module in net.modules())
+        assert not any(any(wrappers_of(module)) for module in net.modules())
         del net, model, optimizer
         gc.collect()
         assert reference() is None

@@ -16,7 +16,7 @@ from torch import nn
 from autotune_amp import AmpConfig, LossScale, PrecisionController
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.integrations import sinks
-from autotune_amp.runtime.sinks import Sink, Values
+from autotune_amp.runtime.sinks import MetricValues, Sink
 
 if TYPE_CHECKING:
     from forked_python import ForkServer
@@ -29,9 +29,9 @@ def needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
 
 
-def train(sink: Sink) -> list[Values]:
+def train(sink: Sink) -> list[MetricValues]:
     """An overflow at once, a move by hand at update 100; gives what is to be found again."""
-    told: list[Values] = []
+    told: list[MetricValues] = []
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = AmpConfig(precision="fp16", batch_size=4, loss_scale=LossScale(init_scale=2.0**20), fallback=["fp32"])
@@ -46,7 +46,7 @@ def train(sink: Sink) -> list[Values]:
     return told
 
 
-def of(told: list[Values], name: str) -> list[tuple[Any, Any]]:
+def of(told: list[MetricValues], name: str) -> list[tuple[Any, Any]]:
     return [(values["autotune_amp/update"], values[name]) for values in told if name in values]
 
 

@@ -21,7 +21,7 @@ from autotune_amp.numerics.scaler_replay import (
     starting_scale,
 )
 from autotune_amp.precision.torch_state import scaler_arguments
-from autotune_amp.runtime.policy_state import ScaleRule
+from autotune_amp.runtime.policy import ScaleRule
 
 NEVER_FINITE = -math.inf
 WIDE: dict[str, Any] = {"min_scale": MIN_LOSS_SCALE, "max_scale": 2.0**100}  # what GradScaler does not know

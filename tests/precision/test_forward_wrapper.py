@@ -29,10 +29,10 @@ from autotune_amp.precision.forward_wrapper import (
     observe,
     override,
     pin_fp32,
-    roles_of,
     stop_observing,
     unpin,
     watch_forward,
+    wrappers_of,
 )
 from autotune_amp.precision.torch_state import autocast
 
@@ -74,17 +74,17 @@ def test_an_override_wins_over_the_autocast_around_it_and_a_pin_over_both(
         pin_fp32(linear, "cpu")
         override(linear, inside, "cpu")
         assert outer(x).dtype == linear(x.to(plain)).dtype == torch.float32
-        for role_ends in (unpin, clear_override):
-            role_ends(linear)
+        for remove in (unpin, clear_override):
+            remove(linear)
         clear_override(outer)
         assert linear(x).dtype == plain
         assert torch.is_autocast_enabled("cpu") == (outside != "fp32")
 
 
-@pytest.mark.parametrize("role", [lambda m: pin_fp32(m, "cpu"), lambda m: override(m, "fp32", "cpu")])
-def test_inputs_are_cast_up_anywhere_in_containers(role: Callable[[nn.Module], None]) -> None:
+@pytest.mark.parametrize("wrap", [lambda m: pin_fp32(m, "cpu"), lambda m: override(m, "fp32", "cpu")])
+def test_inputs_are_cast_up_anywhere_in_containers(wrap: Callable[[nn.Module], None]) -> None:
     module, half, double = Recorder(), torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.float64)
-    role(module)
+    wrap(module)
     indices, kept = torch.arange(2), deque([half])
     module(half, [half, (indices, {"a": half})], "text", double, more=OrderedDict(b=half), kept=kept)
     first, (second, (third, inner)), text, fourth = module.args
@@ -145,7 +145,7 @@ def test_an_observer_keeps_the_largest_magnitude_while_sampling_and_training(out
     assert observer.read().tolist() == [0, 1]
 
 
-ROLES: dict[str, Callable[[nn.Module], None]] = {
+WRAPPERS: dict[str, Callable[[nn.Module], None]] = {
     "pin": lambda module: pin_fp32(module, "cpu"),
     "unpin": unpin,
     "override fp32": lambda module: override(module, "fp32", "cpu"),
@@ -156,7 +156,7 @@ ROLES: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
-@hypothesis.given(strategies.lists(strategies.sampled_from(sorted(ROLES))), strategies.booleans())
+@hypothesis.given(strategies.lists(strategies.sampled_from(sorted(WRAPPERS))), strategies.booleans())
 def test_any_order_of_changes_ends_as_it_should(changes: list[str], has_own_forward: bool) -> None:
     module = Recorder(torch.ones(1))
     if has_own_forward:
@@ -164,7 +164,7 @@ def test_any_order_of_changes_ends_as_it_should(changes: list[str], has_own_forw
     before = dict(module.__dict__)
     pinned, precision, is_observed = False, None, False
     for change in changes:
-        ROLES[change](module)
+        WRAPPERS[change](module)
         pinned = {"pin": True, "unpin": False}.get(change, pinned)
         precision = {"override fp32": "fp32", "override bf16": "bf16", "clear": None}.get(change, precision)
         is_observed = {"observe": True, "stop": False}.get(change, is_observed)
@@ -193,13 +193,13 @@ def _one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_a_module_with_roles_looks_like_itself(x: Tensor) -> None:
+def test_a_module_with_wrappers_looks_like_itself(x: Tensor) -> None:
     class Local(Block):
         """A local class: its qualified name is not its name."""
 
     module, plain, registered = Local(), Local(), list(Block.registry)
-    for role in ("pin", "override bf16", "observe"):
-        ROLES[role](module)
+    for name in ("pin", "override bf16", "observe"):
+        WRAPPERS[name](module)
     assert isinstance(module, Local)
     assert repr(module) == repr(plain)
     assert [getattr(type(module), n) == getattr(Local, n) for n in ("__name__", "__qualname__", "__doc__")] == [
@@ -237,31 +237,31 @@ def test_copies_and_pickles_keep_pin_and_override_but_not_the_observer(x: Tensor
 
 
 @pytest.mark.parametrize("make", UNUSUAL, ids=lambda make: str(make.__name__))
-def test_modules_of_any_class_take_roles_and_give_them_back(make: Callable[[], nn.Module], x: Tensor) -> None:
+def test_modules_of_any_class_take_wrappers_and_give_them_back(make: Callable[[], nn.Module], x: Tensor) -> None:
     module = make()
     kind, plain, registered = type(module), module(x), list(Registering.known)
-    for role in ("override bf16", "observe", "pin"):
-        ROLES[role](module)
+    for name in ("override bf16", "observe", "pin"):
+        WRAPPERS[name](module)
     with autocast("bf16", "cpu"):
         for each in (module, *duplicates(module)):
             assert torch.equal(each(x), plain)
-            ROLES["unpin"](each)
+            WRAPPERS["unpin"](each)
             assert each(x).dtype == torch.bfloat16
-            ROLES["pin"](each)
+            WRAPPERS["pin"](each)
     for end in ("unpin", "clear", "stop"):
-        ROLES[end](module)
+        WRAPPERS[end](module)
     assert type(module) is kind
     assert vars(kind).get("__init_subclass__") is vars(make).get("__init_subclass__")
     assert Registering.known == registered
 
 
-def test_a_module_whose_class_copies_itself_is_copied_with_its_roles(x: Tensor) -> None:
+def test_a_module_whose_class_copies_itself_is_copied_with_its_wrappers(x: Tensor) -> None:
     module = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))  # has a __deepcopy__ of its own, and no pickle
     pin_fp32(module, "cpu")
     observe(module, ForwardObserver(1, "cpu"), 0)
     twin = copy.deepcopy(module)
     assert is_pinned(twin)
-    assert roles_of(twin).observed is None
+    assert wrappers_of(twin).observed is None
     unpin(twin)
     assert type(twin).__mro__[1:] == nn.Linear.__mro__
 
@@ -286,7 +286,7 @@ def wrap_as_accelerate(module: nn.Module) -> None:
     module.forward = functools.update_wrapper(functools.partial(doubled, inner, module), module.forward)
 
 
-def test_a_forward_set_on_the_instance_plays_the_roles(x: Tensor) -> None:
+def test_a_forward_set_on_the_instance_is_wrapped_too(x: Tensor) -> None:
     module = Block()
     wrap_as_accelerate(module)
     own = module.forward

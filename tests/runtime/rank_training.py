@@ -18,9 +18,8 @@ from training import timeless
 from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import TrainingStoppedError
-from autotune_amp.runtime import checkpoint
+from autotune_amp.runtime import checkpoint, executor
 from autotune_amp.runtime.controller import PrecisionController
-from autotune_amp.runtime.fallbacks import plans
 from autotune_amp.runtime.status import to_plain
 
 NUM_RANKS = 2
@@ -127,7 +126,7 @@ class LaggedController(PrecisionController):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._check.is_at_hand = lambda tensor: False  # type: ignore[method-assign] # of this object alone
+        self._check.is_on_host = lambda tensor: False  # type: ignore[method-assign] # of this object alone
 
 
 def batch_of(step: int, micro_batch: int, rank: int) -> Tensor:
@@ -191,7 +190,9 @@ def whole_weights(model: nn.Module) -> dict[str, Any]:
 
 def train(scenario: Scenario, rank: int) -> Outcome:
     """One run on this rank."""
-    with patch.object(plans, "available_memory_bytes", lambda device: 0 if rank == scenario.cramped_rank else 2**40):
+    with patch.object(
+        executor, "_available_memory_bytes", lambda device: 0 if rank == scenario.cramped_rank else 2**40
+    ):
         return _train(scenario, rank)
 
 

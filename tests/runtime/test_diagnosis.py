@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.precision import torch_state
-from autotune_amp.precision.forward_wrapper import is_pinned, override, pin_fp32, roles_of
+from autotune_amp.precision.forward_wrapper import is_pinned, override, pin_fp32, wrappers_of
 from autotune_amp.runtime.diagnosis import Rerunner, diagnose
-from autotune_amp.runtime.policy_state import DiagnosisResult
+from autotune_amp.runtime.policy import DiagnosisResult
 from autotune_amp.runtime.scaler import Ranks
 
 WIDTH = 4
@@ -328,9 +328,9 @@ def test_pins_and_an_override_that_are_there_stay() -> None:
     model = Model(FeedForward(BEYOND_FP16), FeedForward())
     override(model, "bf16", "cpu")
     pin_fp32(model.get_submodule("blocks.1.ff"), "cpu")
-    roles = roles_of(model)
+    wrappers = wrappers_of(model)
     assert find(model).pins == ("blocks.0.ff.wo",)
-    assert roles_of(model) == roles
+    assert wrappers_of(model) == wrappers
     assert [name for name, module in model.named_modules() if is_pinned(module)] == ["blocks.1.ff"]
 
 

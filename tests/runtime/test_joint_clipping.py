@@ -66,7 +66,7 @@ def config(precision: Precision) -> AmpConfig:
 @pytest.fixture(params=["the host knows at once", "the device knows"])
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "the device knows":
-        monkeypatch.setattr(GradientCheck, "is_at_hand", staticmethod(lambda tensor: False))
+        monkeypatch.setattr(GradientCheck, "is_on_host", staticmethod(lambda tensor: False))
 
 
 @pytest.mark.usefixtures("where")

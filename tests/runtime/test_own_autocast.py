@@ -35,6 +35,15 @@ def test_a_forward_pass_is_looked_at_however_late_its_verdict_is() -> None:
     assert not modules._global_forward_hooks
 
 
+def test_a_forward_pass_of_validation_is_not_looked_at() -> None:
+    watch = diagnosis.ForwardWatch()
+    assert watch.saw_bad_loss() is None
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+        nn.Linear(4, 8)(torch.full((2, 4), LARGE))
+    assert watch.saw_bad_loss() is None
+    watch.end()
+
+
 class Training:
     """A deep enough model under ``torch.autocast`` in fp16; `factor` is the input's, past fp16's range where large."""
 
@@ -112,6 +121,13 @@ def test_a_burst_before_does_not_put_the_stop_off() -> None:
     with pytest.raises(NoRungFitsError):
         training.run(*15 * [LARGE])
     assert training.controller.status().num_updates < 60
+
+
+def test_a_run_that_goes_on_after_its_stop_is_judged_anew() -> None:
+    training = Training(controller()).run(*8 * [1.0])
+    for _ in range(2):
+        with pytest.raises(NoRungFitsError):
+            training.run(*15 * [LARGE])
 
 
 def test_bursts_that_end_stop_nothing() -> None:
@@ -279,7 +295,7 @@ def test_what_cannot_be_watched_is_trained_and_said(
     def refuse(*_: object, **__: object) -> None:
         raise TypeError("its class cannot be changed")
 
-    monkeypatch.setattr(train_step, "Attachment", refuse)
+    monkeypatch.setattr(train_step, "AttachedModel", refuse)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steered = controller()

@@ -19,8 +19,17 @@ from hypothesis import strategies as st
 from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.runtime.policy import DWELL_STEPS, MAX_PROMOTIONS, NUM_BLAMED_STEPS, PROMOTION_STEPS, Policy
-from autotune_amp.runtime.policy_state import Action, DiagnosisResult, ScaleRule, Signal
+from autotune_amp.runtime.policy import (
+    DWELL_STEPS,
+    MAX_PROMOTIONS,
+    NUM_BLAMED_STEPS,
+    PROMOTION_STEPS,
+    Action,
+    DiagnosisResult,
+    Policy,
+    ScaleRule,
+    Signal,
+)
 
 CLEAN = Signal()
 OVERFLOW = Signal(overflow=True)
@@ -106,6 +115,13 @@ CASES: dict[str, tuple[tuple[Precision, ...], dict[str, Any], list[Signal], Acti
     "no gradient where there is no loss": ((), {}, [Signal(lost_share=1.0, loss=0.0)], None),
     "underflow with no rung below": (("fp16",), HELD, [OVERFLOW, LOST], WARN),
     "a loss that has grown": ((), RERUNS, [*GROWN, *2 * [BAD_LOSS]], BLAME),
+    "a loss that has stayed grown": ((), RERUNS, [*losses(*15 * [2.0], *15 * [9.0]), *2 * [BAD_LOSS]], BLAME),
+    "a loss still below where it began": (
+        (),
+        RERUNS,
+        [*losses(*15 * [10.0], *15 * [1.0], *15 * [6.0]), *2 * [BAD_LOSS]],
+        DIAGNOSE,
+    ),
     "4 times": ((), RERUNS, [*losses(*15 * [2.0], *15 * [8.0]), *2 * [BAD_LOSS]], DIAGNOSE),
     "not yet typical": ((), RERUNS, [*losses(*15 * [2.0], *5 * [1e9]), *2 * [BAD_LOSS]], DIAGNOSE),
 }
@@ -148,6 +164,22 @@ def test_a_raise_that_an_overflow_undid_is_not_tried_again_until_a_move() -> Non
     assert after(policy, [LOST]) == rescaled(ANY)
 
 
+def test_underflow_that_nothing_can_be_done_about_is_told_once_in_a_dwell() -> None:
+    policy = policy_of("fp16", loss_scale=HELD["loss_scale"])
+    assert after(policy, [OVERFLOW, LOST]) == WARN
+    assert after(policy, (DWELL_STEPS - 1) * [LOST]) is None
+    assert policy.observe(LOST) is not None
+
+
+def test_advice_after_a_long_descent_is_followed_by_a_stop() -> None:
+    policy = policy_of(is_settled=False)
+    policy.can_move = False
+    assert after(policy, 41 * [OVERFLOW]) == Action("advise", ANY)
+    policy.advise()
+    assert policy.phase == "ADVISED"
+    assert after(policy, (NUM_BLAMED_STEPS - 2) * [OVERFLOW]) == NO_RUNG
+
+
 # -- PROBATION: stepped down with nothing to rerun ---------------------------------------------------------------------
 
 
@@ -178,6 +210,13 @@ def test_the_scale_from_before_the_burst_is_given_back_and_held() -> None:
     assert confirmed(policy, blame) is None
     assert after(policy, [OVERFLOW, *10 * [CLEAN], BAD_LOSS]) is None
     assert policy.scale.scale == before
+
+
+def test_octaves_that_were_gained_back_do_not_count_to_the_scale_from_before_the_skips() -> None:
+    policy = policy_of(can_rerun=True, loss_scale=LossScale(growth_interval=10))
+    assert after(policy, [*5 * [OVERFLOW], *10 * [CLEAN], *3 * [OVERFLOW]]) == DIAGNOSE
+    assert policy.scale.scale == START / 2**7
+    assert policy.scale_before_burst == START
 
 
 def test_ten_bad_steps_in_a_row_stop_a_blamed_run() -> None:
@@ -332,6 +371,14 @@ def test_each_failure_doubles_the_wait_and_three_promotions_are_the_most() -> No
     assert after(policy, 40 * PROMOTION_STEPS * [CLEAN]) is None
 
 
+def test_a_promotion_fails_with_the_first_demotion_after_it_alone() -> None:
+    policy = stepped_down()
+    assert confirmed(policy, policy.probed(probe_after(policy, PROMOTION_STEPS), is_finite=True)) is None
+    for finite_in in ("bf16", "fp32"):
+        assert confirmed(policy, judged(policy, 2 * [BAD_LOSS], finite_in=(finite_in,))) is None
+        assert (policy.precision, policy.num_failures) == (finite_in, 1)
+
+
 # -- by hand, and what is saved ----------------------------------------------------------------------------------------
 
 
@@ -352,11 +399,19 @@ def test_a_run_goes_on_without_the_rungs_above_the_one_that_was_saved() -> None:
     assert confirmed(saved, after(saved, 2 * [BAD_LOSS])) is None
     assert (saved.precision, saved.phase) == ("bf16", "PROBATION")
     with_a_way_back, without = policy_of(), policy_of("bf16", "fp32")
-    with_a_way_back.take_over(with_a_way_back.checked(saved.state_dict()))
+    with_a_way_back.restore(with_a_way_back.validated(saved.state_dict()))
     assert after(with_a_way_back, 3 * [BAD_LOSS]) == REVERT
-    without.take_over(without.checked(saved.state_dict()))
+    without.restore(without.validated(saved.state_dict()))
     assert (without.precision, without.phase) == ("bf16", "STEADY")
     assert after(without, 2 * [BAD_LOSS]) == TENTATIVE
+
+
+def test_a_state_from_another_machine_brings_back_no_rung_that_this_one_lacks() -> None:
+    saved, policy = policy_of(), policy_of()
+    saved.withdraw("fp32", "too slow")
+    policy.withdraw("bf16", "emulated")
+    policy.restore(policy.validated(saved.state_dict()))
+    assert policy.withdrawn == {"bf16": "emulated", "fp32": "too slow"}
 
 
 def test_nothing_random_breaks_the_policy_and_saved_and_loaded_it_does_the_same() -> None:
@@ -370,7 +425,7 @@ def test_nothing_random_breaks_the_policy_and_saved_and_loaded_it_does_the_same(
         policy = policy_of(is_settled=False, **options)
         for _ in range(20):
             twin = policy_of(is_settled=False, **options)
-            twin.take_over(twin.checked(json.loads(json.dumps(policy.state_dict()))))
+            twin.restore(twin.validated(json.loads(json.dumps(policy.state_dict()))))
             overflow, bad_loss, longest = draw.choice(
                 [(0.0, 0.0, 3000), (0.05, 0.02, 300), (0.3, 0.3, 30), (1.0, 0, 9)]
             )

@@ -18,9 +18,9 @@ from training import batches, fp16, same
 
 from autotune_amp.runtime import run_log, sinks
 from autotune_amp.runtime.controller import PrecisionController
-from autotune_amp.runtime.readings import METRICS, PREFIX, metrics
 from autotune_amp.runtime.run_log import MoveLine, SampleLine
-from autotune_amp.runtime.sinks import Outlet, Sink, Values
+from autotune_amp.runtime.sinks import MetricValues, Sink, SinkThread
+from autotune_amp.runtime.status import METRICS, PREFIX, metric_values
 
 
 @pytest.fixture(autouse=True)
@@ -48,14 +48,14 @@ def train(*given: Sink, num_updates: int = 130, **options: Any) -> tuple[nn.Modu
 
 
 def test_a_sink_hears_what_the_run_log_holds_under_the_same_names(tmp_path: Path) -> None:
-    told: list[Values] = []
+    told: list[MetricValues] = []
     _, controller = train(told.append, run_log=tmp_path / "run.jsonl")
     controller.detach()
     lines = run_log.read(tmp_path / "run.jsonl").lines[1:]
     assert [line.update for line in lines] == [31, 64, 100, 128, 130], "the end, too"
     for values, line in zip(told, lines, strict=True):
         of_move = {PREFIX + name for name in ("move", "before", "reason", "pinned_modules")}
-        assert {name: value for name, value in values.items() if name not in of_move} == metrics(line)
+        assert {name: value for name, value in values.items() if name not in of_move} == metric_values(line)
         assert (of_move <= set(values)) == isinstance(line, MoveLine)
     assert told[0][PREFIX + "overflows"] == 1
     assert (told[2][PREFIX + "move"], told[2][PREFIX + "before"], told[2][PREFIX + "precision"]) == (
@@ -68,7 +68,7 @@ def test_a_sink_hears_what_the_run_log_holds_under_the_same_names(tmp_path: Path
 
 
 def test_an_end_that_was_told_already_is_not_told_twice() -> None:
-    told: list[Values] = []
+    told: list[MetricValues] = []
     _, controller = train(told.append, num_updates=128)
     controller.detach()
     assert len(told) == 4
@@ -83,14 +83,14 @@ def test_every_metric_says_what_it_is() -> None:
     assert set(METRICS) <= set(SampleLine.__struct_fields__)
 
 
-def raises(values: Values) -> None:
+def raises(values: MetricValues) -> None:
     raise ConnectionError("the server is away")
 
 
 def test_sinks_know_nothing_of_one_another_whatever_they_raise() -> None:
-    told: list[Values] = []
+    told: list[MetricValues] = []
 
-    def sink(values: Values) -> None:
+    def sink(values: MetricValues) -> None:
         values.clear()  # type: ignore[attr-defined] # what it should not
         raise SystemExit
 
@@ -100,23 +100,23 @@ def test_sinks_know_nothing_of_one_another_whatever_they_raise() -> None:
 
 
 def test_a_forked_child_has_a_thread_of_its_own(tmp_path: Path) -> None:
-    outlet = Outlet(lambda values: (tmp_path / str(values["number"])).touch())
-    outlet.send({"number": 1})
+    sink_thread = SinkThread(lambda values: (tmp_path / str(values["number"])).touch())
+    sink_thread.send({"number": 1})
     child = os.fork()
     if child == 0:
-        outlet.send({"number": 2})
-        outlet.close()
+        sink_thread.send({"number": 2})
+        sink_thread.close()
         os._exit(0)
     os.waitpid(child, 0)
-    outlet.close()
+    sink_thread.close()
     assert {path.name for path in tmp_path.iterdir()} == {"1", "2"}
 
 
 def test_a_sink_that_raises_is_warned_of_once_and_asked_again(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="autotune_amp.runtime")
-    calls: list[Values] = []
+    calls: list[MetricValues] = []
 
-    def sink(values: Values) -> None:
+    def sink(values: MetricValues) -> None:
         calls.append(values)
         raises(values)
 
@@ -136,7 +136,7 @@ def test_a_sink_that_hangs_holds_nobody_up_and_is_warned_of_once(
     monkeypatch.setattr(sinks, "_END_SECONDS", 0.1)
     goes_on, told = threading.Event(), []
 
-    def sink(values: Values) -> None:
+    def sink(values: MetricValues) -> None:
         goes_on.wait()
         told.append(values)
 
@@ -150,7 +150,7 @@ def test_a_sink_that_hangs_holds_nobody_up_and_is_warned_of_once(
 
 
 def test_what_is_left_behind_ends_with_its_controller() -> None:
-    told: list[Values] = []
+    told: list[MetricValues] = []
 
     def forgotten() -> None:
         _, controller = train(told.append)
@@ -161,12 +161,12 @@ def test_what_is_left_behind_ends_with_its_controller() -> None:
 
 
 def test_an_outlet_begins_anew_after_it_was_closed() -> None:
-    told: list[Values] = []
-    outlet = Outlet(told.append)
-    outlet.close()
+    told: list[MetricValues] = []
+    sink_thread = SinkThread(told.append)
+    sink_thread.close()
     for number in range(3):
-        outlet.send({"number": number})
-        outlet.close()
+        sink_thread.send({"number": number})
+        sink_thread.close()
     assert told == [{"number": 0}, {"number": 1}, {"number": 2}]
 
 

@@ -269,7 +269,7 @@ def test_statistics_begin_anew_and_epochs_are_told_past_a_checkpoint(tmp_path: P
 
 
 def test_memory_saved_is_against_the_measured_plan_of_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "peak_memory_bytes", lambda device: 3 * 2**30)
+    monkeypatch.setattr(executor, "_peak_memory_bytes", lambda device: 3 * 2**30)
     assert scripted(fp16(fallback=["fp32"])).controller.status().saved_memory_bytes is None, "it was not measured"
     plan = FallbackPlan(precision="fp32", batch_size=4, accumulation_steps=1, slowdown=1.5, peak_memory_bytes=5 * 2**30)
     assert scripted(fp16(fallback=[plan])).controller.status().saved_memory_bytes == 2 * 2**30

@@ -143,12 +143,12 @@ def test_it_gives_the_loss_and_the_norm_before_clipping(fused: bool) -> None:
 
 
 def test_what_a_late_verdict_gives_is_known_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    from autotune_amp.runtime.scaler import Stepped
+    from autotune_amp.runtime.scaler import StepResult
 
-    late = [Stepped(torch.tensor(0.0)), Stepped(torch.tensor(1.0)), Stepped(0)]
-    assert not Stepped.all_of(late, torch.ones(()), None)
-    assert Stepped.all_of([late[0], late[2]], torch.ones(()), None)
-    assert not Stepped.all_of([Stepped(-1)], torch.ones(()), None), "no gradients: no step"
+    late = [StepResult(torch.tensor(0.0)), StepResult(torch.tensor(1.0)), StepResult(0)]
+    assert not StepResult.all_of(late, torch.ones(()), None)
+    assert StepResult.all_of([late[0], late[2]], torch.ones(()), None)
+    assert not StepResult.all_of([StepResult(-1)], torch.ones(()), None), "no gradients: no step"
 
 
 # -- the closure is the rerun ------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from autotune_amp.diagnostics.check.findings import Finding, Place, found
 from autotune_amp.diagnostics.check.judging import CASTS, LOW, Call, judged
 from autotune_amp.diagnostics.check.operands import OperandCheck
 from autotune_amp.precision import rules
-from autotune_amp.precision.forward_wrapper import modules_by_name, takes_roles
+from autotune_amp.precision.forward_wrapper import can_be_wrapped, modules_by_name
 from autotune_amp.precision.rules import AutocastDevice, Severity
 from autotune_amp.precision.torch_state import HALF_DTYPES
 
@@ -105,7 +105,7 @@ class Recording(TorchFunctionMode):
             stack.callback(log.setLevel, log.level)
             log.setLevel(logging.CRITICAL)
             for module in self._names:
-                if takes_roles(module):
+                if can_be_wrapped(module):
                     stack.callback(module.register_forward_pre_hook(self._enter_module).remove)
                     stack.callback(module.register_forward_hook(self._leave_module, always_call=True).remove)
             stack.enter_context(_replaced(torch.autocast, "__init__", self._new_autocast(torch.autocast.__init__)))

@@ -18,7 +18,7 @@ from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import Failure
 from autotune_amp.diagnostics.memory.results import MemoryBreakdown, MemoryJob, ModuleActivations
 from autotune_amp.numerics.accumulation import tensors
-from autotune_amp.precision.forward_wrapper import modules_by_name, takes_roles
+from autotune_amp.precision.forward_wrapper import can_be_wrapped, modules_by_name
 from autotune_amp.trial import data
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.judge import RunEvidence, judge
@@ -148,7 +148,7 @@ class HeldMemory:
         self._saved_by.clear()
         with ExitStack() as stack:
             # TorchScript modules accept no hooks: their memory counts for the module around them.
-            for name, module in ((name, module) for name, module in self._modules.items() if takes_roles(module)):
+            for name, module in ((name, module) for name, module in self._modules.items() if can_be_wrapped(module)):
                 enter = module.register_forward_pre_hook(partial(self._enter, name), prepend=True)
                 # Recomputation by a checkpoint ends with an exception.
                 leave = module.register_forward_hook(self._leave, always_call=True)

@@ -15,15 +15,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.numerics.locate import Health, bad_parameters, health
+from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.step_amp import needs_closure, parameters_of
+from autotune_amp.precision.torch_state import HALF_DTYPES
 from autotune_amp.runtime.scaler import NO_GRADIENTS
 
 log = logging.getLogger("autotune_amp.runtime")
 
 IDLE_UPDATES = 3  # without any gradient so far; a single one is normal for frameworks that step all optimizers
 IDLE_AFTER_TRAINING_UPDATES = 100  # a part of the model may rest for a while
+
+
+def refuse_half_parameters(optimizer: torch.optim.Optimizer, precision: Precision) -> None:
+    """Raise `InvalidRequestError` for half-precision parameters under fp16, whose gradients cannot be unscaled."""
+    for parameter in parameters_of(optimizer):
+        if MODES[precision].takes_scaler and parameter.requires_grad and parameter.dtype.to_real() in HALF_DTYPES:
+            raise InvalidRequestError(
+                f"A trainable parameter of shape {tuple(parameter.shape)} is {str(parameter.dtype).split('.')[1]}; "
+                "precision fp16 needs trainable parameters in fp32, since fp16 gradients cannot be unscaled.",
+                "Convert the model with model.float(), autocast casts where it pays; or train with bf16 "
+                "weights under precision bf16.",
+            )
 
 
 def makes_buffers_unread(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,0 +1,69 @@
+"""The check of gradients: what one rank makes of another's, and the share that fp16 lost."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, GradientCheck, Ranks, lost_share
+
+CPU = torch.device("cpu")
+
+
+class TwoRanks(Ranks):
+    """Ranks of which the other one has these values, whatever is compared."""
+
+    are_many = True
+
+    def __init__(self, *others: float) -> None:
+        super().__init__(CPU)
+        self.others = others
+
+    def maximum_(self, values: Tensor) -> Tensor:
+        others = torch.tensor(self.others).reshape(values.shape)
+        return values.copy_(torch.maximum(values, others))
+
+
+def optimizer_of(*gradient: float) -> torch.optim.Optimizer:
+    weight = nn.Parameter(torch.zeros(len(gradient)))
+    weight.grad = torch.tensor(gradient)
+    return torch.optim.SGD([weight], lr=0.1)
+
+
+def test_the_loss_of_another_rank_stands_where_this_one_has_none() -> None:
+    check = GradientCheck(TwoRanks(0.0, 1.5))
+    check.see_losses([torch.tensor(math.nan)])
+    optimizer = optimizer_of(1.0)
+    check.examine(optimizer, CPU, None, samples=False)
+    assert (check.verdict_of(optimizer), check.window.loss) == (BAD_LOSS, 1.5)
+
+
+def test_a_share_read_with_a_late_verdict_is_the_largest_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GradientCheck, "is_on_host", staticmethod(lambda tensor: False))
+    ranks = TwoRanks(0.0, 0.0)
+    check, optimizer = GradientCheck(ranks), optimizer_of(1.0)
+    check.see_losses([torch.tensor(2.0)])
+    check.examine(optimizer, CPU, None, samples=True)
+    ranks.others = (0.25,)
+    assert check.wait_for(optimizer) == CLEAN
+    assert (check.window.loss, check.window.lost_share) == (2.0, 0.25)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_share_of_several_optimizers_is_the_largest(order: int) -> None:
+    check = GradientCheck(Ranks(CPU))
+    for optimizer in [optimizer_of(*12 * [2.0**-23], *36 * [2.0**-16]), optimizer_of(2.0**-16)][::order]:
+        check.examine(optimizer, CPU, None, samples=True)
+    assert float(check.window.lost_share or 0.0) == pytest.approx(12 / 48 / 6)
+
+
+def test_what_fp16_lost_is_estimated_from_what_it_barely_kept() -> None:
+    optimizer = optimizer_of(*60 * [2.0**-23], *940 * [2.0**-16])
+    assert lost_share(optimizer, CPU).item() == pytest.approx(0.01)
+
+
+def test_entries_that_are_rounding_noise_beside_the_largest_are_not_counted_as_nearly_lost() -> None:
+    assert lost_share(optimizer_of(1.0, *99 * [2.0**-23]), CPU).item() == 0.0
