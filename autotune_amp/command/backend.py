@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -34,6 +32,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count
 from autotune_amp.processes.local import Ability, Handle, OpenResult, Slot, WorkloadBackend
 from autotune_amp.processes.process import Watcher
+from autotune_amp.processes.program import temporary_folder
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Check, Describe, Trial, measure_seconds
 
 NUM_FROZEN_STEPS, MAX_SKIPS = 6, 4
@@ -449,10 +448,10 @@ class CommandBackend(WorkloadBackend):
         if "fp32" in self._command.unsettable:
             why = self._command.unsettable["fp32"]
             return check.unchecked(f"there is no fp32 to hold it against: {why}", "Let the command run in fp32 too.")
-        with tempfile.TemporaryDirectory(prefix="autotune_amp-") as folder:
+        with temporary_folder() as folder:
             for name, precision in (("low", check.candidate.precision), ("reference", "fp32")):
                 left = None if check.deadline_seconds is None else check.deadline_seconds - (time.monotonic() - began)
-                output = Path(folder, name)
+                output = folder / name
                 output.mkdir()
                 ran = self._command.run(
                     replace(today, precision=precision),

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import queue
-import shutil
 import subprocess
 import threading
 import time
@@ -26,16 +25,16 @@ from autotune_amp.command.listening import Gone, Listener
 from autotune_amp.command.ranks import Heard
 from autotune_amp.command.startable import require_startable
 from autotune_amp.command.verdict import RunState, verdict
-from autotune_amp.core.errors import RunnerError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
 from autotune_amp.interruption import heed
 from autotune_amp.processes.marks import KILL_SECONDS
 from autotune_amp.processes.process import TICK_SECONDS, Watcher
-from autotune_amp.processes.program import Program, make_folder
+from autotune_amp.processes.program import Program, new_folder
 from autotune_amp.trial.failures import num_oom_kills
 
 INJECTED = Path(__file__).parent / "agent" / "path"
+TRIAL_DIR = "trial"
 _MEMORY_SECONDS = 0.5  # between two checks of the memory of all processes
 _GROWTH = 1.1  # growth of resident memory at which the exact memory is read again
 _GRACE_SECONDS = 2.0  # to wait after the first error: the rank that caused it may report later
@@ -68,9 +67,10 @@ def run(
     deadlines: Deadlines,
     is_enough: Callable[[Heard], bool],
     watcher: Watcher,
+    folder: Path | None = None,
+    files: Mapping[str, str] | None = None,
     memory_limit_bytes: int | None = None,
     output: Path | None = None,
-    folders: Sequence[Path] = (),
     kept: Sequence[str] = (),
     memory: Path | None = None,
     aside: Path | None = None,
@@ -78,35 +78,33 @@ def run(
     """Start the command in the working directory, receive its messages, and kill all its processes once the verdict
     stands.
 
-    `agent` are the settings of the agent besides its socket. Files that the agent writes go to the folder `output`, if
-    given, else they are removed. The command must not change any existing file except in `folders` and in the data that
-    earlier runs have `kept`. Files that it makes elsewhere are moved to the folder `aside` at the end, also if the run
-    is interrupted or killed, except for data that were complete at its first step; the paths of these are written to
-    the file `memory`. If this process is killed, `folders` are removed. Raises `WorkloadError` if the command cannot be
-    started.
+    `folder` is the run's own for temporary files (see `new_folder`). It is made with an empty folder `TRIAL_DIR` in it,
+    and with these `files`, by their paths; it is removed at the end, also if this process is killed. `agent` are the
+    settings of the agent besides its socket. Files that the agent writes go to the folder `output`, if given. The
+    command must not change any existing file except in `folder`, beside `output`, and in the data that earlier runs
+    have `kept`. Files that it makes elsewhere are moved to the folder `aside` at the end, also if the run is
+    interrupted or killed, except for data that were complete at its first step; the paths of these are written to the
+    file `memory`. Raises `WorkloadError` if the command cannot be started.
     """
     require_startable(arguments, environment.get("PATH"))
-    own = make_folder()
+    own = folder or new_folder()
+    free = [own] if output is None else [own, output.parent]
+    noted = own / "made"
+    settings = {
+        "folder": str(output or own),
+        "socket": str(own / "socket"),
+        "guard": {"free": list(map(str, free)), "made": str(noted), "opened": str(own / "opened")},
+        **agent,
+    }
+    is_left = memory is not None and aside is not None
+    orphaned = [*CLEAR_UP, str(noted), str(aside), str(memory), time.time()] if is_left else None
+    command = _Command(arguments, environment, settings, own, watcher, folders=free[1:], when_orphaned=orphaned)
     try:
-        noted = own / "made"
         write(noted, kept)
-        settings = {
-            "folder": str(output or own),
-            "socket": str(own / "socket"),
-            "guard": {"free": [str(own), *map(str, folders)], "made": str(noted), "opened": str(own / "opened")},
-            **agent,
-        }
-        is_left = memory is not None and aside is not None
-        orphaned = [*CLEAR_UP, str(noted), str(aside), str(memory), time.time()] if is_left else None
-        command = _Command(
-            arguments,
-            environment,
-            settings,
-            own,
-            watcher,
-            folders=[*folders, *([output] if output else [])],
-            when_orphaned=orphaned,
-        )
+        (own / TRIAL_DIR).mkdir()
+        for path, text in (files or {}).items():
+            Path(path).write_text(text)
+        command.start()
         try:
             ran = command.until(deadlines, is_enough, memory_limit_bytes)
         finally:
@@ -118,7 +116,7 @@ def run(
                     remember(memory, kept)
         return ran._replace(kept=kept, stuck=stuck, opened=tuple(dict.fromkeys(entries_of(own / "opened"))))
     finally:
-        shutil.rmtree(own, ignore_errors=True)
+        command.close()
 
 
 class _Command:
@@ -134,31 +132,32 @@ class _Command:
         self._watcher = watcher
         self._heard = Heard()
         self._tail: deque[str] = deque(maxlen=_NUM_KEPT_CHUNKS)
-        self._listener = Listener(agent["socket"])
+        self._socket = agent["socket"]
         self._memory_bytes, self._looked_at_bytes, self._memory_at = 0, 0, 0.0
         self._unobserved_seconds = 0.0
         self._num_kills_before = num_oom_kills()
         path = os.pathsep.join(filter(None, [str(INJECTED), environment.get("PYTHONPATH")]))
+        self._program = Program(
+            arguments,
+            {
+                **environment,
+                "PYTHONPATH": path,
+                "AUTOTUNE_AMP_AGENT": json.dumps(agent),
+                "MLFLOW_TRACKING_URI": f"file://{folder}/mlruns",  # neither can be turned off
+                "TRACKIO_DIR": f"{folder}/trackio",
+            },
+            folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            **when_killed,
+        )
+
+    def start(self) -> None:
+        """Start the command, and threads that receive its messages and its output."""
+        self._listener = Listener(self._socket)
         self._began = time.monotonic()
-        try:
-            self._program = Program(
-                arguments,
-                {
-                    **environment,
-                    "PYTHONPATH": path,
-                    "AUTOTUNE_AMP_AGENT": json.dumps(agent),
-                    "MLFLOW_TRACKING_URI": f"file://{folder}/mlruns",  # neither can be turned off
-                    "TRACKIO_DIR": f"{folder}/trackio",
-                },
-                folder,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                **when_killed,
-            )
-        except RunnerError:
-            self._listener.close()
-            raise
+        self._program.start()
         self._reader = threading.Thread(target=self._read, daemon=True, name="autotune-amp output")
         self._reader.start()
 
@@ -248,6 +247,10 @@ class _Command:
         self._program.end()
         self._listener.close()
         self._reader.join(KILL_SECONDS)
+
+    def close(self) -> None:
+        """Remove the folder of the run, whose program has ended or was not started."""
+        self._program.close()
         assert self._program.popen.stdout is not None
         self._program.popen.stdout.close()
 

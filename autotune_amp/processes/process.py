@@ -7,7 +7,6 @@ import json
 import math
 import os
 import queue
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,12 +19,12 @@ import msgspec
 
 from autotune_amp.core import errors
 from autotune_amp.core.documents import decode
-from autotune_amp.core.errors import AutotuneAmpError, RunnerError
+from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
 from autotune_amp.interruption import heed
 from autotune_amp.processes.marks import KILL_SECONDS, terminate_programs
-from autotune_amp.processes.program import Program, make_folder
+from autotune_amp.processes.program import Program, new_folder
 from autotune_amp.trial.failures import num_oom_kills
 from autotune_amp.trial.judge import RunEvidence, judge
 
@@ -93,13 +92,9 @@ class Process:
         self._printed: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._tail: deque[str] = deque(maxlen=64)
         self._num_oom_kills = 0
-        self._folder = make_folder()  # for temporary files of the process and its descendants
         arguments, pipe = [sys.executable, "-c", _SERVER, json.dumps(sys.path), mode], subprocess.PIPE
-        try:
-            self._program = Program(arguments, environment, self._folder, stdin=pipe, stdout=pipe, stderr=pipe)
-        except RunnerError:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise
+        self._program = Program(arguments, environment, new_folder(), stdin=pipe, stdout=pipe, stderr=pipe)
+        self._program.start()
         self._popen: subprocess.Popen[bytes] = self._program.popen
         self._threads = [threading.Thread(target=f, daemon=True) for f in (self._hear, self._overhear)]
         for thread in self._threads:
@@ -262,8 +257,7 @@ class Process:
         """Kill the process and all its descendants, including those that left its group, and wait for them."""
         self.watcher.ending()
         terminate_programs(self._program.processes)
-        self._program.end()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._program.close()
         for thread in self._threads:
             thread.join(KILL_SECONDS)
         self._drain_output()

@@ -241,7 +241,7 @@ def test_what_is_its_own_is_free_and_what_it_made_elsewhere_is_listed(
     (mine / "data.lock").touch()
     (mine / "train.py").write_text(PREAMBLE + ALLOWED)
     environment = {"HOME": str(home), "HF_HOME": str(home / "hub"), "XDG_CACHE_HOME": ""}
-    ran = run_command([sys.executable, "train.py", str(given)], environment=environment, folders=[given])
+    ran = run_command([sys.executable, "train.py", str(given)], environment=environment, output=given / "agent")
     assert ran.heard.refused is None
     assert "went on" in ran.seen.printed, ran.seen.printed
     assert {str(Path(path).relative_to(mine)) for path in ran.kept} == {"kept", "made", "moved", "new.db", "by a child"}
@@ -322,7 +322,7 @@ def test_a_script_that_writes_where_it_is_runs_in_a_folder_of_its_own(
     (mine / "log").write_text("the user's")
     text = "open('log', 'a').write('x'); print('went on')"
     assert train(text).heard.refused is not None
-    ran = run_command(["bash", "-c", f"cd {given} && {sys.executable} {mine}/train.py"], folders=[given])
+    ran = run_command(["bash", "-c", f"cd {given} && {sys.executable} {mine}/train.py"], output=given / "agent")
     assert "went on" in ran.seen.printed
     assert ran.kept == ()
     assert (mine / "log").read_text() == "the user's"

@@ -7,7 +7,6 @@ import io
 import os
 import shlex
 import shutil
-import tempfile
 import tokenize
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -30,6 +29,7 @@ from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.process import Watcher
+from autotune_amp.processes.program import temporary_folder
 
 NUM_STEPS = 8
 _PATIENCE = Deadlines(first_step_seconds=900.0, step_seconds=300.0)
@@ -234,10 +234,10 @@ def _verified(
     behaviour: Callable[[Rank], Observed],
 ) -> Applied:
     """Run the new command with the edited copies in place of the files; return `applied` with the outcome."""
-    with tempfile.TemporaryDirectory(prefix="autotune_amp-") as folder:
+    with temporary_folder() as folder:
         overlay = {}
         for number, (path, text) in enumerate(edited.texts.items()):
-            overlay[path] = str(Path(folder, f"{number}.py"))
+            overlay[path] = str(folder / f"{number}.py")
             Path(overlay[path]).write_bytes(text.encode(sources[path].encoding))
         found = _observed(command, overlay)
     if isinstance(found, Failure):
