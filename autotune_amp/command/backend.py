@@ -13,8 +13,10 @@ from autotune_amp.command import measure
 from autotune_amp.command.command import Command
 from autotune_amp.command.frozen_pair import FrozenPair, Unpaired, pair
 from autotune_amp.command.known_arguments import with_placeholders
-from autotune_amp.command.ranks import Heard, Rank
-from autotune_amp.command.running import Ran
+from autotune_amp.command.messages import Gradient, Refused
+from autotune_amp.command.rank_steps import Rank
+from autotune_amp.command.ranks import RunEvents
+from autotune_amp.command.running import CompletedRun
 from autotune_amp.command.settable import (
     batches_in,
     deviation,
@@ -93,7 +95,8 @@ class CommandBackend(WorkloadBackend):
         self._local = local
         self._watcher = watcher
         self._environment = environment
-        self._described: dict[Setting, tuple[LaunchLine, Ran]] = {}  # runs that a trial of the setting need not repeat
+        # Runs that a trial of the setting need not repeat, with the command as it was then.
+        self._described: dict[Setting, tuple[LaunchLine, CompletedRun]] = {}
 
     @property
     def abilities(self) -> frozenset[Ability]:
@@ -218,7 +221,7 @@ class CommandBackend(WorkloadBackend):
 
     def _observe(
         self, setting: Setting, job: Describe, deadlines: Deadlines, began: float | None = None
-    ) -> tuple[Rank, Ran] | Failure:
+    ) -> tuple[Rank, CompletedRun] | Failure:
         """Run the command as a trial of `setting` would; return the slowest rank and the run.
 
         Raises `BudgetTooSmallError` as soon as the steps show that a search that started at `began` has too little
@@ -230,13 +233,13 @@ class CommandBackend(WorkloadBackend):
         )
         run_began = time.monotonic()
 
-        def is_enough(heard: Heard) -> bool:
+        def is_enough(heard: RunEvents) -> bool:
             if began is not None:
                 self._require_time(job, heard, run_began, began)
             return measure.is_enough(heard, as_trial, run_began)
 
         ran = self._command.run(setting, deadlines, is_enough, Watcher(), environment=self._environment)
-        if isinstance(ran.ending, Failure) and ran.heard.refused is not None:
+        if isinstance(ran.ending, Failure) and ran.heard.first(Refused) is not None:
             raise WorkloadError(f"A trial was stopped: {ran.ending.message}.", ran.ending.details or "")
         found, num_steps = measure.slowest(ran.heard), ran.heard.num_steps
         has_failed = isinstance(ran.ending, Failure) and ran.ending.kind != "workload_error"
@@ -253,7 +256,7 @@ class CommandBackend(WorkloadBackend):
             return Failure(kind="workload_error", message=f"it ended after {num_steps} steps, too few to measure")
         return found[0], ran
 
-    def _of_samples(self, today: Setting, first: tuple[Rank, Ran], job: Describe) -> tuple[Rank, Ran]:
+    def _of_samples(self, today: Setting, first: tuple[Rank, CompletedRun], job: Describe) -> tuple[Rank, CompletedRun]:
         """Return the rank and the run to count samples by, and set on the command how it counts them.
 
         If the batch size that was asked for does not show, either the ranks divide it among them, or the model takes
@@ -385,7 +388,7 @@ class CommandBackend(WorkloadBackend):
                 f"Give --device {min(types)}, or see that the command uses the device.",
             )
 
-    def _require_time(self, job: Describe, heard: Heard, run_began: float, began: float) -> None:
+    def _require_time(self, job: Describe, heard: RunEvents, run_began: float, began: float) -> None:
         """Raise `BudgetTooSmallError` if a search (a job that gives a baseline batch size) would end without a
         result.
         """
@@ -412,7 +415,7 @@ class CommandBackend(WorkloadBackend):
         problem = None if found is None else self._deviation(trial.candidate, found[0])
         return measured if problem is None else problem
 
-    def _described_run(self, trial: Trial) -> Ran | None:
+    def _described_run(self, trial: Trial) -> CompletedRun | None:
         """Return the run that described the command, if the trial would repeat it and is the first to do so;
         else None.
         """
@@ -422,7 +425,7 @@ class CommandBackend(WorkloadBackend):
         limit_bytes = math.inf if trial.memory_limit_bytes is None else trial.memory_limit_bytes
         return ran if ran.seen.memory_bytes <= limit_bytes else None
 
-    def _run(self, trial: Trial) -> Ran:
+    def _run(self, trial: Trial) -> CompletedRun:
         began, deadlines = time.monotonic(), trial.deadlines
         if deadlines.step_seconds is not None:
             deadlines = replace(deadlines, step_seconds=max(PAUSE_SECONDS, deadlines.step_seconds))
@@ -470,7 +473,7 @@ class CommandBackend(WorkloadBackend):
                 )
                 if isinstance(ran.ending, Failure):
                     return check.unchecked(ran.ending)
-                gradients.append(ran.heard.gradients)
+                gradients.append(ran.heard.of(Gradient))
                 first = min(ran.heard.ranks.values(), key=lambda rank: rank.rank)
                 losses.append(tuple(_finite(step.losses[-1]) for step in first.pace[:NUM_FROZEN_STEPS] if step.losses))
             steps = pair(*gradients)

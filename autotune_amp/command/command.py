@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from autotune_amp.command.leftovers import FOLDER, leftover_notes, remembered
-from autotune_amp.command.ranks import Heard
-from autotune_amp.command.running import TRIAL_DIR, Ran, run
+from autotune_amp.command.ranks import RunEvents
+from autotune_amp.command.running import TRIAL_DIR, CompletedRun, run
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.setting import Setting
@@ -49,7 +49,7 @@ class Command:
         self,
         setting: Setting,
         deadlines: Deadlines,
-        is_enough: Callable[[Heard], bool],
+        is_enough: Callable[[RunEvents], bool],
         watcher: Watcher,
         *,
         seed: int = 0,
@@ -57,7 +57,7 @@ class Command:
         memory_limit_bytes: int | None = None,
         output: Path | None = None,
         **agent: Any,
-    ) -> Ran:
+    ) -> CompletedRun:
         """Run the command once, filled with `setting`. A value without a placeholder that differs from today's is set
         from outside.
         """

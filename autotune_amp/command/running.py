@@ -21,8 +21,9 @@ import psutil
 
 from autotune_amp.command.advice import advised
 from autotune_amp.command.leftovers import CLEAR_UP, entries_of, remember, set_aside, write
-from autotune_amp.command.listening import Gone, Listener
-from autotune_amp.command.ranks import Heard
+from autotune_amp.command.listening import Listener
+from autotune_amp.command.messages import Hello, Refused
+from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.startable import require_startable
 from autotune_amp.command.verdict import RunState, verdict
 from autotune_amp.core.job import Deadlines
@@ -42,7 +43,7 @@ _STACK_SECONDS = 2.0  # to wait for the stacks of ranks that hang
 _NUM_KEPT_CHUNKS = 256
 
 
-class Ran(NamedTuple):
+class CompletedRun(NamedTuple):
     """Result of a run: start time (monotonic), messages, state as seen from outside, verdict.
 
     `kept` are the data that this run and earlier ones made outside of their own folders and that stay there, `stuck`
@@ -51,7 +52,7 @@ class Ran(NamedTuple):
     """
 
     began: float
-    heard: Heard
+    heard: RunEvents
     seen: RunState
     ending: Literal["measured"] | Failure
     kept: tuple[str, ...] = ()
@@ -65,7 +66,7 @@ def run(
     environment: Mapping[str, str],
     agent: Mapping[str, Any],
     deadlines: Deadlines,
-    is_enough: Callable[[Heard], bool],
+    is_enough: Callable[[RunEvents], bool],
     watcher: Watcher,
     folder: Path | None = None,
     files: Mapping[str, str] | None = None,
@@ -74,7 +75,7 @@ def run(
     kept: Sequence[str] = (),
     memory: Path | None = None,
     aside: Path | None = None,
-) -> Ran:
+) -> CompletedRun:
     """Start the command in the working directory, receive its messages, and kill all its processes once the verdict
     stands.
 
@@ -130,7 +131,7 @@ class _Command:
         **when_killed: Any,
     ) -> None:
         self._watcher = watcher
-        self._heard = Heard()
+        self._heard = RunEvents()
         self._tail: deque[str] = deque(maxlen=_NUM_KEPT_CHUNKS)
         self._socket = agent["socket"]
         self._memory_bytes, self._looked_at_bytes, self._memory_at = 0, 0, 0.0
@@ -161,7 +162,9 @@ class _Command:
         self._reader = threading.Thread(target=self._read, daemon=True, name="autotune-amp output")
         self._reader.start()
 
-    def until(self, deadlines: Deadlines, is_enough: Callable[[Heard], bool], memory_limit_bytes: int | None) -> Ran:
+    def until(
+        self, deadlines: Deadlines, is_enough: Callable[[RunEvents], bool], memory_limit_bytes: int | None
+    ) -> CompletedRun:
         """Wait until the verdict on the run stands, and return the result of the run."""
         has_asked, since = False, None
         while True:
@@ -179,11 +182,11 @@ class _Command:
                     has_asked = True
                     self._listener.ask("dump")
                 grace = _STACK_SECONDS if found.kind == "timeout" else _GRACE_SECONDS
-                if self._heard.refused is None and found.kind != "oom" and now - since < grace:
+                if self._heard.first(Refused) is None and found.kind != "oom" and now - since < grace:
                     continue
             if found is not None:
                 ending = advised(found) if isinstance(found, Failure) else found
-                return Ran(self._began, self._heard, seen, ending)
+                return CompletedRun(self._began, self._heard, seen, ending)
 
     @property
     def first_step_time(self) -> float:
@@ -199,13 +202,9 @@ class _Command:
         heed()
         self._watcher.tick()
         with contextlib.suppress(queue.Empty):
-            message = self._listener.heard.get(timeout=TICK_SECONDS)
+            self._heard.add(self._listener.heard.get(timeout=TICK_SECONDS))
             while True:
-                if isinstance(message, Gone):
-                    self._heard.gone(message.pid)
-                else:
-                    self._heard.hear(message)
-                message = self._listener.heard.get_nowait()
+                self._heard.add(self._listener.heard.get_nowait())
         if self._heard.num_steps > num_before:
             self._watcher.step(self._heard.num_steps, self._heard.step_seconds or 0.0)
 
@@ -217,14 +216,14 @@ class _Command:
             limit_bytes = math.inf if memory_limit_bytes is None else memory_limit_bytes
             if resident_bytes > min(limit_bytes, _GROWTH * self._looked_at_bytes):
                 self._looked_at_bytes, self._memory_bytes = resident_bytes, _total(processes, _own_bytes)
-            self._unobserved_seconds = 0.0 if self._heard.pythons else _python_seconds(processes)
+            self._unobserved_seconds = 0.0 if self._heard.of(Hello) else _python_seconds(processes)
         status = self._program.popen.poll()
         if status is not None:
             self._reader.join(KILL_SECONDS)
             self._hear_the_rest()
         return RunState(
             seconds=now - self._began,
-            seconds_since_step=now - (self._heard.last_time or self._began),
+            seconds_since_step=now - (self._heard.last_step_time or self._began),
             memory_bytes=self._memory_bytes,
             unobserved_seconds=self._unobserved_seconds,
             status=status,
@@ -235,11 +234,7 @@ class _Command:
     def _hear_the_rest(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                message = self._listener.heard.get(timeout=0.05)
-                if isinstance(message, Gone):
-                    self._heard.gone(message.pid)
-                else:
-                    self._heard.hear(message)
+                self._heard.add(self._listener.heard.get(timeout=0.05))
 
     def end(self) -> None:
         """Have the supervisor kill the command and all processes that it started."""

@@ -12,7 +12,7 @@ from running_commands import run_command
 
 from autotune_amp.command.backend import CommandBackend
 from autotune_amp.command.command import Command
-from autotune_amp.command.ranks import Heard
+from autotune_amp.command.ranks import RunEvents
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
@@ -138,7 +138,7 @@ def test_two_optimizers_that_step_in_turn_are_measured_on_their_own_card(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(TWO.format(device=f"cuda:{number}"))
 
-    def is_enough(heard: Heard) -> bool:
+    def is_enough(heard: RunEvents) -> bool:
         return any(len(list(rank.intervals())) >= 3 for rank in heard.ranks.values())
 
     ran = run_command([sys.executable, "train.py"], is_enough=is_enough)

@@ -23,7 +23,8 @@ from forked_python import ForkServer
 from running_commands import run_command
 
 from autotune_amp.command import verdict
-from autotune_amp.command.ranks import Heard
+from autotune_amp.command.messages import Torch
+from autotune_amp.command.ranks import RunEvents
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
@@ -225,7 +226,7 @@ def test_nothing_is_left_of_ranks_and_loader_workers(tmp_path: Path, context: st
     shared, temporary = shared_memory().keys(), set(Path(tempfile.gettempdir()).iterdir())
     pids: set[int] = set()
 
-    def is_enough(heard: Heard) -> bool:
+    def is_enough(heard: RunEvents) -> bool:
         (keeper,) = (one for one in psutil.Process().children() if "keeper.py" in " ".join(one.cmdline()))
         pids.update(one.pid for one in keeper.children(recursive=True))
         return heard.num_steps >= 8
@@ -278,7 +279,7 @@ def test_where_temporary_files_are_far_down_its_sockets_still_open(
     )
     with forked_programs(fork_server):
         ran = run_command([sys.executable, "train.py"])
-    assert ran.heard.torches
+    assert ran.heard.of(Torch)
     assert "went" in ran.seen.printed
 
 

@@ -42,7 +42,7 @@ def of_command(errors: Iterable[tuple[int, BaseException]], num_ranks: int, shar
     for rank, error in errors:
         types = tuple(kind.__name__ for kind in type(error).__mro__)
         message = said.error(100 + rank, types[0], str(error), rank, num_ranks, types=types, free_memory_share=share)
-        heard.hear(message)
+        heard.add(message)
     return judged(heard, RunState(seconds=1.0, seconds_since_step=1.0))
 
 
@@ -98,7 +98,7 @@ def test_a_worker_of_a_loader_that_the_kernel_killed(*, is_oom_killed: bool, is_
     error = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
     if is_command:
         heard = said.trained([5])
-        heard.hear(said.error(100, "RuntimeError", str(error)))
+        heard.add(said.error(100, "RuntimeError", str(error)))
         found = judged(heard, RunState(seconds=1.0, seconds_since_step=1.0, is_oom_killed=is_oom_killed))
     else:
         found = failures.failure_from_exception(error, is_oom_killed=is_oom_killed)
@@ -221,11 +221,11 @@ def of_workload(given: Losses) -> Any:
 def of_steps(given: Losses) -> Any:
     """What a command gives whose agent told of such steps."""
     heard = said.trained([0])
-    heard.hear(said.optimizer(100))
+    heard.add(said.optimizer(100))
     for number in ALL:
         bad = given.first <= number <= given.last and given.factor != 1.0
         loss = str(given.factor) if bad and abs(given.factor) != 1e30 else 1.0
-        heard.hear(said.step(100, number, losses=(loss,), is_skipped=number in (given.skips or ())))
+        heard.add(said.step(100, number, losses=(loss,), is_skipped=number in (given.skips or ())))
     setting = Setting(precision="fp32", batch_size=8)
     return measurement(heard, Trial(candidate=setting, device="cpu"), 0.0, 0)
 

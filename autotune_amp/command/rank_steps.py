@@ -1,4 +1,4 @@
-"""State of one run, built from the messages of its processes: its ranks, their steps, and the ranks that hang. Pure."""
+"""Optimizer steps of one training process: which are measured, and the batches that they took. Pure."""
 
 from __future__ import annotations
 
@@ -83,6 +83,25 @@ class Rank:
     sets: list[messages.Set] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     has_ended: bool = False
+
+    def add(self, message: Message) -> None:
+        """Add a message of this process."""
+        match message:
+            case messages.Optimizer():
+                self.rank, self.world, self.host = message.rank, message.world, message.host
+                self.optimizers[message.index] = message
+            case messages.Loader():
+                self.loaders[message.index] = message
+            case messages.Scaler():
+                self.scalers.append(message)
+            case messages.Switch():
+                self.switches.append(message)
+            case messages.Set():
+                self.sets.append(message)
+            case Step():
+                self.steps.append(message)
+            case messages.Exit() | messages.ConnectionClosed():
+                self.has_ended = True
 
     @property
     def pace(self) -> list[Step]:
@@ -180,6 +199,15 @@ class Rank:
                 num_skips=sum(step.is_skipped for step in warm[i + 1 : j + 1]),
             )
 
+    def mean_interval(self) -> tuple[float, float] | None:
+        """Return the samples and the seconds of a step, as means over the intervals; None if there are none."""
+        intervals = list(self.intervals())
+        num_steps = sum(one.num_steps for one in intervals)
+        if not num_steps:
+            return None
+        seconds = sum(one.step_seconds * one.num_steps for one in intervals)
+        return sum(one.num_samples for one in intervals) / num_steps, seconds / num_steps
+
     @property
     def entered(self) -> Entered:
         """Return the batches that entered the outermost modules in the latest step of `pace` for which all of these
@@ -225,153 +253,3 @@ def _fetched(before: Step, after: Step) -> dict[str, int]:
         for name, num in after.num_samples.items()
         if num != before.num_samples.get(name, 0)
     }
-
-
-@dataclass
-class Heard:
-    """Collected messages of one run."""
-
-    pythons: dict[int, messages.Hello] = field(default_factory=dict)  # by pid
-    torches: dict[int, messages.Torch] = field(default_factory=dict)  # by pid
-    ranks: dict[int, Rank] = field(default_factory=dict)  # by pid
-    errors: list[messages.Error] = field(default_factory=list)
-    stacks: dict[int, messages.Stack] = field(default_factory=dict)  # by pid
-    gradients: list[messages.Gradient] = field(default_factory=list)
-    sites: list[messages.Site] = field(default_factory=list)
-    refused: messages.Refused | None = None
-    unstepped: messages.Unstepped | None = None
-    last_time: float = 0.0  # monotonic time of the latest step
-    _loaders: dict[int, dict[str, messages.Loader]] = field(default_factory=dict)
-    _scalers: dict[int, list[messages.Scaler]] = field(default_factory=dict)
-    _switches: dict[int, list[messages.Switch]] = field(default_factory=dict)
-    _sets: dict[int, list[messages.Set]] = field(default_factory=dict)
-    _gone: list[int] = field(default_factory=list)  # pids, in the order in which their connections ended
-    _ended: set[int] = field(default_factory=set)  # pids that sent an error or an exit
-
-    def hear(self, message: Message) -> None:
-        """Add a message."""
-        match message:
-            case messages.Hello():
-                self.pythons[message.pid] = message
-            case messages.Torch():
-                self.torches[message.pid] = message
-            case messages.Loader():
-                self._loaders.setdefault(message.pid, {})[message.index] = message
-            case messages.Scaler():
-                self._scalers.setdefault(message.pid, []).append(message)
-            case messages.Optimizer():
-                rank = self.ranks.setdefault(message.pid, Rank(message.pid))
-                rank.rank, rank.world, rank.host = message.rank, message.world, message.host
-                rank.loaders = self._loaders.setdefault(message.pid, {})
-                rank.scalers = self._scalers.setdefault(message.pid, [])
-                rank.switches = self._switches.setdefault(message.pid, [])
-                rank.sets = self._sets.setdefault(message.pid, [])
-                rank.optimizers[message.index] = message
-            case Step():
-                self.ranks[message.pid].steps.append(message)
-                self.last_time = max(self.last_time, message.time)
-            case messages.Gradient():
-                self.gradients.append(message)
-            case messages.Set():
-                self._sets.setdefault(message.pid, []).append(message)
-            case messages.Switch():
-                self._switches.setdefault(message.pid, []).append(message)
-            case messages.Site():
-                self.sites.append(message)
-            case messages.Refused():
-                self.refused = message
-            case messages.Unstepped():
-                self.unstepped = message
-            case messages.Error():
-                self.errors.append(message)
-                self._ended.add(message.pid)
-            case messages.Exit():
-                self._ended.add(message.pid)
-                self._end(message.pid)
-            case messages.Stack():
-                self.stacks[message.pid] = message
-
-    def gone(self, pid: int) -> None:
-        """Note that the connection of a process has ended."""
-        self._gone.append(pid)
-        self._end(pid)
-
-    def _end(self, pid: int) -> None:
-        if pid in self.ranks:
-            self.ranks[pid].has_ended = True
-
-    @property
-    def rank_by_pid(self) -> dict[int, int]:
-        """Return the rank of each process that is one, also before its first step.
-
-        A process is a rank if a launcher gave it a rank and did not give one to its parent: processes that a rank
-        starts inherit its variables.
-        """
-        launched = {pid: said for pid, said in self.torches.items() if said.world > 1 and said.worker is None}
-        ranks = {pid: said.rank for pid, said in launched.items() if said.parent_pid not in launched}
-        return ranks | {pid: rank.rank for pid, rank in self.ranks.items()}
-
-    @property
-    def world(self) -> int:
-        """Return the number of ranks that are expected to send messages."""
-        worlds = [rank.world for rank in self.ranks.values()] + [said.world for said in self.torches.values()]
-        return max(worlds, default=1)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every rank has taken a step or is about to."""
-        return len(self.ranks) >= self.world
-
-    @property
-    def num_steps(self) -> int:
-        """Return the number of steps that all ranks have taken."""
-        return min((len(rank.pace) for rank in self.ranks.values()), default=0) if self.is_whole else 0
-
-    @property
-    def step_seconds(self) -> float | None:
-        """Return the seconds of the latest step, None before there were two."""
-        pace = max((rank.pace for rank in self.ranks.values()), key=len, default=[])
-        return pace[-1].time - pace[-2].time if len(pace) > 1 else None
-
-    @property
-    def num_frozen_steps(self) -> int:
-        """Return the number of frozen steps whose gradients all ranks have written."""
-        return min((sum(g.pid == pid for g in self.gradients) for pid in self.ranks), default=0) if self.is_whole else 0
-
-    @property
-    def lost(self) -> list[int]:
-        """Return the pids of the ranks that ended without an error or exit message, in the order in which they
-        ended.
-        """
-        return [pid for pid in self._gone if pid in self.rank_by_pid and pid not in self._ended]
-
-    @property
-    def silent(self) -> list[int]:
-        """Return the pids of the ranks that the others seem to wait for: those that took the fewest steps and are not
-        in a collective operation or a backward pass themselves. Valid once all were asked for their stacks.
-        """
-        steps = {pid: len(self.ranks[pid].pace) if pid in self.ranks else 0 for pid in self.rank_by_pid}
-        behind = [pid for pid in steps if steps[pid] == min(steps.values())]
-        return [pid for pid in behind if not _waits(self.stacks.get(pid))] or behind
-
-    def samples_per_second(self) -> float | None:
-        """Return the rate of the whole job: the samples of all ranks in the time of the slowest; None before every rank
-        has an interval.
-        """
-        per_rank: list[tuple[float, float]] = []
-        for rank in self.ranks.values():
-            intervals = list(rank.intervals())
-            num_steps = sum(one.num_steps for one in intervals)
-            if not num_steps:
-                return None
-            seconds = sum(one.step_seconds * one.num_steps for one in intervals) / num_steps
-            per_rank.append((sum(one.num_samples for one in intervals) / num_steps, seconds))
-        if not per_rank or not self.is_whole:
-            return None
-        return sum(samples for samples, _ in per_rank) / max(seconds for _, seconds in per_rank)
-
-
-def _waits(stack: messages.Stack | None) -> bool:
-    """Whether a process is at a place where it waits for other ranks; false if its stack is not known."""
-    innermost = "" if stack is None or not stack.at else stack.at[-1]
-    return "/torch/distributed/" in innermost or innermost.endswith("/torch/autograd/graph.py")
