@@ -41,8 +41,8 @@ NAMED_LIKE_THE_STANDARD_LIBRARY = {"profile"}
 # Files that run in a parent, or that a parent reads, know no torch; only the study knows Optuna.
 WITHOUT_TORCH = (
     *("__init__", "api", "cli", "core", "search", "processes.process", "processes.local"),
-    *("command.backend", "command.command", "command.running", "command.ranks", "command.rank_steps", "command.measure", "command.settable"),
-    *("command.verdict", "trial.judge"),
+    *("command.backend", "command.command", "command.running", "command.ranks", "command.measure", "command.settable"),
+    *("command.rank_steps", "command.verdict", "trial.judge"),
     *("memory.job", "memory.results", "memory.fit", "memory.savings", "memory.profile_memory"),
     *("numerics.scaler_replay", "numerics.grading", "runtime.policy", "runtime.run_log", "runtime.checkpoint"),
 )

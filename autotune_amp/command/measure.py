@@ -6,8 +6,6 @@ import math
 from collections import Counter
 from statistics import fmean
 
-from msgspec.structs import replace
-
 from autotune_amp.command.messages import Loader
 from autotune_amp.command.rank_steps import Interval, Rank
 from autotune_amp.command.ranks import RunEvents
@@ -15,6 +13,7 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.outcome import Description, Failure, Measurement
 from autotune_amp.core.setting import Setting
+from autotune_amp.processes.ranks import failure_of_rank
 from autotune_amp.trial.jobs import MAX_FALLING_SECONDS, NUM_WARMUP_STEPS, Trial, stop
 from autotune_amp.trial.judge import RunEvidence, judge
 
@@ -92,7 +91,7 @@ def measurement(heard: RunEvents, trial: Trial, began: float, memory_bytes: int)
     for each in heard.ranks.values():
         for steps in each.warm_losses:
             if failure := judge(RunEvidence(steps=steps)):
-                return failure if each.world == 1 else replace(failure, message=f"rank {each.rank}: {failure.message}")
+                return failure_of_rank(failure, each.rank, each.world)
     first = rank.pace[0].time - began
     return Measurement(
         step_seconds=step_seconds,

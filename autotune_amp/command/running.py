@@ -32,14 +32,13 @@ from autotune_amp.interruption import heed
 from autotune_amp.processes.marks import KILL_SECONDS
 from autotune_amp.processes.process import TICK_SECONDS, Watcher
 from autotune_amp.processes.program import Program, new_folder
+from autotune_amp.processes.ranks import RankGrace
 from autotune_amp.trial.failures import num_oom_kills
 
 INJECTED = Path(__file__).parent / "agent" / "path"
 TRIAL_DIR = "trial"
 _MEMORY_SECONDS = 0.5  # between two checks of the memory of all processes
 _GROWTH = 1.1  # growth of resident memory at which the exact memory is read again
-_GRACE_SECONDS = 2.0  # to wait after the first error: the rank that caused it may report later
-_STACK_SECONDS = 2.0  # to wait for the stacks of ranks that hang
 _NUM_KEPT_CHUNKS = 256
 
 
@@ -166,7 +165,7 @@ class _Command:
         self, deadlines: Deadlines, is_enough: Callable[[RunEvents], bool], memory_limit_bytes: int | None
     ) -> CompletedRun:
         """Wait until the verdict on the run stands, and return the result of the run."""
-        has_asked, since = False, None
+        has_asked, grace = False, RankGrace()
         while True:
             self._take_in()
             now = time.monotonic()
@@ -174,19 +173,15 @@ class _Command:
             found = verdict(
                 self._heard, seen, deadlines, is_enough=is_enough(self._heard), memory_limit_bytes=memory_limit_bytes
             )
-            if found is None:
-                since = None  # the apparent end was a pause
-            if isinstance(found, Failure) and self._program.popen.poll() is None:
-                since = since or now
-                if found.kind == "timeout" and not has_asked:
-                    has_asked = True
-                    self._listener.ask("dump")
-                grace = _STACK_SECONDS if found.kind == "timeout" else _GRACE_SECONDS
-                if self._heard.first(Refused) is None and found.kind != "oom" and now - since < grace:
-                    continue
-            if found is not None:
-                ending = advised(found) if isinstance(found, Failure) else found
-                return CompletedRun(self._began, self._heard, seen, ending)
+            failure = found if isinstance(found, Failure) else None
+            if failure is not None and failure.kind == "timeout" and not has_asked:
+                has_asked = True
+                self._listener.ask("dump")
+            is_over = grace.is_over(failure, now)
+            may_report = self._program.popen.poll() is None and self._heard.first(Refused) is None
+            if found is None or (failure is not None and may_report and not is_over):
+                continue
+            return CompletedRun(self._began, self._heard, seen, found if failure is None else advised(failure))
 
     @property
     def first_step_time(self) -> float:

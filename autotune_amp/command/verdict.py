@@ -17,6 +17,7 @@ from autotune_amp.command.ranks import RunEvents
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.text import count
+from autotune_amp.processes.ranks import failure_of_rank
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
 from autotune_amp.trial.judge import RaisedError, RunEvidence, culprit, judge
 
@@ -57,7 +58,7 @@ def verdict(
     for rank in heard.ranks.values():
         num_ooms = max((step.num_ooms for step in rank.steps), default=0)
         if failure := judge(RunEvidence(num_ooms=num_ooms)):
-            return _of_rank(failure, rank.rank, rank.world)
+            return failure_of_rank(failure, rank.rank, rank.world)
     if is_enough:
         return "measured"
     if failure := judge(RunEvidence(memory_bytes=seen.memory_bytes, memory_limit_bytes=memory_limit_bytes)):
@@ -108,7 +109,7 @@ def _of_errors(heard: RunEvents, seen: RunState) -> Iterator[Failure]:
     """
     own = [error for error in heard.of(Error) if error.types[0] not in _LAUNCHERS_ERRORS]
     for error in own:
-        yield _of_rank(_of_error(error, seen), error.rank, error.world)
+        yield failure_of_rank(_of_error(error, seen), error.rank, error.world)
     if heard.lost:
         yield _of_lost(heard, seen)
     elif not own:
@@ -118,7 +119,7 @@ def _of_errors(heard: RunEvents, seen: RunState) -> Iterator[Failure]:
             *_, last = filter(str.strip, error.message.splitlines())
             kind, _, said = last.partition(": ")
             error = replace(error, types=(kind.rpartition(".")[2],), message=said)
-            yield _of_rank(_of_error(error, seen), int(nested[1]), 2)
+            yield failure_of_rank(_of_error(error, seen), int(nested[1]), 2)
         elif seen.status:  # the rank's own error is in the printed output
             yield _of_status(heard, seen, seen.status)
         else:
@@ -133,10 +134,6 @@ def _of_error(error: Error, seen: RunState) -> Failure:
         free_memory_share=error.free_memory_share,
     )
     return _judged(RunEvidence(error=raised, is_oom_killed=seen.is_oom_killed))
-
-
-def _of_rank(failure: Failure, rank: int, world: int) -> Failure:
-    return replace(failure, message=f"rank {rank}: {failure.message}") if world > 1 else failure
 
 
 def _judged(evidence: RunEvidence) -> Failure:
