@@ -298,34 +298,51 @@ class CommandBackend(WorkloadBackend):
     def _follow(
         self, other: Setting, today: Setting, first: Rank, job: Describe, began: float
     ) -> tuple[dict[str, str], Setting, Rank]:
-        """Run the command with another batch size and precision, and check that both show in the observed steps.
+        """Run the command with another batch size and precision, and check that both show in the observed steps. If it
+        fails, run it with the other precision alone, then with the other batch size alone.
 
         Return the precisions and dimensions that the command cannot run with (and why), the setting that it followed,
         and the rank observed with that; `first` is the rank of today's run. Raises `WorkloadError` if today's values
-        show still, and `BudgetTooSmallError` if time is up.
+        show still, or if another batch size is needed and fails, and `BudgetTooSmallError` if time is up.
         """
 
         def left() -> float:
             return math.inf if job.deadline_seconds is None else job.deadline_seconds - (time.monotonic() - began)
 
-        def run(setting: Setting, at_most: float = math.inf) -> Rank | Failure:
-            seconds = min(left(), at_most)
+        def run(setting: Setting) -> Rank | Failure:
+            if setting == today:
+                return first
+            seconds = left()
+            if setting.precision != today.precision:
+                patience = max(FOLLOWING_SHARE * seconds, FOLLOWING_TIMES * (time.monotonic() - began))
+                seconds = min(seconds, patience)
             found = self._observe(setting, job, Deadlines(whole_seconds=None if seconds == math.inf else seconds))
             if isinstance(found, Failure):
                 return found
             self._described[setting] = self._command.line, found[1]
             return found[0]
 
-        is_extra = other.batch_size != today.batch_size and not job.is_batch_free
-        patience = max(FOLLOWING_SHARE * left(), FOLLOWING_TIMES * (time.monotonic() - began))
-        found, cannot = run(other, patience if other.precision != today.precision else math.inf), dict[str, str]()
-        if isinstance(found, Failure) and is_extra and left() > 0:
-            return self._follow_apart(other, today, first, job, began, found)
-        why = self._why_not(other, found, today, first, has_time=left() > 0)
-        if why is not None and other.precision != today.precision:
+        def precision_problem(setting: Setting, found: Rank | Failure) -> str | None:
+            if setting.precision == today.precision:
+                return None
+            return self._why_not(setting, found, today, first, has_time=left() > 0)
+
+        cannot: dict[str, str] = {}
+        found = run(other)
+        can_do_without = other.batch_size != today.batch_size and not job.is_batch_free
+        if isinstance(found, Failure) and can_do_without and left() > 0:
+            failure, alone = found, replace(other, batch_size=today.batch_size)
+            found = run(alone)
+            if precision_problem(alone, found) is None:
+                other, cannot["batch_size"] = alone, _failed_at(other, failure)
+        why = precision_problem(other, found)
+        if why is not None:
             cannot[other.precision] = why
             other = replace(other, precision=today.precision)
             found = run(other)
+            if isinstance(found, Failure) and can_do_without and left() > 0:
+                cannot["batch_size"] = _failed_at(other, found)
+                other, found = today, first
         if isinstance(found, Failure):
             if found.kind == "timeout" and job.deadline_seconds is not None:
                 raise BudgetTooSmallError(
@@ -342,21 +359,6 @@ class CommandBackend(WorkloadBackend):
         if ignored is not None:
             raise _ignoring(ignored)
         return cannot, other, found
-
-    def _follow_apart(
-        self, other: Setting, today: Setting, first: Rank, job: Describe, began: float, failure: Failure
-    ) -> tuple[dict[str, str], Setting, Rank]:
-        """Check precision and batch size in separate runs; the command failed with both changed, and another batch size
-        is not needed. Arguments and return value are those of `_follow`.
-        """
-        found: tuple[dict[str, str], Setting, Rank] = {}, today, first
-        if other.precision != today.precision:
-            found = self._follow(replace(other, batch_size=today.batch_size), today, first, job, began)
-        cannot, followed, rank = found
-        if other.precision in cannot:
-            more, followed, rank = self._follow(replace(other, precision=today.precision), today, first, job, began)
-            return cannot | more, followed, rank
-        return cannot | {"batch_size": f"at {other.batch_size} the command failed: {failure.message}"}, followed, rank
 
     def _why_not(
         self, other: Setting, found: Rank | Failure, today: Setting, first: Rank, *, has_time: bool
@@ -496,6 +498,10 @@ def _ignoring(problem: str) -> WorkloadError:
         f"The command does not follow: {problem}.",
         "Put the placeholder where the script takes the value from; --dry-run prints what is started.",
     )
+
+
+def _failed_at(setting: Setting, failure: Failure) -> str:
+    return f"at {setting.batch_size} the command failed: {failure.message}"
 
 
 def _finite(loss: float | str) -> float:

@@ -1,0 +1,114 @@
+"""Events of one run of a command, as its processes sent them, and the ranks among these processes. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, TypeVar
+
+from autotune_amp.command.messages import AgentMessage, ConnectionClosed, Error, Exit, Gradient, Message, Stack, Torch
+from autotune_amp.command.rank_steps import Rank
+
+M = TypeVar("M", bound=AgentMessage)
+
+
+class RunEvents:
+    """Messages of all processes of one run, in the order of their arrival."""
+
+    def __init__(self) -> None:
+        self._processes: dict[int, Rank] = {}  # by pid
+        self._messages: dict[type[AgentMessage], list[Any]] = {}
+
+    def add(self, message: Message) -> None:
+        """Add a message."""
+        self._messages.setdefault(type(message), []).append(message)
+        self._processes.setdefault(message.pid, Rank(message.pid)).add(message)
+
+    def of(self, kind: type[M]) -> list[M]:
+        """Return all messages of one kind."""
+        return self._messages.get(kind, [])
+
+    def first(self, kind: type[M]) -> M | None:
+        """Return the first message of one kind, None if there is none."""
+        return next(iter(self.of(kind)), None)
+
+    @property
+    def ranks(self) -> dict[int, Rank]:
+        """Return the processes that have taken an optimizer step or are about to, by pid."""
+        return {pid: process for pid, process in self._processes.items() if process.optimizers}
+
+    @property
+    def rank_by_pid(self) -> dict[int, int]:
+        """Return the rank of each process that is one, also before its first step.
+
+        A process is a rank if a launcher gave it a rank and did not give one to its parent: processes that a rank
+        starts inherit its variables.
+        """
+        launched = {torch.pid: torch for torch in self.of(Torch) if torch.world > 1 and torch.worker is None}
+        ranks = {pid: torch.rank for pid, torch in launched.items() if torch.parent_pid not in launched}
+        return ranks | {pid: rank.rank for pid, rank in self.ranks.items()}
+
+    @property
+    def world(self) -> int:
+        """Return the number of ranks that are expected to send messages."""
+        return max([rank.world for rank in self.ranks.values()] + [torch.world for torch in self.of(Torch)], default=1)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has taken a step or is about to."""
+        return len(self.ranks) >= self.world
+
+    @property
+    def num_steps(self) -> int:
+        """Return the number of steps that all ranks have taken."""
+        return min((len(rank.pace) for rank in self.ranks.values()), default=0) if self.is_whole else 0
+
+    @property
+    def num_frozen_steps(self) -> int:
+        """Return the number of frozen steps whose gradients all ranks have written."""
+        num_by_pid = Counter(gradient.pid for gradient in self.of(Gradient))
+        return min((num_by_pid[pid] for pid in self.ranks), default=0) if self.is_whole else 0
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Return the seconds of the latest step, None before there were two."""
+        pace = max((rank.pace for rank in self.ranks.values()), key=len, default=[])
+        return pace[-1].time - pace[-2].time if len(pace) > 1 else None
+
+    @property
+    def last_step_time(self) -> float | None:
+        """Return the monotonic time of the latest step of any rank, None before the first."""
+        return max((rank.steps[-1].time for rank in self.ranks.values() if rank.steps), default=None)
+
+    @property
+    def lost(self) -> list[int]:
+        """Return the pids of the ranks that ended without an error or exit message, in the order in which they
+        ended.
+        """
+        pids = self.rank_by_pid.keys() - {message.pid for message in (*self.of(Error), *self.of(Exit))}
+        return [message.pid for message in self.of(ConnectionClosed) if message.pid in pids]
+
+    @property
+    def silent(self) -> list[int]:
+        """Return the pids of the ranks that the others seem to wait for: those that took the fewest steps and are not
+        in a collective operation or a backward pass themselves. Valid once all were asked for their stacks.
+        """
+        steps = {pid: len(self._processes[pid].pace) for pid in self.rank_by_pid}
+        behind = [pid for pid in steps if steps[pid] == min(steps.values())]
+        waiting = {stack.pid for stack in self.of(Stack) if _waits(stack)}
+        return [pid for pid in behind if pid not in waiting] or behind
+
+    def samples_per_second(self) -> float | None:
+        """Return the rate of the whole job: the samples of all ranks in the time of the slowest; None before every rank
+        has an interval.
+        """
+        means = [rank.mean_interval() for rank in self.ranks.values()]
+        found = [mean for mean in means if mean is not None]
+        if not found or len(found) < len(means) or not self.is_whole:
+            return None
+        return sum(num_samples for num_samples, _ in found) / max(seconds for _, seconds in found)
+
+
+def _waits(stack: Stack) -> bool:
+    """Whether a process is at a place where it waits for other ranks."""
+    innermost = stack.at[-1] if stack.at else ""
+    return "/torch/distributed/" in innermost or innermost.endswith("/torch/autograd/graph.py")
