@@ -56,7 +56,7 @@ def keep(
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _OF_THE_JOB}
     Path(folders[0]).mkdir(mode=0o700)  # which tells the parent that its signals are heard
     program: int | None = None
-    marks: Any = None
+    process_tree: Any = None
     shared_before: Iterable[str] = ()
     status, is_asked, is_orphaned = None, False, False
     while status is None and not (is_asked or is_orphaned) and os.getppid() == parent:
@@ -69,12 +69,12 @@ def keep(
                 elif asked == GO_ON and not is_asked:
                     program = _start(mark, arguments, handlers)
                     _leave_streams()
-                    from autotune_amp.processes import marks  # imported while the program starts
+                    from autotune_amp.processes import process_tree  # imported while the program starts
 
-                    shared_before = marks.shared_memory()
+                    shared_before = process_tree.shared_memory()
         status = None if program is None else _reaped(program)
     if program is not None:
-        _end(marks, mark, shared_before)
+        _end(process_tree, mark, shared_before)
     until = time.monotonic() + _EXIT_SECONDS
     while is_orphaned and os.getppid() == parent and time.monotonic() < until:
         time.sleep(0.01)
@@ -129,7 +129,7 @@ def _reaped(program: int) -> int | None:
     return status
 
 
-def _end(marks: Any, mark: str, shared_before: Iterable[str]) -> None:
+def _end(process_tree: Any, mark: str, shared_before: Iterable[str]) -> None:
     """Kill all descendants of the program at once, by a signal that they cannot handle, and free their shared memory.
 
     `shared_before` are the names of shared memory that existed before, which is kept.
@@ -141,19 +141,19 @@ def _end(marks: Any, mark: str, shared_before: Iterable[str]) -> None:
     num_empty = 0  # rounds that found no process; two, since one that is just executing a program shows no mark
     while num_empty < 2 and time.monotonic() < until:
         _reaped(0)
-        found = {*psutil.Process().children(recursive=True), *marks.marked(mark)}
+        found = {*psutil.Process().children(recursive=True), *process_tree.marked(mark)}
         num_empty = 0 if found else num_empty + 1
         for process in found:
             with suppress(psutil.Error):
                 process.suspend()  # so that none shares more memory, or reacts to another's end
-        shared |= marks.shared_memory_of(found).difference(shared_before)
+        shared |= process_tree.shared_memory_of(found).difference(shared_before)
         for process in found:
             with suppress(psutil.Error):
                 process.kill()
         time.sleep(0.01)
-    for name in shared - marks.shared_memory_of(psutil.process_iter()):
+    for name in shared - process_tree.shared_memory_of(psutil.process_iter()):
         with suppress(OSError):
-            (marks.SHARED_MEMORY / name).unlink()
+            (process_tree.SHARED_MEMORY / name).unlink()
 
 
 def main(settings: str, *arguments: str) -> None:

@@ -23,7 +23,7 @@ from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
 from autotune_amp.interruption import heed
-from autotune_amp.processes.marks import KILL_SECONDS, terminate_programs
+from autotune_amp.processes.process_tree import KILL_SECONDS, terminate_programs
 from autotune_amp.processes.program import Program, new_folder
 from autotune_amp.trial.failures import num_oom_kills
 from autotune_amp.trial.judge import RunEvidence, judge

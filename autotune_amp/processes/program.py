@@ -20,7 +20,7 @@ import psutil
 
 from autotune_amp.core.errors import RunnerError
 from autotune_amp.processes import keeper
-from autotune_amp.processes.marks import KILL_SECONDS, kill_marked
+from autotune_amp.processes.process_tree import KILL_SECONDS, kill_marked
 
 # Longest path of the folder for temporary files. A socket's path has 107 bytes at most (103 on macOS), of which names
 # inside a program's own folder, such as those of multiprocessing's sockets, take 60.

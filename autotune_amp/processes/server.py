@@ -42,7 +42,7 @@ from autotune_amp.hardware.device import parse
 from autotune_amp.hardware.measuring import make_current
 from autotune_amp.precision import torch_state
 from autotune_amp.processes import packing
-from autotune_amp.processes.marks import terminate_programs
+from autotune_amp.processes.process_tree import terminate_programs
 from autotune_amp.trial import failures
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.worker import raise_oom_score

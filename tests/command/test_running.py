@@ -28,7 +28,7 @@ from autotune_amp.command.ranks import RunEvents
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
-from autotune_amp.processes.marks import shared_memory
+from autotune_amp.processes.process_tree import shared_memory
 
 GONE_SECONDS = 60.0
 

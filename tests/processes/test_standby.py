@@ -21,7 +21,7 @@ from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes import standby
 from autotune_amp.processes.local import LocalBackend, Payload, Slot, can_fork
-from autotune_amp.processes.marks import MARK
+from autotune_amp.processes.process_tree import MARK
 from autotune_amp.processes.places import ConfirmingProcesses, OneDevice
 from autotune_amp.processes.process import Process, Watcher
 from autotune_amp.processes.standby import Standby
