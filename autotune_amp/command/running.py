@@ -29,8 +29,8 @@ from autotune_amp.command.verdict import RunState, verdict
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
 from autotune_amp.interruption import heed
-from autotune_amp.processes.process_tree import KILL_SECONDS
 from autotune_amp.processes.process import TICK_SECONDS, Watcher
+from autotune_amp.processes.process_tree import KILL_SECONDS
 from autotune_amp.processes.program import Program, new_folder
 from autotune_amp.processes.ranks import RankGrace
 from autotune_amp.trial.failures import num_oom_kills

@@ -17,7 +17,7 @@ from autotune_amp import Workload
 from autotune_amp.command.measure import measurement
 from autotune_amp.command.verdict import RunState, verdict
 from autotune_amp.core.config import LossScale
-from autotune_amp.core.job import Deadlines
+from autotune_amp.core.job import ChildExit, Deadlines, JobEvent, Ready
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
@@ -165,7 +165,7 @@ def test_an_exit(
     else:
         kills = iter((3, 3 + is_oom_killed))
         monkeypatch.setattr(process, "num_oom_kills", lambda: next(kills))
-        script = Script((1.0, FIRST), (1.0, {"event": "exit", "status": status}))
+        script = Script((1.0, FIRST), (1.0, ChildExit(status)))
         script.printed = printed
         found = script.failure(100.0, monkeypatch, ends_with_exit=True)
     assert found.kind == kind
@@ -179,7 +179,8 @@ def test_a_hang(monkeypatch: pytest.MonkeyPatch, *, is_ready: bool, is_command: 
         heard = said.trained([5]) if is_ready else said.heard([said.hello(1), said.torch(1)])
         found = judged(heard, RunState(seconds=50.0 if is_ready else 101.0, seconds_since_step=50.0))
     else:
-        found = Script(*[(0.5, {"event": "ready"}), (0.5, FIRST)] * is_ready).failure(100.0, monkeypatch)
+        begun: list[tuple[float, JobEvent]] = [(0.5, Ready()), (0.5, FIRST)]
+        found = Script(*begun * is_ready).failure(100.0, monkeypatch)
     assert (found.kind, found.is_loading) == ("timeout", not is_ready)
 
 
