@@ -39,7 +39,7 @@ LAYERS = (
 WITHOUT_TORCH = (
     *("__init__", "api", "cli", "core", "search", "processes.process", "processes.local"),
     *("command.backend", "command.command", "command.running", "command.ranks", "command.measure", "command.settable"),
-    *("command.verdict", "trial.judge"),
+    *("command.rank_steps", "command.verdict", "trial.judge"),
     *("trial.step_profile.breakdown", "diagnostics.profile_amp", "diagnostics.check_fidelity"),
     *("diagnostics.check.findings", "diagnostics.check.check_workload"),
     *("diagnostics.memory.results", "diagnostics.memory.profile_memory"),

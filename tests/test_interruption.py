@@ -23,13 +23,13 @@ class Drops:
         signal.raise_signal(signal.NUMBER)
 
 once = [Drops()]
-hear = process.Process._next_message
+hear = process.Process._next_event
 
 def hears(self):
     once.clear()
     return hear(self)
 
-process.Process._next_message = hears
+process.Process._next_event = hears
 cli.main()
 """
 SCRIPT = """

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import msgspec
 import pytest
 
+from autotune_amp.core.job import JobEvent, Result
 from autotune_amp.processes import local
 from autotune_amp.processes.process import Process, Watcher
 
@@ -36,14 +37,14 @@ class ServerHere(Process):
         from autotune_amp.processes.server import Server
 
         self.watcher = watcher
-        self._messages = queue.Queue()
+        self._events = queue.Queue()
         self._printed = queue.SimpleQueue()
         self._tail = deque(maxlen=64)
         self._environment = environment
         self._imported: list[str] = []  # the workload's module, which another test may have by the same name
-        self._channel = ChannelHere(self._messages)
+        self._channel = ChannelHere(self._events)
         self._server: Any = Server(self._channel, is_template=mode == "forked")  # type: ignore[arg-type] # all it needs of a channel
-        self._messages.put({"event": "result", "value": "ready"})
+        self._events.put(Result("ready"))
 
     def is_alive(self) -> bool:
         return True
@@ -66,9 +67,9 @@ class ServerHere(Process):
 class ChannelHere:
     """What a server reads and writes, in memory."""
 
-    def __init__(self, messages: queue.Queue[dict[str, Any] | None]) -> None:
+    def __init__(self, events: queue.Queue[JobEvent]) -> None:
         self.input = io.BytesIO()
-        self._messages = messages
+        self._events = events
 
-    def send(self, message: dict[str, Any]) -> None:
-        self._messages.put(msgspec.json.decode(msgspec.json.encode(message)))
+    def send(self, event: JobEvent) -> None:
+        self._events.put(msgspec.json.decode(msgspec.json.encode(event), type=JobEvent))

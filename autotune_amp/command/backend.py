@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -15,8 +13,10 @@ from autotune_amp.command import measure
 from autotune_amp.command.command import Command
 from autotune_amp.command.frozen_pair import FrozenPair, Unpaired, pair
 from autotune_amp.command.known_arguments import with_placeholders
-from autotune_amp.command.ranks import Heard, Rank
-from autotune_amp.command.running import Ran
+from autotune_amp.command.messages import Gradient, Refused
+from autotune_amp.command.rank_steps import Rank
+from autotune_amp.command.ranks import RunEvents
+from autotune_amp.command.running import CompletedRun
 from autotune_amp.command.settable import (
     batches_in,
     deviation,
@@ -34,6 +34,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count
 from autotune_amp.processes.local import Ability, Handle, OpenResult, Slot, WorkloadBackend
 from autotune_amp.processes.process import Watcher
+from autotune_amp.processes.program import temporary_folder
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Check, Describe, Trial, measure_seconds
 
 NUM_FROZEN_STEPS, MAX_SKIPS = 6, 4
@@ -94,7 +95,8 @@ class CommandBackend(WorkloadBackend):
         self._local = local
         self._watcher = watcher
         self._environment = environment
-        self._described: dict[Setting, tuple[LaunchLine, Ran]] = {}  # runs that a trial of the setting need not repeat
+        # Runs that a trial of the setting need not repeat, with the command as it was then.
+        self._described: dict[Setting, tuple[LaunchLine, CompletedRun]] = {}
 
     @property
     def abilities(self) -> frozenset[Ability]:
@@ -219,7 +221,7 @@ class CommandBackend(WorkloadBackend):
 
     def _observe(
         self, setting: Setting, job: Describe, deadlines: Deadlines, began: float | None = None
-    ) -> tuple[Rank, Ran] | Failure:
+    ) -> tuple[Rank, CompletedRun] | Failure:
         """Run the command as a trial of `setting` would; return the slowest rank and the run.
 
         Raises `BudgetTooSmallError` as soon as the steps show that a search that started at `began` has too little
@@ -231,13 +233,13 @@ class CommandBackend(WorkloadBackend):
         )
         run_began = time.monotonic()
 
-        def is_enough(heard: Heard) -> bool:
+        def is_enough(heard: RunEvents) -> bool:
             if began is not None:
                 self._require_time(job, heard, run_began, began)
             return measure.is_enough(heard, as_trial, run_began)
 
         ran = self._command.run(setting, deadlines, is_enough, Watcher(), environment=self._environment)
-        if isinstance(ran.ending, Failure) and ran.heard.refused is not None:
+        if isinstance(ran.ending, Failure) and ran.heard.first(Refused) is not None:
             raise WorkloadError(f"A trial was stopped: {ran.ending.message}.", ran.ending.details or "")
         found, num_steps = measure.slowest(ran.heard), ran.heard.num_steps
         has_failed = isinstance(ran.ending, Failure) and ran.ending.kind != "workload_error"
@@ -254,7 +256,7 @@ class CommandBackend(WorkloadBackend):
             return Failure(kind="workload_error", message=f"it ended after {num_steps} steps, too few to measure")
         return found[0], ran
 
-    def _of_samples(self, today: Setting, first: tuple[Rank, Ran], job: Describe) -> tuple[Rank, Ran]:
+    def _of_samples(self, today: Setting, first: tuple[Rank, CompletedRun], job: Describe) -> tuple[Rank, CompletedRun]:
         """Return the rank and the run to count samples by, and set on the command how it counts them.
 
         If the batch size that was asked for does not show, either the ranks divide it among them, or the model takes
@@ -296,34 +298,51 @@ class CommandBackend(WorkloadBackend):
     def _follow(
         self, other: Setting, today: Setting, first: Rank, job: Describe, began: float
     ) -> tuple[dict[str, str], Setting, Rank]:
-        """Run the command with another batch size and precision, and check that both show in the observed steps.
+        """Run the command with another batch size and precision, and check that both show in the observed steps. If it
+        fails, run it with the other precision alone, then with the other batch size alone.
 
         Return the precisions and dimensions that the command cannot run with (and why), the setting that it followed,
         and the rank observed with that; `first` is the rank of today's run. Raises `WorkloadError` if today's values
-        show still, and `BudgetTooSmallError` if time is up.
+        show still, or if another batch size is needed and fails, and `BudgetTooSmallError` if time is up.
         """
 
         def left() -> float:
             return math.inf if job.deadline_seconds is None else job.deadline_seconds - (time.monotonic() - began)
 
-        def run(setting: Setting, at_most: float = math.inf) -> Rank | Failure:
-            seconds = min(left(), at_most)
+        def run(setting: Setting) -> Rank | Failure:
+            if setting == today:
+                return first
+            seconds = left()
+            if setting.precision != today.precision:
+                patience = max(FOLLOWING_SHARE * seconds, FOLLOWING_TIMES * (time.monotonic() - began))
+                seconds = min(seconds, patience)
             found = self._observe(setting, job, Deadlines(whole_seconds=None if seconds == math.inf else seconds))
             if isinstance(found, Failure):
                 return found
             self._described[setting] = self._command.line, found[1]
             return found[0]
 
-        is_extra = other.batch_size != today.batch_size and not job.is_batch_free
-        patience = max(FOLLOWING_SHARE * left(), FOLLOWING_TIMES * (time.monotonic() - began))
-        found, cannot = run(other, patience if other.precision != today.precision else math.inf), dict[str, str]()
-        if isinstance(found, Failure) and is_extra and left() > 0:
-            return self._follow_apart(other, today, first, job, began, found)
-        why = self._why_not(other, found, today, first, has_time=left() > 0)
-        if why is not None and other.precision != today.precision:
+        def precision_problem(setting: Setting, found: Rank | Failure) -> str | None:
+            if setting.precision == today.precision:
+                return None
+            return self._why_not(setting, found, today, first, has_time=left() > 0)
+
+        cannot: dict[str, str] = {}
+        found = run(other)
+        can_do_without = other.batch_size != today.batch_size and not job.is_batch_free
+        if isinstance(found, Failure) and can_do_without and left() > 0:
+            failure, alone = found, replace(other, batch_size=today.batch_size)
+            found = run(alone)
+            if precision_problem(alone, found) is None:
+                other, cannot["batch_size"] = alone, _failed_at(other, failure)
+        why = precision_problem(other, found)
+        if why is not None:
             cannot[other.precision] = why
             other = replace(other, precision=today.precision)
             found = run(other)
+            if isinstance(found, Failure) and can_do_without and left() > 0:
+                cannot["batch_size"] = _failed_at(other, found)
+                other, found = today, first
         if isinstance(found, Failure):
             if found.kind == "timeout" and job.deadline_seconds is not None:
                 raise BudgetTooSmallError(
@@ -340,21 +359,6 @@ class CommandBackend(WorkloadBackend):
         if ignored is not None:
             raise _ignoring(ignored)
         return cannot, other, found
-
-    def _follow_apart(
-        self, other: Setting, today: Setting, first: Rank, job: Describe, began: float, failure: Failure
-    ) -> tuple[dict[str, str], Setting, Rank]:
-        """Check precision and batch size in separate runs; the command failed with both changed, and another batch size
-        is not needed. Arguments and return value are those of `_follow`.
-        """
-        found: tuple[dict[str, str], Setting, Rank] = {}, today, first
-        if other.precision != today.precision:
-            found = self._follow(replace(other, batch_size=today.batch_size), today, first, job, began)
-        cannot, followed, rank = found
-        if other.precision in cannot:
-            more, followed, rank = self._follow(replace(other, precision=today.precision), today, first, job, began)
-            return cannot | more, followed, rank
-        return cannot | {"batch_size": f"at {other.batch_size} the command failed: {failure.message}"}, followed, rank
 
     def _why_not(
         self, other: Setting, found: Rank | Failure, today: Setting, first: Rank, *, has_time: bool
@@ -386,7 +390,7 @@ class CommandBackend(WorkloadBackend):
                 f"Give --device {min(types)}, or see that the command uses the device.",
             )
 
-    def _require_time(self, job: Describe, heard: Heard, run_began: float, began: float) -> None:
+    def _require_time(self, job: Describe, heard: RunEvents, run_began: float, began: float) -> None:
         """Raise `BudgetTooSmallError` if a search (a job that gives a baseline batch size) would end without a
         result.
         """
@@ -413,7 +417,7 @@ class CommandBackend(WorkloadBackend):
         problem = None if found is None else self._deviation(trial.candidate, found[0])
         return measured if problem is None else problem
 
-    def _described_run(self, trial: Trial) -> Ran | None:
+    def _described_run(self, trial: Trial) -> CompletedRun | None:
         """Return the run that described the command, if the trial would repeat it and is the first to do so;
         else None.
         """
@@ -423,7 +427,7 @@ class CommandBackend(WorkloadBackend):
         limit_bytes = math.inf if trial.memory_limit_bytes is None else trial.memory_limit_bytes
         return ran if ran.seen.memory_bytes <= limit_bytes else None
 
-    def _run(self, trial: Trial) -> Ran:
+    def _run(self, trial: Trial) -> CompletedRun:
         began, deadlines = time.monotonic(), trial.deadlines
         if deadlines.step_seconds is not None:
             deadlines = replace(deadlines, step_seconds=max(PAUSE_SECONDS, deadlines.step_seconds))
@@ -449,10 +453,10 @@ class CommandBackend(WorkloadBackend):
         if "fp32" in self._command.unsettable:
             why = self._command.unsettable["fp32"]
             return check.unchecked(f"there is no fp32 to hold it against: {why}", "Let the command run in fp32 too.")
-        with tempfile.TemporaryDirectory(prefix="autotune_amp-") as folder:
+        with temporary_folder() as folder:
             for name, precision in (("low", check.candidate.precision), ("reference", "fp32")):
                 left = None if check.deadline_seconds is None else check.deadline_seconds - (time.monotonic() - began)
-                output = Path(folder, name)
+                output = folder / name
                 output.mkdir()
                 ran = self._command.run(
                     replace(today, precision=precision),
@@ -471,7 +475,7 @@ class CommandBackend(WorkloadBackend):
                 )
                 if isinstance(ran.ending, Failure):
                     return check.unchecked(ran.ending)
-                gradients.append(ran.heard.gradients)
+                gradients.append(ran.heard.of(Gradient))
                 first = min(ran.heard.ranks.values(), key=lambda rank: rank.rank)
                 losses.append(tuple(_finite(step.losses[-1]) for step in first.pace[:NUM_FROZEN_STEPS] if step.losses))
             steps = pair(*gradients)
@@ -494,6 +498,10 @@ def _ignoring(problem: str) -> WorkloadError:
         f"The command does not follow: {problem}.",
         "Put the placeholder where the script takes the value from; --dry-run prints what is started.",
     )
+
+
+def _failed_at(setting: Setting, failure: Failure) -> str:
+    return f"at {setting.batch_size} the command failed: {failure.message}"
 
 
 def _finite(loss: float | str) -> float:

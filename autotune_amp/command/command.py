@@ -5,20 +5,20 @@ leaves.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from autotune_amp.command.leftovers import FOLDER, leftover_notes, remembered
-from autotune_amp.command.ranks import Heard
-from autotune_amp.command.running import Ran, run
+from autotune_amp.command.ranks import RunEvents
+from autotune_amp.command.running import TRIAL_DIR, CompletedRun, run
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.setting import Setting
 from autotune_amp.distributed import free_port
 from autotune_amp.processes.local import TRIAL_ENVIRONMENT
 from autotune_amp.processes.process import Watcher
+from autotune_amp.processes.program import new_folder
 
 
 class Command:
@@ -49,7 +49,7 @@ class Command:
         self,
         setting: Setting,
         deadlines: Deadlines,
-        is_enough: Callable[[Heard], bool],
+        is_enough: Callable[[RunEvents], bool],
         watcher: Watcher,
         *,
         seed: int = 0,
@@ -57,32 +57,31 @@ class Command:
         memory_limit_bytes: int | None = None,
         output: Path | None = None,
         **agent: Any,
-    ) -> Ran:
+    ) -> CompletedRun:
         """Run the command once, filled with `setting`. A value without a placeholder that differs from today's is set
         from outside.
         """
         outside = {} if self.today is None else self.line.outside(setting, self.today)
         if "batch_size" in outside:
             outside["maker"] = self.maker
-        with tempfile.TemporaryDirectory(prefix="autotune_amp-") as folder:
-            of_trial = {"seed": seed, "trial_dir": folder, "port": free_port()}
-            arguments, files = self.line.of_setting(setting, folder, **of_trial)
-            for path, text in files.items():
-                Path(path).write_text(text)
-            ran = run(
-                arguments,
-                environment={**os.environ, **TRIAL_ENVIRONMENT, **(environment or {})},
-                agent={"seed": seed, "outside": outside, "sample_dim": self.sample_dim, **agent},
-                folders=[Path(folder), *([] if output is None else [output.parent])],
-                kept=self.kept,
-                deadlines=deadlines,
-                is_enough=is_enough,
-                watcher=watcher,
-                memory_limit_bytes=memory_limit_bytes,
-                output=output,
-                memory=self._memory,
-                aside=self.aside,
-            )
+        folder = new_folder()
+        trial_dir = str(folder / TRIAL_DIR)
+        arguments, files = self.line.of_setting(setting, trial_dir, seed=seed, trial_dir=trial_dir, port=free_port())
+        ran = run(
+            arguments,
+            environment={**os.environ, **TRIAL_ENVIRONMENT, **(environment or {})},
+            agent={"seed": seed, "outside": outside, "sample_dim": self.sample_dim, **agent},
+            folder=folder,
+            files=files,
+            kept=self.kept,
+            deadlines=deadlines,
+            is_enough=is_enough,
+            watcher=watcher,
+            memory_limit_bytes=memory_limit_bytes,
+            output=output,
+            memory=self._memory,
+            aside=self.aside,
+        )
         self.kept, self.stuck = ran.kept, (*self.stuck, *ran.stuck)
         self.opened([path for path in ran.opened if not {path, *map(str, Path(path).parents)}.intersection(ran.kept)])
         return ran

@@ -8,27 +8,20 @@ import selectors
 import socket
 import threading
 import time
-from typing import NamedTuple
 
 import msgspec
 
-from autotune_amp.command.messages import Error, Message
+from autotune_amp.command.messages import ConnectionClosed, Error, Message
 from autotune_amp.core.documents import decode
 
 _DECODER: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
-
-
-class Gone(NamedTuple):
-    """Notice that the connection of a process has ended."""
-
-    pid: int
 
 
 class Listener:
     """Server of the socket at `path`. `heard` is a queue of the received messages, in the order of their arrival."""
 
     def __init__(self, path: str) -> None:
-        self.heard: queue.SimpleQueue[Message | Gone] = queue.SimpleQueue()
+        self.heard: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._server = socket.socket(socket.AF_UNIX)
         self._server.bind(path)
         self._server.listen(128)
@@ -88,7 +81,7 @@ class _Speaker:
         self._pid: int | None = None
         self._rest = b""
 
-    def read(self, heard: queue.SimpleQueue[Message | Gone]) -> bool:
+    def read(self, heard: queue.SimpleQueue[Message]) -> bool:
         """Put the received messages into `heard`; return false once the connection has ended."""
         try:
             chunk = self.connection.recv(1 << 16)
@@ -103,5 +96,5 @@ class _Speaker:
             self._pid = message.pid
             heard.put(message)
         if not chunk and self._pid is not None:
-            heard.put(Gone(self._pid))
+            heard.put(ConnectionClosed(pid=self._pid, time=time.monotonic()))
         return bool(chunk)

@@ -6,14 +6,14 @@ import math
 from collections import Counter
 from statistics import fmean
 
-from msgspec.structs import replace
-
 from autotune_amp.command.messages import Loader
-from autotune_amp.command.ranks import Heard, Interval, Rank
+from autotune_amp.command.rank_steps import Interval, Rank
+from autotune_amp.command.ranks import RunEvents
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.outcome import Description, Failure, Measurement
 from autotune_amp.core.setting import Setting
+from autotune_amp.processes.ranks import failure_of_rank
 from autotune_amp.trial.jobs import MAX_FALLING_SECONDS, NUM_WARMUP_STEPS, Trial, stop
 from autotune_amp.trial.judge import RunEvidence, judge
 
@@ -23,7 +23,7 @@ _LOW: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}
 FULL: frozenset[str] = frozenset({"fp32", "tf32"})  # no autocast region shows TF32
 
 
-def slowest(heard: Heard) -> tuple[Rank, list[Interval]] | None:
+def slowest(heard: RunEvents) -> tuple[Rank, list[Interval]] | None:
     """Return the rank whose steps take longest and its intervals; None before every rank has `MIN_NUM_INTERVALS`."""
     found = [(rank, list(rank.intervals())) for rank in heard.ranks.values()]
     if not heard.is_whole or not found or min(len(intervals) for _, intervals in found) < MIN_NUM_INTERVALS:
@@ -31,7 +31,7 @@ def slowest(heard: Heard) -> tuple[Rank, list[Interval]] | None:
     return max(found, key=lambda pair: fmean(one.step_seconds for one in pair[1]))
 
 
-def is_enough(heard: Heard, trial: Trial, began: float) -> bool:
+def is_enough(heard: RunEvents, trial: Trial, began: float) -> bool:
     """Whether the steps of the run are measured as well as the trial asks for, or are far too slow."""
     found = slowest(heard)
     if found is None:
@@ -52,7 +52,7 @@ def is_enough(heard: Heard, trial: Trial, began: float) -> bool:
     return why is not None
 
 
-def foreseen_seconds(heard: Heard, began: float) -> float | None:
+def foreseen_seconds(heard: RunEvents, began: float) -> float | None:
     """Return the predicted seconds from `began` until the run has the least number of intervals to measure; None until
     every rank has taken two steps.
     """
@@ -64,7 +64,7 @@ def foreseen_seconds(heard: Heard, began: float) -> float | None:
     return max(first for first, _ in found) + (num_warmup - 1 + MIN_NUM_INTERVALS) * max(steps)
 
 
-def measurement(heard: Heard, trial: Trial, began: float, memory_bytes: int) -> Measurement | Failure:
+def measurement(heard: RunEvents, trial: Trial, began: float, memory_bytes: int) -> Measurement | Failure:
     """Return the measurement of a run, or the `Failure` that `judge` finds in the losses or the memory of a rank.
 
     The rate is the samples of all ranks by the time of the slowest. Memory is that of all ranks together on a CPU, and
@@ -91,7 +91,7 @@ def measurement(heard: Heard, trial: Trial, began: float, memory_bytes: int) -> 
     for each in heard.ranks.values():
         for steps in each.warm_losses:
             if failure := judge(RunEvidence(steps=steps)):
-                return failure if each.world == 1 else replace(failure, message=f"rank {each.rank}: {failure.message}")
+                return failure_of_rank(failure, each.rank, each.world)
     first = rank.pace[0].time - began
     return Measurement(
         step_seconds=step_seconds,

@@ -7,20 +7,20 @@ from typing import TypeAlias
 import msgspec
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+class AgentMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
     """Base of all messages: `pid` of the sending process, `time` in seconds on the host's monotonic clock."""
 
     pid: int
     time: float
 
 
-class _OfRank(_Message, frozen=True, kw_only=True):
+class _OfRank(AgentMessage, frozen=True, kw_only=True):
     rank: int
     world: int
     local_rank: int
 
 
-class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
+class Hello(AgentMessage, frozen=True, kw_only=True, tag="hello"):
     """Message that a Python process has started."""
 
     parent_pid: int
@@ -58,7 +58,7 @@ class Optimizer(_OfRank, frozen=True, kw_only=True, tag="optimizer"):
     host: str
 
 
-class Loader(_Message, frozen=True, kw_only=True, tag="loader"):
+class Loader(AgentMessage, frozen=True, kw_only=True, tag="loader"):
     """Message that a DataLoader was made: by `maker`, which is the same in every run, at `line` of the user's
     own code.
     """
@@ -73,7 +73,7 @@ class Loader(_Message, frozen=True, kw_only=True, tag="loader"):
     num_samples: int | None
 
 
-class Scaler(_Message, frozen=True, kw_only=True, tag="scaler"):
+class Scaler(AgentMessage, frozen=True, kw_only=True, tag="scaler"):
     """Message that a GradScaler was made; `maker` and `line` as in `Loader`. A scaler that is not enabled does
     nothing.
     """
@@ -83,7 +83,7 @@ class Scaler(_Message, frozen=True, kw_only=True, tag="scaler"):
     line: str
 
 
-class Site(_Message, frozen=True, kw_only=True, tag="site"):
+class Site(AgentMessage, frozen=True, kw_only=True, tag="site"):
     """Call that made an object of class `name` which training uses. `kind` is ``loader``, ``batch_sampler``,
     ``autocast``, ``scaler``, ``forward``, ``training_arguments``, ``lightning_trainer`` or ``accelerator``.
 
@@ -104,7 +104,7 @@ class Site(_Message, frozen=True, kw_only=True, tag="site"):
     dataset: int | None = None
 
 
-class Step(_Message, frozen=True, kw_only=True, tag="step"):
+class Step(AgentMessage, frozen=True, kw_only=True, tag="step"):
     """Message about an optimizer step.
 
     Samples by loader, batches, waits, backward passes and compilations are counted from the start of the process;
@@ -146,7 +146,7 @@ class Gradient(_OfRank, frozen=True, kw_only=True, tag="gradient"):
     has_low_weights: bool = False
 
 
-class Set(_Message, frozen=True, kw_only=True, tag="set"):
+class Set(AgentMessage, frozen=True, kw_only=True, tag="set"):
     """Message that the value of `name`, a field of a setting, was set from outside, in `what` at `line`."""
 
     name: str
@@ -156,7 +156,7 @@ class Set(_Message, frozen=True, kw_only=True, tag="set"):
     line: str
 
 
-class Switch(_Message, frozen=True, kw_only=True, tag="switch"):
+class Switch(AgentMessage, frozen=True, kw_only=True, tag="switch"):
     """Message that a framework's object was made through which training can be set.
 
     `arguments` maps fields of a setting to the arguments of its class `owner`, `today` to their values as far as they
@@ -171,7 +171,7 @@ class Switch(_Message, frozen=True, kw_only=True, tag="switch"):
     line: str
 
 
-class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
+class Refused(AgentMessage, frozen=True, kw_only=True, tag="refused"):
     """Message that the process ends because it was about to change a file that was there before; for an upload, `path`
     is its address.
     """
@@ -194,7 +194,7 @@ class Error(_OfRank, frozen=True, kw_only=True, tag="error"):
     free_memory_share: float | None = None
 
 
-class Unstepped(_Message, frozen=True, kw_only=True, tag="unstepped"):
+class Unstepped(AgentMessage, frozen=True, kw_only=True, tag="unstepped"):
     """Message that `num_backward` backward passes were made, but no optimizer of torch has taken a step."""
 
     num_backward: int
@@ -204,11 +204,15 @@ class Exit(_OfRank, frozen=True, kw_only=True, tag="exit"):
     """Message that the process ends by itself."""
 
 
-class Stack(_Message, frozen=True, kw_only=True, tag="stack"):
+class Stack(AgentMessage, frozen=True, kw_only=True, tag="stack"):
     """Stacks of all threads of a process. `at` are the files that the main thread is in, the innermost last."""
 
     text: str
     at: tuple[str, ...]
+
+
+class ConnectionClosed(AgentMessage, frozen=True, kw_only=True, tag="closed"):
+    """Message of the listener, in the name of a process whose connection has ended."""
 
 
 Message: TypeAlias = (
@@ -227,4 +231,5 @@ Message: TypeAlias = (
     | Error
     | Exit
     | Stack
+    | ConnectionClosed
 )

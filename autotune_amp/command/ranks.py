@@ -1,304 +1,40 @@
-"""State of one run, built from the messages of its processes: its ranks, their steps, and the ranks that hang. Pure."""
+"""Events of one run of a command, as its processes sent them, and the ranks among these processes. Pure."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise, takewhile
+from typing import Any, TypeVar
 
-import msgspec
+from autotune_amp.command.messages import AgentMessage, ConnectionClosed, Error, Exit, Gradient, Message, Stack, Torch
+from autotune_amp.command.rank_steps import Rank
 
-from autotune_amp.command import messages
-from autotune_amp.command.messages import Message, Step
-from autotune_amp.trial.jobs import MAX_WARMUP_STEPS, NUM_WARMUP_STEPS, is_warming
-from autotune_amp.trial.judge import MAX_SKIPS, StepLosses
-
-LIMITS_OF_WARMUP_STEPS = 2, MAX_WARMUP_STEPS  # no trial of a command is ended during its warm-up
+M = TypeVar("M", bound=AgentMessage)
 
 
-class Interval(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps of one rank between two at which its device was synchronized; `step_seconds` is the mean of `num_steps`
-    steps.
+class RunEvents:
+    """Messages of all processes of one run, in the order of their arrival."""
 
-    `num_batches` is the number of batches from its loaders; without a loader, of those that entered its model.
-    """
+    def __init__(self) -> None:
+        self._processes: dict[int, Rank] = {}  # by pid
+        self._messages: dict[type[AgentMessage], list[Any]] = {}
 
-    step_seconds: float
-    num_steps: int
-    num_samples: float
-    num_batches: float
-    num_passes: int
-    wait_seconds: float
-    num_skips: int
-
-
-class Entered(msgspec.Struct, frozen=True, kw_only=True):
-    """Batches that entered the outermost modules for one optimizer step: their usual size in samples, their number, and
-    the number of backward passes of each.
-    """
-
-    batch_size: int = 0
-    num: int = 0
-    num_passes: float = 1.0
-
-    def num_batches(self, num_passes: int, num_steps: int) -> float:
-        """Return the number of batches that entered in `num_steps` steps with `num_passes` backward passes. A step with
-        one batch and several passes counts one batch: an optimizer with a closure repeats it a varying number of times.
-        """
-        is_counted = num_passes and not (self.num == 1 and self.num_passes != 1)
-        return num_passes / self.num_passes if is_counted else self.num * num_steps
-
-
-def _entered(forwards: Sequence[tuple[str, int | None, str]], num_passes: int, num_optimizers: int) -> Entered:
-    """Return the batches that entered for one optimizer step.
-
-    Of models that are trained together, as in a GAN, the one that runs least often gives their number. A batch that
-    enters twice, as in siamese networks, has one backward pass.
-    """
-    num_by_class = Counter(name for name, size, _ in forwards if size)
-    if not num_by_class:
-        return Entered()
-    num = (min if num_optimizers > 1 else max)(num_by_class.values())
-    num = min(num, num_passes) if num_passes else num
-    batch_size = Counter(size for _, size, _ in forwards if size).most_common(1)[0][0]
-    return Entered(batch_size=batch_size, num=num, num_passes=num_passes / num)
-
-
-@dataclass
-class Rank:
-    """One training process: the steps of each of its optimizers, its loaders and loss scalers, and the settings of its
-    frameworks that can be or were set. Once it `has_ended`, no more steps come.
-    """
-
-    pid: int
-    rank: int = 0
-    world: int = 1
-    host: str = ""
-    optimizers: dict[int, messages.Optimizer] = field(default_factory=dict)
-    loaders: dict[str, messages.Loader] = field(default_factory=dict)
-    scalers: list[messages.Scaler] = field(default_factory=list)
-    switches: list[messages.Switch] = field(default_factory=list)
-    sets: list[messages.Set] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    has_ended: bool = False
-
-    @property
-    def pace(self) -> list[Step]:
-        """Return the steps of the optimizer that steps least often; in a GAN, the generator's."""
-        by_optimizer = [[s for s in self.steps if s.optimizer == index] for index in self.optimizers]
-        return min(by_optimizer, key=len, default=[])
-
-    @property
-    def warm(self) -> list[Step]:
-        """Return the steps of `pace` from the last warm-up step on.
-
-        Steps on batches that loader workers had ready before the first step are left out, as are the skips in which a
-        loss scaler finds its scale. If the process ended before its steps were steady, or soon after, these are the
-        steps after the shortest warm-up.
-        """
-        steps, num_warmup = self.pace, self._num_warmup_steps()
-        if num_warmup is None and not self.has_ended:
-            return []
-        if self.has_ended and num_warmup is not None and len(steps) < num_warmup + NUM_WARMUP_STEPS:
-            num_warmup = None
-        ahead = max((it.num_workers * (it.prefetch_factor or 0) for it in self.loaders.values()), default=0)
-        num_skips = sum(1 for _ in takewhile(lambda step: step.is_skipped, steps))
-        first = max((num_warmup or NUM_WARMUP_STEPS) - 1, min(num_skips, MAX_SKIPS))
-        return [step for step in steps[first:] if step.num_batches >= ahead]
-
-    @property
-    def warm_losses(self) -> list[tuple[StepLosses, ...]]:
-        """Return the losses of the steps after the warm-up, for each optimizer."""
-        since = self.warm[0].time if self.warm else math.inf
-        return [
-            tuple(
-                StepLosses(losses=tuple(map(float, step.losses)), is_skipped=step.is_skipped)
-                for step in self.steps
-                if step.optimizer == index and step.time >= since
-            )
-            for index in self.optimizers
-        ]
-
-    def _num_warmup_steps(self) -> int | None:
-        """Return the number of steps until the step time was steady, None while it is not. Steps that compile are not
-        considered.
-        """
-        pace, group_seconds, warming_seconds = self.pace, list[float](), 0.0
-        for i, j in self._spans(pace):
-            if pace[i].num_compilations == pace[j].num_compilations:
-                seconds = pace[j].time - pace[i].time
-                group_seconds.append(seconds / (j - i))
-                warming_seconds += seconds
-            if group_seconds and not is_warming(
-                group_seconds, num_steps=j + 1, warming_seconds=warming_seconds, limits=LIMITS_OF_WARMUP_STEPS
-            ):
-                return j + 1
-        return None
-
-    @property
-    def step_seconds(self) -> float | None:
-        """Return the seconds of the fastest step so far that compiled nothing, None before there was one."""
-        pace = self.pace
-        found = [b.time - a.time for a, b in pairwise(pace) if a.num_compilations == b.num_compilations]
-        return min(found, default=None)
-
-    @property
-    def training_loaders(self) -> frozenset[str]:
-        """Return the indices of the loaders that are fetched from in at least half of the steps; the others serve
-        evaluation. A loader that is made anew for every epoch counts as one loader.
-        """
-        fetched = [_fetched(a, b) for a, b in pairwise(self.pace)]
-        num = Counter(kind for one in fetched for kind in {self._kind(name) for name in one})
-        return frozenset(name for one in fetched for name in one if 2 * num[self._kind(name)] >= len(fetched))
-
-    def _kind(self, name: str) -> tuple[object, ...]:
-        loader = self.loaders.get(name)
-        return (name,) if loader is None else (loader.maker, loader.num_samples, loader.batch_size, loader.shuffles)
-
-    def intervals(self) -> Iterator[Interval]:
-        """Yield the intervals of warm steps, except those in which the rank evaluated or compiled."""
-        training, warm = self.training_loaders, self.warm
-        entered = self.entered if warm and not training else Entered()
-        for i, j in self._spans(warm):
-            before, after = warm[i], warm[j]
-            fetched = _fetched(before, after)
-            if before.num_compilations != after.num_compilations or not fetched.keys() <= training:
-                continue
-            num_passes, num_steps = after.num_backward - before.num_backward, j - i
-            num_batches: float = after.num_batches - before.num_batches
-            if not training:
-                num_batches = entered.num_batches(num_passes, num_steps)
-            yield Interval(
-                step_seconds=(after.time - before.time) / num_steps,
-                num_steps=num_steps,
-                num_samples=sum(fetched.values()) if training else num_batches * entered.batch_size,
-                num_batches=num_batches,
-                num_passes=num_passes,
-                wait_seconds=after.wait_seconds - before.wait_seconds,
-                num_skips=sum(step.is_skipped for step in warm[i + 1 : j + 1]),
-            )
-
-    @property
-    def entered(self) -> Entered:
-        """Return the batches that entered the outermost modules in the latest step of `pace` for which all of these
-        were watched.
-        """
-        first, steps = 0, list[Step]()
-        pace = {id(step) for step in self.pace}
-        for number, step in enumerate(self.steps):
-            if id(step) in pace:
-                group = self.steps[first : number + 1]
-                if all(each.forwards for each in group):
-                    steps = group
-                first = number + 1
-        steps = steps or [next((each for each in reversed(self.steps) if each.forwards), self.steps[0])]
-        before = self.steps.index(steps[0])
-        num_backward = steps[-1].num_backward - (self.steps[before - 1].num_backward if before else 0)
-        return _entered([each for step in steps for each in step.forwards], num_backward, len(self.optimizers))
-
-    @property
-    def num_compiling_steps(self) -> int:
-        """Return the number of warm steps that are left out of the intervals because something was compiled in them."""
-        warm = self.warm
-        return sum(j - i for i, j in self._spans(warm) if warm[i].num_compilations != warm[j].num_compilations)
-
-    def _spans(self, steps: Sequence[Step]) -> Iterator[tuple[int, int]]:
-        """Yield the pairs of successive step numbers at which the device was synchronized."""
-        return pairwise(number for number, step in enumerate(steps) if step.is_settled)
-
-    @property
-    def peak_memory_bytes(self) -> int | None:
-        """Return the peak memory: resident on a CPU, allocated on an accelerator; None if it is not known."""
-        return max((s.peak_memory_bytes for s in self.steps if s.peak_memory_bytes is not None), default=None)
-
-    @property
-    def reserved_memory_bytes(self) -> int | None:
-        """Return the peak of the accelerator's memory that was reserved, None without an accelerator."""
-        return max((s.reserved_memory_bytes for s in self.steps if s.reserved_memory_bytes is not None), default=None)
-
-
-def _fetched(before: Step, after: Step) -> dict[str, int]:
-    return {
-        name: num - before.num_samples.get(name, 0)
-        for name, num in after.num_samples.items()
-        if num != before.num_samples.get(name, 0)
-    }
-
-
-@dataclass
-class Heard:
-    """Collected messages of one run."""
-
-    pythons: dict[int, messages.Hello] = field(default_factory=dict)  # by pid
-    torches: dict[int, messages.Torch] = field(default_factory=dict)  # by pid
-    ranks: dict[int, Rank] = field(default_factory=dict)  # by pid
-    errors: list[messages.Error] = field(default_factory=list)
-    stacks: dict[int, messages.Stack] = field(default_factory=dict)  # by pid
-    gradients: list[messages.Gradient] = field(default_factory=list)
-    sites: list[messages.Site] = field(default_factory=list)
-    refused: messages.Refused | None = None
-    unstepped: messages.Unstepped | None = None
-    last_time: float = 0.0  # monotonic time of the latest step
-    _loaders: dict[int, dict[str, messages.Loader]] = field(default_factory=dict)
-    _scalers: dict[int, list[messages.Scaler]] = field(default_factory=dict)
-    _switches: dict[int, list[messages.Switch]] = field(default_factory=dict)
-    _sets: dict[int, list[messages.Set]] = field(default_factory=dict)
-    _gone: list[int] = field(default_factory=list)  # pids, in the order in which their connections ended
-    _ended: set[int] = field(default_factory=set)  # pids that sent an error or an exit
-
-    def hear(self, message: Message) -> None:
+    def add(self, message: Message) -> None:
         """Add a message."""
-        match message:
-            case messages.Hello():
-                self.pythons[message.pid] = message
-            case messages.Torch():
-                self.torches[message.pid] = message
-            case messages.Loader():
-                self._loaders.setdefault(message.pid, {})[message.index] = message
-            case messages.Scaler():
-                self._scalers.setdefault(message.pid, []).append(message)
-            case messages.Optimizer():
-                rank = self.ranks.setdefault(message.pid, Rank(message.pid))
-                rank.rank, rank.world, rank.host = message.rank, message.world, message.host
-                rank.loaders = self._loaders.setdefault(message.pid, {})
-                rank.scalers = self._scalers.setdefault(message.pid, [])
-                rank.switches = self._switches.setdefault(message.pid, [])
-                rank.sets = self._sets.setdefault(message.pid, [])
-                rank.optimizers[message.index] = message
-            case Step():
-                self.ranks[message.pid].steps.append(message)
-                self.last_time = max(self.last_time, message.time)
-            case messages.Gradient():
-                self.gradients.append(message)
-            case messages.Set():
-                self._sets.setdefault(message.pid, []).append(message)
-            case messages.Switch():
-                self._switches.setdefault(message.pid, []).append(message)
-            case messages.Site():
-                self.sites.append(message)
-            case messages.Refused():
-                self.refused = message
-            case messages.Unstepped():
-                self.unstepped = message
-            case messages.Error():
-                self.errors.append(message)
-                self._ended.add(message.pid)
-            case messages.Exit():
-                self._ended.add(message.pid)
-                self._end(message.pid)
-            case messages.Stack():
-                self.stacks[message.pid] = message
+        self._messages.setdefault(type(message), []).append(message)
+        self._processes.setdefault(message.pid, Rank(message.pid)).add(message)
 
-    def gone(self, pid: int) -> None:
-        """Note that the connection of a process has ended."""
-        self._gone.append(pid)
-        self._end(pid)
+    def of(self, kind: type[M]) -> list[M]:
+        """Return all messages of one kind."""
+        return self._messages.get(kind, [])
 
-    def _end(self, pid: int) -> None:
-        if pid in self.ranks:
-            self.ranks[pid].has_ended = True
+    def first(self, kind: type[M]) -> M | None:
+        """Return the first message of one kind, None if there is none."""
+        return next(iter(self.of(kind)), None)
+
+    @property
+    def ranks(self) -> dict[int, Rank]:
+        """Return the processes that have taken an optimizer step or are about to, by pid."""
+        return {pid: process for pid, process in self._processes.items() if process.optimizers}
 
     @property
     def rank_by_pid(self) -> dict[int, int]:
@@ -307,15 +43,14 @@ class Heard:
         A process is a rank if a launcher gave it a rank and did not give one to its parent: processes that a rank
         starts inherit its variables.
         """
-        launched = {pid: said for pid, said in self.torches.items() if said.world > 1 and said.worker is None}
-        ranks = {pid: said.rank for pid, said in launched.items() if said.parent_pid not in launched}
+        launched = {torch.pid: torch for torch in self.of(Torch) if torch.world > 1 and torch.worker is None}
+        ranks = {pid: torch.rank for pid, torch in launched.items() if torch.parent_pid not in launched}
         return ranks | {pid: rank.rank for pid, rank in self.ranks.items()}
 
     @property
     def world(self) -> int:
         """Return the number of ranks that are expected to send messages."""
-        worlds = [rank.world for rank in self.ranks.values()] + [said.world for said in self.torches.values()]
-        return max(worlds, default=1)
+        return max([rank.world for rank in self.ranks.values()] + [torch.world for torch in self.of(Torch)], default=1)
 
     @property
     def is_whole(self) -> bool:
@@ -328,50 +63,52 @@ class Heard:
         return min((len(rank.pace) for rank in self.ranks.values()), default=0) if self.is_whole else 0
 
     @property
+    def num_frozen_steps(self) -> int:
+        """Return the number of frozen steps whose gradients all ranks have written."""
+        num_by_pid = Counter(gradient.pid for gradient in self.of(Gradient))
+        return min((num_by_pid[pid] for pid in self.ranks), default=0) if self.is_whole else 0
+
+    @property
     def step_seconds(self) -> float | None:
         """Return the seconds of the latest step, None before there were two."""
         pace = max((rank.pace for rank in self.ranks.values()), key=len, default=[])
         return pace[-1].time - pace[-2].time if len(pace) > 1 else None
 
     @property
-    def num_frozen_steps(self) -> int:
-        """Return the number of frozen steps whose gradients all ranks have written."""
-        return min((sum(g.pid == pid for g in self.gradients) for pid in self.ranks), default=0) if self.is_whole else 0
+    def last_step_time(self) -> float | None:
+        """Return the monotonic time of the latest step of any rank, None before the first."""
+        return max((rank.steps[-1].time for rank in self.ranks.values() if rank.steps), default=None)
 
     @property
     def lost(self) -> list[int]:
         """Return the pids of the ranks that ended without an error or exit message, in the order in which they
         ended.
         """
-        return [pid for pid in self._gone if pid in self.rank_by_pid and pid not in self._ended]
+        pids = self.rank_by_pid.keys() - {message.pid for message in (*self.of(Error), *self.of(Exit))}
+        return [message.pid for message in self.of(ConnectionClosed) if message.pid in pids]
 
     @property
     def silent(self) -> list[int]:
         """Return the pids of the ranks that the others seem to wait for: those that took the fewest steps and are not
         in a collective operation or a backward pass themselves. Valid once all were asked for their stacks.
         """
-        steps = {pid: len(self.ranks[pid].pace) if pid in self.ranks else 0 for pid in self.rank_by_pid}
+        steps = {pid: len(self._processes[pid].pace) for pid in self.rank_by_pid}
         behind = [pid for pid in steps if steps[pid] == min(steps.values())]
-        return [pid for pid in behind if not _waits(self.stacks.get(pid))] or behind
+        waiting = {stack.pid for stack in self.of(Stack) if _waits(stack)}
+        return [pid for pid in behind if pid not in waiting] or behind
 
     def samples_per_second(self) -> float | None:
         """Return the rate of the whole job: the samples of all ranks in the time of the slowest; None before every rank
         has an interval.
         """
-        per_rank: list[tuple[float, float]] = []
-        for rank in self.ranks.values():
-            intervals = list(rank.intervals())
-            num_steps = sum(one.num_steps for one in intervals)
-            if not num_steps:
-                return None
-            seconds = sum(one.step_seconds * one.num_steps for one in intervals) / num_steps
-            per_rank.append((sum(one.num_samples for one in intervals) / num_steps, seconds))
-        if not per_rank or not self.is_whole:
+        means = [rank.mean_interval() for rank in self.ranks.values()]
+        found = [mean for mean in means if mean is not None]
+        if not found or len(found) < len(means) or not self.is_whole:
             return None
-        return sum(samples for samples, _ in per_rank) / max(seconds for _, seconds in per_rank)
+        return sum(num_samples for num_samples, _ in found) / max(seconds for _, seconds in found)
 
 
-def _waits(stack: messages.Stack | None) -> bool:
-    """Whether a process is at a place where it waits for other ranks; false if its stack is not known."""
-    innermost = "" if stack is None or not stack.at else stack.at[-1]
+def _waits(stack: Stack) -> bool:
+    """Whether a process is at a place where it waits for other ranks."""
+    innermost = stack.at[-1] if stack.at else ""
     return "/torch/distributed/" in innermost or innermost.endswith("/torch/autograd/graph.py")

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import queue
-import shutil
 import subprocess
 import threading
 import time
@@ -22,28 +21,28 @@ import psutil
 
 from autotune_amp.command.advice import advised
 from autotune_amp.command.leftovers import CLEAR_UP, entries_of, remember, set_aside, write
-from autotune_amp.command.listening import Gone, Listener
-from autotune_amp.command.ranks import Heard
+from autotune_amp.command.listening import Listener
+from autotune_amp.command.messages import Hello, Refused
+from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.startable import require_startable
 from autotune_amp.command.verdict import RunState, verdict
-from autotune_amp.core.errors import RunnerError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
 from autotune_amp.interruption import heed
-from autotune_amp.processes.marks import KILL_SECONDS
 from autotune_amp.processes.process import TICK_SECONDS, Watcher
-from autotune_amp.processes.program import Program, make_folder
+from autotune_amp.processes.process_tree import KILL_SECONDS
+from autotune_amp.processes.program import Program, new_folder
+from autotune_amp.processes.ranks import RankGrace
 from autotune_amp.trial.failures import num_oom_kills
 
 INJECTED = Path(__file__).parent / "agent" / "path"
+TRIAL_DIR = "trial"
 _MEMORY_SECONDS = 0.5  # between two checks of the memory of all processes
 _GROWTH = 1.1  # growth of resident memory at which the exact memory is read again
-_GRACE_SECONDS = 2.0  # to wait after the first error: the rank that caused it may report later
-_STACK_SECONDS = 2.0  # to wait for the stacks of ranks that hang
 _NUM_KEPT_CHUNKS = 256
 
 
-class Ran(NamedTuple):
+class CompletedRun(NamedTuple):
     """Result of a run: start time (monotonic), messages, state as seen from outside, verdict.
 
     `kept` are the data that this run and earlier ones made outside of their own folders and that stay there, `stuck`
@@ -52,7 +51,7 @@ class Ran(NamedTuple):
     """
 
     began: float
-    heard: Heard
+    heard: RunEvents
     seen: RunState
     ending: Literal["measured"] | Failure
     kept: tuple[str, ...] = ()
@@ -66,47 +65,46 @@ def run(
     environment: Mapping[str, str],
     agent: Mapping[str, Any],
     deadlines: Deadlines,
-    is_enough: Callable[[Heard], bool],
+    is_enough: Callable[[RunEvents], bool],
     watcher: Watcher,
+    folder: Path | None = None,
+    files: Mapping[str, str] | None = None,
     memory_limit_bytes: int | None = None,
     output: Path | None = None,
-    folders: Sequence[Path] = (),
     kept: Sequence[str] = (),
     memory: Path | None = None,
     aside: Path | None = None,
-) -> Ran:
+) -> CompletedRun:
     """Start the command in the working directory, receive its messages, and kill all its processes once the verdict
     stands.
 
-    `agent` are the settings of the agent besides its socket. Files that the agent writes go to the folder `output`, if
-    given, else they are removed. The command must not change any existing file except in `folders` and in the data that
-    earlier runs have `kept`. Files that it makes elsewhere are moved to the folder `aside` at the end, also if the run
-    is interrupted or killed, except for data that were complete at its first step; the paths of these are written to
-    the file `memory`. If this process is killed, `folders` are removed. Raises `WorkloadError` if the command cannot be
-    started.
+    `folder` is the run's own for temporary files (see `new_folder`). It is made with an empty folder `TRIAL_DIR` in it,
+    and with these `files`, by their paths; it is removed at the end, also if this process is killed. `agent` are the
+    settings of the agent besides its socket. Files that the agent writes go to the folder `output`, if given. The
+    command must not change any existing file except in `folder`, beside `output`, and in the data that earlier runs
+    have `kept`. Files that it makes elsewhere are moved to the folder `aside` at the end, also if the run is
+    interrupted or killed, except for data that were complete at its first step; the paths of these are written to the
+    file `memory`. Raises `WorkloadError` if the command cannot be started.
     """
     require_startable(arguments, environment.get("PATH"))
-    own = make_folder()
+    own = folder or new_folder()
+    free = [own] if output is None else [own, output.parent]
+    noted = own / "made"
+    settings = {
+        "folder": str(output or own),
+        "socket": str(own / "socket"),
+        "guard": {"free": list(map(str, free)), "made": str(noted), "opened": str(own / "opened")},
+        **agent,
+    }
+    is_left = memory is not None and aside is not None
+    orphaned = [*CLEAR_UP, str(noted), str(aside), str(memory), time.time()] if is_left else None
+    command = _Command(arguments, environment, settings, own, watcher, folders=free[1:], when_orphaned=orphaned)
     try:
-        noted = own / "made"
         write(noted, kept)
-        settings = {
-            "folder": str(output or own),
-            "socket": str(own / "socket"),
-            "guard": {"free": [str(own), *map(str, folders)], "made": str(noted), "opened": str(own / "opened")},
-            **agent,
-        }
-        is_left = memory is not None and aside is not None
-        orphaned = [*CLEAR_UP, str(noted), str(aside), str(memory), time.time()] if is_left else None
-        command = _Command(
-            arguments,
-            environment,
-            settings,
-            own,
-            watcher,
-            folders=[*folders, *([output] if output else [])],
-            when_orphaned=orphaned,
-        )
+        (own / TRIAL_DIR).mkdir()
+        for path, text in (files or {}).items():
+            Path(path).write_text(text)
+        command.start()
         try:
             ran = command.until(deadlines, is_enough, memory_limit_bytes)
         finally:
@@ -118,7 +116,7 @@ def run(
                     remember(memory, kept)
         return ran._replace(kept=kept, stuck=stuck, opened=tuple(dict.fromkeys(entries_of(own / "opened"))))
     finally:
-        shutil.rmtree(own, ignore_errors=True)
+        command.close()
 
 
 class _Command:
@@ -132,39 +130,42 @@ class _Command:
         **when_killed: Any,
     ) -> None:
         self._watcher = watcher
-        self._heard = Heard()
+        self._heard = RunEvents()
         self._tail: deque[str] = deque(maxlen=_NUM_KEPT_CHUNKS)
-        self._listener = Listener(agent["socket"])
+        self._socket = agent["socket"]
         self._memory_bytes, self._looked_at_bytes, self._memory_at = 0, 0, 0.0
         self._unobserved_seconds = 0.0
         self._num_kills_before = num_oom_kills()
         path = os.pathsep.join(filter(None, [str(INJECTED), environment.get("PYTHONPATH")]))
+        self._program = Program(
+            arguments,
+            {
+                **environment,
+                "PYTHONPATH": path,
+                "AUTOTUNE_AMP_AGENT": json.dumps(agent),
+                "MLFLOW_TRACKING_URI": f"file://{folder}/mlruns",  # neither can be turned off
+                "TRACKIO_DIR": f"{folder}/trackio",
+            },
+            folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            **when_killed,
+        )
+
+    def start(self) -> None:
+        """Start the command, and threads that receive its messages and its output."""
+        self._listener = Listener(self._socket)
         self._began = time.monotonic()
-        try:
-            self._program = Program(
-                arguments,
-                {
-                    **environment,
-                    "PYTHONPATH": path,
-                    "AUTOTUNE_AMP_AGENT": json.dumps(agent),
-                    "MLFLOW_TRACKING_URI": f"file://{folder}/mlruns",  # neither can be turned off
-                    "TRACKIO_DIR": f"{folder}/trackio",
-                },
-                folder,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                **when_killed,
-            )
-        except RunnerError:
-            self._listener.close()
-            raise
+        self._program.start()
         self._reader = threading.Thread(target=self._read, daemon=True, name="autotune-amp output")
         self._reader.start()
 
-    def until(self, deadlines: Deadlines, is_enough: Callable[[Heard], bool], memory_limit_bytes: int | None) -> Ran:
+    def until(
+        self, deadlines: Deadlines, is_enough: Callable[[RunEvents], bool], memory_limit_bytes: int | None
+    ) -> CompletedRun:
         """Wait until the verdict on the run stands, and return the result of the run."""
-        has_asked, since = False, None
+        has_asked, grace = False, RankGrace()
         while True:
             self._take_in()
             now = time.monotonic()
@@ -172,19 +173,15 @@ class _Command:
             found = verdict(
                 self._heard, seen, deadlines, is_enough=is_enough(self._heard), memory_limit_bytes=memory_limit_bytes
             )
-            if found is None:
-                since = None  # the apparent end was a pause
-            if isinstance(found, Failure) and self._program.popen.poll() is None:
-                since = since or now
-                if found.kind == "timeout" and not has_asked:
-                    has_asked = True
-                    self._listener.ask("dump")
-                grace = _STACK_SECONDS if found.kind == "timeout" else _GRACE_SECONDS
-                if self._heard.refused is None and found.kind != "oom" and now - since < grace:
-                    continue
-            if found is not None:
-                ending = advised(found) if isinstance(found, Failure) else found
-                return Ran(self._began, self._heard, seen, ending)
+            failure = found if isinstance(found, Failure) else None
+            if failure is not None and failure.kind == "timeout" and not has_asked:
+                has_asked = True
+                self._listener.ask("dump")
+            is_over = grace.is_over(failure, now)
+            may_report = self._program.popen.poll() is None and self._heard.first(Refused) is None
+            if found is None or (failure is not None and may_report and not is_over):
+                continue
+            return CompletedRun(self._began, self._heard, seen, found if failure is None else advised(failure))
 
     @property
     def first_step_time(self) -> float:
@@ -200,13 +197,9 @@ class _Command:
         heed()
         self._watcher.tick()
         with contextlib.suppress(queue.Empty):
-            message = self._listener.heard.get(timeout=TICK_SECONDS)
+            self._heard.add(self._listener.heard.get(timeout=TICK_SECONDS))
             while True:
-                if isinstance(message, Gone):
-                    self._heard.gone(message.pid)
-                else:
-                    self._heard.hear(message)
-                message = self._listener.heard.get_nowait()
+                self._heard.add(self._listener.heard.get_nowait())
         if self._heard.num_steps > num_before:
             self._watcher.step(self._heard.num_steps, self._heard.step_seconds or 0.0)
 
@@ -218,14 +211,14 @@ class _Command:
             limit_bytes = math.inf if memory_limit_bytes is None else memory_limit_bytes
             if resident_bytes > min(limit_bytes, _GROWTH * self._looked_at_bytes):
                 self._looked_at_bytes, self._memory_bytes = resident_bytes, _total(processes, _own_bytes)
-            self._unobserved_seconds = 0.0 if self._heard.pythons else _python_seconds(processes)
+            self._unobserved_seconds = 0.0 if self._heard.of(Hello) else _python_seconds(processes)
         status = self._program.popen.poll()
         if status is not None:
             self._reader.join(KILL_SECONDS)
             self._hear_the_rest()
         return RunState(
             seconds=now - self._began,
-            seconds_since_step=now - (self._heard.last_time or self._began),
+            seconds_since_step=now - (self._heard.last_step_time or self._began),
             memory_bytes=self._memory_bytes,
             unobserved_seconds=self._unobserved_seconds,
             status=status,
@@ -236,11 +229,7 @@ class _Command:
     def _hear_the_rest(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                message = self._listener.heard.get(timeout=0.05)
-                if isinstance(message, Gone):
-                    self._heard.gone(message.pid)
-                else:
-                    self._heard.hear(message)
+                self._heard.add(self._listener.heard.get(timeout=0.05))
 
     def end(self) -> None:
         """Have the supervisor kill the command and all processes that it started."""
@@ -248,6 +237,10 @@ class _Command:
         self._program.end()
         self._listener.close()
         self._reader.join(KILL_SECONDS)
+
+    def close(self) -> None:
+        """Remove the folder of the run, whose program has ended or was not started."""
+        self._program.close()
         assert self._program.popen.stdout is not None
         self._program.popen.stdout.close()
 

@@ -17,7 +17,7 @@ from autotune_amp.command.measure import (
     weights_of,
 )
 from autotune_amp.command.messages import Set
-from autotune_amp.command.ranks import Rank
+from autotune_amp.command.rank_steps import Rank
 from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Failure

@@ -12,11 +12,12 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from autotune_amp.command.messages import Error, Refused
-from autotune_amp.command.ranks import Heard
+from autotune_amp.command.messages import Error, Hello, Refused, Stack, Torch, Unstepped
+from autotune_amp.command.ranks import RunEvents
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.text import count
+from autotune_amp.processes.ranks import failure_of_rank
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
 from autotune_amp.trial.judge import RaisedError, RunEvidence, culprit, judge
 
@@ -45,31 +46,32 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def verdict(
-    heard: Heard, seen: RunState, deadlines: Deadlines, *, is_enough: bool, memory_limit_bytes: int | None
+    heard: RunEvents, seen: RunState, deadlines: Deadlines, *, is_enough: bool, memory_limit_bytes: int | None
 ) -> Literal["measured"] | Failure | None:
     """Return "measured" or the failure that a run ended with, None while it goes on. `is_enough`: its steps are
     measured.
     """
-    if heard.refused is not None:
-        return _of_refused(heard.refused)
+    if refused := heard.first(Refused):
+        return _of_refused(refused)
     if _is_fatal(heard, seen):
         return culprit(_of_errors(heard, seen))
     for rank in heard.ranks.values():
         num_ooms = max((step.num_ooms for step in rank.steps), default=0)
         if failure := judge(RunEvidence(num_ooms=num_ooms)):
-            return _of_rank(failure, rank.rank, rank.world)
+            return failure_of_rank(failure, rank.rank, rank.world)
     if is_enough:
         return "measured"
     if failure := judge(RunEvidence(memory_bytes=seen.memory_bytes, memory_limit_bytes=memory_limit_bytes)):
         return failure
     if seen.status is not None:
         return _of_exit(heard, seen)
-    if not heard.pythons and seen.unobserved_seconds > UNOBSERVED_SECONDS:  # nor is it guarded
+    if not heard.of(Hello) and seen.unobserved_seconds > UNOBSERVED_SECONDS:  # nor is it guarded
         return Failure(kind="workload_error", message=_unseen(heard), details=_tail(seen))
-    if heard.unstepped is not None and not heard.ranks:
+    unstepped = heard.first(Unstepped)
+    if unstepped is not None and not heard.ranks:
         return Failure(
             kind="workload_error",
-            message=f"{heard.unstepped.num_backward} backward passes were made, and no optimizer of torch took a step",
+            message=f"{unstepped.num_backward} backward passes were made, and no optimizer of torch took a step",
             details="Train by a class of torch.optim, whose steps are what is measured.",
         )
     return _overdue(heard, seen, deadlines)
@@ -92,32 +94,32 @@ def _of_refused(refused: Refused) -> Failure:
     return Failure(kind="workload_error", message=message, details=step)
 
 
-def _is_fatal(heard: Heard, seen: RunState) -> bool:
+def _is_fatal(heard: RunEvents, seen: RunState) -> bool:
     """Whether an error ends the run: that of a rank does, that of a helper process only if the command ended
     with it.
     """
     if seen.status is not None and (seen.status != 0 or not heard.ranks):
-        return bool(heard.errors)
-    return any(error.pid in heard.rank_by_pid for error in heard.errors)
+        return bool(heard.of(Error))
+    return any(error.pid in heard.rank_by_pid for error in heard.of(Error))
 
 
-def _of_errors(heard: Heard, seen: RunState) -> Iterator[Failure]:
+def _of_errors(heard: RunEvents, seen: RunState) -> Iterator[Failure]:
     """Yield the failure of each process that raised an error or was lost; that of a launcher only if there is
     no other.
     """
-    own = [error for error in heard.errors if error.types[0] not in _LAUNCHERS_ERRORS]
+    own = [error for error in heard.of(Error) if error.types[0] not in _LAUNCHERS_ERRORS]
     for error in own:
-        yield _of_rank(_of_error(error, seen), error.rank, error.world)
+        yield failure_of_rank(_of_error(error, seen), error.rank, error.world)
     if heard.lost:
         yield _of_lost(heard, seen)
     elif not own:
-        error = heard.errors[0]
+        error = heard.of(Error)[0]
         nested = re.search(r"Process (\d+) terminated", error.message)
         if error.types[0] == "ProcessRaisedException" and nested:  # it quotes the rank's traceback
             *_, last = filter(str.strip, error.message.splitlines())
             kind, _, said = last.partition(": ")
             error = replace(error, types=(kind.rpartition(".")[2],), message=said)
-            yield _of_rank(_of_error(error, seen), int(nested[1]), 2)
+            yield failure_of_rank(_of_error(error, seen), int(nested[1]), 2)
         elif seen.status:  # the rank's own error is in the printed output
             yield _of_status(heard, seen, seen.status)
         else:
@@ -134,17 +136,13 @@ def _of_error(error: Error, seen: RunState) -> Failure:
     return _judged(RunEvidence(error=raised, is_oom_killed=seen.is_oom_killed))
 
 
-def _of_rank(failure: Failure, rank: int, world: int) -> Failure:
-    return replace(failure, message=f"rank {rank}: {failure.message}") if world > 1 else failure
-
-
 def _judged(evidence: RunEvidence) -> Failure:
     failure = judge(evidence)
     assert failure is not None  # the process raised or ended, or is overdue
     return failure
 
 
-def _of_lost(heard: Heard, seen: RunState) -> Failure:
+def _of_lost(heard: RunEvents, seen: RunState) -> Failure:
     """Return the failure of a rank that ended without a message; its exit status is taken from the launcher's
     output.
     """
@@ -163,7 +161,7 @@ def _of_lost(heard: Heard, seen: RunState) -> Failure:
     )
 
 
-def _of_status(heard: Heard, seen: RunState, status: int) -> Failure:
+def _of_status(heard: RunEvents, seen: RunState, status: int) -> Failure:
     if heard.lost and heard.world > 1:
         return _of_lost(heard, seen)
     return _judged(
@@ -177,7 +175,7 @@ def _of_status(heard: Heard, seen: RunState, status: int) -> Failure:
     )
 
 
-def _of_exit(heard: Heard, seen: RunState) -> Literal["measured"] | Failure:
+def _of_exit(heard: RunEvents, seen: RunState) -> Literal["measured"] | Failure:
     if seen.status:
         return _of_status(heard, seen, seen.status)
     if heard.num_steps > NUM_WARMUP_STEPS + 1:
@@ -191,11 +189,11 @@ def _of_exit(heard: Heard, seen: RunState) -> Literal["measured"] | Failure:
     return Failure(kind="workload_error", message=message, details=_tail(seen))
 
 
-def _overdue(heard: Heard, seen: RunState, deadlines: Deadlines) -> Failure | None:
+def _overdue(heard: RunEvents, seen: RunState, deadlines: Deadlines) -> Failure | None:
     whole, first, step = deadlines.whole_seconds, deadlines.first_step_seconds, deadlines.step_seconds
     is_loading = False  # a command's start and build cannot be told from its first step
     if whole is not None and seen.seconds > whole:
-        state = f"still running, with {count(heard.num_steps, 'step')}," if heard.torches else "still starting"
+        state = f"still running, with {count(heard.num_steps, 'step')}," if heard.of(Torch) else "still starting"
         message = f"it was {state} when its time of {whole:.0f} s was up"
         is_loading = not heard.ranks
     elif not heard.num_steps and first is not None and seen.seconds > first:
@@ -204,13 +202,13 @@ def _overdue(heard: Heard, seen: RunState, deadlines: Deadlines) -> Failure | No
         message = f"no step for {step:.0f} s, after step {heard.num_steps}"
     else:
         return None
-    if heard.errors and not heard.ranks:
+    if heard.of(Error) and not heard.ranks:
         return culprit(_of_errors(heard, seen))
     if not heard.ranks:
         message += f": {_unseen(heard)}"
     elif not heard.is_whole:
         message += f"; {_heard_ranks(heard)}"
-    if not heard.pythons:
+    if not heard.of(Hello):
         return Failure(kind="workload_error", message=message, details=_tail(seen))
     silent = heard.silent if heard.world > 1 else []
     if 0 < len(silent) < len(heard.rank_by_pid):
@@ -219,14 +217,14 @@ def _overdue(heard: Heard, seen: RunState, deadlines: Deadlines) -> Failure | No
     return _judged(RunEvidence(overdue=message, output=output, is_loading=is_loading))
 
 
-def _unseen(heard: Heard) -> str:
+def _unseen(heard: RunEvents) -> str:
     """Return the reason why no rank has sent a message."""
-    if not heard.pythons:
+    if not heard.of(Hello):
         return (
             "no Python in it could be observed: is it started with -I, -E or -S, by `env -i`, in a container, "
             "or on another machine?"
         )
-    if not heard.torches:
+    if not heard.of(Torch):
         return "no Python in it had imported torch"
     return (
         "torch was imported, but no optimizer of torch took a step: is the training finished already, or resumed "
@@ -234,17 +232,18 @@ def _unseen(heard: Heard) -> str:
     )
 
 
-def _heard_ranks(heard: Heard) -> str:
+def _heard_ranks(heard: RunEvents) -> str:
     return f"{len(heard.ranks)} of {heard.world} ranks were heard"
 
 
-def _stacks(heard: Heard, first: list[int]) -> str:
+def _stacks(heard: RunEvents, first: list[int]) -> str:
     """Return the stacks of the ranks, those in `first` at the top; without ranks, of all processes that
     imported torch.
     """
-    pids = heard.rank_by_pid or dict.fromkeys(heard.torches, 0)
-    asked = sorted(heard.stacks.keys() & pids, key=lambda pid: (pid not in first, pids[pid]))
-    return "\n".join(f"rank {pids[pid]}, pid {pid}:\n{heard.stacks[pid].text}" for pid in asked)
+    pids = heard.rank_by_pid or {torch.pid: 0 for torch in heard.of(Torch)}
+    found = [stack for stack in heard.of(Stack) if stack.pid in pids]
+    found.sort(key=lambda stack: (stack.pid not in first, pids[stack.pid]))
+    return "\n".join(f"rank {pids[stack.pid]}, pid {stack.pid}:\n{stack.text}" for stack in found)
 
 
 def _tail(seen: RunState) -> str | None:

@@ -1,4 +1,6 @@
-"""Job: a unit of work that a backend runs in another process; plain data, sent as JSON."""
+"""Job: a unit of work that a backend runs in another process, and the events that the process sends meanwhile. Both are
+plain data, sent as lines of JSON.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,98 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import msgspec
 
+from autotune_amp.core import errors
 from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.outcome import Failure
 
 Found = TypeVar("Found")
-Tell: TypeAlias = Callable[[dict[str, Any]], None]  # sends an event to the waiting parent process
-READY = {"event": "ready"}
+
+
+class _JobEvent(msgspec.Struct, frozen=True, tag_field="event"):
+    """Base of all events."""
+
+
+class Ready(_JobEvent, frozen=True, tag="ready"):
+    """Event that the process is ready for its job, whose time counts from now on."""
+
+
+class FirstStep(_JobEvent, frozen=True, tag="first step"):
+    """Event that the first training step begins."""
+
+
+class StepDone(_JobEvent, frozen=True, tag="step"):
+    """Event that a training step took these seconds; `number` is 0 during the warm-up."""
+
+    number: int
+    seconds: float
+
+
+class Compilation(_JobEvent, frozen=True, tag="compiling"):
+    """Event that torch compiles something."""
+
+
+class Phase(_JobEvent, frozen=True, tag="phase"):
+    """Event that other work than steps begins, which may take these seconds; None for no limit of its own."""
+
+    name: str
+    seconds: float | None = None
+
+
+class PartialResult(_JobEvent, frozen=True, tag="so far"):
+    """Event with the result that holds if the process ends before it sends another one."""
+
+    value: Any
+
+
+class Result(_JobEvent, frozen=True, tag="result"):
+    """Event with the answer to a request."""
+
+    value: Any
+
+
+class RequestFailure(_JobEvent, frozen=True, tag="failed"):
+    """Event that the user's code failed in a request."""
+
+    failure: Failure
+
+
+class RequestError(_JobEvent, frozen=True, tag="error"):
+    """Event that a request ended by an error of ours; `kind` is the name of its class."""
+
+    kind: str
+    message: str
+    next_step: str
+
+    def exception(self) -> AutotuneAmpError:
+        """Return the error to raise."""
+        kind: type[AutotuneAmpError] = getattr(errors, self.kind)
+        return kind(self.message, self.next_step)
+
+
+class ChildExit(_JobEvent, frozen=True, tag="exit"):
+    """Event that the forked child which ran the job has ended, with its exit status."""
+
+    status: int
+
+
+class EndOfEvents(_JobEvent, frozen=True, tag="end"):
+    """Event that the reader of a process adds at its end."""
+
+
+JobEvent: TypeAlias = (
+    Ready
+    | FirstStep
+    | StepDone
+    | Compilation
+    | Phase
+    | PartialResult
+    | Result
+    | RequestFailure
+    | RequestError
+    | ChildExit
+    | EndOfEvents
+)
+Tell: TypeAlias = Callable[[JobEvent], None]  # sends an event to the waiting parent process
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +128,7 @@ class Job(msgspec.Struct, Generic[Found], frozen=True, kw_only=True):
 
     A job may take `loading_seconds` (None for no limit) until its process is ready, and then `deadline_seconds`. A
     process is ready when it has loaded the workload; if the job `builds_first`, when it has also built its model and
-    sent `READY`. With `is_alone` its process runs no other job, before or after.
+    sent `Ready`. With `is_alone` its process runs no other job, before or after.
     """
 
     answer: ClassVar[Any]

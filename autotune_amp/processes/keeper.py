@@ -1,6 +1,7 @@
 """Keeper: the process between a parent and a program, which starts the program and kills all its descendants.
 
-It kills them when the program ends, when the parent asks for it, and when the parent is gone, even if killed. On Linux,
+It kills them when the program ends, when the parent asks for it, and when the parent is gone, even if killed. It makes
+the folder for temporary files itself before the program starts, so that no folder is left without a keeper. On Linux,
 orphaned descendants of the program become the keeper's children, whatever their session or environment, so that none
 can escape. This file is run by its path, since the keeper must be up within milliseconds.
 """
@@ -17,15 +18,17 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 CANNOT_START = 126  # exit status of a program that cannot be started, as in a shell
 END_SECONDS = 30.0  # a process may have to free the memory of a whole device
-# Signals from the parent: end the program, pause it, let it continue.
+# Signals from the parent: end the program, pause it, start it or let it continue.
 END, PAUSE, GO_ON = signal.SIGUSR1, signal.SIGTSTP, signal.SIGCONT
+# Signals that end every process of a job, as Slurm and a terminal send them: clean-up is still due.
+_OF_THE_JOB = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _ORPHANED = signal.SIGUSR2  # from the kernel, when the thread that started this process is gone
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _EXIT_SECONDS = 10.0  # a process is gone within this time after its first thread
@@ -35,7 +38,8 @@ _LOOK_SECONDS = 1.0  # between two checks that the parent exists, if no signal t
 def keep(
     mark: str, parent: int, folders: Sequence[str], when_orphaned: Sequence[Any] | None, arguments: Sequence[str]
 ) -> int:
-    """Run a program until it ends or has to be ended; return its exit status, negative for a signal, 0 if it was ended.
+    """Make the first of `folders`, run a program once `GO_ON` comes, until it ends or has to be ended; return its exit
+    status, negative for a signal, 0 if it was ended.
 
     `mark` is the value of the variable by which the program's descendants are found, `parent` the parent's process id.
     If the parent is gone and cannot clean up itself, call `when_orphaned` (a module, the name of a function in it, and
@@ -49,28 +53,33 @@ def keep(
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _ORPHANED, 0, 0, 0)
-    program = _start(mark, arguments)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)  # Slurm ends every process of a job by one; clean-up is still due
-    _leave_streams()
-    from autotune_amp.processes import marks  # imported while the program starts
-
-    shared_before = marks.shared_memory()
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _OF_THE_JOB}
+    Path(folders[0]).mkdir(mode=0o700)  # which tells the parent that its signals are heard
+    program: int | None = None
+    process_tree: Any = None
+    shared_before: Iterable[str] = ()
     status, is_asked, is_orphaned = None, False, False
     while status is None and not (is_asked or is_orphaned) and os.getppid() == parent:
         if woken in select.select([woken], [], [], _LOOK_SECONDS)[0]:
             for asked in os.read(woken, 1 << 10):
                 is_asked |= asked == END
                 is_orphaned |= asked == _ORPHANED
-                if asked in (PAUSE, GO_ON):
+                if program is not None and asked in (PAUSE, GO_ON):
                     os.kill(program, signal.SIGSTOP if asked == PAUSE else GO_ON)
-        status = _reaped(program)
-    _end(marks, mark, shared_before)
+                elif asked == GO_ON and not is_asked:
+                    program = _start(mark, arguments, handlers)
+                    _leave_streams()
+                    from autotune_amp.processes import process_tree  # imported while the program starts
+
+                    shared_before = process_tree.shared_memory()
+        status = None if program is None else _reaped(program)
+    if program is not None:
+        _end(process_tree, mark, shared_before)
     until = time.monotonic() + _EXIT_SECONDS
     while is_orphaned and os.getppid() == parent and time.monotonic() < until:
         time.sleep(0.01)
     if os.getppid() != parent:
-        if when_orphaned is not None:
+        if when_orphaned is not None and program is not None:
             module, name, *given = when_orphaned
             getattr(importlib.import_module(module), name)(*given)
         for folder in folders:
@@ -85,7 +94,8 @@ def _leave_streams() -> None:
             os.dup2(null.fileno(), number)
 
 
-def _start(mark: str, arguments: Sequence[str]) -> int:
+def _start(mark: str, arguments: Sequence[str], handlers: Mapping[signal.Signals, Any]) -> int:
+    """Start the program with the given signal handlers of its own, and return its process id."""
     parent, pid = os.getpid(), os.fork()
     if pid:
         return pid
@@ -97,6 +107,8 @@ def _start(mark: str, arguments: Sequence[str]) -> int:
                 os._exit(CANNOT_START)
         for number in (signal.SIGCHLD, signal.SIGPIPE, END, PAUSE, GO_ON, _ORPHANED):
             signal.signal(number, signal.SIG_DFL)
+        for of_the_job, handler in handlers.items():
+            signal.signal(of_the_job, handler)  # ignored still if the parent ignores it
         os.environ["AUTOTUNE_AMP_PROCESS"] = mark
         os.execvp(arguments[0], list(arguments))  # noqa: S606 - the user's own command
     except Exception as error:
@@ -117,7 +129,7 @@ def _reaped(program: int) -> int | None:
     return status
 
 
-def _end(marks: Any, mark: str, shared_before: Iterable[str]) -> None:
+def _end(process_tree: Any, mark: str, shared_before: Iterable[str]) -> None:
     """Kill all descendants of the program at once, by a signal that they cannot handle, and free their shared memory.
 
     `shared_before` are the names of shared memory that existed before, which is kept.
@@ -129,19 +141,19 @@ def _end(marks: Any, mark: str, shared_before: Iterable[str]) -> None:
     num_empty = 0  # rounds that found no process; two, since one that is just executing a program shows no mark
     while num_empty < 2 and time.monotonic() < until:
         _reaped(0)
-        found = {*psutil.Process().children(recursive=True), *marks.marked(mark)}
+        found = {*psutil.Process().children(recursive=True), *process_tree.marked(mark)}
         num_empty = 0 if found else num_empty + 1
         for process in found:
             with suppress(psutil.Error):
                 process.suspend()  # so that none shares more memory, or reacts to another's end
-        shared |= marks.shared_memory_of(found).difference(shared_before)
+        shared |= process_tree.shared_memory_of(found).difference(shared_before)
         for process in found:
             with suppress(psutil.Error):
                 process.kill()
         time.sleep(0.01)
-    for name in shared - marks.shared_memory_of(psutil.process_iter()):
+    for name in shared - process_tree.shared_memory_of(psutil.process_iter()):
         with suppress(OSError):
-            (marks.SHARED_MEMORY / name).unlink()
+            (process_tree.SHARED_MEMORY / name).unlink()
 
 
 def main(settings: str, *arguments: str) -> None:

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import queue
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,18 +17,31 @@ from typing import Any, Protocol
 
 import msgspec
 
-from autotune_amp.core import errors
 from autotune_amp.core.documents import decode
-from autotune_amp.core.errors import AutotuneAmpError, RunnerError
-from autotune_amp.core.job import Deadlines
+from autotune_amp.core.job import (
+    ChildExit,
+    Compilation,
+    Deadlines,
+    EndOfEvents,
+    FirstStep,
+    JobEvent,
+    PartialResult,
+    Phase,
+    Ready,
+    RequestError,
+    RequestFailure,
+    Result,
+    StepDone,
+)
 from autotune_amp.core.outcome import Failure
 from autotune_amp.interruption import heed
-from autotune_amp.processes.marks import KILL_SECONDS, terminate_programs
-from autotune_amp.processes.program import Program, make_folder
+from autotune_amp.processes.process_tree import KILL_SECONDS, terminate_programs
+from autotune_amp.processes.program import Program, new_folder
 from autotune_amp.trial.failures import num_oom_kills
 from autotune_amp.trial.judge import RunEvidence, judge
 
 _NO_DEADLINES = Deadlines()
+_DECODER: msgspec.json.Decoder[JobEvent] = msgspec.json.Decoder(JobEvent)
 TICK_SECONDS = 0.1
 ENDED = "it was ended, as nobody waits for it"
 _OUTPUT_TAIL_CHARACTERS = 4000
@@ -89,17 +101,13 @@ class Process:
 
     def __init__(self, mode: str, environment: dict[str, str], watcher: Watcher) -> None:
         self.watcher = watcher  # receives its events from now on
-        self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._events: queue.Queue[JobEvent] = queue.Queue()
         self._printed: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._tail: deque[str] = deque(maxlen=64)
         self._num_oom_kills = 0
-        self._folder = make_folder()  # for temporary files of the process and its descendants
         arguments, pipe = [sys.executable, "-c", _SERVER, json.dumps(sys.path), mode], subprocess.PIPE
-        try:
-            self._program = Program(arguments, environment, self._folder, stdin=pipe, stdout=pipe, stderr=pipe)
-        except RunnerError:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise
+        self._program = Program(arguments, environment, new_folder(), stdin=pipe, stdout=pipe, stderr=pipe)
+        self._program.start()
         self._popen: subprocess.Popen[bytes] = self._program.popen
         self._threads = [threading.Thread(target=f, daemon=True) for f in (self._hear, self._overhear)]
         for thread in self._threads:
@@ -153,7 +161,7 @@ class Process:
         too. `beside` is paused while the process takes steps, except in a step that takes long: it may wait for
         `beside`.
         """
-        answer: dict[str, Any] | None = None
+        answer: Result | RequestFailure | RequestError | None = None
         so_far: Any = None
         is_ready = False
         allowed = limit = goes_on_at = None
@@ -161,40 +169,40 @@ class Process:
         self._tail.clear()
         self._num_oom_kills = num_oom_kills()
         while True:
-            message = self._next_message()
+            event = self._next_event()
             now = time.monotonic()
-            if message is None:
-                raise ProcessEndedError(self._failure(self._end_status(), phase), so_far)
-            event = message["event"] if message else None
-            if event == "ready":
-                is_ready = True
-                until = None if deadlines.whole_seconds is None else now + deadlines.whole_seconds
-            elif event == "first step":
-                phase, allowed = "in the first step", deadlines.first_step_seconds
-            elif event == "compiling" and allowed is not None:
-                # Half of the rest, since the compiler's cache may have sped up the steps that the deadlines are based
-                # on.
-                left_seconds = math.inf if until is None else until - now
-                allowed = deadlines.compiling_seconds or max(deadlines.first_step_seconds or 0.0, left_seconds / 2)
-                phase = "compiling"
-            elif event == "phase":
-                phase, allowed = message["name"], message.get("seconds")
-                self.watcher.activity(phase)
-            elif event == "so far":
-                so_far = message["value"]
-            elif event == "step":
-                phase = f"after step {message['number']}" if message["number"] else "warming up"
-                allowed = deadlines.step_seconds
-                if beside is not None:
-                    beside.pause()
-                    goes_on_at = now + (MAX_PAUSE_SECONDS if allowed is None else allowed / 2)
-                self.watcher.step(message["number"], message["seconds"])
-            elif event in ("result", "failed", "error"):
-                answer, allowed = message, None
-                until = now + _EXIT_SECONDS
-            elif event == "exit":
-                self._drain_output()
-            if event is not None and event != "so far":
+            match event:
+                case EndOfEvents():
+                    raise ProcessEndedError(self._failure(self._end_status(), phase), so_far)
+                case Ready():
+                    is_ready = True
+                    until = None if deadlines.whole_seconds is None else now + deadlines.whole_seconds
+                case FirstStep():
+                    phase, allowed = "in the first step", deadlines.first_step_seconds
+                case Compilation() if allowed is not None:
+                    # Half of the rest, since the compiler's cache may have sped up the steps that the deadlines are
+                    # based on.
+                    left_seconds = math.inf if until is None else until - now
+                    allowed = deadlines.compiling_seconds or max(deadlines.first_step_seconds or 0.0, left_seconds / 2)
+                    phase = "compiling"
+                case Phase():
+                    phase, allowed = event.name, event.seconds
+                    self.watcher.activity(phase)
+                case PartialResult():
+                    so_far = event.value
+                case StepDone():
+                    phase = f"after step {event.number}" if event.number else "warming up"
+                    allowed = deadlines.step_seconds
+                    if beside is not None:
+                        beside.pause()
+                        goes_on_at = now + (MAX_PAUSE_SECONDS if allowed is None else allowed / 2)
+                    self.watcher.step(event.number, event.seconds)
+                case Result() | RequestFailure() | RequestError():
+                    answer, allowed = event, None
+                    until = now + _EXIT_SECONDS
+                case ChildExit():
+                    self._drain_output()
+            if event is not None and not isinstance(event, PartialResult):
                 limit = None if allowed is None else now + allowed
             if beside is not None and goes_on_at is not None and now > goes_on_at:
                 beside.go_on()
@@ -206,25 +214,26 @@ class Process:
                 overdue = f"it was still {phase} when its time was up"
             elif limit is not None and now > limit:
                 overdue = f"a step took longer than {allowed:.1f} s ({phase})"
-            if overdue is not None and ends_with_exit and event != "exit":
+            has_exited = isinstance(event, ChildExit)
+            if overdue is not None and ends_with_exit and not has_exited:
                 self._kill_child()
-            if answer is not None and (not ends_with_exit or event == "exit" or overdue is not None):
+            if answer is not None and (not ends_with_exit or has_exited or overdue is not None):
                 return _value(answer)
-            if event == "exit":
-                raise ProcessEndedError(self._failure(message["status"], phase), so_far)
+            if isinstance(event, ChildExit):
+                raise ProcessEndedError(self._failure(event.status, phase), so_far)
             if overdue is not None:
                 is_loading = not is_ready and overdue != ENDED
                 raise ProcessEndedError(_judged(RunEvidence(overdue=overdue, is_loading=is_loading)), so_far)
 
-    def _next_message(self) -> dict[str, Any] | None:
-        """Return the next message, an empty one if none came within a tick, None at the end of the process."""
+    def _next_event(self) -> JobEvent | None:
+        """Return the next event, None if none came within a tick."""
         self._drain_output()
         heed()
         self.watcher.tick()
         try:
-            return self._messages.get(timeout=TICK_SECONDS)
+            return self._events.get(timeout=TICK_SECONDS)
         except queue.Empty:
-            return {}
+            return None
 
     def _drain_output(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -235,9 +244,8 @@ class Process:
         """Make the template kill its child; a template that does not answer is killed itself."""
         self.send({"cmd": "kill"})
         try:
-            while (message := self._messages.get(timeout=KILL_SECONDS)) is not None:
-                if message["event"] == "exit":
-                    return
+            while not isinstance(self._events.get(timeout=KILL_SECONDS), (ChildExit, EndOfEvents)):
+                pass
         except queue.Empty:
             self._program.end()
 
@@ -262,8 +270,7 @@ class Process:
         """Kill the process and all its descendants, including those that left its group, and wait for them."""
         self.watcher.ending()
         terminate_programs(self._program.processes)
-        self._program.end()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._program.close()
         for thread in self._threads:
             thread.join(KILL_SECONDS)
         self._drain_output()
@@ -276,10 +283,8 @@ class Process:
         assert self._popen.stdout is not None
         for line in self._popen.stdout:
             with contextlib.suppress(msgspec.MsgspecError):  # an incomplete line of a killed process
-                message = decode(line, dict[str, Any])
-                if isinstance(message.get("event"), str):
-                    self._messages.put(message)
-        self._messages.put(None)
+                self._events.put(decode(line, _DECODER))
+        self._events.put(EndOfEvents())
 
     def _overhear(self) -> None:
         assert self._popen.stderr is not None
@@ -295,10 +300,11 @@ def _judged(evidence: RunEvidence) -> Failure:
     return failure
 
 
-def _value(answer: dict[str, Any]) -> Any:
-    if answer["event"] == "result":
-        return answer["value"]
-    if answer["event"] == "failed":
-        return msgspec.convert(answer["failure"], Failure)
-    kind: type[AutotuneAmpError] = getattr(errors, answer["type"])
-    raise kind(answer["message"], answer["next_step"])
+def _value(answer: Result | RequestFailure | RequestError) -> Any:
+    match answer:
+        case Result():
+            return answer.value
+        case RequestFailure():
+            return answer.failure
+        case RequestError():
+            raise answer.exception()

@@ -6,11 +6,13 @@ import contextlib
 import getpass
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +20,21 @@ import psutil
 
 from autotune_amp.core.errors import RunnerError
 from autotune_amp.processes import keeper
-from autotune_amp.processes.marks import KILL_SECONDS, kill_marked
+from autotune_amp.processes.process_tree import KILL_SECONDS, kill_marked
 
 # Longest path of the folder for temporary files. A socket's path has 107 bytes at most (103 on macOS), of which names
 # inside a program's own folder, such as those of multiprocessing's sockets, take 60.
 _MAX_PATH_BYTES = 40
+_LOOK_SECONDS = 0.002
 
 
 class Program:
     """Program that runs under a keeper, with a folder of its own for temporary files.
 
-    `popen` is the keeper's process, with the exit status and the streams of the program. `folder` is for temporary
-    files, and whoever made it removes it after `end`. If this process is gone, the keeper calls `when_orphaned` (a
-    module, the name of a function in it, and the function's arguments), then removes `folder` and the further
-    `folders`. Raises `RunnerError` if no process can be started.
+    The keeper is started at once and makes `folder` (see `new_folder`); the program begins with `start`. `popen` is the
+    keeper's process, with the exit status and the streams of the program. If this process is gone, the keeper calls
+    `when_orphaned` (a module, the name of a function in it, and the function's arguments) for a program that was
+    started, then removes `folder` and the further `folders`. Raises `RunnerError` if no process can be started.
     """
 
     def __init__(
@@ -47,11 +50,12 @@ class Program:
         stderr: int,
     ) -> None:
         self._mark = uuid.uuid4().hex
+        self._folder = folder
         settings = {
             "mark": self._mark,
             "parent": os.getpid(),
             "path": sys.path,
-            "folders": [str(folder), *map(str, folders)],
+            "folders": [str(folder), *map(str, folders)],  # the keeper makes the first
             "when_orphaned": when_orphaned,
         }
         try:
@@ -67,6 +71,22 @@ class Program:
             raise RunnerError(
                 f"A trial process cannot be started: {error}.", "Check the limits on processes and memory."
             ) from error
+        try:
+            while not folder.exists():
+                if self.popen.poll() is not None:
+                    raise RunnerError(
+                        f"The process that keeps a trial ended with status {self.popen.returncode} before it made "
+                        f"{folder}.",
+                        f"See that {folder.parent} can be written to, or set TMPDIR to a folder that can.",
+                    )
+                time.sleep(_LOOK_SECONDS)
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self) -> None:
+        """Start the program."""
+        self.popen.send_signal(keeper.GO_ON)
 
     def processes(self) -> list[psutil.Process]:
         """Return the running processes of the program: its own first, then its descendants."""
@@ -88,7 +108,7 @@ class Program:
             self.popen.send_signal(keeper.GO_ON)
 
     def end(self) -> None:
-        """Have the keeper kill the program and its descendants, and wait until they are gone."""
+        """Have the keeper kill the program and its descendants, and wait until they are gone. The folder stays."""
         self.popen.send_signal(keeper.END)
         try:
             self.popen.wait(keeper.END_SECONDS + KILL_SECONDS)
@@ -98,12 +118,29 @@ class Program:
         if self.popen.returncode:  # perhaps the keeper was killed itself, or has failed
             kill_marked(self._mark)
 
+    def close(self) -> None:
+        """End the program, then remove its folder."""
+        self.end()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
-def make_folder() -> Path:
-    """Make a folder for the temporary files of a program, with a path that is short enough for sockets in it."""
+
+def new_folder() -> Path:
+    """Return a path for the folder of a program, which does not exist yet and is short enough for sockets in it."""
     usual = tempfile.gettempdir()
     parent = usual if len(os.fsencode(usual)) <= _MAX_PATH_BYTES else "/tmp"  # noqa: S108 - a folder of its own
-    return Path(tempfile.mkdtemp(prefix="amp-", dir=parent))
+    return Path(parent, f"amp-{uuid.uuid4().hex[:12]}")
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Return a new folder that is removed at the end of the context, even if this process is killed in it."""
+    folder = new_folder()
+    null = subprocess.DEVNULL
+    holder = Program((), os.environ, folder, stdin=null, stdout=null, stderr=null)
+    try:
+        yield folder
+    finally:
+        holder.close()
 
 
 def _compilers_cache() -> dict[str, str]:

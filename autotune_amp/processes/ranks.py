@@ -1,4 +1,6 @@
-"""Trials that several processes of this host train together, one for each rank."""
+"""Trials that several processes of this host train together, one for each rank, and when the ranks of any run are ended
+because one of them has failed or hangs.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,12 @@ from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Description, Failure, Measurement
 from autotune_amp.distributed import free_port
 from autotune_amp.processes.local import Ability, OpenResult, Slot, WorkloadBackend
-from autotune_amp.processes.process import ENDED, Watcher
+from autotune_amp.processes.process import ENDED, TICK_SECONDS, Watcher
 from autotune_amp.processes.slots import WorkloadSlots
 from autotune_amp.trial.jobs import Describe, Follow, Followed, Trial
 from autotune_amp.trial.judge import RunEvidence, culprit, judge
 
-GRACE_SECONDS = 3.0  # time for the other ranks after one has ended, which they notice as a lost connection
+GRACE_SECONDS = 2.0
 NUM_MEETINGS = 3  # attempts, since the free port may be taken meanwhile
 _TAKEN = "EADDRINUSE"
 NOTE = (
@@ -30,6 +32,38 @@ NOTE_UNUSED = (
     "Some parameters get no gradient: trials ran with find_unused_parameters=True, and so must the training, as "
     "DistributedDataParallel(model, find_unused_parameters=True)."
 )
+
+
+class RankGrace:
+    """Time that the ranks of a run have left once one of them has failed or hangs, before all of them are ended.
+
+    Ranks that lost their connection to the one that failed may report before it does, and ranks that hang are asked for
+    their stacks.
+    """
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def is_over(self, failure: Failure | None, now: float) -> bool:
+        """Whether to end all ranks at the time `now`, in seconds. `failure` is the most likely one so far; None while
+        there is none, also if what looked like one was a pause.
+
+        A rank that is out of memory is the cause whatever others report, so nothing more is waited for.
+        """
+        if failure is None:
+            self._since = None
+            return False
+        self._since = now if self._since is None else self._since
+        return failure.kind == "oom" or now - self._since >= GRACE_SECONDS
+
+
+def failure_of_rank(failure: Failure, rank: int, num_ranks: int) -> Failure:
+    """Return the failure with the rank in its message, if there are several ranks."""
+    return replace(failure, message=f"rank {rank}: {failure.message}") if num_ranks > 1 else failure
+
+
+# The failure of ranks that go on after the first rank has ended with a measurement.
+_LATE = Failure(kind="timeout", message=ENDED)
 
 
 class RankedBackend(WorkloadBackend):
@@ -155,7 +189,7 @@ class _OnRanks:
                 has_flushed=found.has_flushed,
             )
             if failure := judge(evidence):
-                return replace(failure, message=f"rank {rank}: {failure.message}")
+                return failure_of_rank(failure, rank, len(outcomes))
         return replace(
             measured,
             peak_memory_bytes=max(measured.peak_memory_bytes, *(found.peak_memory_bytes for found in followed)),
@@ -167,15 +201,12 @@ class _OnRanks:
 
     def _outcomes(self) -> list[Any]:
         """Wait for all ranks and return their outcomes. None of them runs any more then."""
-        left = list(self._handles)
+        grace = RankGrace()
         try:
-            while self._handles[0] in left:
-                left.remove(over := self._ranks.wait(left))
-                if isinstance(over.result(), Failure):
+            while running := [handle for handle in self._handles if not handle.future.done()]:
+                if grace.is_over(self._failure_so_far(running), time.monotonic()):
                     break
-            until = time.monotonic() + GRACE_SECONDS
-            for handle in self._handles:
-                self._ranks.wait_seconds(handle.future, until - time.monotonic())
+                self._ranks.wait_seconds(running[0].future, TICK_SECONDS)
         finally:
             for over in self._over:
                 over.set()
@@ -183,6 +214,13 @@ class _OnRanks:
         for over in self._over:
             over.clear()
         return outcomes
+
+    def _failure_so_far(self, running: Sequence[Any]) -> Failure | None:
+        outcomes = [handle.result() for handle in self._handles if handle not in running]
+        failures = [found for found in outcomes if isinstance(found, Failure)]
+        if failures:
+            return culprit(failures)
+        return None if self._handles[0] in running else _LATE
 
 
 def _culprit(outcomes: Sequence[Any]) -> Failure:
@@ -192,7 +230,7 @@ def _culprit(outcomes: Sequence[Any]) -> Failure:
     cause = culprit(found for _, found in own)
     rank = next(rank for rank, found in own if found is cause)
     if rank:
-        return replace(cause, message=f"rank {rank}: {cause.message}")
+        return failure_of_rank(cause, rank, len(outcomes))
     if cause.kind == "timeout":
         return replace(cause, message=f"{cause.message}; any of the {len(outcomes)} ranks may have held it up")
     return cause

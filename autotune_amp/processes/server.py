@@ -35,14 +35,14 @@ import torch._dynamo  # optimizers import it, which takes a second that no trial
 
 from autotune_amp.core import workload
 from autotune_amp.core.errors import AutotuneAmpError
-from autotune_amp.core.job import READY, find_job
+from autotune_amp.core.job import ChildExit, JobEvent, Ready, RequestError, RequestFailure, Result, find_job
 from autotune_amp.core.outcome import Failure
 from autotune_amp.hardware import identify
 from autotune_amp.hardware.device import parse
 from autotune_amp.hardware.measuring import make_current
 from autotune_amp.precision import torch_state
 from autotune_amp.processes import packing
-from autotune_amp.processes.marks import terminate_programs
+from autotune_amp.processes.process_tree import terminate_programs
 from autotune_amp.trial import failures
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.worker import raise_oom_score
@@ -66,9 +66,9 @@ class ParentChannel:
             os.dup2(null.fileno(), 0)
         os.dup2(2, 1)
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Write one message."""
-        data = b"\n" + msgspec.json.encode(message) + b"\n"
+    def send(self, event: JobEvent) -> None:
+        """Write one event."""
+        data = b"\n" + msgspec.json.encode(event) + b"\n"
         while data:
             data = data[os.write(self._output, data) :]
 
@@ -92,15 +92,14 @@ class Server:
         """Run one command in this process and send its result or error. The user's code may raise anything."""
         action = getattr(self, command.pop("cmd"))
         try:
-            answer = {"event": "result", "value": action(**command)}
+            answer: JobEvent = Result(action(**command))
         except AutotuneAmpError as error:
-            kind = type(error).__name__
-            answer = {"event": "error", "type": kind, "message": error.message, "next_step": error.next_step}
+            answer = RequestError(type(error).__name__, error.message, error.next_step)
         except SystemExit as error:
             message = f"the workload ended its process: sys.exit({error.code})"
-            answer = {"event": "failed", "failure": Failure(kind="workload_error", message=message)}
+            answer = RequestFailure(Failure(kind="workload_error", message=message))
         except Exception as error:
-            answer = {"event": "failed", "failure": failures.failure_from_exception(error)}
+            answer = RequestFailure(failures.failure_from_exception(error))
         self._channel.send(answer)
 
     def load(self, target: str | None, path: list[str], num_packed_bytes: int) -> dict[str, Any]:
@@ -173,7 +172,7 @@ class Server:
         found = find_job(kind, job)
         self._context.is_kept = not (self._is_template or found.is_alone)
         if not found.builds_first:
-            self._channel.send(READY)
+            self._channel.send(Ready())
         return found.run(self._context, self._channel.send)
 
     def _torch_state(self) -> dict[str, Any]:
@@ -311,7 +310,7 @@ def run_template(channel: ParentChannel, server: Server) -> bool:
             shutil.rmtree(folder, ignore_errors=True)
             if status is None:
                 return False
-            channel.send({"event": "exit", "status": status})
+            channel.send(ChildExit(status))
         elif command["cmd"] == "take_over":
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
             server.handle(command)
@@ -420,6 +419,6 @@ def main(mode: str) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a text stream: nobody replaced it yet
     is_template = mode == "forked"
     server = Server(channel, is_template=is_template)
-    channel.send({"event": "result", "value": "ready"})
+    channel.send(Result("ready"))
     if not is_template or run_template(channel, server):
         run_worker(channel, server, is_loaded=is_template)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from autotune_amp.core.dimensions import PINNED_MODULES, PRECISION
 from autotune_amp.core.errors import AutotuneAmpError
-from autotune_amp.core.job import READY, Tell
+from autotune_amp.core.job import PartialResult, Phase, Ready, Tell
 from autotune_amp.core.outcome import MIN_CUT_SAMPLES, Accumulation, Calibration, CheckOutcome, Failure, Fidelity
 from autotune_amp.core.setting import NUMERIC
 from autotune_amp.core.variants import COMPILE, VARIANTS, WEIGHTS
@@ -66,7 +66,7 @@ def _check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
     except NotTrainedError as error:
         return spec.unchecked(f"training in fp32 for it failed: {error}")
     spec = msgspec.structs.replace(spec, num_steps_before=num_steps)
-    tell({"event": "phase", "name": _PHASES[spec.what].format(spec.candidate.precision)})
+    tell(Phase(_PHASES[spec.what].format(spec.candidate.precision)))
     try:
         return _found(subject, spec, tell)
     except NoStepError:
@@ -118,7 +118,7 @@ def _found(subject: Subject, spec: Check, tell: Tell) -> Fidelity | Calibration 
         num_steps_before=spec.num_steps_before,
         # the seconds of compiling do not show how long a pass takes
         seconds=math.inf if spec.aim_seconds is None or subject.is_compiled else spec.aim_seconds,
-        on_bad_verdict=lambda found: tell({"event": "so far", "value": msgspec.to_builtins(found)}),
+        on_bad_verdict=lambda found: tell(PartialResult(found)),
     )
 
 
@@ -136,10 +136,10 @@ def _subject(context: Context, spec: Check, tell: Tell) -> tuple[Subject, int]:
     if device.type != "cpu":
         batches = [data.move(batch, device) for batch in batches]
     plain = _subject_of(context.workload, spec, context.model(device), batches)
-    tell(READY)
+    tell(Ready())
     num_steps = 0
     if spec.num_steps_before:
-        tell({"event": "phase", "name": f"training {spec.num_steps_before} steps in fp32"})
+        tell(Phase(f"training {spec.num_steps_before} steps in fp32"))
         num_steps = _train(plain, context.workload, spec)
     if not wanted:
         return plain, num_steps

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import trimmed_interval
-from autotune_amp.core.job import READY, Tell
+from autotune_amp.core.job import Compilation, FirstStep, PartialResult, Phase, Ready, StepDone, Tell
 from autotune_amp.core.outcome import Description, Failure, Measurement, Outcome
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.workload import Workload
@@ -265,7 +265,7 @@ def _follow(context: Context, spec: Follow, tell: Tell) -> Followed:
         assert peers is not None
         model = context.model_for(spec.candidate, torch.device(spec.device))
         with closing(make_training(context.workload, model, spec)) as training:
-            tell(READY)  # rank 0 reports the steps
+            tell(Ready())  # rank 0 reports the steps
             retries = memory.num_allocator_retries()
             with CompileWatch(peers.note_compiling):
                 peers.follow(training, memory.poll)
@@ -287,26 +287,24 @@ def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
             stack.enter_context(peers.led(training))
         device = training.device
         meter = EnergyMeter(counter_of(device.type, cuda.uuid(device) if device.type == "cuda" else None))
-        tell(READY)
-        tell({"event": "first step"})
+        tell(Ready())
+        tell(FirstStep())
 
         def report(number: int, seconds: float) -> None:
             meter.step(number, compiling.count())
             memory.poll()
-            tell({"event": "step", "number": number, "seconds": seconds})
+            tell(StepDone(number, seconds))
 
         def count_compilations() -> int:
             return compiling.count() + (0 if peers is None else peers.num_compilations())
 
         retries = memory.num_allocator_retries()
-        with CompileWatch(lambda: tell({"event": "compiling"})) as compiling:
+        with CompileWatch(lambda: tell(Compilation())) as compiling:
             timing, why_not_own = None, None
             if isinstance(training, Training) and training.is_in_own_loop:
                 timing, why_not_own = _in_own_loop(training, report, compiling.count)
             if timing is None:
-                timing = time_steps(
-                    training, report, lambda name: tell({"event": "phase", "name": name}), count_compilations
-                )
+                timing = time_steps(training, report, lambda name: tell(Phase(name)), count_compilations)
 
         if spec.candidate.is_compiled and not compiling.count():
             return Failure(kind="unsupported", message="torch.compile compiled nothing of it")
@@ -391,8 +389,8 @@ def _ending(training: BaseTraining, limit_seconds: float, tell: Tell, measured: 
         so_far = msgspec.structs.replace(
             measured, **fields(limit_seconds, f"{what} did not end within {left_seconds:.3g} s")
         )
-        tell({"event": "so far", "value": msgspec.to_builtins(so_far)})
-        tell({"event": "phase", "seconds": left_seconds, "name": phase})
+        tell(PartialResult(so_far))
+        tell(Phase(phase, left_seconds))
         try:
             action()
             synchronize(training.device)

@@ -54,14 +54,14 @@ def measured(variant: str) -> dict[str, float | str]:
     if variant == "bare":
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         return {"variant": variant, **json.loads(done.stdout)}
-    from autotune_amp.command.ranks import Heard
+    from autotune_amp.command.ranks import RunEvents
     from autotune_amp.command.running import run
     from autotune_amp.core.job import Deadlines
     from autotune_amp.processes.process import Watcher
 
     marks: list[tuple[int, float]] = []
 
-    def goes_on(heard: Heard) -> bool:
+    def goes_on(heard: RunEvents) -> bool:
         if heard.num_steps > NUM_WARMUP_STEPS:
             marks.append((heard.num_steps, time.process_time()))
         return False

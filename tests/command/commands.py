@@ -14,8 +14,8 @@ from typing import Any
 from forked_python import ForkServer
 
 import autotune_amp.command.agent
-from autotune_amp.command.listening import Gone, Listener
-from autotune_amp.command.ranks import Heard
+from autotune_amp.command.listening import Listener
+from autotune_amp.command.ranks import RunEvents
 
 INJECTED = Path(autotune_amp.command.agent.__file__).parent / "path"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -23,12 +23,12 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 def run(
     command: list[str], folder: Path, *, server: ForkServer | None = None, fails: bool = False, **settings: Any
-) -> Heard:
+) -> RunEvents:
     """Run `command` in `folder` to its end with the agent, whose settings are `settings`.
 
     With a `server`, the command is a program of this Python and is forked from a process that has imported torch.
     """
-    heard = Heard()
+    heard = RunEvents()
     with tempfile.TemporaryDirectory() as temporary:
         listener = Listener(f"{temporary}/socket")
         agent = {"socket": f"{temporary}/socket", "folder": temporary, **settings}
@@ -43,12 +43,8 @@ def run(
         listener.close()
         while True:
             try:
-                message = listener.heard.get_nowait()
+                heard.add(listener.heard.get_nowait())
             except queue.Empty:
                 break
-            if isinstance(message, Gone):
-                heard.gone(message.pid)
-            else:
-                heard.hear(message)
     assert (done.returncode != 0) is fails, done.stderr
     return heard

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from autotune_amp.command import messages
-from autotune_amp.command.ranks import Heard
+from autotune_amp.command.ranks import RunEvents
 
 STEP_SECONDS = 0.5
 
@@ -84,24 +84,28 @@ def error(pid: int, name: str, message: str, rank: int = 0, world: int = 1, **mo
     return messages.Error(pid=pid, time=0.0, rank=rank, world=world, local_rank=rank, **{**fields, **more})
 
 
-def heard(said: Iterable[messages.Message]) -> Heard:
+def closed(pid: int) -> messages.ConnectionClosed:
+    return messages.ConnectionClosed(pid=pid, time=0.0)
+
+
+def heard(said: Iterable[messages.Message]) -> RunEvents:
     """What was heard of messages in their order."""
-    found = Heard()
+    found = RunEvents()
     for message in said:
-        found.hear(message)
+        found.add(message)
     return found
 
 
-def trained(num_steps: Sequence[int], **more: Any) -> Heard:
+def trained(num_steps: Sequence[int], **more: Any) -> RunEvents:
     """Ranks of one training, pids from 100 on, each with so many steps."""
     world = len(num_steps)
     found = heard([hello(1), torch(1)])
     for rank, num in enumerate(num_steps):
         pid = 100 + rank
         for message in (hello(pid), torch(pid, rank, world), loader(pid)):
-            found.hear(message)
+            found.add(message)
         for number in range(1, num + 1):
             if number == 1:
-                found.hear(optimizer(pid, rank, world))
-            found.hear(step(pid, number, **more))
+                found.add(optimizer(pid, rank, world))
+            found.add(step(pid, number, **more))
     return found

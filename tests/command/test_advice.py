@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import said
 
 from autotune_amp.command.advice import advised
-from autotune_amp.command.messages import Hello, Refused, Step
-from autotune_amp.command.ranks import Heard, Rank
+from autotune_amp.command.messages import Refused
 from autotune_amp.command.verdict import UNOBSERVED_SECONDS, RunState, verdict
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
@@ -20,29 +20,12 @@ train.py FAILED (EADDRINUSE)
 """
 
 
-def step(num_ooms: int) -> Step:
-    return Step(
-        pid=7,
-        time=1.0,
-        optimizer=0,
-        is_skipped=False,
-        losses=(),
-        num_backward=1,
-        forwards=(),
-        regions=(),
-        num_samples={},
-        num_batches=1,
-        wait_seconds=0.0,
-        num_compilations=0,
-        num_ooms=num_ooms,
-    )
-
-
 @pytest.mark.parametrize("num_ooms", [0, 2])
 def test_a_script_that_catches_its_running_out_of_memory(num_ooms: int) -> None:
-    rank = Rank(7, rank=1, world=2, steps=[step(0), step(num_ooms), step(0)])
+    steps = (said.step(7, number, num_ooms=num_ooms * (number == 2)) for number in (1, 2, 3))
+    heard = said.heard([said.optimizer(7, rank=1, world=2), *steps])
     seen = RunState(seconds=1.0, seconds_since_step=0.0)
-    found = verdict(Heard(ranks={7: rank}), seen, Deadlines(), is_enough=True, memory_limit_bytes=None)
+    found = verdict(heard, seen, Deadlines(), is_enough=True, memory_limit_bytes=None)
     if num_ooms:
         assert isinstance(found, Failure)
         assert found.kind == "oom"
@@ -53,7 +36,7 @@ def test_a_script_that_catches_its_running_out_of_memory(num_ooms: int) -> None:
 
 def test_a_refused_upload_is_no_file() -> None:
     refused_path = "https://huggingface.co/me/model"
-    heard = Heard(refused=Refused(pid=1, time=0.0, what="an upload", path=refused_path, line="train.py:3"))
+    heard = said.heard([Refused(pid=1, time=0.0, what="an upload", path=refused_path, line="train.py:3")])
     seen = RunState(seconds=1.0, seconds_since_step=0.0)
     found = verdict(heard, seen, Deadlines(), is_enough=True, memory_limit_bytes=None)
     assert isinstance(found, Failure)
@@ -64,9 +47,8 @@ def test_a_refused_upload_is_no_file() -> None:
 
 @pytest.mark.parametrize("says_hello", [True, False])
 def test_a_python_that_says_nothing_is_not_waited_for(says_hello: bool) -> None:
-    hello = Hello(pid=3, time=0.0, parent_pid=1, python="3.11.7")
     seen = RunState(seconds=30.0, seconds_since_step=0.0, unobserved_seconds=UNOBSERVED_SECONDS + 1)
-    heard = Heard(pythons={3: hello} if says_hello else {})
+    heard = said.heard([said.hello(3)] if says_hello else [])
     found = verdict(heard, seen, Deadlines(), is_enough=False, memory_limit_bytes=None)
     assert (found is None) is says_hello
 

@@ -18,7 +18,9 @@ from forked_python import ForkServer
 from autotune_amp.command.agent import observer, passes
 from autotune_amp.command.frozen_pair import Unpaired, pair
 from autotune_amp.command.measure import batch_sizes, passes_per_step, precision_of
-from autotune_amp.command.ranks import Heard, Rank
+from autotune_amp.command.messages import Error, Gradient, Hello, Torch, Unstepped
+from autotune_amp.command.rank_steps import Rank
+from autotune_amp.command.ranks import RunEvents
 
 PREAMBLE = """
 import torch
@@ -33,7 +35,7 @@ loss_of = nn.functional.mse_loss
 
 
 Script = Callable[[str], list[str]]
-Train = Callable[..., Heard]
+Train = Callable[..., RunEvents]
 
 
 @pytest.fixture
@@ -54,13 +56,13 @@ def train(fork_server: ForkServer, script: Script, tmp_path: Path) -> Train:
     A test of how a process starts calls `run` without a server, and says why.
     """
 
-    def train(text: str, **settings: Any) -> Heard:
+    def train(text: str, **settings: Any) -> RunEvents:
         return run(script(text), tmp_path, server=fork_server, **settings)
 
     return train
 
 
-def only(heard: Heard) -> Rank:
+def only(heard: RunEvents) -> Rank:
     (rank,) = heard.ranks.values()
     return rank
 
@@ -325,7 +327,7 @@ DDP = "nn.parallel.DistributedDataParallel(model)"
 CASTING = "torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)"
 
 
-def check_ranks(heard: Heard, precision: str) -> None:
+def check_ranks(heard: RunEvents, precision: str) -> None:
     assert heard.is_whole
     assert sorted(rank.rank for rank in heard.ranks.values()) == [0, 1]
     assert heard.num_steps == 16
@@ -356,8 +358,8 @@ def test_two_torchruns_at_once_one_of_fsdp_that_casts_by_its_own_policy(tmp_path
 def test_a_python_without_torch_says_hello_and_starts_no_thread(tmp_path: Path) -> None:
     text = "import sys, threading; assert threading.active_count() == 1 and 'torch' not in sys.modules"
     heard = run([sys.executable, "-c", text], tmp_path)
-    assert len(heard.pythons) == 1
-    assert not heard.torches
+    assert len(heard.of(Hello)) == 1
+    assert not heard.of(Torch)
 
 
 def test_nothing_is_patched_where_nothing_is_observed(train: Train) -> None:
@@ -371,7 +373,7 @@ assert not [function for function in patched if "autotune_amp" in function.__cod
 assert not optimizer._global_optimizer_pre_hooks and not optimizer._global_optimizer_post_hooks
 """
     heard = train(text, observes=False)
-    assert len(heard.torches) == 1
+    assert len(heard.of(Torch)) == 1
     with pytest.raises(AssertionError):
         train(text)
 
@@ -386,7 +388,7 @@ for _ in torch.utils.data.DataLoader(data, batch_size=None):
     break
 """
     heard = train(text)
-    assert [(error.types[0], error.message) for error in heard.errors] == [("LookupError", "a fault of the agent")]
+    assert [(error.types[0], error.message) for error in heard.of(Error)] == [("LookupError", "a fault of the agent")]
 
 
 def test_a_loss_that_is_no_number_is_heard(train: Train) -> None:
@@ -430,7 +432,7 @@ def test_the_users_own_sitecustomize_runs(script: Script, tmp_path: Path, monkey
         [sys.executable, "-c", "assert theirs\nimport sitecustomize\nassert 'theirs' in sitecustomize.__file__"],
         tmp_path,
     )
-    assert len(heard.pythons) == 1
+    assert len(heard.of(Hello)) == 1
 
 
 HOOK = """
@@ -498,8 +500,9 @@ for number in range(600):
 """
     heard = train(text)
     assert not heard.ranks
-    assert heard.unstepped is not None
-    assert heard.unstepped.num_backward <= 600
+    unstepped = heard.first(Unstepped)
+    assert unstepped is not None
+    assert unstepped.num_backward <= 600
 
 
 @pytest.mark.parametrize("data", ["loader", "tensors"])
@@ -511,7 +514,7 @@ for x, y in torch.utils.data.DataLoader(data, batch_size=8) if {data == "loader"
     loss_of(model(x), y).backward()
     optimizer.step()
 """
-    told = train(text, frozen={"num_steps": 3, "max_entries": 1000}).gradients
+    told = train(text, frozen={"num_steps": 3, "max_entries": 1000}).of(Gradient)
     assert [each.number for each in told] == [0, 1, 2]
     assert len({each.weights for each in told}) == 1, "no step was taken"
     assert len({each.batch for each in told} - {None}) == 3
@@ -535,10 +538,10 @@ for x, y in torch.utils.data.DataLoader(data, batch_size=8):
     low, raised = (
         train(text, frozen={"num_steps": 3, "max_entries": 1000, "in_fp32": in_fp32}) for in_fp32 in (False, True)
     )
-    assert [each.has_low_weights for each in low.gradients] == [True] * 3
-    assert [each.has_low_weights for each in raised.gradients] == [False] * 3
-    assert isinstance(pair(low.gradients, raised.gradients), tuple)
-    assert not isinstance(pair(low.gradients, raised.gradients), Unpaired), "the same weights and batches"
+    assert [each.has_low_weights for each in low.of(Gradient)] == [True] * 3
+    assert [each.has_low_weights for each in raised.of(Gradient)] == [False] * 3
+    assert isinstance(pair(low.of(Gradient), raised.of(Gradient)), tuple)
+    assert not isinstance(pair(low.of(Gradient), raised.of(Gradient)), Unpaired), "the same weights and batches"
     (rank,) = low.ranks.values()
     assert rank.optimizers[0].num_frozen == {"bfloat16": 72}
     assert rank.optimizers[0].num_parameters == {"bfloat16": 81, "float32": 9}
@@ -553,7 +556,7 @@ for x, y in torch.utils.data.DataLoader(data, batch_size=8):
     (loss_of(model(x), y) + (mix.conj() * (1 + 2j)).real.sum() + words(torch.arange(2)).sum()).backward()
     optimizer.step()
 """
-    told = train(text, frozen={"num_steps": 3, "max_entries": 1000}).gradients
+    told = train(text, frozen={"num_steps": 3, "max_entries": 1000}).of(Gradient)
     assert len(told) == 3
     assert {each.sizes for each in told} == {(2 * 3, 5 * 2)}
 

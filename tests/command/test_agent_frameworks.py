@@ -9,7 +9,7 @@ import pytest
 from commands import run
 
 from autotune_amp.command.measure import precision_of
-from autotune_amp.command.ranks import Rank
+from autotune_amp.command.rank_steps import Rank
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
 
 pytestmark = pytest.mark.slow

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import getpass
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from backend_contract import BackendContract, Made
+from described_commands import SECONDS, described, fidelity, local_backend, trial
 from forked_programs import forked_programs
 from forked_python import ForkServer
 from msgspec.structs import replace
 
 from autotune_amp.command import backend as command_backend
-from autotune_amp.command.backend import CommandBackend
 from autotune_amp.command.command import Command
 from autotune_amp.core.errors import BudgetTooSmallError, WorkloadError
-from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.processes.local import LocalBackend, Payload
-from autotune_amp.processes.process import Watcher
-from autotune_amp.trial.jobs import Check, Describe, Trial
+from autotune_amp.processes.local import LocalBackend
 
 SCRIPT = """
 import argparse, os, sys, time
@@ -67,7 +64,6 @@ for epoch in range(1000):
             optimizer.zero_grad()
 """
 BATCH, PRECISION = ("--batch", "{batch_size=8}"), ("--precision", "{precision=fp32}")
-SECONDS = 200.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,28 +79,21 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.fixture(scope="module")
-def local() -> Iterator[LocalBackend]:
-    payload = Payload(target="autotune_amp.workloads:workload", path=tuple(sys.path))
-    with LocalBackend(payload, "kept", Watcher()) as backend:
-        yield backend
+local = pytest.fixture(scope="module")(local_backend)
 
 
-def described(
-    command: list[str],
-    local: LocalBackend,
-    seconds: float = SECONDS,
-    files: Sequence[str] = (),
-    *,
-    is_batch_free: bool = True,
-) -> tuple[CommandBackend, Description | Failure]:
-    backend = CommandBackend(Command(LaunchLine.of(command, files=files)), local, Watcher())
-    describe = Describe(device="cpu", baseline_batch_size=8, deadline_seconds=seconds, is_batch_free=is_batch_free)
-    return backend, backend.submit(describe).result()
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
+    """The settings that commands are run with, as they come."""
+    found: list[Setting] = []
+    run = Command.run
 
+    def noted(self: Command, setting: Setting, *args: Any, **fields: Any) -> Any:
+        found.append(setting)
+        return run(self, setting, *args, **fields)
 
-def trial(setting: Setting) -> Trial:
-    return Trial(candidate=setting, device="cpu", deadline_seconds=SECONDS, num_steps=(5, 20))
+    monkeypatch.setattr(Command, "run", noted)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -116,12 +105,7 @@ def described_once(script: str, local: LocalBackend) -> Made:
         trial(Setting(precision="fp32", batch_size=4)),
         trial(Setting(precision="fp32", batch_size=3)),
         "workload_error",
-        Check(
-            what="fidelity",
-            candidate=Setting(precision="bf16", batch_size=8),
-            device="cpu",
-            deadline_seconds=SECONDS,
-        ),
+        fidelity(Setting(precision="bf16", batch_size=8)),
     )
 
 
@@ -145,10 +129,7 @@ def test_a_command_with_placeholders_is_described_followed_and_measured(script: 
     measured = backend.submit(trial(setting)).result()
     assert isinstance(measured, Measurement), measured
     assert measured.samples_per_second * measured.step_seconds == pytest.approx(16)
-    check = Check(
-        what="fidelity", candidate=Setting(precision="bf16", batch_size=8), device="cpu", deadline_seconds=SECONDS
-    )
-    judged = backend.submit(check).result()
+    judged = backend.submit(fidelity(Setting(precision="bf16", batch_size=8))).result()
     assert isinstance(judged, Fidelity)
     assert judged.verdict != "unchecked", judged.reason
     assert (judged.noise_ratio or 0) > 0
@@ -186,11 +167,17 @@ parser.add_argument("--batch", type=int, default=8)
 parser.add_argument("--be", default="")
 options = parser.parse_args()
 torch.manual_seed(0)
-model = torch.nn.Linear(8, 1)
+class Line(torch.nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        assert y.dtype == torch.float32 or "not in bf16" not in options.be, "no bf16"
+        return y
+model = Line(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 data = torch.utils.data.TensorDataset(torch.randn(4096, 8))
 step = 0
-if options.be == "picky":
+is_picky = options.be.startswith("picky")
+if is_picky:
     assert options.batch == 8, "only eight"
 def batches():
     while True:
@@ -199,7 +186,7 @@ def batches():
         else:
             yield from torch.utils.data.DataLoader(data, batch_size=options.batch, shuffle=True)
 for number, (x,) in enumerate(batches(), 1):
-    num = 4 if options.be == "picky" else min(4, 1 + step // 5) if options.be == "ramping" else 32 // options.batch
+    num = 4 if is_picky else min(4, 1 + step // 5) if options.be == "ramping" else 32 // options.batch
     (model(x).square().mean() / num).backward()
     if number % num == 0:
         step += 1
@@ -266,6 +253,24 @@ def test_a_batch_that_a_script_does_not_take_is_no_error_where_none_is_needed(
     assert isinstance(found, Description), found
     assert "only eight" in found.unsettable["batch_size"]
     assert "bf16" not in found.unsettable
+
+
+@pytest.mark.parametrize(
+    ("be", "unsettable"), [("not in bf16", {"bf16"}), ("picky, not in bf16", {"batch_size", "bf16"})]
+)
+def test_where_both_changes_fail_each_is_tried_alone(
+    accumulating: str, local: LocalBackend, settings: list[Setting], be: str, unsettable: set[str]
+) -> None:
+    _, found = described([sys.executable, accumulating, *BATCH, "--be", be], local, is_batch_free=False)
+    assert isinstance(found, Description), found
+    assert found.unsettable.keys() & {"bf16", "batch_size"} == unsettable
+    assert "no bf16" in found.unsettable["bf16"]
+    assert [(setting.precision, setting.batch_size) for setting in settings] == [
+        ("fp32", 8),
+        ("bf16", 4),
+        ("bf16", 8),
+        ("fp32", 4),
+    ]
 
 
 def test_each_trial_has_a_settings_file_of_its_own(tmp_path: Path, local: LocalBackend) -> None:
@@ -351,10 +356,7 @@ def test_a_precision_that_takes_for_ever_costs_the_search_little(
 @pytest.mark.slow
 def test_batches_that_are_drawn_anew_say_nothing_of_fidelity(script: str, local: LocalBackend) -> None:
     backend, _ = described([sys.executable, script, "--be", "unseeded", *PRECISION], local)
-    check = Check(
-        what="fidelity", candidate=Setting(precision="bf16", batch_size=8), device="cpu", deadline_seconds=SECONDS
-    )
-    judged = backend.submit(check).result()
+    judged = backend.submit(fidelity(Setting(precision="bf16", batch_size=8))).result()
     assert isinstance(judged, Fidelity)
     assert judged.verdict == "unchecked"
     assert "other" in judged.reason
@@ -380,8 +382,7 @@ def test_a_model_in_bf16_is_searched_and_its_fidelity_judged(
     for precision in ("fp32", "bf16"):
         setting = Setting(precision=precision, batch_size=8)
         assert isinstance(backend.submit(trial(setting)).result(), Measurement)
-        check = Check(what="fidelity", candidate=setting, device="cpu", deadline_seconds=SECONDS)
-        judged = backend.submit(check).result()
+        judged = backend.submit(fidelity(setting)).result()
         assert isinstance(judged, Fidelity)
         assert judged.verdict != "unchecked", judged.reason
         assert (judged.noise_ratio or 0) > 0, "what it is held against has its weights in fp32"
@@ -447,19 +448,10 @@ def test_a_budget_for_less_than_a_search_says_what_would_do(
 
 
 def test_what_described_the_command_measured_the_first_trials_of_both_settings(
-    script: str, local: LocalBackend, monkeypatch: pytest.MonkeyPatch
+    script: str, local: LocalBackend, settings: list[Setting]
 ) -> None:
-    settings: list[Setting] = []
-    run = Command.run
-
-    def counted(self: Command, setting: Setting, *args: Any, **fields: Any) -> Any:
-        settings.append(setting)
-        return run(self, setting, *args, **fields)
-
-    monkeypatch.setattr(Command, "run", counted)
-    backend = CommandBackend(Command(LaunchLine.of([sys.executable, script, *BATCH, *PRECISION])), local, Watcher())
-    job = Describe(device="cpu", baseline_batch_size=8, deadline_seconds=SECONDS, is_batch_free=False)
-    assert isinstance(backend.submit(job).result(), Description)
+    backend, found = described([sys.executable, script, *BATCH, *PRECISION], local, is_batch_free=False)
+    assert isinstance(found, Description)
     both = [Setting(precision="fp32", batch_size=8), Setting(precision="bf16", batch_size=8)]
     assert settings == both, "nothing makes up for another batch size, so none is tried"
     for setting in both:

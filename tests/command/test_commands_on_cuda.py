@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from conftest import command_line
+from described_commands import described, fidelity, local_backend, trial
 from running_commands import run_command
 
-from autotune_amp.command.backend import CommandBackend
-from autotune_amp.command.command import Command
-from autotune_amp.command.ranks import Heard
-from autotune_amp.core.launch_line import LaunchLine
+from autotune_amp.command.ranks import RunEvents
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.processes.local import LocalBackend, Payload
-from autotune_amp.processes.process import Watcher
-from autotune_amp.trial.jobs import Check, Describe, Trial
+from autotune_amp.processes.local import LocalBackend
 
 pytestmark = pytest.mark.gpu
 
-SECONDS = 200.0
 SCRIPT = """
 import argparse, torch
 from torch import nn
@@ -45,42 +39,30 @@ for epoch in range(1000):
 """
 
 
-@pytest.fixture(scope="module")
-def local() -> Iterator[LocalBackend]:
-    payload = Payload(target="autotune_amp.workloads:workload", path=tuple(sys.path))
-    with LocalBackend(payload, "kept", Watcher()) as backend:
-        yield backend
+local = pytest.fixture(scope="module")(local_backend)
 
 
 def test_a_command_is_described_measured_judged_and_held_to_its_memory(tmp_path: Path, local: LocalBackend) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     line = [sys.executable, str(tmp_path / "train.py"), "--batch", "{batch_size=8}", "--precision", "{precision=fp32}"]
-    backend = CommandBackend(Command(LaunchLine.of(line)), local, Watcher())
-    found = backend.submit(Describe(device="cuda:0", baseline_batch_size=8, deadline_seconds=SECONDS)).result()
+    backend, found = described(line, local, device="cuda:0")
     assert isinstance(found, Description), found
     assert (found.batch_size, found.num_parameters) == (8, 65)
     setting = Setting(precision="bf16", batch_size=4)
 
-    def trial(limit_bytes: int) -> Measurement | Failure:
-        job = Trial(
-            candidate=setting,
-            device="cuda:0",
-            deadline_seconds=SECONDS,
-            num_steps=(8, 24),
-            memory_limit_bytes=limit_bytes,
-        )
+    def limited(num_bytes: int) -> Measurement | Failure:
+        job = trial(setting, device="cuda:0", num_steps=(8, 24), memory_limit_bytes=num_bytes)
         outcome: Measurement | Failure = backend.submit(job).result()
         return outcome
 
-    measured = trial(1 << 40)
+    measured = limited(1 << 40)
     assert isinstance(measured, Measurement), measured
     assert measured.num_steps_together == 4, "the device is not waited for at every step"
     assert 0 < measured.peak_memory_bytes <= measured.reserved_memory_bytes
-    refused = trial(measured.reserved_memory_bytes - 1)
+    refused = limited(measured.reserved_memory_bytes - 1)
     assert isinstance(refused, Failure)
     assert refused.kind == "oom"
-    check = Check(what="fidelity", candidate=setting, device="cuda:0", deadline_seconds=SECONDS)
-    judged = backend.submit(check).result()
+    judged = backend.submit(fidelity(setting, "cuda:0")).result()
     assert isinstance(judged, Fidelity)
     assert judged.verdict != "unchecked", judged.reason
 
@@ -94,8 +76,7 @@ def test_a_script_that_catches_its_running_out_of_memory_is_no_measurement(tmp_p
         optimizer.step()
 """
     (tmp_path / "train.py").write_text(SCRIPT.replace("\n        optimizer.step()\n", catching))
-    backend = CommandBackend(Command(LaunchLine.of([sys.executable, str(tmp_path / "train.py")])), local, Watcher())
-    found = backend.submit(Describe(device="cuda:0", baseline_batch_size=8, deadline_seconds=SECONDS)).result()
+    _, found = described([sys.executable, str(tmp_path / "train.py")], local, device="cuda:0")
     assert isinstance(found, Failure)
     assert found.kind == "oom"
 
@@ -138,7 +119,7 @@ def test_two_optimizers_that_step_in_turn_are_measured_on_their_own_card(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(TWO.format(device=f"cuda:{number}"))
 
-    def is_enough(heard: Heard) -> bool:
+    def is_enough(heard: RunEvents) -> bool:
         return any(len(list(rank.intervals())) >= 3 for rank in heard.ranks.values())
 
     ran = run_command([sys.executable, "train.py"], is_enough=is_enough)

@@ -10,7 +10,7 @@ import pytest
 from commands import run
 
 from autotune_amp.command.measure import precision_of
-from autotune_amp.command.ranks import Rank
+from autotune_amp.command.rank_steps import Rank
 from autotune_amp.command.settable import unsettable
 from autotune_amp.core.launch_line import LaunchLine
 

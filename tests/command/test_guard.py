@@ -20,8 +20,9 @@ from running_commands import run_command
 
 from autotune_amp.command.agent.guard import is_standard
 from autotune_amp.command.leftovers import remembered
-from autotune_amp.command.ranks import Heard
-from autotune_amp.command.running import Ran
+from autotune_amp.command.messages import Error, Hello, Refused
+from autotune_amp.command.ranks import RunEvents
+from autotune_amp.command.running import CompletedRun
 from autotune_amp.core.outcome import Failure
 
 CHANGES = {
@@ -112,10 +113,10 @@ def snapshot(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def train(mine: Path) -> Callable[..., Ran]:
+def train(mine: Path) -> Callable[..., CompletedRun]:
     """Run a script in `mine`."""
 
-    def train(text: str, **how: Any) -> Ran:
+    def train(text: str, **how: Any) -> CompletedRun:
         (mine / "train.py").write_text(PREAMBLE + text + "\n")
         return run_command([sys.executable, "train.py"], **how)
 
@@ -124,14 +125,14 @@ def train(mine: Path) -> Callable[..., Ran]:
 
 @pytest.mark.parametrize("way", [*CHANGES, *WITH_TORCH])
 def test_what_was_there_stays_and_path_and_line_are_said(
-    mine: Path, train: Callable[..., Ran], fork_server: ForkServer, way: str
+    mine: Path, train: Callable[..., CompletedRun], fork_server: ForkServer, way: str
 ) -> None:
     before = snapshot(mine)
     text = CHANGES[way] if way in CHANGES else f"import torch; {WITH_TORCH[way]}"
     with forked_programs(fork_server):
         ran = train(text + "\nprint('went on')")
     assert isinstance(ran.ending, Failure)
-    refused = ran.heard.refused
+    refused = ran.heard.first(Refused)
     assert refused is not None, ran.seen.printed
     assert "went on" not in ran.seen.printed
     assert refused.line == f"{mine}/train.py:2"
@@ -169,9 +170,9 @@ def test_in_a_python_of_that_version(mine: Path, version: str) -> None:
         pytest.skip(f"there is no python{version} here")
     before = snapshot(mine)
     ran = run_command([python, "-c", f"{PREAMBLE}open('mine', 'w').close()\n{UPDATED}open('old/file', 'w')"])
-    assert {hello.python.rpartition(".")[0] for hello in ran.heard.pythons.values()} == {version}
-    assert ran.heard.refused is not None, ran.seen.printed
-    assert not ran.heard.errors
+    assert {hello.python.rpartition(".")[0] for hello in ran.heard.of(Hello)} == {version}
+    assert ran.heard.first(Refused) is not None, ran.seen.printed
+    assert not ran.heard.of(Error)
     assert snapshot(mine) == before
 
 
@@ -231,7 +232,7 @@ print('went on')
 
 
 def test_what_is_its_own_is_free_and_what_it_made_elsewhere_is_listed(
-    mine: Path, train: Callable[..., Ran], tmp_path_factory: pytest.TempPathFactory
+    mine: Path, train: Callable[..., CompletedRun], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     home, given = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("given")
     for folder in (home / ".cache", home / "hub", mine / "__pycache__"):
@@ -241,14 +242,14 @@ def test_what_is_its_own_is_free_and_what_it_made_elsewhere_is_listed(
     (mine / "data.lock").touch()
     (mine / "train.py").write_text(PREAMBLE + ALLOWED)
     environment = {"HOME": str(home), "HF_HOME": str(home / "hub"), "XDG_CACHE_HOME": ""}
-    ran = run_command([sys.executable, "train.py", str(given)], environment=environment, folders=[given])
-    assert ran.heard.refused is None
+    ran = run_command([sys.executable, "train.py", str(given)], environment=environment, output=given / "agent")
+    assert ran.heard.first(Refused) is None
     assert "went on" in ran.seen.printed, ran.seen.printed
     assert {str(Path(path).relative_to(mine)) for path in ran.kept} == {"kept", "made", "moved", "new.db", "by a child"}
 
     again = "open('kept', 'w').close(); open('made/more', 'w').close(); open('new', 'w').close(); print('went on')"
     assert "went on" in train(again, kept=ran.kept).seen.printed
-    assert train(again).heard.refused is not None, "of a run that is none of ours"
+    assert train(again).heard.first(Refused) is not None, "of a run that is none of ours"
 
 
 LEAVES = """
@@ -294,7 +295,7 @@ def test_what_a_run_leaves_is_moved_and_data_that_are_complete_stay(
     study, elsewhere = tmp_path_factory.mktemp("study"), tmp_path_factory.mktemp("elsewhere")
     before = snapshot(mine)
 
-    def is_enough(heard: Heard) -> bool:
+    def is_enough(heard: RunEvents) -> bool:
         if (mine / "ready").exists():
             raise KeyboardInterrupt
         return heard.num_steps >= 8
@@ -316,13 +317,13 @@ def test_what_a_run_leaves_is_moved_and_data_that_are_complete_stay(
 
 
 def test_a_script_that_writes_where_it_is_runs_in_a_folder_of_its_own(
-    mine: Path, train: Callable[..., Ran], tmp_path_factory: pytest.TempPathFactory
+    mine: Path, train: Callable[..., CompletedRun], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     given = tmp_path_factory.mktemp("given")
     (mine / "log").write_text("the user's")
     text = "open('log', 'a').write('x'); print('went on')"
-    assert train(text).heard.refused is not None
-    ran = run_command(["bash", "-c", f"cd {given} && {sys.executable} {mine}/train.py"], folders=[given])
+    assert train(text).heard.first(Refused) is not None
+    ran = run_command(["bash", "-c", f"cd {given} && {sys.executable} {mine}/train.py"], output=given / "agent")
     assert "went on" in ran.seen.printed
     assert ran.kept == ()
     assert (mine / "log").read_text() == "the user's"
@@ -342,7 +343,7 @@ subprocess.run([sys.executable, '-c', "import json; json.load(open('mine.json'))
 """
 
 
-def test_code_and_settings_that_are_read_are_noted(mine: Path, train: Callable[..., Ran]) -> None:
+def test_code_and_settings_that_are_read_are_noted(mine: Path, train: Callable[..., CompletedRun]) -> None:
     (mine / "plugins").mkdir()
     for name in ("plugins/__init__.py", "plugins/one.py", "plugins/two.py", "called.py", "unrelated.py"):
         (mine / name).write_text("")
@@ -351,6 +352,6 @@ def test_code_and_settings_that_are_read_are_noted(mine: Path, train: Callable[.
     for _ in range(2):  # the second time from byte code
         (mine / "mine.json").unlink(missing_ok=True)
         ran = train(READING)
-        assert ran.heard.refused is None
+        assert ran.heard.first(Refused) is None
         named = {str(Path(path).relative_to(mine)) for path in ran.opened}
         assert named - {"mine.json"} == expected, ran.seen.printed

@@ -16,7 +16,7 @@ from forked_python import ForkServer
 from running_commands import run_command
 
 from autotune_amp.command.measure import slowest
-from autotune_amp.command.running import Ran
+from autotune_amp.command.running import CompletedRun
 from autotune_amp.core.outcome import Failure
 
 RANKS = """
@@ -51,12 +51,12 @@ def _commands_are_forked(fork_server: ForkServer) -> Iterator[None]:
         yield
 
 
-def ran(command: list[str], **how: Any) -> Ran:
+def ran(command: list[str], **how: Any) -> CompletedRun:
     """To its end, however many steps it takes."""
     return run_command(command, is_enough=lambda _: False, **how)
 
 
-def failure(found: Ran) -> Failure:
+def failure(found: CompletedRun) -> Failure:
     assert isinstance(found.ending, Failure)
     return found.ending
 

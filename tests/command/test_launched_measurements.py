@@ -16,7 +16,7 @@ from autotune_amp.command.measure import (
     todays_precision,
 )
 from autotune_amp.command.messages import Message, Switch
-from autotune_amp.command.ranks import Heard
+from autotune_amp.command.ranks import RunEvents
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.trial.jobs import Trial
@@ -26,7 +26,7 @@ def trial() -> Trial:
     return Trial(device="cpu", candidate=Setting(precision="fp32", batch_size=8), num_steps=(4, 16), seed=0)
 
 
-def measured(heard: Heard, memory_bytes: int = 0) -> Measurement | Failure:
+def measured(heard: RunEvents, memory_bytes: int = 0) -> Measurement | Failure:
     return measurement(heard, trial(), 0.0, memory_bytes)
 
 
@@ -51,19 +51,19 @@ def test_what_counts_against_the_limit_is_all_processes_on_a_cpu_and_the_largest
 
 def test_a_loss_that_is_no_number_is_no_measurement() -> None:
     heard = said.trained([10, 10])
-    heard.hear(said.step(101, 11, losses=("nan",)))
+    heard.add(said.step(101, 11, losses=("nan",)))
     found = measured(heard)
     assert isinstance(found, Failure)
     assert (found.kind, found.message) == ("nonfinite", "rank 1: the loss became nan")
-    heard.hear(said.step(101, 12))  # the weights have borne it
+    heard.add(said.step(101, 12))  # the weights have borne it
     assert isinstance(measured(heard), Measurement)
 
 
 def test_what_is_measured_begins_where_the_loss_scale_has_come_down() -> None:
     heard = said.trained([0])
-    heard.hear(said.optimizer(100))
+    heard.add(said.optimizer(100))
     for number in range(1, 21):
-        heard.hear(said.step(100, number, is_skipped=number <= 12))
+        heard.add(said.step(100, number, is_skipped=number <= 12))
     found = measured(heard)
     assert isinstance(found, Measurement)
     assert (found.num_skips, found.num_steps) == (0, 7)

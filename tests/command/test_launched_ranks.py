@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune_amp.command.messages import Exit, Message, Stack
-from autotune_amp.command.ranks import Heard, Rank
+from autotune_amp.command.rank_steps import Rank
+from autotune_amp.command.ranks import RunEvents
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
 
 
-def only(heard: Heard) -> Rank:
+def only(heard: RunEvents) -> Rank:
     (rank,) = heard.ranks.values()
     return rank
 
@@ -109,12 +110,12 @@ def test_the_slowest_rank_sets_the_rate(seconds: list[float]) -> None:
 
 @given(st.permutations(range(3)))
 def test_nothing_is_rated_before_every_rank_was_heard(order: list[int]) -> None:
-    heard = Heard()
+    heard = RunEvents()
     for position, rank in enumerate(order):
         assert (heard.samples_per_second(), heard.num_steps) == (None, 0)
-        heard.hear(said.optimizer(rank, rank, 3))
+        heard.add(said.optimizer(rank, rank, 3))
         for number in range(1, 9):
-            heard.hear(said.step(rank, number, num_samples={}, forwards=(("Net", 4, "float32"),)))
+            heard.add(said.step(rank, number, num_samples={}, forwards=(("Net", 4, "float32"),)))
         assert heard.is_whole is (position == 2)
     assert heard.num_steps == 8
     assert heard.samples_per_second() == pytest.approx(3 * 4 / said.STEP_SECONDS), "of what entered the modules"
@@ -124,10 +125,10 @@ def test_ranks_that_wait_are_not_those_that_hang() -> None:
     heard = said.trained([5, 5, 5])
     waits = ("train.py", "/x/torch/distributed/distributed_c10d.py")
     for pid, at in ((100, waits), (101, ("train.py", "/x/torch/utils/data/dataloader.py")), (102, waits)):
-        heard.hear(Stack(pid=pid, time=0.0, text="", at=at))
+        heard.add(Stack(pid=pid, time=0.0, text="", at=at))
     assert heard.silent == [101]
-    heard.hear(said.step(100, 6))
-    heard.hear(said.step(101, 6))
+    heard.add(said.step(100, 6))
+    heard.add(said.step(101, 6))
     assert heard.silent == [102], "behind the others, wherever it is"
 
 
@@ -138,7 +139,7 @@ def test_a_rank_is_known_before_its_first_step_and_what_it_starts_is_none() -> N
     heard = said.heard(processes)
     assert heard.rank_by_pid == {20: 0, 21: 1}
     assert heard.world == 2
-    heard.gone(30)
-    heard.gone(21)
-    heard.gone(20)
+    heard.add(said.closed(30))
+    heard.add(said.closed(21))
+    heard.add(said.closed(20))
     assert heard.lost == [21, 20]

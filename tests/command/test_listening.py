@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from autotune_amp.command.listening import Gone, Listener
-from autotune_amp.command.messages import Error
+from autotune_amp.command.listening import Listener
+from autotune_amp.command.messages import ConnectionClosed, Error
 
 
 @pytest.mark.parametrize("line", [b'{"event":"hello","python":"\xff"}', b"[" * 100_000, b"3", b"{}", b""])
@@ -22,6 +22,6 @@ def test_a_line_that_cannot_be_read_is_said_and_the_others_are_heard(tmp_path: P
             heard = listener.heard.get(timeout=20)
             assert isinstance(heard, Error)
             assert heard.types == ("MessageError",)
-            assert isinstance(listener.heard.get(timeout=20), Gone)
+            assert isinstance(listener.heard.get(timeout=20), ConnectionClosed)
     finally:
         listener.close()

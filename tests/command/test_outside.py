@@ -12,7 +12,7 @@ from forked_python import ForkServer
 
 from autotune_amp.command.measure import precision_of
 from autotune_amp.command.messages import Set
-from autotune_amp.command.ranks import Rank
+from autotune_amp.command.rank_steps import Rank
 
 Ran = Callable[..., Rank]
 

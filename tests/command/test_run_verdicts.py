@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import said
 
-from autotune_amp.command.messages import Refused, Stack, Unstepped
-from autotune_amp.command.ranks import Heard
+from autotune_amp.command.messages import Hello, Refused, Stack, Unstepped
+from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.verdict import RunState, verdict
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
@@ -17,7 +17,7 @@ from autotune_amp.core.outcome import Failure
 DEADLINES = Deadlines(whole_seconds=100, first_step_seconds=50, step_seconds=10)
 
 
-def of(heard: Heard, *, is_enough: bool = False, limit: int | None = None, **seen: Any) -> tuple[str, str]:
+def of(heard: RunEvents, *, is_enough: bool = False, limit: int | None = None, **seen: Any) -> tuple[str, str]:
     """The kind and message of the failure, "" for both while it goes on."""
     fields: dict[str, Any] = {"seconds": 1.0, "seconds_since_step": 1.0, **seen}
     found = verdict(heard, RunState(**fields), DEADLINES, is_enough=is_enough, memory_limit_bytes=limit)
@@ -42,17 +42,17 @@ PYTHON, TORCH = said.heard([said.hello(1)]), said.heard([said.hello(1), said.tor
     ("heard", "about"), [(NOTHING, "env -i"), (PYTHON, "imported torch"), (TORCH, "resumed from a checkpoint")]
 )
 @pytest.mark.parametrize("seen", [{"status": 0}, {"seconds": 60.0}, {"seconds": 101.0}])
-def test_no_step_has_three_reasons(heard: Heard, about: str, seen: dict[str, Any]) -> None:
+def test_no_step_has_three_reasons(heard: RunEvents, about: str, seen: dict[str, Any]) -> None:
     kind, message = of(heard, **seen)
     others = {"env -i", "imported torch", "resumed from a checkpoint"} - {about}
     assert about in message
     assert not any(other in message for other in others)
-    assert kind == ("timeout" if heard.pythons and "status" not in seen else "workload_error")
+    assert kind == ("timeout" if heard.of(Hello) and "status" not in seen else "workload_error")
 
 
 @pytest.mark.parametrize(("heard", "is_loading"), [(PYTHON, True), (TORCH, True), (said.trained([8]), False)])
 def test_a_command_that_took_no_step_in_all_of_its_time_speaks_against_no_setting(
-    heard: Heard, *, is_loading: bool
+    heard: RunEvents, *, is_loading: bool
 ) -> None:
     seen = RunState(seconds=101.0, seconds_since_step=1.0)
     found = verdict(heard, seen, DEADLINES, is_enough=False, memory_limit_bytes=None)
@@ -68,7 +68,7 @@ def test_the_rank_that_ran_out_of_memory_is_named_whatever_the_others_say() -> N
     heard = said.trained([5, 5])
     cause = said.error(101, "RuntimeError", "DefaultCPUAllocator: can't allocate memory: 1 bytes", 1, 2)
     for each in (GLOO, LAUNCHER, cause):
-        heard.hear(each)
+        heard.add(each)
     kind, message = of(heard)
     assert kind == "oom"
     assert message.startswith("rank 1: ")
@@ -77,7 +77,7 @@ def test_the_rank_that_ran_out_of_memory_is_named_whatever_the_others_say() -> N
 def test_an_own_error_comes_before_what_is_said_of_others() -> None:
     heard = said.trained([5, 5])
     for message in (GLOO, LAUNCHER, said.error(101, "ValueError", "a fault of the script", 1, 2)):
-        heard.hear(message)
+        heard.add(message)
     assert of(heard) == ("workload_error", "rank 1: ValueError: a fault of the script")
 
 
@@ -90,10 +90,10 @@ PRINTED = """
 @pytest.mark.parametrize("errors", [[], [GLOO], [LAUNCHER], [GLOO, LAUNCHER]])
 def test_a_rank_that_was_killed_is_named(errors: list[Any]) -> None:
     heard = said.trained([5, 5])
-    heard.gone(101)
+    heard.add(said.closed(101))
     for each in errors:
-        heard.hear(each)
-    heard.gone(100)
+        heard.add(each)
+    heard.add(said.closed(100))
     kind, message = of(heard, status=1, printed=PRINTED)
     assert kind == "crash"
     assert re.search(r"rank 1 .*SIGKILL", message)
@@ -104,13 +104,13 @@ def test_what_torch_multiprocessing_raises_is_the_error_of_its_process() -> None
     text = (
         "\n\n-- Process 1 terminated with the following error:\nTraceback (most recent call last):\nValueError: wrong\n"
     )
-    heard.hear(said.error(1, "ProcessRaisedException", text))
+    heard.add(said.error(1, "ProcessRaisedException", text))
     assert of(heard, status=1) == ("workload_error", "rank 1: ValueError: wrong")
 
 
 def test_an_error_of_a_helper_that_the_script_survives_ends_nothing() -> None:
     heard = said.trained([8])
-    heard.hear(said.error(7, "ImportError", "no module named flash_attn"))
+    heard.add(said.error(7, "ImportError", "no module named flash_attn"))
     assert of(heard) == ("", "")
     assert of(heard, is_enough=True) == ("measured", "")
     assert of(heard, status=0) == ("measured", "")
@@ -122,8 +122,8 @@ def test_an_error_of_a_helper_that_the_script_survives_ends_nothing() -> None:
 
 def test_a_rank_that_hangs_is_named_with_its_stack_first() -> None:
     heard = said.trained([5, 5])
-    heard.hear(Stack(pid=100, time=0.0, text="waiting", at=("/x/torch/autograd/graph.py",)))
-    heard.hear(Stack(pid=101, time=0.0, text="sleeping", at=("train.py",)))
+    heard.add(Stack(pid=100, time=0.0, text="waiting", at=("/x/torch/autograd/graph.py",)))
+    heard.add(Stack(pid=101, time=0.0, text="sleeping", at=("train.py",)))
     assert of(heard, seconds_since_step=9.0) == ("", "")
     found = verdict(
         heard, RunState(seconds=20.0, seconds_since_step=11.0), DEADLINES, is_enough=False, memory_limit_bytes=None
@@ -147,7 +147,7 @@ def test_other_ends_of_a_command() -> None:
     assert of(heard, status=3) == ("crash", "the command exited with status 3")
     assert of(heard, status=0)[0] == "workload_error"
     assert of(heard, status=1, printed="... std::bad_alloc")[0] == "oom"
-    heard.hear(Refused(pid=100, time=0.0, what="open", path="/data/model.pt", line="train.py:3"))
+    heard.add(Refused(pid=100, time=0.0, what="open", path="/data/model.pt", line="train.py:3"))
     kind, message = of(heard, is_enough=True)
     assert kind == "workload_error"
     assert "/data/model.pt" in message
@@ -160,5 +160,5 @@ def test_passes_without_a_step_of_torchs_are_told_before_the_time_is_up() -> Non
     assert kind == "workload_error"
     assert "512" in message
     trained = said.trained([8])
-    trained.hear(unstepped)  # of another process
+    trained.add(unstepped)  # of another process
     assert of(trained) == ("", "")

@@ -23,11 +23,12 @@ from forked_python import ForkServer
 from running_commands import run_command
 
 from autotune_amp.command import verdict
-from autotune_amp.command.ranks import Heard
+from autotune_amp.command.messages import Torch
+from autotune_amp.command.ranks import RunEvents
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
-from autotune_amp.processes.marks import shared_memory
+from autotune_amp.processes.process_tree import shared_memory
 
 GONE_SECONDS = 60.0
 
@@ -138,7 +139,7 @@ class Forks(Watcher):
         else:  # holds open whatever the parent has open
             time.sleep(1000)
 run(["bash", "train.sh"], environment=os.environ, agent={{}}, deadlines=Deadlines(whole_seconds=1000.0),
-    is_enough=lambda _: False, watcher=Forks(), folders=[Path({str(other)!r})],
+    is_enough=lambda _: False, watcher=Forks(), output=Path({str(other / "agent")!r}),
     memory=Path("made.json"), aside=Path("aside").absolute())
 """
     process = subprocess.Popen([sys.executable, "-c", parent], cwd=tmp_path)
@@ -159,6 +160,38 @@ run(["bash", "train.sh"], environment=os.environ, agent={{}}, deadlines=Deadline
         os.kill(holder, signal.SIGKILL)
     assert (tmp_path / "aside/facts.json").exists()
     assert not (tmp_path / "facts.json").exists()
+
+
+@pytest.mark.parametrize("moment", ["subprocess.Popen", "program.Program.__init__", "program.Program.start"])
+@pytest.mark.parametrize("what", ["run", "check"])
+def test_a_search_that_is_killed_where_a_run_begins_leaves_no_folder(tmp_path: Path, moment: str, what: str) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    (tmp_path / "train.py").write_text("open('was started', 'w')\n")
+    search = f"""
+import os, signal, subprocess, sys
+from autotune_amp.command.command import Command
+from autotune_amp.core.job import Deadlines
+from autotune_amp.core.launch_line import LaunchLine
+from autotune_amp.core.setting import Setting
+from autotune_amp.processes import program
+from autotune_amp.processes.process import Watcher
+original = {moment}
+def killed(*args, **named):
+    if {moment!r} == "program.Program.__init__":
+        original(*args, **named)
+    os.kill(os.getpid(), signal.SIGKILL)
+{moment} = killed
+if {what!r} == "check":
+    program.temporary_folder().__enter__()
+line = LaunchLine.of([sys.executable, "train.py", "{{trial_dir}}"])
+Command(line).run(Setting(precision="fp32", batch_size=1), Deadlines(), lambda _: False, Watcher())
+"""
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    done = subprocess.run([sys.executable, "-c", search], cwd=tmp_path, env=environment, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert lasting(lambda: [path.name for path in temporary.iterdir()]) == []
+    assert not (tmp_path / "was started").exists()
 
 
 def _is_alive(process: psutil.Process) -> bool:
@@ -193,7 +226,7 @@ def test_nothing_is_left_of_ranks_and_loader_workers(tmp_path: Path, context: st
     shared, temporary = shared_memory().keys(), set(Path(tempfile.gettempdir()).iterdir())
     pids: set[int] = set()
 
-    def is_enough(heard: Heard) -> bool:
+    def is_enough(heard: RunEvents) -> bool:
         (keeper,) = (one for one in psutil.Process().children() if "keeper.py" in " ".join(one.cmdline()))
         pids.update(one.pid for one in keeper.children(recursive=True))
         return heard.num_steps >= 8
@@ -246,7 +279,7 @@ def test_where_temporary_files_are_far_down_its_sockets_still_open(
     )
     with forked_programs(fork_server):
         ran = run_command([sys.executable, "train.py"])
-    assert ran.heard.torches
+    assert ran.heard.of(Torch)
     assert "went" in ran.seen.printed
 
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from autotune_amp.command import messages
 from autotune_amp.command.measure import samples_per_step
-from autotune_amp.command.ranks import Rank
+from autotune_amp.command.rank_steps import Rank
 from autotune_amp.command.settable import batches_in, deviation, keeps_effective_batch_size, probing_setting, unsettable
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.launch_line import LaunchLine

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from autotune_amp.core.job import Deadlines
+from autotune_amp.core.job import Deadlines, FirstStep, JobEvent
 from autotune_amp.core.outcome import Failure
 from autotune_amp.processes import process
 from autotune_amp.processes.process import Process, ProcessEndedError, Watcher
 
-FIRST = {"event": "first step"}
+FIRST = FirstStep()
 DEADLINES = Deadlines(whole_seconds=40.0, first_step_seconds=10.0, step_seconds=2.0)
 
 
 class Script(Process):
     """Says each message so many seconds after the one before; then it goes on without a word, or has ended."""
 
-    def __init__(self, *messages: tuple[float, dict[str, Any] | None]) -> None:
+    def __init__(self, *messages: tuple[float, JobEvent]) -> None:
         self.now = 0.0
         self.left = deque(messages)
         self.sent: list[str] = []
@@ -30,13 +30,13 @@ class Script(Process):
         self.printed = "last words"
         self._tail = deque()
 
-    def _next_message(self) -> dict[str, Any] | None:
-        seconds, message = self.left[0] if self.left else (math.inf, {})
+    def _next_event(self) -> JobEvent | None:
+        seconds, message = self.left[0] if self.left else (math.inf, None)
         if seconds > 0.5:  # a tick
             self.now += 0.5
-            if self.left:
+            if message is not None:
                 self.left[0] = seconds - 0.5, message
-            return {}
+            return None
         self.now += seconds
         self.left.popleft()
         return message

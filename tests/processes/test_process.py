@@ -11,12 +11,10 @@ from unittest.mock import Mock
 import pytest
 from scripted_process import DEADLINES, FIRST, Script
 
+from autotune_amp.core.job import ChildExit, Compilation, EndOfEvents, PartialResult, Phase, Ready, Result, StepDone
 from autotune_amp.processes import process
 
-DONE = {"event": "result", "value": 5}
-STEP, COMPILING = {"event": "step", "number": 1, "seconds": 0.1}, {"event": "compiling"}
-SO_FAR = {"event": "so far", "value": 3}
-READY = {"event": "ready"}
+DONE, STEP, COMPILING, SO_FAR, READY = Result(5), StepDone(1, 0.1), Compilation(), PartialResult(3), Ready()
 
 
 def test_lines_that_are_no_message_end_nothing() -> None:
@@ -24,9 +22,9 @@ def test_lines_that_are_no_message_end_nothing() -> None:
     heard: Any = process.Process.__new__(process.Process)
     lines = [b"\xff\n", b"[" * 100_000 + b"\n", b'{"event"\n', b"3\n", b"[]\n", b"{}\n", b'{"event": 3}\n', b"\n"]
     heard._popen = SimpleNamespace(stdout=[*lines, b'{"event": "ready"}\n'])
-    heard._messages = queue.Queue()
+    heard._events = queue.Queue()
     heard._hear()
-    assert [heard._messages.get(), heard._messages.get()] == [READY, None]
+    assert [heard._events.get(), heard._events.get()] == [READY, EndOfEvents()]
 
 
 @pytest.mark.parametrize(
@@ -42,8 +40,8 @@ def test_lines_that_are_no_message_end_nothing() -> None:
         ([(1.0, FIRST), (1.0, COMPILING), (48.0, STEP), (1.0, DONE)], 100.0, None),  # half of what is left
         ([(1.0, FIRST), (1.0, COMPILING), (60.0, STEP)], 100.0, 51.0),
         ([(1.0, FIRST), (1.0, COMPILING), (60.0, STEP)], 8.0, 8.0),
-        ([(1.0, FIRST), (1.0, STEP), (1.0, {"event": "phase", "name": "evaluating", "seconds": 7.0})], 100.0, 10.0),
-        ([(1.0, FIRST), (1.0, STEP), (1.0, {"event": "phase", "name": "a step on the worst batch"})], 40.0, 40.0),
+        ([(1.0, FIRST), (1.0, STEP), (1.0, Phase("evaluating", 7.0))], 100.0, 10.0),
+        ([(1.0, FIRST), (1.0, STEP), (1.0, Phase("a step on the worst batch"))], 40.0, 40.0),
     ],
 )
 def test_what_each_part_of_a_job_may_take(
@@ -69,7 +67,7 @@ def test_a_template_kills_a_child_that_is_late_and_one_that_answered_and_does_no
     assert late.failure(5.0, monkeypatch, ends_with_exit=True).kind == "timeout"
     answered = Script((1.0, DONE))
     assert answered.waited(100.0, monkeypatch, ends_with_exit=True) == 5
-    ended = Script((1.0, DONE), (1.0, {"event": "exit", "status": 0}))
+    ended = Script((1.0, DONE), (1.0, ChildExit(0)))
     assert ended.waited(100.0, monkeypatch, ends_with_exit=True) == 5
     assert (late.sent, answered.sent, ended.sent) == (["kill"], ["kill"], [])
 
@@ -90,7 +88,7 @@ def test_how_a_process_ended_says_why(
 ) -> None:
     counted = iter(num_oom_kills)
     monkeypatch.setattr(process, "num_oom_kills", lambda: next(counted))
-    script = Script((1.0, {"event": "exit", "status": status} if is_forked else None))
+    script = Script((1.0, ChildExit(status) if is_forked else EndOfEvents()))
     script.status = status
     found = script.failure(100.0, monkeypatch, ends_with_exit=is_forked)
     assert found.kind == kind
@@ -100,7 +98,7 @@ def test_how_a_process_ended_says_why(
 def test_what_sigterm_ended_is_no_failure_where_the_same_signal_is_on_its_way_to_us(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    script = Script((0.1, FIRST), (0.1, None))
+    script = Script((0.1, FIRST), (0.1, EndOfEvents()))
     script.status = -signal.SIGTERM
     arrives = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: script.now, sleep=arrives))

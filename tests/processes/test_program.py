@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from autotune_amp.core.errors import RunnerError
 from autotune_amp.processes.local import LocalBackend, Payload
 from autotune_amp.processes.process import Watcher
-from autotune_amp.processes.program import Program, make_folder
+from autotune_amp.processes.program import Program, new_folder
 
 pytestmark = pytest.mark.usefixtures("nothing_left_at_once")
 GONE_SECONDS = 20.0
@@ -94,13 +94,31 @@ def test_a_signal_that_ends_every_process_of_a_job_leaves_the_keeper_its_work(tm
     escaped = tmp_path / "escaped"
     text = ESCAPED.format(file=str(escaped)) + "import time; time.sleep(1000)"
     null = subprocess.DEVNULL
-    folder = make_folder()
+    folder = new_folder()
     program = Program([sys.executable, "-c", text], os.environ, folder, stdin=null, stdout=null, stderr=null)
+    program.start()
     sleeper = number_in(escaped)
     program.popen.send_signal(number)
-    program.end()
-    shutil.rmtree(folder)
+    program.close()
     assert is_gone(sleeper)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
+def test_a_program_itself_hears_such_a_signal(number: int) -> None:
+    text, null = f"import os; os.kill(os.getpid(), {number}); import time; time.sleep(1000)", subprocess.DEVNULL
+    program = Program([sys.executable, "-c", text], os.environ, new_folder(), stdin=null, stdout=null, stderr=null)
+    program.start()
+    try:
+        assert program.popen.wait(GONE_SECONDS) == -number
+    finally:
+        program.close()
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) -> None:
+    null, folder = subprocess.DEVNULL, tmp_path / "not there" / "folder"
+    with pytest.raises(RunnerError, match="not there"):
+        Program(["true"], os.environ, folder, stdin=null, stdout=null, stderr=null)
 
 
 def test_what_a_process_was_compiling_is_gone_with_it(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.distributed import free_port
 from autotune_amp.processes.local import Isolation, LocalBackend, Payload
 from autotune_amp.processes.process import ENDED
-from autotune_amp.processes.ranks import RankedBackend, _culprit
+from autotune_amp.processes.ranks import GRACE_SECONDS, RankedBackend, RankGrace, _culprit
 from autotune_amp.processes.slots import of_ranks
 from autotune_amp.trial.jobs import Check, Describe, Trial
 from autotune_amp.trial.training import Training
@@ -324,3 +324,19 @@ LOST = failure("workload_error", "RuntimeError: [gloo/transport/tcp/pair.cc] Con
 def test_the_culprit_is_the_rank_whose_failure_is_its_own(outcomes: list[Failure], expected: tuple[str, str]) -> None:
     found = _culprit(outcomes)
     assert (found.kind, found.message) == expected
+
+
+def test_the_cause_may_report_for_a_while_but_out_of_memory_is_the_cause() -> None:
+    grace = RankGrace()
+    assert not grace.is_over(LOST, 10.0)
+    assert not grace.is_over(failure("workload_error", TOKENS), 10.0 + 0.9 * GRACE_SECONDS), "it runs from the first"
+    assert grace.is_over(LOST, 10.0 + GRACE_SECONDS)
+    assert not RankGrace().is_over(failure("timeout", "late"), 10.0), "stacks may come"
+    assert RankGrace().is_over(failure("oom"), 10.0)
+
+
+def test_after_what_was_a_pause_the_ranks_have_their_time_anew() -> None:
+    grace = RankGrace()
+    grace.is_over(LOST, 10.0)
+    assert not grace.is_over(None, 100.0)
+    assert not grace.is_over(LOST, 100.0)

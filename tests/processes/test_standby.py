@@ -21,9 +21,9 @@ from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes import standby
 from autotune_amp.processes.local import LocalBackend, Payload, Slot, can_fork
-from autotune_amp.processes.marks import MARK
 from autotune_amp.processes.places import ConfirmingProcesses, OneDevice
 from autotune_amp.processes.process import Process, Watcher
+from autotune_amp.processes.process_tree import MARK
 from autotune_amp.processes.standby import Standby
 from autotune_amp.trial.jobs import Trial
 
@@ -149,7 +149,7 @@ class Search:
         """The process that stands by, once it has built."""
         number = number_of(self.standby.processes[0])
         eventually((self.folder / f"building.{number}").exists)
-        eventually(lambda: not self.standby.processes[0]._messages.empty())
+        eventually(lambda: not self.standby.processes[0]._events.empty())
         time.sleep(0.2)
         return number
 

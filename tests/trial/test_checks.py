@@ -13,6 +13,7 @@ from listening import Listener
 from torch import nn
 
 from autotune_amp import Workload
+from autotune_amp.core.job import JobEvent, PartialResult
 from autotune_amp.core.outcome import Calibration, CheckOutcome, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
@@ -222,11 +223,11 @@ def test_a_bad_verdict_is_told_before_culprits_are_looked_for() -> None:
         result: torch.Tensor = (model(batch) * 1e6).mean()
         return result
 
-    events: list[dict[str, Any]] = []
+    events: list[JobEvent] = []
     workload = Workload(nn.Linear(8, 1), overflowing, lambda size: torch.ones(size, 8))
     asked = spec(torch_state.capture(), precision="fp16")
     found = checks.check(Context(workload, is_kept=False), asked, events.append)
     assert isinstance(found, Fidelity)
-    assert [event["value"]["verdict"] for event in events if event["event"] == "so far"] == ["unfaithful"]
+    assert [event.value.verdict for event in events if isinstance(event, PartialResult)] == ["unfaithful"]
     assert found.verdict == "unfaithful"
     assert asked.after(Failure(kind="timeout", message="it took too long"), found) is found

@@ -17,7 +17,7 @@ from autotune_amp import Workload
 from autotune_amp.command.measure import measurement
 from autotune_amp.command.verdict import RunState, verdict
 from autotune_amp.core.config import LossScale
-from autotune_amp.core.job import Deadlines
+from autotune_amp.core.job import ChildExit, Deadlines, JobEvent, Ready
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
@@ -42,7 +42,7 @@ def of_command(errors: Iterable[tuple[int, BaseException]], num_ranks: int, shar
     for rank, error in errors:
         types = tuple(kind.__name__ for kind in type(error).__mro__)
         message = said.error(100 + rank, types[0], str(error), rank, num_ranks, types=types, free_memory_share=share)
-        heard.hear(message)
+        heard.add(message)
     return judged(heard, RunState(seconds=1.0, seconds_since_step=1.0))
 
 
@@ -98,7 +98,7 @@ def test_a_worker_of_a_loader_that_the_kernel_killed(*, is_oom_killed: bool, is_
     error = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
     if is_command:
         heard = said.trained([5])
-        heard.hear(said.error(100, "RuntimeError", str(error)))
+        heard.add(said.error(100, "RuntimeError", str(error)))
         found = judged(heard, RunState(seconds=1.0, seconds_since_step=1.0, is_oom_killed=is_oom_killed))
     else:
         found = failures.failure_from_exception(error, is_oom_killed=is_oom_killed)
@@ -165,7 +165,7 @@ def test_an_exit(
     else:
         kills = iter((3, 3 + is_oom_killed))
         monkeypatch.setattr(process, "num_oom_kills", lambda: next(kills))
-        script = Script((1.0, FIRST), (1.0, {"event": "exit", "status": status}))
+        script = Script((1.0, FIRST), (1.0, ChildExit(status)))
         script.printed = printed
         found = script.failure(100.0, monkeypatch, ends_with_exit=True)
     assert found.kind == kind
@@ -179,7 +179,8 @@ def test_a_hang(monkeypatch: pytest.MonkeyPatch, *, is_ready: bool, is_command: 
         heard = said.trained([5]) if is_ready else said.heard([said.hello(1), said.torch(1)])
         found = judged(heard, RunState(seconds=50.0 if is_ready else 101.0, seconds_since_step=50.0))
     else:
-        found = Script(*[(0.5, {"event": "ready"}), (0.5, FIRST)] * is_ready).failure(100.0, monkeypatch)
+        begun: list[tuple[float, JobEvent]] = [(0.5, Ready()), (0.5, FIRST)]
+        found = Script(*begun * is_ready).failure(100.0, monkeypatch)
     assert (found.kind, found.is_loading) == ("timeout", not is_ready)
 
 
@@ -221,11 +222,11 @@ def of_workload(given: Losses) -> Any:
 def of_steps(given: Losses) -> Any:
     """What a command gives whose agent told of such steps."""
     heard = said.trained([0])
-    heard.hear(said.optimizer(100))
+    heard.add(said.optimizer(100))
     for number in ALL:
         bad = given.first <= number <= given.last and given.factor != 1.0
         loss = str(given.factor) if bad and abs(given.factor) != 1e30 else 1.0
-        heard.hear(said.step(100, number, losses=(loss,), is_skipped=number in (given.skips or ())))
+        heard.add(said.step(100, number, losses=(loss,), is_skipped=number in (given.skips or ())))
     setting = Setting(precision="fp32", batch_size=8)
     return measurement(heard, Trial(candidate=setting, device="cpu"), 0.0, 0)
 

@@ -18,6 +18,7 @@ from torch.nn.functional import conv2d
 from torch.utils.data import DataLoader
 
 from autotune_amp import Workload
+from autotune_amp.core.job import JobEvent, Phase
 from autotune_amp.core.outcome import Failure, Measurement, Outcome
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
@@ -228,9 +229,9 @@ class Job:
         )
         return worker.run(Context(self.workload, is_kept=False), spec, self._hear)
 
-    def _hear(self, message: dict[str, Any]) -> None:
-        if message["event"] == "phase":
-            self.phases.append(message["name"])
+    def _hear(self, event: JobEvent) -> None:
+        if isinstance(event, Phase):
+            self.phases.append(event.name)
 
 
 def never(*_: Any) -> None:

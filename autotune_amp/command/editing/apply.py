@@ -7,7 +7,6 @@ import io
 import os
 import shlex
 import shutil
-import tempfile
 import tokenize
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -21,8 +20,9 @@ import msgspec
 from autotune_amp.command import measure
 from autotune_amp.command.command import Command
 from autotune_amp.command.editing.edit import ByHand, CommandFacts, Edit, Observed, edit
-from autotune_amp.command.messages import Site
-from autotune_amp.command.ranks import Heard, Rank
+from autotune_amp.command.messages import Site, Torch
+from autotune_amp.command.rank_steps import Rank
+from autotune_amp.command.ranks import RunEvents
 from autotune_amp.core.errors import InvalidRequestError, StudyError, WorkloadError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.launch_line import LaunchLine
@@ -30,6 +30,7 @@ from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.process import Watcher
+from autotune_amp.processes.program import temporary_folder
 
 NUM_STEPS = 8
 _PATIENCE = Deadlines(first_step_seconds=900.0, step_seconds=300.0)
@@ -150,7 +151,7 @@ def apply(
     return applied
 
 
-def _observed(command: Command, overlay: Mapping[str, str] | None = None) -> tuple[Heard, Rank] | Failure:
+def _observed(command: Command, overlay: Mapping[str, str] | None = None) -> tuple[RunEvents, Rank] | Failure:
     """Run a few steps of the command; return its messages and its slowest rank, or the failure."""
     ran = command.run(
         Setting(**{"precision": "fp32", "batch_size": 1, **command.line.today_values}),
@@ -182,15 +183,16 @@ def _behaviour(rank: Rank, *, has_own_weights: bool) -> Observed:
     )
 
 
-def _seen(heard: Heard, rank: Rank, behaviour: Callable[[Rank], Observed]) -> CommandFacts:
-    python = heard.torches.get(rank.pid) or next(iter(heard.torches.values()))  # the rank may be a fork of that process
+def _seen(heard: RunEvents, rank: Rank, behaviour: Callable[[Rank], Observed]) -> CommandFacts:
+    pythons = heard.of(Torch)
+    python = next((each for each in pythons if each.pid == rank.pid), pythons[0])  # the rank may be a fork of the first
     optimizer = next(iter(rank.optimizers.values()))
 
     def absolute(line: str) -> str:
         path, _, number = line.rpartition(":")
         return f"{Path(python.folder, path).resolve()}:{number}" if path else line
 
-    sites = _of_training([site for site in heard.sites if site.pid == rank.pid], rank.training_loaders)
+    sites = _of_training([site for site in heard.of(Site) if site.pid == rank.pid], rank.training_loaders)
     return CommandFacts(
         today=behaviour(rank),
         sites=tuple(msgspec.structs.replace(site, line=absolute(site.line)) for site in sites),
@@ -234,10 +236,10 @@ def _verified(
     behaviour: Callable[[Rank], Observed],
 ) -> Applied:
     """Run the new command with the edited copies in place of the files; return `applied` with the outcome."""
-    with tempfile.TemporaryDirectory(prefix="autotune_amp-") as folder:
+    with temporary_folder() as folder:
         overlay = {}
         for number, (path, text) in enumerate(edited.texts.items()):
-            overlay[path] = str(Path(folder, f"{number}.py"))
+            overlay[path] = str(folder / f"{number}.py")
             Path(overlay[path]).write_bytes(text.encode(sources[path].encoding))
         found = _observed(command, overlay)
     if isinstance(found, Failure):

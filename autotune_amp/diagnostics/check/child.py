@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.job import Tell
+from autotune_amp.core.job import Phase, Tell
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.workload import Workload
 from autotune_amp.diagnostics.check import reading
@@ -36,7 +36,7 @@ NUM_SAMPLES, MOST_SAMPLES = 2, 8
 def look(context: Context, job: WorkloadCheckJob, tell: Tell) -> CheckReport | Failure:
     """Return the report of a check, or the `Failure` for an exception that the workload's own code raised."""
     try:
-        return _look(context, job, lambda text: tell({"event": "phase", "name": text}))
+        return _look(context, job, lambda text: tell(Phase(text)))
     except Exception as error:
         failure = failures.failure_from_exception(error)
         traceback.clear_frames(error.__traceback__)

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autotune_amp.core.job import Tell
+from autotune_amp.core.job import Phase, Tell
 from autotune_amp.core.outcome import Failure
 from autotune_amp.diagnostics.memory.results import MemoryBreakdown, MemoryJob, ModuleActivations
 from autotune_amp.numerics.accumulation import tensors
@@ -43,7 +43,7 @@ def _take_apart(context: Context, spec: MemoryJob, tell: Tell) -> MemoryBreakdow
         training.start_loading()
         retries = memory.num_allocator_retries()
         warm_up(training)  # from here on the optimizer holds its state
-        tell({"event": "phase", "name": "measuring memory"})
+        tell(Phase("measuring memory"))
         with nullcontext() if spec.snapshot_file is None else snapshot(spec.snapshot_file):
             _take_step(training)
         memory.poll()

@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.job import Tell
+from autotune_amp.core.job import Phase, Tell
 from autotune_amp.core.outcome import Failure, Profiled, ProfiledStep, Split
 from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.precision.modes import MIXED_PRECISIONS
@@ -60,7 +60,7 @@ def _profile(context: Context, spec: ProfileJob, tell: Tell) -> Profiled:
         training.start_loading()
         warm_up(training)
         with TemporaryDirectory(prefix="autotune_amp-", ignore_cleanup_errors=True) as folder:
-            tell({"event": "phase", "name": "profiling"})
+            tell(Phase("profiling"))
             found, problem = _traced(training, spec.trace_file or str(Path(folder, "trace.json")))
         flops = flops_problem = None
         if spec.counts_flops:
