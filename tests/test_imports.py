@@ -21,7 +21,7 @@ LAYERS = (
     ("interruption",),
     ("distributed",),
     ("fingerprint",),
-    ("variants",),
+    ("dimensions",),
     ("numerics",),
     ("runtime", "trial"),
     ("processes",),

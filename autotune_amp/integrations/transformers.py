@@ -51,13 +51,12 @@ from autotune_amp.core.config import AmpConfig, DemotedError, training_arguments
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.variants import COMPILE
+from autotune_amp.dimensions.prepare import prepare
 from autotune_amp.integrations.accelerate import plain_optimizers
 from autotune_amp.integrations.bridge import config_of, refuse_other_window
 from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.readings import metrics
-from autotune_amp.variants.prepare import prepare
 
 __all__ = ["AutotuneCallback", "AutotuneTrainer"]
 
@@ -201,7 +200,7 @@ class AutotuneTrainer(Trainer):
 
 def _beside_arguments(config: AmpConfig) -> Setting:
     """Return the parts of a config's setting that ``TrainingArguments`` do not set up themselves."""
-    return msgspec.structs.replace(Setting.of(config), compile=COMPILE.default)
+    return msgspec.structs.replace(Setting.of(config), compile="off")
 
 
 class _KeepingController(PrecisionController):

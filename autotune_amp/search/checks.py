@@ -11,7 +11,7 @@ from autotune_amp.check.findings import CheckReport, Look
 from autotune_amp.core.errors import InvalidRequestError, RunnerError, WorkloadError
 from autotune_amp.core.outcome import Failure, Fidelity
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.variants import FP8_RECIPE
+from autotune_amp.dimensions import FP8_RECIPE
 from autotune_amp.precision.rules import AUTOCAST_DEVICES
 from autotune_amp.search.options import SearchOptions, is_count
 from autotune_amp.search.planner import IN_TIME, Budget

@@ -12,6 +12,7 @@ from autotune_amp import AmpConfig
 from autotune_amp.core.config import FallbackPlan
 from autotune_amp.core.recommendation import CandidateRow, Exclusion
 from autotune_amp.core.setting import Setting
+from autotune_amp.dimensions import risks
 
 # Every dimension away from its default: a further one belongs here.
 FULL = Setting(
@@ -60,4 +61,4 @@ def test_an_exclusion_covers_every_value_of_a_dimension_it_does_not_name(
 
 def test_the_users_own_number_of_loader_workers_is_the_least_risk_and_none_the_next() -> None:
     own, none, two = (Setting(precision="fp32", batch_size=8, num_workers=num) for num in (None, 0, 2))
-    assert own.risks < none.risks < two.risks
+    assert risks(own) < risks(none) < risks(two)
