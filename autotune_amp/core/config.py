@@ -17,7 +17,7 @@ from autotune_amp.core.dimensions import PRECISIONS as PRECISIONS
 from autotune_amp.core.dimensions import Precision as Precision
 from autotune_amp.core.documents import Positive, Whole, decode
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
-from autotune_amp.core.setting import VARIANT_VALUES, Setting
+from autotune_amp.core.setting import DEFAULTS, VARIANT_VALUES, Setting
 
 # Smallest number above 0 that fp16 can represent. An fp16 loss starts backward with the loss scale itself as its
 # gradient, so below this scale every gradient is 0.
@@ -280,6 +280,11 @@ def training_arguments(config: AmpConfig, others: Mapping[str, Any] | None = Non
             f"Leave {', '.join(twice)} out, or change the config: msgspec.structs.replace(config, ...).",
         )
     return decided | given
+
+
+def beside_training_arguments(config: AmpConfig) -> Setting:
+    """Return the parts of the config's setting that ``TrainingArguments`` do not set up themselves."""
+    return msgspec.structs.replace(Setting.of(config), compile=DEFAULTS["compile"])
 
 
 class DemotedError(TrainingStoppedError):

@@ -20,7 +20,7 @@ from autotune_amp.core.errors import BudgetTooSmallError
 from autotune_amp.core.outcome import Failure, Measurement, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, duration
-from autotune_amp.dimensions import COMPILE
+from autotune_amp.dimensions import DIMENSIONS
 from autotune_amp.search import ranking
 from autotune_amp.search.conditions import Conditions, is_hopeless
 from autotune_amp.search.ledger import Ledger
@@ -185,7 +185,8 @@ class Planner:
     def compile_seconds(self, ledger: Ledger) -> float:
         """Return the seconds of a compilation: the longest seen, else a multiple of a process start."""
         compiled = [m for c, ours in ledger.actual.measurements.items() if c.is_compiled for m in ours]
-        foreseen = max(COMPILE.extra_seconds, COMPILE_STARTS * self.conditions.start_seconds)
+        slowest = max(dimension.extra_seconds for dimension in DIMENSIONS)
+        foreseen = max(slowest, COMPILE_STARTS * self.conditions.start_seconds)
         return max((m.first_step_seconds for m in compiled), default=foreseen)
 
     def confirmation_seconds(self, ledger: Ledger) -> float:
