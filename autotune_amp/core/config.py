@@ -269,7 +269,7 @@ def training_arguments(config: AmpConfig, others: Mapping[str, Any] | None = Non
         decided["dataloader_num_workers"] = config.num_workers
     if config.is_compiled:
         decided |= {"torch_compile": True, "torch_compile_mode": config.compile}
-    if config.has("activation_checkpointing"):
+    if config.uses("activation_checkpointing"):
         decided |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
     if config.optimizer_impl == "fused":
         decided["optim"] = "adamw_torch_fused"

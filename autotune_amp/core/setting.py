@@ -100,9 +100,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def active_variants(self) -> dict[str, str]:
         """Return the variants that change the training, by name, in the order in which they are set up."""
-        return {name: getattr(self, name) for name in VARIANT_VALUES if self.has(name)}
+        return {name: getattr(self, name) for name in VARIANT_VALUES if self.uses(name)}
 
-    def has(self, name: str) -> bool:
+    def uses(self, name: str) -> bool:
         """Return whether the dimension `name` changes the training: it has another value than the default.
 
         An fp8 recipe does so in fp8, whichever it is, and only there.
@@ -129,7 +129,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_compiled(self) -> bool:
         """Return whether the model is compiled."""
-        return self.has("compile")
+        return self.uses("compile")
 
     @property
     def without_fp8(self) -> Self:

@@ -110,7 +110,7 @@ class Dimension(Generic[Value]):
     def value_in(self, setting: Setting) -> Value | None:
         """Return the value of this dimension in a setting, or None if it changes nothing there."""
         value: Value = getattr(setting, self.name)
-        return value if setting.has(self.name) else None
+        return value if setting.uses(self.name) else None
 
     def on(self, setting: AnySetting, value: Value) -> AnySetting:
         """Return a copy of a setting that uses `value` for this dimension."""

@@ -99,7 +99,7 @@ def _found(subject: Subject, spec: Check, tell: Tell) -> Fidelity | Calibration 
         return accumulation.check(subject, accumulation.num_checked(asked.batch_size))
     if spec.what == "calibration":
         return calibration.calibrate(subject, batch_size=asked.batch_size, pinned_modules=asked.pinned_modules)
-    if unseen := [name for name in _UNSEEN if asked.has(name)]:
+    if unseen := [name for name in _UNSEEN if asked.uses(name)]:
         reason = f"no check looks at what {' and '.join(unseen)} does to the numbers"
         return spec.unchecked(reason, "Compare a few hundred steps of a training with it and of one without.")
     if subject.loop is not None and has_half_weights(subject.model):
