@@ -1,7 +1,7 @@
 """Measures the precision, batch size and loss scale to train with. Importing this imports neither torch nor optuna.
 
 What users call is here; the rest by folder, from which it imports downwards alone (`tests/test_imports.py` holds
-that): `cli → api → report → diagnostics → search → processes, command → trial → numerics → variants → precision
+that): `cli → api → report → diagnostics → search → processes, command → trial → numerics → dimensions → precision
 → core`, `integrations → runtime → numerics`.
 
     autotune_amp/
@@ -16,7 +16,8 @@ that): `cli → api → report → diagnostics → search → processes, command
       distributed.py  the ranks of the caller's launcher, torchrun or srun
       interruption.py  Ctrl-C and SIGTERM: the best so far is saved, and SIGTERM ends the process
       fingerprint/    what a cached recommendation holds for, known without running anything
-      variants/       further dimensions on live objects: `prepare()`, which trials run too, and what a model can have
+      dimensions/     one file for each thing that a setting decides: its values, how it is applied, its risk and cost;
+                      `prepare()`
       numerics/       a precision against fp32, where it goes wrong, the largest safe loss scale measured,
                       GradScaler's rule as arithmetic
       trial/          jobs, and in the child: builds, warms up, times, checks; `judge`: evidence to a failure;
@@ -56,9 +57,9 @@ if TYPE_CHECKING:
     from autotune_amp.diagnostics.check.findings import CheckReport as CheckReport
     from autotune_amp.diagnostics.memory.results import MemoryProfile as MemoryProfile
     from autotune_amp.diagnostics.profile_amp import AmpProfile as AmpProfile
+    from autotune_amp.dimensions.prepare import prepare as prepare
     from autotune_amp.hardware import probe as probe
     from autotune_amp.runtime.controller import PrecisionController as PrecisionController
-    from autotune_amp.variants.prepare import prepare as prepare
 
 __version__ = "0.1.0"
 
@@ -75,7 +76,7 @@ _HOMES = {
     "Workload": "core.workload",
     "check_fidelity": "api",
     "check_workload": "api",
-    "prepare": "variants.prepare",
+    "prepare": "dimensions.prepare",
     "probe": "hardware",
     "profile_amp": "api",
     "profile_memory": "api",

@@ -21,7 +21,7 @@ LAYERS = (
     ("interruption",),
     ("distributed",),
     ("fingerprint",),
-    ("variants",),
+    ("dimensions",),
     ("numerics",),
     ("runtime", "trial"),
     ("processes",),
@@ -167,7 +167,7 @@ def test_the_package_imports_neither_torch_nor_optuna_and_the_controller_no_optu
         "assert not {'torch', 'optuna', 'msgspec', 'rich'} & set(sys.modules)\n"
         "assert sorted(dir(autotune_amp)) == sorted(autotune_amp.__all__)\n"
         "from autotune_amp import AmpConfig, LossScale, Recommendation, Workload, probe, recommend_config\n"
-        "import autotune_amp.processes.process, autotune_amp.runtime.policy\n"
+        "import autotune_amp.dimensions, autotune_amp.processes.process, autotune_amp.runtime.policy\n"
         "assert not {'torch', 'optuna', 'rich', 'plotly', 'typer'} & set(sys.modules)  # nor for explain()\n"
         "from autotune_amp import PrecisionController\n"
         "assert 'torch' in sys.modules and not {'optuna', 'typer', 'sqlalchemy'} & set(sys.modules)\n"

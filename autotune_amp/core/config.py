@@ -17,8 +17,7 @@ from autotune_amp.core.dimensions import PRECISIONS as PRECISIONS
 from autotune_amp.core.dimensions import Precision as Precision
 from autotune_amp.core.documents import Positive, Whole, decode
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
-from autotune_amp.core.setting import Setting
-from autotune_amp.core.variants import ACTIVATION_CHECKPOINTING, ALLOCATOR_VARIABLES, FP8_RECIPE, VARIANTS, WEIGHTS
+from autotune_amp.core.setting import DEFAULTS, VARIANT_VALUES, Setting
 
 # Smallest number above 0 that fp16 can represent. An fp16 loss starts backward with the loss scale itself as its
 # gradient, so below this scale every gradient is 0.
@@ -27,6 +26,7 @@ MIN_LOSS_SCALE = 2.0**-24
 FP16_MAX = 65504.0  # largest finite number in fp16
 
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the older name last; torch reads both
 # The only environment variables that a recommendation may set: a document with any other could run arbitrary code.
 RECOMMENDED_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", *ALLOCATOR_VARIABLES)
 
@@ -36,6 +36,15 @@ def is_recommended(environment: object) -> bool:
     return isinstance(environment, Mapping) and all(
         name in RECOMMENDED_VARIABLES and _is_printable(value) for name, value in environment.items()
     )
+
+
+def allocator_variable(mode: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variable that sets a mode of the allocator, merged with its value in `environment`."""
+    if mode == "as_found":
+        return {}
+    name = next((name for name in ALLOCATOR_VARIABLES if name in environment), ALLOCATOR_VARIABLES[0])
+    others = [part for part in environment.get(name, "").split(",") if part and not part.startswith(mode)]
+    return {name: ",".join((*others, f"{mode}:True"))}
 
 
 def _must_be(given: msgspec.Struct, names: str, what: str, is_right: Callable[[Any], bool]) -> None:
@@ -117,11 +126,10 @@ def _check_setting(setting: Setting) -> None:
     names = "a list of module names, each a text without control characters"
     _must_be(setting, "pinned_modules", names, lambda given: _is_list(given) and all(map(_is_printable, given)))
     msgspec.structs.force_setattr(setting, "pinned_modules", tuple(setting.pinned_modules))
-    for variant in VARIANTS:
-        _must_be(setting, variant.name, f"one of {', '.join(variant.values)}", variant.values.__contains__)
-    alone = f"as_found with {setting.precision}: bf16 weights are for bf16 alone"
-    _must_be(setting, "weights", alone, lambda kept: WEIGHTS.fits(kept, setting))
-    _must_be(setting, "fp8_recipe", "left out but with fp8", lambda recipe: FP8_RECIPE.fits(recipe, setting))
+    for name, values in VARIANT_VALUES.items():
+        _must_be(setting, name, f"one of {', '.join(values)}", values.__contains__)
+    for name, what in setting.misfits.items():
+        _must_be(setting, name, what, lambda _: False)
 
 
 class FallbackPlan(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -184,9 +192,7 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
             rung
             if isinstance(rung, FallbackPlan)
             else FallbackPlan.of(
-                msgspec.structs.replace(
-                    FP8_RECIPE.off(Setting.of(self)), precision=rung, pinned_modules=(), as_found=False
-                )
+                msgspec.structs.replace(Setting.of(self).without_fp8, precision=rung, pinned_modules=(), as_found=False)
             )
             for rung in self.fallback
         )
@@ -263,7 +269,7 @@ def training_arguments(config: AmpConfig, others: Mapping[str, Any] | None = Non
         decided["dataloader_num_workers"] = config.num_workers
     if config.is_compiled:
         decided |= {"torch_compile": True, "torch_compile_mode": config.compile}
-    if config.activation_checkpointing != ACTIVATION_CHECKPOINTING.default:
+    if config.uses("activation_checkpointing"):
         decided |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
     if config.optimizer_impl == "fused":
         decided["optim"] = "adamw_torch_fused"
@@ -274,6 +280,11 @@ def training_arguments(config: AmpConfig, others: Mapping[str, Any] | None = Non
             f"Leave {', '.join(twice)} out, or change the config: msgspec.structs.replace(config, ...).",
         )
     return decided | given
+
+
+def beside_training_arguments(config: AmpConfig) -> Setting:
+    """Return the parts of the config's setting that ``TrainingArguments`` do not set up themselves."""
+    return msgspec.structs.replace(Setting.of(config), compile=DEFAULTS["compile"])
 
 
 class DemotedError(TrainingStoppedError):

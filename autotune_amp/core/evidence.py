@@ -11,14 +11,13 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from autotune_amp.core.config import AmpConfig, LossScale
+from autotune_amp.core.config import AmpConfig, LossScale, allocator_variable
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.documents import Count, NotNegative, Number, Positive, Share, Whole
 from autotune_amp.core.hardware import LoadEvidence
 from autotune_amp.core.outcome import Accumulation, Description, Fidelity, after_steps
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import VARIANT_VALUES, Setting
 from autotune_amp.core.text import count, duration, exact, module_names, number, one_line, rate, size, times
-from autotune_amp.core.variants import ALLOCATOR, VARIANTS
 
 Objective: TypeAlias = Literal["speed", "memory", "energy"]
 
@@ -233,7 +232,7 @@ def config_line(config: AmpConfig, num_ranks: int = 1) -> str:
         text += f", {config.accumulation_steps} accumulation steps ({effective})"
     elif num_ranks > 1:
         text += f", {effective}"
-    further = [config.labelled([variant]) for variant in VARIANTS]
+    further = [config.labelled([name]) for name in VARIANT_VALUES]
     workers = None if config.num_workers is None else count(config.num_workers, "loader worker")
     return ", ".join(filter(None, (text, *further, workers)))
 
@@ -470,7 +469,7 @@ def strict_flag_lines(precision: Precision) -> list[str]:
 
 def export_lines(config: AmpConfig) -> list[str]:
     """Return the shell line that exports the config's environment variables; an empty list if there are none."""
-    variables = {**config.environment, **ALLOCATOR.environment(config.allocator, config.environment)}
+    variables = {**config.environment, **allocator_variable(config.allocator, config.environment)}
     if not variables:
         return []
     return ["export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())]

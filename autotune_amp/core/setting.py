@@ -1,51 +1,49 @@
-"""Setting: one value for every dimension; the unit that is tried and recommended."""
+"""Setting: one value for every dimension; the unit that is tried and recommended.
+
+A field states a dimension's values, its default and its label. What a search does with a dimension stands in
+`autotune_amp.dimensions`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Container
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    NamedTuple,
+    TypeAlias,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 
-from autotune_amp.core import variants
-from autotune_amp.core.dimensions import (
-    ACCUMULATION_STEPS,
-    AS_FOUND,
-    BATCH_SIZE,
-    NUM_WORKERS,
-    PINNED_MODULES,
-    PRECISION,
-    Dimension,
-    Precision,
-    autocast_precision,
-)
+from autotune_amp.core.dimensions import AROUND_FP8, Precision, autocast_precision
 from autotune_amp.core.documents import Count, Whole
-from autotune_amp.core.variants import (
-    ActivationCheckpointing,
-    Allocator,
-    Compile,
-    CudnnBenchmark,
-    Fp8Recipe,
-    MemoryFormat,
-    OptimizerImpl,
-    Weights,
-)
+from autotune_amp.core.text import count
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# One for each field of `Setting`, in the order of a setting's name; risks are compared in this order too.
-DIMENSIONS: Final[tuple[Dimension[Any], ...]] = (
-    PRECISION,
-    BATCH_SIZE,
-    ACCUMULATION_STEPS,
-    PINNED_MODULES,
-    NUM_WORKERS,
-    *variants.VARIANTS,
-    AS_FOUND,
-)
-NUMERIC: Final = tuple(dimension for dimension in DIMENSIONS if "numerics" in dimension.affects)
-ON_THE_WINNER: Final = tuple(dimension for dimension in DIMENSIONS if dimension.found_by == "variants")
+Fp8Recipe: TypeAlias = Literal["rowwise", "tensorwise"]  # granularity of the scale: per row or per tensor
+
+
+class Label(NamedTuple):
+    """Text of a value in the name of a setting, which omits values at their default."""
+
+    text: Callable[[Any], str]
+
+
+def _pinned_label(names: tuple[str, ...]) -> str:
+    return f"with {count(len(names), 'module')} pinned"
+
+
+def _workers_label(num: int) -> str:
+    return f"with {count(num, 'loader worker')}"
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,20 +59,25 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     recompute their activations in the backward pass.
     """
 
-    precision: Precision
-    batch_size: Count
-    accumulation_steps: Count = 1
-    as_found: bool = False
-    pinned_modules: tuple[str, ...] = ()
-    num_workers: Whole | None = None
-    allocator: Allocator = "as_found"
-    weights: Weights = "as_found"
-    memory_format: MemoryFormat = "contiguous"
-    cudnn_benchmark: CudnnBenchmark = "as_found"
-    fp8_recipe: Fp8Recipe = "rowwise"
-    activation_checkpointing: ActivationCheckpointing = "off"
-    optimizer_impl: OptimizerImpl = "as_found"
-    compile: Compile = "off"
+    precision: Annotated[Precision, Label(str)]
+    batch_size: Annotated[Count, Label("batch {}".format)]
+    accumulation_steps: Annotated[Count, Label("x {}".format)] = 1
+    as_found: Annotated[bool, Label("as found".format)] = False
+    pinned_modules: Annotated[tuple[str, ...], Label(_pinned_label)] = ()
+    num_workers: Annotated[Whole | None, Label(_workers_label)] = None
+    # Variants: dimensions whose type lists their values, in the order of rising risk. They are set up in this order:
+    # the allocator first, since the others allocate; the optimizer after the weights have their format; compilation
+    # last.
+    allocator: Annotated[Literal["as_found", "expandable_segments"], Label(str)] = "as_found"
+    weights: Annotated[Literal["as_found", "bf16"], Label("{} weights".format)] = "as_found"
+    memory_format: Annotated[Literal["contiguous", "channels_last", "channels_last_3d"], Label(str)] = "contiguous"
+    cudnn_benchmark: Annotated[Literal["as_found", "on"], Label("cudnn benchmark".format)] = "as_found"
+    fp8_recipe: Annotated[Fp8Recipe, Label(str)] = "rowwise"
+    activation_checkpointing: Annotated[Literal["off", "blocks"], Label("checkpointed {}".format)] = "off"
+    optimizer_impl: Annotated[Literal["as_found", "foreach", "fused"], Label("{} optimizer".format)] = "as_found"
+    compile: Annotated[
+        Literal["off", "default", "max-autotune-no-cudagraphs", "reduce-overhead"], Label("compiled ({})".format)
+    ] = "off"
 
     @classmethod
     def of(cls, setting: Setting, **others: Any) -> Self:
@@ -95,15 +98,28 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         return Setting.of(self) == self.ordinary
 
     @property
-    def numerics(self) -> Setting:
-        """Return the setting reduced to the dimensions that affect numerics; equal results compute the same numbers."""
-        return msgspec.structs.replace(self.ordinary, **{d.name: getattr(self, d.name) for d in NUMERIC})
+    def active_variants(self) -> dict[str, str]:
+        """Return the variants that change the training, by name, in the order in which they are set up."""
+        return {name: getattr(self, name) for name in VARIANT_VALUES if self.uses(name)}
+
+    def uses(self, name: str) -> bool:
+        """Return whether the dimension `name` changes the training: it has another value than the default.
+
+        An fp8 recipe does so in fp8, whichever it is, and only there.
+        """
+        if name == "fp8_recipe":
+            return self.precision == "fp8"
+        return bool(getattr(self, name) != DEFAULTS[name])
 
     @property
-    def set_up(self) -> dict[str, str]:
-        """Return the non-default variants by name, in the order in which they are set up on model and optimizer."""
-        found = {variant.name: variant.value_in(self) for variant in variants.VARIANTS}
-        return {name: value for name, value in found.items() if value is not None}
+    def misfits(self) -> dict[str, str]:
+        """Return the fields whose values this precision does not allow, by name with the values that it allows."""
+        found = {}
+        if self.weights not in ("as_found", self.precision):
+            found["weights"] = f"as_found with {self.precision}: bf16 weights are for bf16 alone"
+        if self.precision != "fp8" and self.fp8_recipe != DEFAULTS["fp8_recipe"]:
+            found["fp8_recipe"] = "left out but with fp8"
+        return found
 
     @property
     def autocast_precision(self) -> Precision:
@@ -113,13 +129,19 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_compiled(self) -> bool:
         """Return whether the model is compiled."""
-        return self.compile != "off"
+        return self.uses("compile")
 
     @property
-    def with_nothing_set_up(self) -> Setting:
+    def without_fp8(self) -> Self:
+        """Return an fp8 setting as the bf16 setting around its layers, and any other setting unchanged."""
+        if self.precision != "fp8":
+            return self
+        return msgspec.structs.replace(self, precision=AROUND_FP8, fp8_recipe=DEFAULTS["fp8_recipe"])
+
+    @property
+    def without_variants(self) -> Self:
         """Return the setting with all variants at their defaults, so that model and optimizer are unchanged."""
-        defaults = {variant.name: variant.default for variant in variants.VARIANTS}
-        return msgspec.structs.replace(variants.FP8_RECIPE.off(self), **defaults)
+        return msgspec.structs.replace(self.without_fp8, **{name: DEFAULTS[name] for name in VARIANT_VALUES})
 
     @property
     def scaling(self) -> Setting:
@@ -127,7 +149,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self.ordinary, pinned_modules=self.pinned_modules)
 
     @property
-    def with_own_workers(self) -> Setting:
+    def with_own_workers(self) -> Self:
         """Return the setting with the user's own number of loader workers."""
         return msgspec.structs.replace(self, num_workers=None)
 
@@ -136,14 +158,18 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         """Return the number of samples per optimizer step on this device."""
         return self.batch_size * self.accumulation_steps
 
-    @property
-    def risks(self) -> tuple[int, ...]:
-        """Return the risk of each dimension's value; among settings of similar speed the least tuple wins."""
-        return tuple(dimension.risk(getattr(self, dimension.name)) for dimension in DIMENSIONS)
-
-    def labelled(self, dimensions: Iterable[Dimension[Any]]) -> str:
-        """Return the labels of the values of these dimensions, separated by blanks."""
-        return " ".join(filter(None, (dimension.label(getattr(self, dimension.name)) for dimension in dimensions)))
+    def labelled(self, names: Container[str]) -> str:
+        """Return the labels of these dimensions' values in the order of the fields, separated by blanks."""
+        values = ((name, getattr(self, name)) for name in Setting.__struct_fields__ if name in names)
+        return " ".join(_LABELS[name](value) for name, value in values if value != DEFAULTS[name])
 
     def __str__(self) -> str:
-        return self.labelled(DIMENSIONS)
+        return self.labelled(Setting.__struct_fields__)
+
+
+DEFAULTS: Final[dict[str, Any]] = {field.name: field.default for field in msgspec.structs.fields(Setting)}
+_KINDS: Final = {name: get_args(kind) for name, kind in get_type_hints(Setting, include_extras=True).items()}
+_LABELS: Final = {name: label.text for name, (*_, label) in _KINDS.items()}
+VARIANT_VALUES: Final[dict[str, tuple[str, ...]]] = {
+    name: get_args(kind) for name, (kind, *_) in _KINDS.items() if name != "precision" and get_origin(kind) is Literal
+}

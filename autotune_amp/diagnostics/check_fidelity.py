@@ -9,7 +9,7 @@ import msgspec
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.outcome import Failure, Fidelity
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.variants import FP8_RECIPE
+from autotune_amp.dimensions import FP8_RECIPE
 from autotune_amp.search.options import SearchOptions, is_count
 from autotune_amp.search.planner import IN_TIME, Budget
 from autotune_amp.search.progress import Progress

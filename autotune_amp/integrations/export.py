@@ -31,9 +31,9 @@ from autotune_amp.core.evidence import (
     pass_loss,
     strict_flag_lines,
 )
-from autotune_amp.core.setting import DIMENSIONS, Setting
+from autotune_amp.core.setting import VARIANT_VALUES, Setting
 from autotune_amp.core.text import one_line
-from autotune_amp.core.variants import VARIANTS
+from autotune_amp.dimensions import DIMENSIONS
 from autotune_amp.integrations.documents import accelerate_config, deepspeed_config
 
 if TYPE_CHECKING:
@@ -196,8 +196,8 @@ class ExportedScript:
 
     def add_prepared(self, config: str) -> None:
         """Add ``prepare(...)`` for the config's changes to model and optimizer; `config` is its source."""
-        if self.setting.config.set_up:
-            self.said.update(variant.name for variant in VARIANTS)
+        if self.setting.config.active_variants:
+            self.said.update(VARIANT_VALUES)
             self.imports.add("from autotune_amp import prepare")
             self.lines.append(f"model, optimizer = prepare({config}, model, optimizer)  # on their device")
 
@@ -284,7 +284,7 @@ def torch(setting: Exportable) -> str:
     if config.pinned_modules or (setting.loss == "weighted" and accumulates(config)):
         loss = _loss(script, "controller.window_size", "controller.window_share")
         return _controlled(script, controlled_loop(_windows(setting), loss))
-    if unsaid := {name: value for name, value in config.set_up.items() if name not in script.said}:
+    if unsaid := {name: value for name, value in config.active_variants.items() if name not in script.said}:
         bare = AmpConfig.of(
             Setting(precision=config.precision, batch_size=config.batch_size), loss_scale=config.loss_scale
         )
@@ -329,7 +329,7 @@ def accelerate(setting: Exportable) -> str:
     script.add_config()
     arguments = ["cpu=True"] if setting.device_type == "cpu" else []
     script.lines.append(call("accelerator = AutotuneAccelerator(", ["config", *arguments]))
-    if setting.config.set_up:
+    if setting.config.active_variants:
         script.lines.append("model = model.to(accelerator.device)")
     script.add_prepared("config")
     script.add_loader()

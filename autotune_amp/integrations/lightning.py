@@ -74,11 +74,10 @@ from autotune_amp.core.config import AmpConfig, DemotedError
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.variants import MEMORY_FORMAT, WEIGHTS
+from autotune_amp.dimensions.prepare import prepare
 from autotune_amp.integrations.bridge import Window, config_of, numbers, refuse_other, refuse_other_window, replaced
 from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.runtime.controller import PrecisionController
-from autotune_amp.variants.prepare import prepare
 
 __all__ = ["AutotuneCallback", "AutotunePrecision", "trainer_arguments"]
 
@@ -133,8 +132,8 @@ class AutotunePrecision(Precision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Set up the config's dimensions that concern weights, before DistributedDataParallel reads the module."""
-        of_weights = {variant.name: getattr(self.config, variant.name) for variant in (WEIGHTS, MEMORY_FORMAT)}
-        prepare(msgspec.structs.replace(Setting.of(self.config).with_nothing_set_up, **of_weights), module, None)
+        of_weights = {name: getattr(self.config, name) for name in ("weights", "memory_format")}
+        prepare(msgspec.structs.replace(Setting.of(self.config).without_variants, **of_weights), module, None)
         return module
 
     def connect(

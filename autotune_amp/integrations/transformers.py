@@ -39,7 +39,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
 import torch
 from accelerate import Accelerator
 from accelerate.utils import convert_to_fp32
@@ -47,17 +46,15 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from autotune_amp.core.config import AmpConfig, DemotedError, training_arguments
+from autotune_amp.core.config import AmpConfig, DemotedError, beside_training_arguments, training_arguments
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.core.setting import Setting
-from autotune_amp.core.variants import COMPILE
+from autotune_amp.dimensions.prepare import prepare
 from autotune_amp.integrations.accelerate import plain_optimizers
 from autotune_amp.integrations.bridge import config_of, refuse_other_window
 from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.status import metric_values
-from autotune_amp.variants.prepare import prepare
 
 __all__ = ["AutotuneCallback", "AutotuneTrainer"]
 
@@ -131,7 +128,7 @@ class AutotuneTrainer(Trainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Create the optimizer as in Trainer, and set up the dimensions that the arguments cannot express."""
         optimizer = super().create_optimizer(*args, **kwargs)
-        prepare(_beside_arguments(self._amp_config), cast("nn.Module", self.model), optimizer)
+        prepare(beside_training_arguments(self._amp_config), cast("nn.Module", self.model), optimizer)
         return optimizer
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
@@ -197,11 +194,6 @@ class AutotuneTrainer(Trainer):
             raise type(stopped)(stopped.message, f"{stopped.next_step} {saved}") from stopped
         next_step = f"{saved} Go on with {_NEXT_TRAINER} and train(resume_from_checkpoint={str(checkpoint)!r})."
         raise DemotedError(stopped.message, next_step, stopped.config) from stopped
-
-
-def _beside_arguments(config: AmpConfig) -> Setting:
-    """Return the parts of a config's setting that ``TrainingArguments`` do not set up themselves."""
-    return msgspec.structs.replace(Setting.of(config), compile=COMPILE.default)
 
 
 class _KeepingController(PrecisionController):

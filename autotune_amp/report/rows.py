@@ -10,11 +10,11 @@ import msgspec
 
 from autotune_amp.core import evidence as explain
 from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.dimensions import PRECISION
 from autotune_amp.core.outcome import Accumulation, Calibration, Failure, Fidelity, Measurement, Profiled
 from autotune_amp.core.recommendation import CandidateRow, Exclusion, Recommendation, VariantRow
-from autotune_amp.core.setting import ON_THE_WINNER, Setting
+from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, duration, number, one_line, outcome_name, rate, shell_line, size, times
+from autotune_amp.dimensions import TRIED_ON_LEADER
 from autotune_amp.trial.step_profile.breakdown import profiled_line
 
 # Columns that are left out if every candidate has this value there.
@@ -60,7 +60,7 @@ def table(recommendation: Recommendation) -> list[tuple[CandidateRow, dict[str, 
 
 def _cells(row: CandidateRow) -> dict[str, str]:
     return {
-        "precision": row.labelled((PRECISION, *ON_THE_WINNER))
+        "precision": row.labelled(["precision", *(dimension.name for dimension in TRIED_ON_LEADER)])
         + " as found" * row.as_found
         + " pinned" * bool(row.pinned_modules),
         "batch": str(row.batch_size),
@@ -223,7 +223,11 @@ def python_lines(recommendation: Recommendation, path: str) -> list[str]:
     loader = [explain.LOADER_COMMENT, explain.loader_line(config)]
     loaded = f'autotune_amp.PrecisionController.load({json.dumps(path)}, "{device_type}")'
     if recommendation.workload is not None and recommendation.workload.is_loop:
-        each = ["# of each model in the state and its optimizer:", PREPARED.format("amp")] if config.set_up else []
+        each = (
+            ["# of each model in the state and its optimizer:", PREPARED.format("amp")]
+            if config.active_variants
+            else []
+        )
         return [*loader, f"amp = {loaded}", *each, "train_step(state, batch, amp)"]
     loop = explain.controlled_loop("loader", explain.LOSS)
     if explain.accumulates(config):  # the losses of a window add up to the loss of the whole batch
@@ -234,7 +238,7 @@ def python_lines(recommendation: Recommendation, path: str) -> list[str]:
         if combination == "weighted":
             counted = (found and found.weighted_by) or "what the loss is a mean over"
             loop.insert(0, f"# count(batch) is yours: of a batch, {counted}")
-    prepared = [PREPARED.format("controller")] if config.set_up else []
+    prepared = [PREPARED.format("controller")] if config.active_variants else []
     return [*loader, f"controller = {loaded}", *prepared, *loop]
 
 

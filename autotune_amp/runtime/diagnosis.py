@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from autotune_amp.core.dimensions import Precision, autocast_precision
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.core.variants import FP8_RECIPE
+from autotune_amp.core.setting import DEFAULTS
 from autotune_amp.numerics.locate import Health, Recorder, bad_parameters, health
 from autotune_amp.numerics.passes import scaled
-from autotune_amp.precision import torch_state
+from autotune_amp.precision import fp8, torch_state
 from autotune_amp.precision.forward_wrapper import (
     can_be_pinned,
     can_be_wrapped,
@@ -35,7 +35,6 @@ from autotune_amp.precision.forward_wrapper import (
 from autotune_amp.precision.torch_state import HALF_DTYPES, ambient, autocast, set_flags
 from autotune_amp.runtime.policy import DiagnosisResult
 from autotune_amp.runtime.scaler import Ranks
-from autotune_amp.variants import fp8
 
 _MAX_PINNED_SHARE = 0.05  # share of the modules; one module may always be pinned
 _MAX_PIN_ROUNDS = 3
@@ -133,7 +132,7 @@ class Rerunner:
         rerun: Callable[[], Tensor],
         current: Precision,
         ranks: Ranks,
-        fp8_recipe: str = FP8_RECIPE.default,
+        fp8_recipe: str = DEFAULTS["fp8_recipe"],
     ) -> None:
         self.current = current
         self.modules = modules_by_name(model)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.precision import forward_wrapper, torch_state
+from autotune_amp.dimensions import FP8_RECIPE
+from autotune_amp.dimensions.live_training import LiveTraining
+from autotune_amp.precision import forward_wrapper, fp8, torch_state
 from autotune_amp.precision.forward_wrapper import named, unwrap
-from autotune_amp.variants import fp8
-from autotune_amp.variants.subject import Trained
 
 
 class AttachedModel:
@@ -109,8 +109,8 @@ class AttachedModel:
 
     def why_not_fp8(self, recipe: str) -> str | None:
         """Return why the model's layers cannot run in fp8, or None if they can or already do."""
-        trained = Trained([self.model], [], self._device)
-        return None if fp8.has(recipe, trained) else fp8.why_not(recipe, trained)
+        live = LiveTraining([self.model], [], self._device)
+        return None if FP8_RECIPE.is_applied(recipe, live) else FP8_RECIPE.unsupported_reason(recipe, live)
 
     def begin_verifying(self) -> None:
         """Record which precisions the layers run in during the next window."""

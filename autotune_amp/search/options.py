@@ -13,7 +13,7 @@ from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import Objective
 from autotune_amp.core.text import A_SIZE, parse_size
-from autotune_amp.core.variants import VARIANTS
+from autotune_amp.dimensions import VARIANTS
 
 SEED_LIMIT = 2**32 - 10_000  # numpy's, with room for resumed trials, which add their number to the seed
 DEFAULT_NUM_STEPS = 10_000
@@ -233,7 +233,7 @@ def _precisions(given: Any) -> tuple[Precision, ...] | None:
     return tuple(dict.fromkeys(names))
 
 
-_VARIANTS = tuple(name for variant in VARIANTS for name in (variant.name, *variant.others))
+_VARIANTS = tuple(name for variant in VARIANTS.values() for name in (variant.name, *variant.others))
 
 
 def _variants(given: Any) -> tuple[str, ...] | None:

@@ -20,6 +20,7 @@ from autotune_amp.core.errors import BudgetTooSmallError
 from autotune_amp.core.outcome import Failure, Measurement, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, duration
+from autotune_amp.dimensions import DIMENSIONS
 from autotune_amp.search import ranking
 from autotune_amp.search.conditions import Conditions, is_hopeless
 from autotune_amp.search.ledger import Ledger
@@ -44,7 +45,6 @@ EXTRA_SHARE = 0.15
 # Least expected gain in throughput of a job, and that for each of its seconds: halving or doubling them changes little
 # (studies/search_efficiency, hosts).
 LEAST_GAIN, GAIN_PER_SECOND = 0.002, 5e-4
-COMPILE_SECONDS = 5.0  # least seconds of a first compilation: 6.5 s a convnet of six blocks, on 2 cores without AVX-512
 # In process starts: 2.5 on a CPU, 1.5 to 2 of a Llama on an H200's host (studies/real_card).
 COMPILE_STARTS = 2.0
 NUM_CHECK_PASSES = 42  # forward and backward passes of a check of bf16 against fp32, seen in real searches
@@ -185,7 +185,8 @@ class Planner:
     def compile_seconds(self, ledger: Ledger) -> float:
         """Return the seconds of a compilation: the longest seen, else a multiple of a process start."""
         compiled = [m for c, ours in ledger.actual.measurements.items() if c.is_compiled for m in ours]
-        foreseen = max(COMPILE_SECONDS, COMPILE_STARTS * self.conditions.start_seconds)
+        slowest = max(dimension.extra_seconds for dimension in DIMENSIONS)
+        foreseen = max(slowest, COMPILE_STARTS * self.conditions.start_seconds)
         return max((m.first_step_seconds for m in compiled), default=foreseen)
 
     def confirmation_seconds(self, ledger: Ledger) -> float:

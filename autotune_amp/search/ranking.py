@@ -2,7 +2,7 @@
 
 An unfaithful setting is out. One that nobody checked ranks after fp32 and the faithful ones, and a doubtful one last.
 Among the others `rank_for` decides. Speed: on the plateau, within 3 % of the fastest, a decided verdict wins over an
-undecided one, then the precision with the least to go wrong at run time, then the smallest batch (`Setting.risks`).
+undecided one, then the precision with the least to go wrong at run time, then the smallest batch (`dimensions.risks`).
 Memory: the least peak among settings no slower than the baseline; peaks within 2 % are alike, and speed decides.
 Energy: the least joules per sample, and within 3 % the setting with the least to go wrong.
 """
@@ -31,8 +31,9 @@ from autotune_amp.core.outcome import (
     Verdict,
 )
 from autotune_amp.core.recommendation import Exclusion
-from autotune_amp.core.setting import NUMERIC, Setting
+from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import sentence
+from autotune_amp.dimensions import NUMERIC, numerics, risks
 from autotune_amp.search.space import SAME_MEMORY, Space
 from autotune_amp.trial.failures import mended
 
@@ -227,7 +228,7 @@ def check_key(candidate: Setting) -> Setting:
     A check holds at every batch size. fp32 with the user's own flags counts as TF32, since parts of it may use TF32.
     """
     precision = "tf32" if candidate.as_found and candidate.precision == "fp32" else candidate.precision
-    return replace(candidate.numerics, precision=precision, batch_size=1, accumulation_steps=1)
+    return replace(numerics(candidate), precision=precision, batch_size=1, accumulation_steps=1)
 
 
 def needs_check(candidate: Setting, space: Space) -> bool:
@@ -419,7 +420,7 @@ def rank_for(
             close = [c for c, drawn in joules.items() if (1 - PLATEAU) * drawn <= min(joules.values())]
         else:
             close = [c for c, speed in speeds.items() if speed >= (1 - PLATEAU) * max(speeds.values())]
-        return min(close, key=lambda c: (known.get(c, 0), c.risks))
+        return min(close, key=lambda c: (known.get(c, 0), risks(c)))
 
     known = tiers or {}
     groups: dict[tuple[int, bool], list[Setting]] = {}

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 from msgspec.structs import replace
 
 from autotune_amp.core.outcome import Failure, Measurement, Purpose, Record, after_steps
-from autotune_amp.core.setting import NUMERIC
+from autotune_amp.dimensions import NUMERIC
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.processes.local import Handle, Slot, SlotLostError
 from autotune_amp.processes.process import Watcher

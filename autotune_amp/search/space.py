@@ -12,14 +12,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from autotune_amp.core.dimensions import PRECISION, PRECISIONS, Precision
+from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Accumulation, Description, Failure, Measurement, Outcome
 from autotune_amp.core.recommendation import Exclusion
-from autotune_amp.core.setting import ON_THE_WINNER, Setting
+from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import sentence
-from autotune_amp.core.variants import FP8_RECIPE
+from autotune_amp.dimensions import FP8_RECIPE, PRECISION, TRIED_ON_LEADER
 from autotune_amp.search.options import SearchOptions
 
 ASSUMED_BATCH_SIZE = 32
@@ -82,7 +82,7 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
             f"None of the precisions asked for can be trained in on {hardware.device}: {reasons}.",
             f"Use --precision with {_usable(hardware, description)}, or another --device.",
         )
-    variants = {dimension.name: dimension.choices(hardware, description, options) for dimension in ON_THE_WINNER}
+    variants = {dimension.name: dimension.choices(hardware, description, options) for dimension in TRIED_ON_LEADER}
     left_out, recipes = dict(precisions.left_out), variants[FP8_RECIPE.name]
     if recipes.values:
         left_out.pop("fp8", None)
@@ -202,7 +202,7 @@ def _today(
     size, notes = description.batch_size, list[str]()
     if options.baseline is not None:
         (precision, size), as_found = options.baseline, False
-        reason = PRECISION.why_not(precision, hardware, description)
+        reason = PRECISION.unsupported_reason(precision, hardware, description)
         if reason is not None:
             raise InvalidRequestError(
                 f"--baseline is {precision}:{size}, which cannot be trained on {hardware.device}: {reason}.",
@@ -251,7 +251,7 @@ def _today(
 
 
 def _usable(hardware: Hardware, description: Description) -> str:
-    usable = [p for p in PRECISIONS if PRECISION.why_not(p, hardware, description) is None]
+    usable = [p for p in PRECISIONS if PRECISION.unsupported_reason(p, hardware, description) is None]
     return " or ".join(usable) or "none of its precisions"
 
 

@@ -8,60 +8,31 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from autotune_amp.core.dimensions import Dimension
 from autotune_amp.core.outcome import Failure, Measurement, Profiled, Record
 from autotune_amp.core.recommendation import VariantRow
-from autotune_amp.core.setting import ON_THE_WINNER, Setting
-from autotune_amp.core.text import count
-from autotune_amp.core.variants import (
-    ACTIVATION_CHECKPOINTING,
-    ALLOCATOR,
-    COMPILE,
-    CUDNN_BENCHMARK,
-    FP8_RECIPE,
-    FREES_MEMORY,
-    MEMORY_FORMAT,
-    OPTIMIZER_IMPL,
-    WEIGHTS,
-)
+from autotune_amp.core.setting import Setting
+from autotune_amp.dimensions import DIMENSIONS, TRIED_ON_LEADER
+from autotune_amp.dimensions.dimension import Dimension, Leader
 from autotune_amp.search.ledger import Ledger
-from autotune_amp.search.planner import COMPILE_SECONDS, Planner
+from autotune_amp.search.planner import Planner
 from autotune_amp.search.ranking import PLATEAU, check_key, needs_check
 from autotune_amp.search.stages.curve import OF_A_PRECISION, OF_A_VALUE
-from autotune_amp.trial.step_profile.breakdown import DIMENSIONS_OF_A_PROFILE, break_down, max_speedups
+from autotune_amp.trial.step_profile.breakdown import break_down, max_speedups
 
-# Order without a profile: values that cost only a trial come before those that compile. Nothing is tried on top of
-# low-precision weights, which few checks find faithful.
-_ORDER = (
-    MEMORY_FORMAT,
-    CUDNN_BENCHMARK,
-    OPTIMIZER_IMPL,
-    COMPILE,
-    FP8_RECIPE,
-    ALLOCATOR,
-    ACTIVATION_CHECKPOINTING,
-    WEIGHTS,
-)
-CUDA_GRAPHS = "reduce-overhead"
-NOT_THE_COMPILER = ("oom", "timeout", "nonfinite")  # failures of a compiled trial that do not speak against compiling
 MOST_GAIN = 2.5  # highest speed-up by further dimensions: 2.1 times in ten training runs on an H200 (studies/real_card)
-LAUNCH_BOUND_SHARE = 0.8  # share of a pass's time that half the batch takes at least if launches bound it
 # Expected gain from a normally distributed effect, in standard deviations, if a loss is not chosen.
 _GAINED = 1 / math.sqrt(2 * math.pi)
 
 
 def ordered(ledger: Ledger) -> list[Dimension[Any]]:
     """Return the dimensions in the order to try: by the gain that a profile leaves possible, per second of a trial."""
-    others = [dimension for dimension in ON_THE_WINNER if dimension not in _ORDER]
     gains = _max_speedups(ledger)
 
     def worth(dimension: Dimension[Any]) -> float:
-        # fp8 is compiled too, so the gain of compiling counts as part of its own.
-        names = {dimension.name, COMPILE.name} if dimension is FP8_RECIPE else {dimension.name}
-        gain = min(gains.get(name, 1.0) for name in names)
+        gain = min(gains.get(name, 1.0) for name in (dimension.name, *dimension.sets_also))
         return math.log(gain) / _least_seconds(ledger, dimension)
 
-    return [*others, *sorted(_ORDER, key=worth, reverse=True)]
+    return sorted(TRIED_ON_LEADER, key=worth, reverse=True)
 
 
 def _least_seconds(ledger: Ledger, dimension: Dimension[Any]) -> float:
@@ -71,21 +42,21 @@ def _least_seconds(ledger: Ledger, dimension: Dimension[Any]) -> float:
         r for r in ledger.actual.trials if isinstance(o := r.outcome, Measurement) and r.seconds > o.first_step_seconds
     ]
     trial_seconds = min((r.seconds for r in ran), default=1.0)
-    return trial_seconds + (COMPILE_SECONDS if dimension in (COMPILE, FP8_RECIPE) else 0.0)
+    return trial_seconds + dimension.extra_seconds
 
 
 def to_profile(ledger: Ledger) -> Setting | None:
     """Return the setting that would win if a profile of its step would help to order the variants, else None."""
     if "profile" not in ledger.space.checks or any(record.purpose == "profile" for record in ledger.records):
         return None
-    leader, names = _leader(ledger), ledger.space.variants.keys() & DIMENSIONS_OF_A_PROFILE
-    if leader is None or leader.set_up or ledger.objective == "memory":
+    leader = _leader(ledger)
+    if leader is None or leader.active_variants or ledger.objective == "memory":
         return None
     worth = [
         dimension
-        for dimension in _ORDER
-        if dimension.name in names
-        for value in ledger.space.variants[dimension.name]
+        for dimension in TRIED_ON_LEADER
+        if dimension.removable
+        for value in ledger.space.variants.get(dimension.name, ())
         if not _trials_of(ledger, dimension, value) and why_not_worth(ledger, dimension, value) is None
     ]
     return leader if worth else None
@@ -132,7 +103,7 @@ def is_worth_trying(ledger: Ledger, planner: Planner, setting: Setting) -> bool:
     leader = _leader(ledger)
     if ledger.space.are_variants_named or leader is None or ledger.objective != "speed":
         return True
-    names = [d.name for d in ON_THE_WINNER if getattr(setting, d.name) != getattr(leader, d.name)]
+    names = [d.name for d in TRIED_ON_LEADER if getattr(setting, d.name) != getattr(leader, d.name)]
     most = min((gain for name, gain in _max_speedups(ledger).items() if name in names), default=math.inf)
     gain = min(_GAINED * (OF_A_PRECISION if setting.precision != leader.precision else OF_A_VALUE), most - 1)
     seconds = planner.trial_seconds(ledger, min(m.step_seconds for m in ledger.measurements[leader]))
@@ -149,77 +120,26 @@ def why_not_worth(ledger: Ledger, dimension: Dimension[Any], value: Any) -> str 
     if winner is None:
         return "nothing leads that a config can express and that could still overtake what runs today"
     asked = dimension.on(winner, value)
-    wanted = "memory" if ledger.objective == "memory" else "speed"
-    if wanted not in dimension.affects:
-        return f"it does not bear on {wanted}"
-    if dimension is ALLOCATOR and wanted == "memory":
-        return "the peak is what is allocated, of which it changes nothing"
-    if not all(other.fits(getattr(asked, other.name), asked) for other in ON_THE_WINNER):
-        return f"it does not go with {winner.precision}, which is the fastest"
-    if dimension is OPTIMIZER_IMPL and wanted == "speed":
-        shares = [
-            m.update_seconds / m.step_seconds for m in ledger.measurements[winner] if m.update_seconds is not None
-        ]
-        if shares and max(shares) < PLATEAU:
-            return f"the optimizer takes {100 * max(shares):.1f} % of a step"
-    if asked.is_compiled and (failure := _compiler_failure(ledger, asked.compile)) is not None:
-        return f"the compiler failed on {failure.candidate}"
-    is_free = wanted == "speed" and not ledger.space.are_variants_named
-    if dimension is COMPILE and is_free and (reason := _why_not_mode(ledger, winner, value)) is not None:
-        return reason
-    if asked.is_compiled and not winner.is_compiled and wanted == "speed":
-        seconds = ledger.num_steps * min(m.step_seconds for m in ledger.measurements[winner])
-        if seconds / 2 < COMPILE_SECONDS:
-            steps = f"compiling takes longer than it could gain in {count(ledger.num_steps, 'step')}, which take"
-            return f"{steps} {seconds:.0f} s: --fresh --steps N tries it for a longer training"
-    if dimension in FREES_MEMORY and wanted == "speed" and _beyond_memory(ledger, winner) is None:
-        return "it frees memory, and there is no larger batch that lacks some"
-    return None
-
-
-def _compiler_failure(ledger: Ledger, mode: str) -> Record | None:
-    """Return the record of a trial that failed because it was compiled, not for lack of memory or time; else None.
-
-    A failure with CUDA graphs does not count for other modes.
-    """
-    compiled = [r for r in ledger.told if r.candidate.is_compiled and r.candidate.compile in (mode, "default")]
-    return next(
-        (r for r in compiled if isinstance(r.outcome, Failure) and r.outcome.kind not in NOT_THE_COMPILER), None
+    leader = Leader(
+        setting=winner,
+        objective=ledger.objective,
+        measurements=ledger.measurements,
+        trials=ledger.told,
+        values=ledger.space.variants,
+        are_values_named=ledger.space.are_variants_named,
+        num_steps=ledger.num_steps,
     )
-
-
-def _why_not_mode(ledger: Ledger, winner: Setting, mode: str) -> str | None:
-    """Return the reason that a compiler mode is not worth a trial, or None if it is.
-
-    If kernel launches bound the step CUDA graphs are tried first, and the default mode only if they failed.
-    """
-    modes, is_launch_bound = ledger.space.variants.get(COMPILE.name, ()), _is_launch_bound(ledger, winner)
-    if CUDA_GRAPHS in modes and is_launch_bound:
-        tried = _trials_of(ledger, COMPILE, CUDA_GRAPHS)
-        if mode != CUDA_GRAPHS and not any(isinstance(record.outcome, Failure) for record in tried):
-            return f"launches bound the step, which {CUDA_GRAPHS} makes up for"
-        return None
-    if mode == CUDA_GRAPHS and is_launch_bound is not None:
-        return "launches do not bound the step"
-    if mode == CUDA_GRAPHS and not winner.is_compiled and not _trials_of(ledger, COMPILE, "default"):
-        return "no smaller batch says whether launches bound the step, so that the default mode comes first"
-    if not winner.is_compiled and _trials_of(ledger, COMPILE, "default"):
-        return "the default mode gained nothing"
-    return None
-
-
-def _is_launch_bound(ledger: Ledger, setting: Setting) -> bool | None:
-    """Return whether a pass of half the batch or less took about as long; None if none was measured."""
-    passes = {
-        c.batch_size: min(m.step_seconds for m in ours) / c.accumulation_steps
-        for c, ours in ledger.measurements.items()
-        if c.precision == setting.precision and c.is_ordinary
-    }
-    ours = passes.get(setting.batch_size)
-    smaller = [seconds for size, seconds in passes.items() if 2 * size <= setting.batch_size]
-    if ours is None or not smaller:
-        return None
-    return any(seconds > LAUNCH_BOUND_SHARE * ours for seconds in smaller)
+    if leader.effect not in dimension.affects:
+        return f"it does not bear on {leader.effect}"
+    if asked.misfits:
+        return f"it does not go with {winner.precision}, which is the fastest"
+    used = (other for other in DIMENSIONS if other.value_in(asked) is not None)
+    reasons = (other.reason_against_setting(asked, leader) for other in used)
+    reason = next(filter(None, reasons), None) or dimension.reason_against(value, leader)
+    if reason is None and dimension.frees_memory and leader.effect == "speed":
+        is_memory_short = _beyond_memory(ledger, winner) is not None
+        return None if is_memory_short else "it frees memory, and there is no larger batch that lacks some"
+    return reason
 
 
 def _leader(ledger: Ledger) -> Setting | None:
@@ -244,7 +164,7 @@ def _at_its_batch(ledger: Ledger, setting: Setting) -> Setting:
 
 
 def _frees_memory(setting: Setting) -> bool:
-    return any(dimension.value_in(setting) is not None for dimension in FREES_MEMORY)
+    return any(d.frees_memory and d.value_in(setting) is not None for d in DIMENSIONS)
 
 
 def _beyond_memory(ledger: Ledger, setting: Setting) -> Setting | None:
@@ -263,8 +183,7 @@ def _together(ledger: Ledger, leader: Setting) -> Iterator[Setting]:
         own = getattr(leader, dimension.name)
         for value in ledger.space.variants.get(dimension.name, ()):
             setting = _at_its_batch(ledger, dimension.on(leader, value))
-            are_fit = all(other.fits(getattr(setting, other.name), setting) for other in ON_THE_WINNER)
-            if are_fit and _is_faster(ledger, dimension, value, own):
+            if not setting.misfits and _is_faster(ledger, dimension, value, own):
                 yield setting
 
 
@@ -281,7 +200,7 @@ def _is_faster(ledger: Ledger, dimension: Dimension[Any], value: Any, other: Any
 def beside(ledger: Ledger) -> Iterator[Setting]:
     """Yield the leader with its further dimensions at the next larger and smaller batch size, unless tried already."""
     winner = _leader(ledger)
-    if winner is None or not winner.set_up:
+    if winner is None or not winner.active_variants:
         return
     tried = {record.candidate for record in ledger.told}
     sizes = _of_its_precision(ledger, winner)
@@ -307,9 +226,7 @@ def _of_its_precision(ledger: Ledger, setting: Setting) -> list[Setting]:
 
 def _trials_of(ledger: Ledger, dimension: Dimension[Any], value: Any) -> list[Record]:
     ours = [r for r in ledger.told if r.purpose == "search" and r.candidate != ledger.space.baseline]
-    if dimension is COMPILE:  # compiled fp8 says nothing about compiling alone
-        ours = [r for r in ours if r.candidate.precision != "fp8"]
-    return [r for r in ours if dimension.value_in(r.candidate) == value]
+    return [r for r in ours if dimension.is_tried_in(r.candidate, value)]
 
 
 # -- report on each ----------------------------------------------------------------------------------------------------
@@ -381,15 +298,8 @@ def _per_sample(setting: Setting, measured: Measurement) -> tuple[float, float]:
 
 def _without(ledger: Ledger, setting: Setting, dimension: Dimension[Any]) -> Setting | None:
     """Return the setting that a variant is compared with: the same without it, else the fastest at another batch."""
-
-    def alike(other: Setting) -> Setting:
-        return replace(other, batch_size=1, accumulation_steps=1)
-
-    if dimension is FP8_RECIPE:  # any other precision may have led before
-        others = [other for other in ledger.speeds if other.precision != setting.precision]
-        return max(others, key=lambda other: ledger.speeds[other], default=None)
     plain = replace(setting, **{dimension.name: dimension.default})
-    if plain in ledger.measurements:
+    if plain in ledger.measurements and dimension.is_without(plain, setting):
         return plain
-    others = [other for other in ledger.speeds if alike(other) == alike(plain)]
+    others = [other for other in ledger.speeds if dimension.is_without(other, setting)]
     return max(others, key=lambda other: ledger.speeds[other], default=None)

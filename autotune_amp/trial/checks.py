@@ -18,13 +18,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from autotune_amp.core.dimensions import PINNED_MODULES, PRECISION
 from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.job import PartialResult, Phase, Ready, Tell
 from autotune_amp.core.outcome import MIN_CUT_SAMPLES, Accumulation, Calibration, CheckOutcome, Failure, Fidelity
-from autotune_amp.core.setting import NUMERIC
-from autotune_amp.core.variants import COMPILE, VARIANTS, WEIGHTS
 from autotune_amp.core.workload import Workload
+from autotune_amp.dimensions import NUMERIC, VARIANTS
+from autotune_amp.dimensions.live_training import LiveTraining
 from autotune_amp.numerics import accumulation, calibration, fidelity
 from autotune_amp.numerics.accumulation import IGNORED_LABEL, cut, first_dimensions, num_micro_batches, tensors
 from autotune_amp.numerics.paired_runs import train_before
@@ -38,13 +37,11 @@ from autotune_amp.trial.jobs import Check
 from autotune_amp.trial.training import checked_loss
 from autotune_amp.trial.worker import guarded, prepare
 from autotune_amp.trial.worst_batch import MAX_SCANNED_SAMPLES, scan_samples
-from autotune_amp.variants.prepare import set_up
-from autotune_amp.variants.subject import Trained
 
 LOOK_SECONDS, LOOK_SHARE = 1.0, 0.2  # limits for finding unequal samples: seconds, and share of the check's
 MAX_SAMPLES_SEEN = 2048  # samples rarer than one in this many matter little
 # Dimensions that change numerics but are not applied by the passes of numerics/.
-_UNSEEN = [d.name for d in NUMERIC if d not in (PRECISION, PINNED_MODULES, *VARIANTS)]
+_UNSEEN = [name for name in NUMERIC if name not in ("precision", "pinned_modules", *VARIANTS)]
 _PHASES = {
     "fidelity": "checking {} against fp32",
     "calibration": "calibrating the loss scale",
@@ -102,7 +99,7 @@ def _found(subject: Subject, spec: Check, tell: Tell) -> Fidelity | Calibration 
         return accumulation.check(subject, accumulation.num_checked(asked.batch_size))
     if spec.what == "calibration":
         return calibration.calibrate(subject, batch_size=asked.batch_size, pinned_modules=asked.pinned_modules)
-    if unseen := [name for name in _UNSEEN if getattr(asked, name) != getattr(asked.ordinary, name)]:
+    if unseen := [name for name in _UNSEEN if asked.uses(name)]:
         reason = f"no check looks at what {' and '.join(unseen)} does to the numbers"
         return spec.unchecked(reason, "Compare a few hundred steps of a training with it and of one without.")
     if subject.loop is not None and has_half_weights(subject.model):
@@ -131,7 +128,7 @@ def _subject(context: Context, spec: Check, tell: Tell) -> tuple[Subject, int]:
 
     The reference is the same training without the setting's further dimensions.
     """
-    device, wanted = torch.device(spec.device), spec.candidate.set_up
+    device, wanted = torch.device(spec.device), spec.candidate.active_variants
     batches = _batches(context.workload.data, spec)
     if device.type != "cpu":
         batches = [data.move(batch, device) for batch in batches]
@@ -144,20 +141,20 @@ def _subject(context: Context, spec: Check, tell: Tell) -> tuple[Subject, int]:
     if not wanted:
         return plain, num_steps
     model = copied_model(plain.model, context.workload)
-    parts = model.trained_parts(device) if isinstance(model, LoopState) else Trained([model], [], device)
-    if WEIGHTS.name in wanted:  # compare training from rounded weights with fp32 training from the same weights
+    parts = model.live_training(device) if isinstance(model, LoopState) else LiveTraining([model], [], device)
+    if "weights" in wanted:  # compare training from rounded weights with fp32 training from the same weights
         for weight in (each for each in plain.model.parameters() if each.dtype == torch.float32):
             weight.data = weight.data.to(torch.bfloat16).to(weight.dtype)
     for name, value in wanted.items():
-        set_up(name, value, parts)
+        VARIANTS[name].change_once(value, parts)
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
         optimizer = plain.make_optimizer(model)
         for name, value in wanted.items():
-            set_up(name, value, Trained([], each(optimizer), device))
+            VARIANTS[name].change_once(value, LiveTraining([], each(optimizer), device))
         return optimizer
 
-    is_compiled = COMPILE.name in wanted
+    is_compiled = spec.candidate.is_compiled
     own = _subject_of(context.workload, spec, model, batches)
     subject = replace(
         own,

@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, Dataset
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.workload import OptimizersOfModel, Workload, WorkloadSource, make_workload, type_name
+from autotune_amp.dimensions.live_training import LiveTraining
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.step_amp import needs_closure, parameters_of
 from autotune_amp.trial.memory import BuildMemory, file_bytes, watched_build
-from autotune_amp.variants.subject import Trained
 
 _NOT_LOOKED_INTO = (
     *(str, bytes, int, float, complex, type(None)),
@@ -92,10 +92,10 @@ class LoopState(nn.Module):
             return [parameter for parameter in self.parameters() if parameter.requires_grad]
         return list(dict.fromkeys(tensor for part in self.optimizers.values() for tensor in parameters_of(part)))
 
-    def trained_parts(self, device: torch.device) -> Trained:
+    def live_training(self, device: torch.device) -> LiveTraining:
         """Return the models, optimizers and device that further dimensions are set up on."""
         models = [module for module in self._modules.values() if module is not None]
-        return Trained(models, list(self.optimizers.values()), device)
+        return LiveTraining(models, list(self.optimizers.values()), device)
 
     def start_again(self, first_state: dict[str, Tensor]) -> None:
         """Restore the state as it began. `first_state` is the `state_dict` from then."""
@@ -386,7 +386,7 @@ class Context:
 
     def model_for(self, setting: Setting, device: torch.device) -> nn.Module:
         """Return the model on the device for a trial; in a kept worker a copy, if the setting changes it."""
-        if not (self.is_kept and setting.set_up):
+        if not (self.is_kept and setting.active_variants):
             return self.model(device)
         # On the device only the trial's own copy takes memory.
         return copied_model(self.model(torch.device("cpu")), self.workload).to(device)

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import WorkloadError
-from autotune_amp.core.setting import DIMENSIONS
 from autotune_amp.core.workload import Workload, type_name
+from autotune_amp.dimensions import DIMENSIONS
+from autotune_amp.dimensions.dimension import Variant
+from autotune_amp.dimensions.live_training import LiveTraining
 from autotune_amp.precision import forward_wrapper, torch_state
 from autotune_amp.precision.forward_wrapper import named
 from autotune_amp.precision.modes import MODES
@@ -25,8 +27,6 @@ from autotune_amp.trial import data
 from autotune_amp.trial.context import LoopState, Optimizers, each, make_optimizer
 from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.worst_batch import worst_batches
-from autotune_amp.variants import prepare
-from autotune_amp.variants.subject import Trained
 
 
 class BaseTraining(ABC):
@@ -70,12 +70,12 @@ class BaseTraining(ABC):
 
     @property
     @abstractmethod
-    def trained(self) -> Trained:
-        """Return the models, optimizers and device that further dimensions are set up on."""
+    def live(self) -> LiveTraining:
+        """Return the models, optimizers and device that variants change."""
 
-    def set_up(self, name: str, value: str) -> None:
-        """Set up a further dimension as `variants.prepare` does, until `close`."""
-        if (undo := prepare.set_up(name, value, self.trained)) is not None:
+    def change(self, variant: Variant, value: str) -> None:
+        """Give the model, the optimizers and the process a variant's value as `prepare` does, until `close`."""
+        if (undo := variant.change_once(value, self.live)) is not None:
             self._undo.append(undo)
 
     def start_loading(self) -> None:
@@ -168,8 +168,8 @@ class Training(BaseTraining):
         self.scaler = torch_state.grad_scaler(spec.loss_scale, self.device.type)
 
     @property
-    def trained(self) -> Trained:  # noqa: D102 - see BaseTraining
-        return Trained([self.model], each(self.optimizer), self.device)
+    def live(self) -> LiveTraining:  # noqa: D102 - see BaseTraining
+        return LiveTraining([self.model], each(self.optimizer), self.device)
 
     @property
     def is_in_own_loop(self) -> bool:
@@ -230,8 +230,8 @@ class LoopTraining(BaseTraining):
         self.scaler = self._amp if self._amp.is_enabled() else None
 
     @property
-    def trained(self) -> Trained:  # noqa: D102 - see BaseTraining
-        return self.state.trained_parts(self.device)
+    def live(self) -> LiveTraining:  # noqa: D102 - see BaseTraining
+        return self.state.live_training(self.device)
 
     def forward_backward(self, batch: Any, *, is_last: bool = True) -> Tensor:  # noqa: ARG002 - it is always a step
         """Move the batch to the device, take the whole step, and return the sum of amp's losses, detached."""

@@ -25,6 +25,8 @@ from autotune_amp.core.job import Compilation, FirstStep, PartialResult, Phase, 
 from autotune_amp.core.outcome import Description, Failure, Measurement, Outcome
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.workload import Workload
+from autotune_amp.dimensions.live_training import LiveTraining
+from autotune_amp.dimensions.prepare import supported_values
 from autotune_amp.hardware import cuda, measure
 from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.precision import torch_state
@@ -39,8 +41,6 @@ from autotune_amp.trial.own_loop import time_own_loop
 from autotune_amp.trial.timing import CompileWatch, Report, Timing, forget_compiled, time_steps
 from autotune_amp.trial.training import BaseTraining, Training, make_training
 from autotune_amp.trial.worst_batch import Scan, scan
-from autotune_amp.variants.prepare import values_for
-from autotune_amp.variants.subject import Trained
 
 _FLAG_OPERATORS = {"cudnn.conv": "convolution", "cudnn.rnn": "_rnn"}  # cuDNN's RNN and MIOpen's
 
@@ -72,9 +72,9 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
     model = context.model(device)
     parameters = list(model.parameters())
     if isinstance(model, LoopState):
-        trained, parts = model.trained(), model.trained_parts(device)
+        trained, parts = model.trained(), model.live_training(device)
     else:
-        parts = Trained([model], each(make_optimizer(workload, model)), device)
+        parts = LiveTraining([model], each(make_optimizer(workload, model)), device)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
     build_seconds = time.perf_counter() - started
     seen_batch_size = job.baseline_batch_size and (batch_size or job.baseline_batch_size)
@@ -107,7 +107,7 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
             **({"accumulation_steps": _OF_A_LOOP} if workload.is_loop else {}),
             **({"fp16": _OF_COMPLEX} if any(tensor.is_complex() for tensor in trained) else {}),
         },
-        variants=values_for(parts),
+        variants=supported_values(parts),
         has_unused_parameters=has_unused,
         **seen._asdict(),
     )

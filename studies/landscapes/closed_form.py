@@ -85,7 +85,7 @@ class Shape:
         return 2 * self.step_seconds(setting) + (COMPILING_SECONDS if setting.is_compiled else 0.0)
 
     def _gain(self, setting: Setting, *, of_update: bool) -> float:
-        kept = {n: v for n, v in setting.set_up.items() if (n == "optimizer_impl") == of_update}
+        kept = {n: v for n, v in setting.active_variants.items() if (n == "optimizer_impl") == of_update}
         return math.prod(self.gains.get(value, 1.0) for value in kept.values())
 
     def data_seconds(self, setting: Setting) -> float:

@@ -60,12 +60,12 @@ class MeasuredShape(Shape):
         seconds = self.pass_seconds(setting.precision, setting.batch_size)
         if setting.precision == "fp32" and not setting.as_found:
             seconds *= self.strict_fp32_times
-        gains = (_between(self.value_gains[value], setting.batch_size) for value in setting.set_up.values())
+        gains = (_between(self.value_gains[value], setting.batch_size) for value in setting.active_variants.values())
         return setting.accumulation_steps * seconds * math.prod(gains)
 
     def first_step_seconds(self, setting: Setting) -> float:
         """Return the seconds of a process's first step: the longest that its precision or one of its values took."""
-        names = setting.precision, *setting.set_up.values()
+        names = setting.precision, *setting.active_variants.values()
         found = (_between(self.first_steps[name], setting.batch_size) for name in names)
         return max(*found, self.step_seconds(setting))
 

@@ -22,7 +22,8 @@ from replay import ReplayBackend
 from truth import confirming_spec
 
 from autotune_amp.core.outcome import Measurement, Outcome
-from autotune_amp.core.setting import DIMENSIONS, Setting
+from autotune_amp.core.setting import Setting
+from autotune_amp.dimensions import DIMENSIONS
 from autotune_amp.trial.jobs import Trial
 
 NUM_STEPS = 8  # of a trial, after three to warm up

@@ -148,7 +148,7 @@ def test_fp8_s_tensor_cores_are_measured_with_any_number_of_samples(recipe: Any)
     pytest.importorskip("torchao")
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("fp8 tensor cores begin with 8.9")
-    workload = Path(__file__).parents[1] / "variants" / "fp8_samples.py"
+    workload = Path(__file__).parents[1] / "dimensions" / "fp8_samples.py"
     payload = Payload(target=f"{workload}:workload", path=tuple(sys.path))
     with LocalBackend(payload, None, Watcher()) as backend:
         state = backend.load(120)

@@ -78,7 +78,7 @@ def test_a_wait_for_data_that_compiling_uncovers_is_looked_at() -> None:
 def test_with_further_dimensions_what_the_choice_hangs_on_is_measured_again() -> None:
     found = search_replay(ClosedForm(SHAPES[0], 0.15, with_variants=True), 0, 300.0)
     tried = Counter(record.candidate for _, record in found.records if record.purpose == "search")
-    assert max(num for setting, num in tried.items() if setting.set_up) > 1
+    assert max(num for setting, num in tried.items() if setting.active_variants) > 1
 
 
 def changed(name: str, **changes: Any) -> Shape:

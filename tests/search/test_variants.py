@@ -13,7 +13,7 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Profiled, Record
 from autotune_amp.core.recommendation import VariantRow
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.variants import COMPILE
+from autotune_amp.dimensions import COMPILE
 from autotune_amp.search import planner
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
@@ -45,7 +45,7 @@ def speed(setting: Setting, gains: dict[str, float]) -> float:
     found = (
         {"fp32": 100.0, "bf16": 200.0, "fp8": 200.0}[setting.precision] * setting.batch_size / (setting.batch_size + 8)
     )
-    for value in setting.set_up.values():
+    for value in setting.active_variants.values():
         found *= gains.get(value, 1.0)
     return found
 
@@ -79,7 +79,7 @@ def searched(
 
     def answer(spec: Trial) -> Outcome:
         setting = spec.candidate
-        for value in setting.set_up.values():
+        for value in setting.active_variants.values():
             if failing and value in failing:
                 return failing[value]
         if setting.batch_size > wall and (setting.activation_checkpointing, setting.allocator) == ("off", "as_found"):
@@ -96,7 +96,7 @@ def searched(
     def check_answer(spec: Check | ProfileJob) -> Any:
         if isinstance(spec, ProfileJob):
             assert not spec.counts_flops
-            assert not spec.candidate.set_up
+            assert not spec.candidate.active_variants
             return profile
         is_bad = spec.what == "fidelity" and spec.candidate.precision == unfaithful
         return fidelity(spec.candidate.precision, "unfaithful") if is_bad else all_well(spec)
@@ -117,7 +117,7 @@ def searched(
         search.run(stage)
     assert search.ledger.shortlist is not None
     winner = search.ledger.shortlist.winner
-    tried = [r.candidate for r in search.ledger.trials if r.candidate.set_up]
+    tried = [r.candidate for r in search.ledger.trials if r.candidate.active_variants]
     found = {(row.name, row.value): row for row in rows(search.ledger, winner, is_budget_spent=is_budget_spent)}
     return tried, found, winner
 
@@ -125,7 +125,7 @@ def searched(
 def test_each_value_is_tried_on_what_leads_and_kept_where_it_wins() -> None:
     """Some once more, since nobody knows that these processes do not differ."""
     tried, found, winner = searched(options={"steps": 100_000})
-    in_order = list(dict.fromkeys(tuple(setting.set_up.values()) for setting in tried))
+    in_order = list(dict.fromkeys(tuple(setting.active_variants.values()) for setting in tried))
     assert in_order[:4] == [
         ("channels_last",),
         ("channels_last", "foreach"),
@@ -133,7 +133,7 @@ def test_each_value_is_tried_on_what_leads_and_kept_where_it_wins() -> None:
         ("channels_last", "fused", "default"),
     ]
     assert "--try max-autotune" in str(found["compile", "max-autotune-no-cudagraphs"].reason)
-    assert winner.set_up == {"memory_format": "channels_last", "optimizer_impl": "fused", "compile": "default"}
+    assert winner.active_variants == {"memory_format": "channels_last", "optimizer_impl": "fused", "compile": "default"}
     assert {(row.value, row.status) for row in found.values() if row.status == "chosen"} == {
         (value, "chosen") for value in ("channels_last", "fused", "default")
     }
@@ -166,7 +166,7 @@ def test_a_compilation_that_does_not_pay_is_excluded_and_says_from_when_on_it_do
 def test_a_profile_of_the_winner_says_what_comes_first_and_is_shown_beside_what_it_gained() -> None:
     long = {"steps": 100_000}
     tried, found, _ = searched(profile=profiled(host_step(matrix_products=0.4, optimizer=0.2, casts=0.1)), options=long)
-    in_order = list(dict.fromkeys(tuple(setting.set_up.values()) for setting in tried))
+    in_order = list(dict.fromkeys(tuple(setting.active_variants.values()) for setting in tried))
     assert in_order[:3] == [("foreach",), ("fused",), ("fused", "default")]
     assert found["memory_format", "channels_last"].max_speedup == 1.0, "there are no convolutions"
     assert found["optimizer_impl", "fused"].max_speedup == pytest.approx(1 / 0.8)
@@ -174,7 +174,7 @@ def test_a_profile_of_the_winner_says_what_comes_first_and_is_shown_beside_what_
     assert found["activation_checkpointing", "blocks"].max_speedup is None
     launching = profiled(host_step(matrix_products=0.1, optimizer=0.1, convolution_seconds=0.1))
     tried, _, _ = searched(profile=launching, options=long)
-    assert tried[0].set_up == {"compile": "default"}, "most of the step is what compiling may take away"
+    assert tried[0].active_variants == {"compile": "default"}, "most of the step is what compiling may take away"
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_profile_of_the_winner_says_what_comes_first_and_is_shown_beside_what_
 )
 def test_where_a_profile_says_nothing_the_usual_order_stands(nothing: Profiled | Failure) -> None:
     tried, found, _ = searched(profile=nothing, options={"steps": 100_000})
-    assert tried[0].set_up == {"memory_format": "channels_last"}
+    assert tried[0].active_variants == {"memory_format": "channels_last"}
     assert {row.max_speedup for row in found.values()} == {None}
 
 
@@ -203,7 +203,7 @@ def test_a_profile_is_not_taken_where_it_would_cost_too_much_or_decides_nothing(
 def test_where_nothing_can_be_gained_nothing_is_tried() -> None:
     tried, found, winner = searched(update_share=0.01, options={"steps": 30, "try_": "optimizer_impl,compile"})
     assert not tried
-    assert not winner.set_up
+    assert not winner.active_variants
     assert "1.0 % of a step" in str(found["optimizer_impl", "fused"].reason)
     assert searched(options={"try_": "none"})[:2] == ([], {})
 
@@ -346,7 +346,7 @@ def test_what_goes_wrong_is_a_row_with_the_reason_and_the_rest_goes_on() -> None
     crash = Failure(kind="crash", message="the compiler crashed")
     _, found, winner = searched(failing={"default": crash, "channels_last": crash}, options={"steps": 100_000})
     assert (found["compile", "default"].status, found["compile", "default"].reason) == ("crash", "the compiler crashed")
-    assert winner.set_up == {"optimizer_impl": "fused"}
+    assert winner.active_variants == {"optimizer_impl": "fused"}
     assert "the compiler failed" in (found["compile", "reduce-overhead"].reason or "")
 
 

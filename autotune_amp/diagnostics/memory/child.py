@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from autotune_amp.core.job import Phase, Tell
 from autotune_amp.core.outcome import Failure
 from autotune_amp.diagnostics.memory.results import MemoryBreakdown, MemoryJob, ModuleActivations
+from autotune_amp.dimensions.activation_checkpointing import ACTIVATION_CHECKPOINTING, repeated_blocks
 from autotune_amp.numerics.accumulation import tensors
 from autotune_amp.precision.forward_wrapper import can_be_wrapped, modules_by_name
 from autotune_amp.trial import data
@@ -25,7 +26,6 @@ from autotune_amp.trial.judge import RunEvidence, judge
 from autotune_amp.trial.step_profile.child import warm_up
 from autotune_amp.trial.training import BaseTraining, make_training
 from autotune_amp.trial.worker import guarded, prepare
-from autotune_amp.variants import activation_checkpointing
 
 MAX_PASSES = 2  # passes of an accumulation window: from the second on, gradients exist before the forward pass
 MAX_HISTORY_ENTRIES = 100_000  # entries of a snapshot, as in PyTorch's own guide
@@ -118,13 +118,13 @@ class HeldMemory:
     """Memory held by one optimizer step of a training run whose optimizers have their state."""
 
     def __init__(self, training: BaseTraining) -> None:
-        self._trained = training.trained
+        self._live = training.live
         self._device_type = training.device.type
         self._modules = modules_by_name(training.model)
         self._trainable = [p for p in training.model.parameters() if p.requires_grad]
         self._parameters = self._storages(training.model.parameters())
         self._buffers = _without(self._storages(training.model.buffers()), self._parameters)
-        state = self._storages(state_tensors(self._trained.optimizers))
+        state = self._storages(state_tensors(self._live.optimizers))
         self._optimizer_state = _without(state, {**self._parameters, **self._buffers})
         self._batch: dict[int, int] = {}
         self._batch_bytes = 0
@@ -177,14 +177,15 @@ class HeldMemory:
             cast_weights_bytes=sum(self._casts.num_bytes.values()),
             not_held_together_bytes=gradients_bytes + activations_bytes - self._most_held_bytes,
             modules=tuple(ModuleActivations(name=name, num_bytes=num_bytes) for name, num_bytes in saved_by),
-            optimizers=tuple(type(optimizer).__name__ for optimizer in self._trained.optimizers),
+            optimizers=tuple(type(optimizer).__name__ for optimizer in self._live.optimizers),
             checkpointable_modules=self._checkpointable_modules(),
         )
 
     def _checkpointable_modules(self) -> tuple[str, ...]:
-        if activation_checkpointing.has("on", self._trained) or activation_checkpointing.why_not("on", self._trained):
+        variant, value = ACTIVATION_CHECKPOINTING, "blocks"
+        if variant.is_applied(value, self._live) or variant.unsupported_reason(value, self._live):
             return ()
-        blocks = {block for _, _, block in activation_checkpointing.repeated_blocks(self._trained)}
+        blocks = {block for _, _, block in repeated_blocks(self._live)}
         return tuple(name for name, module in self._modules.items() if module in blocks)
 
     def _storages(self, held: Iterable[Tensor]) -> dict[int, int]:

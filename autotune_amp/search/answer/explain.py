@@ -14,6 +14,7 @@ from autotune_amp.core.outcome import Accumulation, Description, Failure
 from autotune_amp.core.recommendation import CandidateRow, Exclusion, SearchSummary
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, number, rate, sentence, size
+from autotune_amp.dimensions import risks
 from autotune_amp.hardware import machine_load
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import ranking
@@ -407,7 +408,7 @@ def rows(ledger: Ledger, exclusions: Sequence[Exclusion], environment: Mapping[s
     baseline, out = ledger.space.baseline, ledger.ruled_out
     tried = [r.candidate for r in ledger.trials if r.purpose != "outlook"]
     table = []
-    for candidate in sorted(dict.fromkeys([baseline, *ledger.space.candidates, *tried]), key=lambda c: c.risks):
+    for candidate in sorted(dict.fromkeys([baseline, *ledger.space.candidates, *tried]), key=risks):
         ours = [r for r in ledger.records if r.candidate == candidate]
         runs = ranking.best_runs(ours, candidate, {} if candidate == baseline else environment)
         failure = runs.failure if candidate == baseline else ranking.failures(ours).get(candidate)

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autotune_amp.core.dimensions import ACCUMULATION_STEPS, BATCH_SIZE, NUM_WORKERS, PRECISION
-from autotune_amp.core.setting import DIMENSIONS, Setting
+from autotune_amp.core.setting import Setting
+from autotune_amp.dimensions import ACCUMULATION_STEPS, BATCH_SIZE, DIMENSIONS, NUM_WORKERS, PRECISION, risks
 from autotune_amp.search.ranking import PLATEAU
 
 Array = npt.NDArray[np.float64]
@@ -70,7 +70,7 @@ class Curves:
         was never measured cannot be chosen before it is. As in the final choice, a setting with less to go wrong may be
         up to `PLATEAU` slower.
         """
-        order = sorted(range(len(self.settings)), key=lambda number: self.settings[number].risks)
+        order = sorted(range(len(self.settings)), key=lambda number: risks(self.settings[number]))
         handicap = np.empty(len(order))
         handicap[order] = PLATEAU * np.arange(len(order)) / max(1, len(order) - 1)
         added = self._expected - handicap

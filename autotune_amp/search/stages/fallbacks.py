@@ -12,7 +12,7 @@ from autotune_amp.core.config import FallbackPlan
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Failure, Measurement, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.variants import COMPILE, FP8_RECIPE, VARIANTS
+from autotune_amp.dimensions import in_fallbacks
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import ranking
 from autotune_amp.search.ledger import Ledger
@@ -84,14 +84,13 @@ def _stepped_down(setting: Setting, precision: Precision, factor: int) -> Settin
     """
     batch_size, num_steps = setting.batch_size // factor, setting.accumulation_steps * factor
     split = replace(setting, batch_size=batch_size, accumulation_steps=num_steps)
-    bare = FP8_RECIPE.off(split)
-    return replace(bare, precision=precision, as_found=False, pinned_modules=(), compile=COMPILE.default)
+    bare = in_fallbacks(split.without_fp8)
+    return replace(bare, precision=precision, as_found=False, pinned_modules=())
 
 
 def _fits(setting: Setting, precision: Precision) -> bool:
     """Whether the dimensions that stay set up for a whole training run are compatible with `precision`."""
-    stepped_down = _stepped_down(setting, precision, 1)
-    return all(v.fits(getattr(stepped_down, v.name), stepped_down) for v in VARIANTS)
+    return not _stepped_down(setting, precision, 1).misfits
 
 
 def fallback_plans(
@@ -123,7 +122,7 @@ def fallback_plans(
         and _fits(chosen, c.precision)
         and c not in failed
     ]
-    alike = next(c for c in (replace(chosen, compile=COMPILE.default), chosen) if c in speeds)
+    alike = next(c for c in (in_fallbacks(chosen), chosen) if c in speeds)
     rivals = [[c for c in fitting if c.precision == precision] for precision in MODES[chosen.precision].rungs_below]
     return tuple(
         FallbackPlan.of(

@@ -143,9 +143,9 @@ class LoaderWorkers:
         enough = [
             c.num_workers
             for c, ours in ledger.measurements.items()
-            if c.num_workers is not None and not c.set_up and median(map(data_share, ours)) < SHORT_WAIT
+            if c.num_workers is not None and not c.active_variants and median(map(data_share, ours)) < SHORT_WAIT
         ]
-        is_settled = ledger.shortlist is None or ledger.shortlist.winner.set_up or ledger.objective == "memory"
+        is_settled = ledger.shortlist is None or ledger.shortlist.winner.active_variants or ledger.objective == "memory"
         if not enough or is_settled:
             return None
         num_workers = min(enough)

@@ -31,11 +31,11 @@ from optuna.storages import RDBStorage
 from optuna.trial import TrialState
 from sqlalchemy.exc import IntegrityError, ProgrammingError, SQLAlchemyError
 
-from autotune_amp.core.dimensions import Dimension
 from autotune_amp.core.errors import StudyError
 from autotune_amp.core.outcome import Failure, Measurement, Outcome
-from autotune_amp.core.setting import DIMENSIONS, Setting
-from autotune_amp.core.variants import FP8_RECIPE, VARIANTS
+from autotune_amp.core.setting import Setting
+from autotune_amp.dimensions import DIMENSIONS, FP8_RECIPE, VARIANTS
+from autotune_amp.dimensions.dimension import Dimension
 from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search.ledger import Ledger
@@ -99,9 +99,9 @@ class Study:
         self._distributions = {dimension.name: _distribution(dimension, tried) for dimension in OF_THE_SPACE}
         # Parameters of only those trials that have a non-default value of a further dimension.
         self._further: dict[str, BaseDistribution] = {
-            variant.name: CategoricalDistribution(tuple(dict.fromkeys((variant.default, *values))))
-            for variant in VARIANTS
-            if (values := space.variants.get(variant.name, ()))
+            name: CategoricalDistribution(tuple(dict.fromkeys((variant.default, *values))))
+            for name, variant in VARIANTS.items()
+            if (values := space.variants.get(name, ()))
         }
         self._attach()
 
@@ -161,7 +161,7 @@ class Study:
         self._study.enqueue_trial(
             _parameters(setting, pair) | self._further_parameters(setting), user_attrs=_described(setting)
         )
-        further = self._further if setting.set_up else {}
+        further = self._further if setting.active_variants else {}
         try:
             trial = self._study.ask(self._distributions | further)
         except ValueError as error:
@@ -312,10 +312,10 @@ class Study:
 
     def _is_legal(self, setting: Setting) -> bool:
         """Whether a setting is in the space, apart from pinned modules and further dimensions except workers."""
-        return msgspec.structs.replace(setting.with_nothing_set_up, pinned_modules=()) in self._legal
+        return msgspec.structs.replace(setting.without_variants, pinned_modules=()) in self._legal
 
     def _further_parameters(self, setting: Setting) -> dict[str, str]:
-        return {name: getattr(setting, name) for name in self._further} if setting.set_up else {}
+        return {name: getattr(setting, name) for name in self._further} if setting.active_variants else {}
 
 
 def _distribution(dimension: Dimension[Any], settings: Sequence[Setting]) -> BaseDistribution:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, geometric_mean, median
-from typing import Any, ClassVar, Final, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
@@ -15,6 +15,8 @@ from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Failure, Measurement, Profiled, ProfiledStep
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import times
+from autotune_amp.dimensions import BY_NAME, DIMENSIONS
+from autotune_amp.dimensions.dimension import Dimension
 from autotune_amp.precision.modes import MIXED_PRECISIONS
 from autotune_amp.trial.jobs import Trial, as_failure
 
@@ -216,14 +218,6 @@ def next_steps(found: StepBreakdown, precision: Precision, unfused_optimizer: st
     return tuple(sorted(steps, key=lambda step: -step.share))
 
 
-# Parts of a step that a dimension of the search affects.
-_PARTS_OF: dict[str, tuple[PartName, ...]] = {
-    "num_workers": ("loader",),
-    "optimizer_impl": ("optimizer", "idle"),  # includes the time in which the host launches its kernels
-    "compile": ("casts", "fp32_operations", "idle", "rest"),
-}
-DIMENSIONS_OF_A_PROFILE: Final = frozenset({*_PARTS_OF, "memory_format", "cudnn_benchmark", "fp8_recipe"})
-_FP8_SHARE = 0.5  # least share of bf16's time that a product takes on fp8 tensor cores
 _MAX_SHARE = 0.99  # upper bound of a share: a whole step does not vanish
 
 
@@ -232,16 +226,19 @@ def max_speedups(found: StepBreakdown) -> dict[str, float]:
 
     Dimensions about which a profile says nothing are left out.
     """
-    shares = {name: sum(map(found.share, parts)) for name, parts in _PARTS_OF.items()}
-    shares["memory_format"] = shares["cudnn_benchmark"] = found.convolution_share
-    products = found.share("matrix_products") + found.share("slow_matrix_products") - found.convolution_share
-    shares["fp8_recipe"] = shares["compile"] + (1 - _FP8_SHARE) * products
-    return {name: 1 / (1 - min(share, _MAX_SHARE)) for name, share in shares.items()}
+    parts: dict[str, float] = {part.name: part.share for part in found.parts}
+    parts["convolutions"] = found.convolution_share
+
+    def removable(dimension: Dimension[Any]) -> float:
+        own = sum(share * parts.get(name, 0.0) for name, share in dimension.removable.items())
+        return own + sum(removable(BY_NAME[name]) for name in dimension.sets_also)
+
+    return {d.name: 1 / (1 - min(removable(d), _MAX_SHARE)) for d in DIMENSIONS if d.removable}
 
 
 def _dimensions(part: Part, found: StepBreakdown, unfused_optimizer: str | None) -> tuple[str, ...]:
     """Return the dimensions of the search that affect a part, the most promising first."""
-    ours = [name for name, parts in _PARTS_OF.items() if part.name in parts]
+    ours = [dimension.name for dimension in DIMENSIONS if dimension.removable.get(part.name) == 1]
     if part.name == "optimizer" and unfused_optimizer is None:
         ours = []
     if part.name == "slow_matrix_products" and found.convolution_share >= MIN_SHARE:

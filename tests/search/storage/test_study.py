@@ -24,7 +24,7 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import StudyError
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Purpose, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.variants import FP8_RECIPE
+from autotune_amp.dimensions import FP8_RECIPE
 from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.loss_scales import Pair

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autotune_amp.core.dimensions import Choices, Dimension
+from autotune_amp.dimensions.dimension import Choices, Dimension
 
 LEVELS = ("no", "partly", "wholly", "magically")
 
 
 class _Fused(Dimension[str]):
     name = "fused"
-    default = "no"
     affects = frozenset({"speed", "numerics"})
 
     def choices(self, hardware: Any, description: Any, options: Any) -> Choices[str]:
@@ -23,9 +22,6 @@ class _Fused(Dimension[str]):
 
     def risk(self, value: str) -> int:
         return LEVELS.index(value)
-
-    def label(self, value: str) -> str:
-        return "" if value == "no" else f"{value} fused"
 
     def export(self, value: str, target: str) -> Sequence[str] | None:
         return None if value == "no" else [f"model = fuse(model, {value!r})  # for {target}"]

@@ -12,14 +12,14 @@ from msgspec.structs import replace
 from torch import nn
 
 from autotune_amp import AmpConfig
+from autotune_amp.core.config import allocator_variable
 from autotune_amp.core.evidence import export_lines
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.variants import ALLOCATOR
+from autotune_amp.dimensions import ALLOCATOR, COMPILE
+from autotune_amp.dimensions.live_training import LiveTraining
+from autotune_amp.dimensions.prepare import supported_values
 from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.training import make_training
-from autotune_amp.variants import allocator, compiling
-from autotune_amp.variants.prepare import values_for
-from autotune_amp.variants.subject import Trained
 
 VALUE = "expandable_segments"
 
@@ -36,8 +36,8 @@ VALUE = "expandable_segments"
     ],
 )
 def test_the_variable_keeps_what_it_says_already(found: dict[str, str], expected: dict[str, str]) -> None:
-    assert ALLOCATOR.environment(VALUE, found) == expected
-    assert ALLOCATOR.environment("as_found", found) == {}
+    assert allocator_variable(VALUE, found) == expected
+    assert allocator_variable("as_found", found) == {}
 
 
 def test_the_shell_is_told() -> None:
@@ -50,16 +50,16 @@ def test_where_it_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     model = nn.Linear(2, 2)
-    on_cpu, on_card = Trained([model], [], torch.device("cpu")), Trained([model], [], torch.device("cuda"))
-    assert "CUDA" in str(values_for(on_cpu)["allocator"][VALUE])
+    on_cpu, on_card = LiveTraining([model], [], torch.device("cpu")), LiveTraining([model], [], torch.device("cuda"))
+    assert "CUDA" in str(supported_values(on_cpu)["allocator"][VALUE])
     applied: list[str] = []
     part: Any = torch._C
     monkeypatch.setattr(part, "_accelerator_setAllocatorSettings", applied.append, raising=False)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(torch.version, "hip", None)
-    assert allocator.why_not(VALUE, on_card) is None
+    assert ALLOCATOR.unsupported_reason(VALUE, on_card) is None
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
-    undo = allocator.apply(VALUE, on_card)
+    undo = ALLOCATOR.change(VALUE, on_card)
     assert applied.pop() == "max_split_size_mb:64,expandable_segments:True"
     undo()
     assert applied.pop() == "max_split_size_mb:64,expandable_segments:False"
@@ -70,15 +70,15 @@ def test_where_it_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (on, off) == tuple(f"max_split_size_mb:64,expandable_segments:{is_on}" for is_on in (True, False))
     applied.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(compiling, "apply", lambda value, trained: 1 // 0)
+        patch.setattr(type(COMPILE), "change", lambda *_: 1 // 0)
         broken = Trial(candidate=replace(setting, compile="default"), device="cpu")
         with pytest.raises(ZeroDivisionError):
             make_training(fp8_samples.workload(), fp8_samples.model(), broken)
     assert applied == [on, off], "a process that is kept goes on as before"
     applied.clear()
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64")
-    assert allocator.has(VALUE, on_card)
+    assert ALLOCATOR.is_applied(VALUE, on_card)
     make_training(fp8_samples.workload(), fp8_samples.model(), trial).close()
     assert applied == [], "what was so before stays so"
     monkeypatch.setattr(sys, "platform", "win32")
-    assert "Linux" in str(allocator.why_not(VALUE, on_card))
+    assert "Linux" in str(ALLOCATOR.unsupported_reason(VALUE, on_card))

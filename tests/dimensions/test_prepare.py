@@ -20,6 +20,10 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.outcome import Fidelity
 from autotune_amp.core.setting import Setting
+from autotune_amp.dimensions import COMPILE
+from autotune_amp.dimensions.compile import compile_in_place
+from autotune_amp.dimensions.live_training import LiveTraining
+from autotune_amp.dimensions.prepare import supported_values
 from autotune_amp.precision import torch_state
 from autotune_amp.processes.local import LocalBackend, Payload
 from autotune_amp.processes.process import Watcher
@@ -28,9 +32,6 @@ from autotune_amp.trial.context import Context, LoopState, make_model
 from autotune_amp.trial.jobs import Check, Trial
 from autotune_amp.trial.timing import CompileWatch
 from autotune_amp.trial.training import make_training
-from autotune_amp.variants.compiling import compile_in_place
-from autotune_amp.variants.prepare import set_up, values_for
-from autotune_amp.variants.subject import Trained
 
 CPU = torch.device("cpu")
 NEEDS_CXX = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler, g++, on a CPU")
@@ -61,8 +62,8 @@ def legal(model: str, names: tuple[str, ...]) -> bool:
     return not any((model, name) in ILLEGAL or (model, name) in NOT_HERE for name in names)
 
 
-def trained(model: nn.Module, kind: Any = torch.optim.AdamW, **options: Any) -> Trained:
-    return Trained([model], [kind(model.parameters(), **options)], CPU)
+def live_training(model: nn.Module, kind: Any = torch.optim.AdamW, **options: Any) -> LiveTraining:
+    return LiveTraining([model], [kind(model.parameters(), **options)], CPU)
 
 
 def one_step(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -158,8 +159,8 @@ class Hostile(nn.Linear):
 
 
 def test_a_look_at_any_model_ends_with_an_answer() -> None:
-    assert values_for(trained(Wrapped()))["activation_checkpointing"]["blocks"] is None
-    assert "who asks?" in str(values_for(trained(Hostile(2, 2)))["activation_checkpointing"]["blocks"])
+    assert supported_values(live_training(Wrapped()))["activation_checkpointing"]["blocks"] is None
+    assert "who asks?" in str(supported_values(live_training(Hostile(2, 2)))["activation_checkpointing"]["blocks"])
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # the compiler's own
@@ -186,7 +187,7 @@ def test_of_a_lightning_module_the_parts_are_compiled_that_its_step_calls() -> N
             return self.loss(self.heads[0](self.net(batch)), batch)
 
     module = Module()
-    set_up("compile", "default", Trained([module], [], CPU))
+    COMPILE.change_once("default", LiveTraining([module], [], CPU))
     compiled = [name for name, part in module.named_modules() if part._compiled_call_impl is not None]
     assert compiled == ["net", "heads.0"]
 
@@ -212,7 +213,9 @@ def test_checkpointed_blocks_compute_again_and_give_the_same_gradient() -> None:
 
 def test_a_module_alone_of_its_class_is_no_repeated_block() -> None:
     body = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.TransformerEncoderLayer(4, 2, 8)]
-    assert "repeated blocks" in str(values_for(trained(nn.Sequential(*body)))["activation_checkpointing"]["blocks"])
+    assert "repeated blocks" in str(
+        supported_values(live_training(nn.Sequential(*body)))["activation_checkpointing"]["blocks"]
+    )
     blocks = [nn.TransformerEncoderLayer(4, 2, 8) for _ in range(2)]
     model = nn.Sequential(*body[:1], *blocks)
     prepare(config(activation_checkpointing="blocks"), model, None)
@@ -229,29 +232,29 @@ def test_what_cannot_be_is_said_before_anything_is_changed() -> None:
         torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
         assert all(p.dtype == torch.float32 for p in model.parameters())
     net = Recurrent()
-    found = values_for(trained(net, torch.optim.Rprop))
+    found = supported_values(live_training(net, torch.optim.Rprop))
     assert "fused" in str(found["optimizer_impl"]["fused"])
     assert found["optimizer_impl"]["foreach"] is None
 
     class Own(torch.optim.SGD):
         """A custom optimizer: nobody knows what its step does beside."""
 
-    assert "Own" in str(values_for(trained(net, Own))["optimizer_impl"]["fused"])
-    momentum = values_for(trained(net, torch.optim.SGD, momentum=0.9))["optimizer_impl"]
+    assert "Own" in str(supported_values(live_training(net, Own))["optimizer_impl"]["fused"])
+    momentum = supported_values(live_training(net, torch.optim.SGD, momentum=0.9))["optimizer_impl"]
     assert ("uninitialised" in str(momentum["fused"]), momentum["foreach"]) == (True, None)
     assert found["compile"]["reduce-overhead"] is not None, "CUDA's alone"
     net.compile(backend="eager")
-    assert values_for(trained(net))["compile"]["default"] == "it is so already"
+    assert supported_values(live_training(net))["compile"]["default"] == "it is so already"
     checkpointing: Any = gpt2()
     checkpointing.activation_checkpointing_enable()
-    assert values_for(trained(checkpointing))["activation_checkpointing"]["blocks"] == "it is so already"
+    assert supported_values(live_training(checkpointing))["activation_checkpointing"]["blocks"] == "it is so already"
     for value in ("foreach", "fused"):
-        assert values_for(trained(net, **{value: True}))["optimizer_impl"][value] == "it is so already"
+        assert supported_values(live_training(net, **{value: True}))["optimizer_impl"][value] == "it is so already"
 
 
 def test_a_missing_compiler_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler++")
-    assert "no-such-compiler++" in str(values_for(trained(convnet()))["compile"]["default"])
+    assert "no-such-compiler++" in str(supported_values(live_training(convnet()))["compile"]["default"])
 
 
 @pytest.mark.parametrize("name", ["convnet", "lstm"])

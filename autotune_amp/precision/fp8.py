@@ -5,7 +5,6 @@ The first and the last Linear stay in bf16, as in Accelerate: a model is most se
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,34 +15,24 @@ import torch
 from torch import nn
 
 from autotune_amp.precision.forward_wrapper import ForwardWrappers, own_class, set_wrappers, unwrap, wrappers_of
-from autotune_amp.variants.subject import Trained
 
-_MULTIPLE = 16  # divisor of the sizes of fp8 tensor cores' operands (torch._scaled_mm)
+MULTIPLE = 16  # divisor of the sizes of fp8 tensor cores' operands (torch._scaled_mm)
 _STATE = "_autotune_amp_fp8"  # the recipe, and the names of torchao's attributes of the layer
 
 
-def has(value: str, trained: Trained) -> bool:
+def is_converted(modules: Iterable[nn.Module], recipe: str) -> bool:
     """Return whether layers multiply in fp8 already, by this recipe or converted by the user."""
     if "torchao.float8.float8_linear" not in sys.modules:
         return False
     from torchao.float8.float8_linear import Float8Linear
 
-    layers = [module for module in trained.modules if isinstance(module, Float8Linear)]
-    return any(layer.__dict__.get(_STATE, (value,))[0] == value for layer in layers)
+    layers = [module for module in modules if isinstance(module, Float8Linear)]
+    return any(layer.__dict__.get(_STATE, (recipe,))[0] == recipe for layer in layers)
 
 
-def why_not(value: str, trained: Trained) -> str | None:  # noqa: ARG001 - the interface of a variant
-    """Return the reason why no layer can multiply in fp8, None if some can."""
-    if importlib.util.find_spec("torchao") is None:
-        return "torchao is not installed: pip install 'torchao>=0.18'"
-    if not _linears(trained.models):
-        return f"between its first and its last Linear the model has none with fp32 weights in multiples of {_MULTIPLE}"
-    return None
-
-
-def apply(value: str, trained: Trained) -> None:
-    """Make the layers multiply in fp8 wherever autocast is on."""
-    switch(trained.models, value, trained.device)
+def has_linears(models: Sequence[nn.Module]) -> bool:
+    """Return whether a layer of these models can be converted, or is."""
+    return bool(_linears(models))
 
 
 def switch(models: Sequence[nn.Module], recipe: str | None, device: torch.device) -> None:
@@ -63,7 +52,7 @@ def switch(models: Sequence[nn.Module], recipe: str | None, device: torch.device
         return
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    from autotune_amp.variants.fp8_linear import Fp8Linear
+    from autotune_amp.precision.fp8_linear import Fp8Linear
 
     # Padded: the number of samples, over which the weight's gradient sums, need not be a multiple.
     emulates = not _has_fp8(device)
@@ -110,7 +99,7 @@ def _can_be_converted(linear: nn.Linear) -> bool:
     is_plain = (own_class(linear) is nn.Linear and "forward" not in linear.__dict__) or _STATE in linear.__dict__
     if weight is None or not is_plain or weight.dtype != torch.float32:
         return False
-    return not any(size % _MULTIPLE for size in weight.shape)
+    return not any(size % MULTIPLE for size in weight.shape)
 
 
 def _become(module: nn.Module, kind: type[nn.Module]) -> None:

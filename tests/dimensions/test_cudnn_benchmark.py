@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from autotune_amp import AmpConfig
-from autotune_amp.core.variants import CUDNN_BENCHMARK, SO_ALREADY
-from autotune_amp.variants.prepare import set_up, values_for
-from autotune_amp.variants.subject import Trained
+from autotune_amp.dimensions import CUDNN_BENCHMARK, numerics
+from autotune_amp.dimensions.dimension import APPLIED_ALREADY
+from autotune_amp.dimensions.live_training import LiveTraining
+from autotune_amp.dimensions.prepare import supported_values
 
 CONVOLUTION, LINEAR = nn.Conv1d(2, 2, 1), nn.Linear(2, 2)
 
@@ -24,35 +25,35 @@ def _as_it_was() -> Iterator[None]:
     torch.backends.cudnn.benchmark = before
 
 
-def trained(model: nn.Module, device: str = "cuda") -> Trained:
-    return Trained([model], [], torch.device(device))
+def live_training(model: nn.Module, device: str = "cuda") -> LiveTraining:
+    return LiveTraining([model], [], torch.device(device))
 
 
-def why_not(subject: Trained) -> str | None:
-    return values_for(subject)["cudnn_benchmark"]["on"]
+def unsupported_reason(live: LiveTraining) -> str | None:
+    return supported_values(live)["cudnn_benchmark"]["on"]
 
 
 def test_it_is_for_convolutions_on_cuda_that_have_it_not_yet() -> None:
-    assert why_not(trained(nn.Sequential(LINEAR, CONVOLUTION))) is None
-    assert why_not(trained(LINEAR)) == "the model has no convolution"
-    assert why_not(trained(CONVOLUTION, "cpu")) == "cuDNN is CUDA's"
+    assert unsupported_reason(live_training(nn.Sequential(LINEAR, CONVOLUTION))) is None
+    assert unsupported_reason(live_training(LINEAR)) == "the model has no convolution"
+    assert unsupported_reason(live_training(CONVOLUTION, "cpu")) == "cuDNN is CUDA's"
     torch.backends.cudnn.benchmark = True
-    assert why_not(trained(CONVOLUTION)) == SO_ALREADY
+    assert unsupported_reason(live_training(CONVOLUTION)) == APPLIED_ALREADY
 
 
 def test_a_trial_takes_it_back_unless_it_was_on_before() -> None:
-    undo = set_up("cudnn_benchmark", "on", trained(CONVOLUTION))
+    undo = CUDNN_BENCHMARK.change_once("on", live_training(CONVOLUTION))
     assert undo is not None
     assert torch.backends.cudnn.benchmark
     undo()
     assert not torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
-    assert set_up("cudnn_benchmark", "on", trained(CONVOLUTION)) is None
+    assert CUDNN_BENCHMARK.change_once("on", live_training(CONVOLUTION)) is None
 
 
 def test_plain_pytorch_has_a_line_for_it_and_it_changes_no_numerics_to_check() -> None:
     assert CUDNN_BENCHMARK.export("on", "torch") == ["torch.backends.cudnn.benchmark = True"]
     assert CUDNN_BENCHMARK.export("as_found", "torch") is None
     config = AmpConfig(precision="fp32", batch_size=4, cudnn_benchmark="on")
-    assert config.numerics == config.ordinary
-    assert config.set_up == {"cudnn_benchmark": "on"}
+    assert numerics(config) == config.ordinary
+    assert config.active_variants == {"cudnn_benchmark": "on"}

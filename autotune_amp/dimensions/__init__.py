@@ -1,4 +1,4 @@
-"""Variants on live objects: the values that a model and an optimizer support, and applying them.
+"""Dimensions: one file for each thing that a setting decides, with what a search, a trial and an export do with it.
 
 By default a search also tries the variants that this model and device support and that do no harm: `torch.compile`,
 the memory format of convolutions, the optimizer's fused or foreach step; if memory is too small for a larger batch,
@@ -54,3 +54,93 @@ precision="fp8")` runs that check alone, emulated without such a GPU. The contro
 stepping down to bf16 restores the plain layers over the same parameters. Both recipes
 have trained on an H200; their gain there was not measured.
 """
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from msgspec.structs import replace
+
+from autotune_amp.core.setting import Setting
+from autotune_amp.dimensions.activation_checkpointing import ACTIVATION_CHECKPOINTING
+from autotune_amp.dimensions.allocator import ALLOCATOR
+from autotune_amp.dimensions.batch_size import ACCUMULATION_STEPS, BATCH_SIZE
+from autotune_amp.dimensions.compile import COMPILE
+from autotune_amp.dimensions.cudnn_benchmark import CUDNN_BENCHMARK
+from autotune_amp.dimensions.dimension import Dimension, Variant
+from autotune_amp.dimensions.fp8_recipe import FP8_RECIPE
+from autotune_amp.dimensions.memory_format import MEMORY_FORMAT
+from autotune_amp.dimensions.num_workers import NUM_WORKERS
+from autotune_amp.dimensions.optimizer_impl import OPTIMIZER_IMPL
+from autotune_amp.dimensions.pinned_modules import PINNED_MODULES
+from autotune_amp.dimensions.precision import AS_FOUND, PRECISION
+from autotune_amp.dimensions.weights import WEIGHTS
+
+__all__ = [
+    "ACCUMULATION_STEPS",
+    "ACTIVATION_CHECKPOINTING",
+    "ALLOCATOR",
+    "AS_FOUND",
+    "BATCH_SIZE",
+    "COMPILE",
+    "CUDNN_BENCHMARK",
+    "FP8_RECIPE",
+    "MEMORY_FORMAT",
+    "NUM_WORKERS",
+    "OPTIMIZER_IMPL",
+    "PINNED_MODULES",
+    "PRECISION",
+    "WEIGHTS",
+]
+
+# One for each field of `Setting`; risks are compared in this order. The tests hold both to the same order.
+DIMENSIONS: Final[tuple[Dimension[Any], ...]] = (
+    PRECISION,
+    BATCH_SIZE,
+    ACCUMULATION_STEPS,
+    AS_FOUND,
+    PINNED_MODULES,
+    NUM_WORKERS,
+    ALLOCATOR,
+    WEIGHTS,
+    MEMORY_FORMAT,
+    CUDNN_BENCHMARK,
+    FP8_RECIPE,
+    ACTIVATION_CHECKPOINTING,
+    OPTIMIZER_IMPL,
+    COMPILE,
+)
+BY_NAME: Final = {dimension.name: dimension for dimension in DIMENSIONS}
+VARIANTS: Final = {dimension.name: dimension for dimension in DIMENSIONS if isinstance(dimension, Variant)}
+NUMERIC: Final = tuple(dimension.name for dimension in DIMENSIONS if "numerics" in dimension.affects)
+# Order without a profile: values that cost only a trial come before those that compile. Nothing is tried on top of
+# low-precision weights, which few checks find faithful.
+_ORDER = (
+    MEMORY_FORMAT,
+    CUDNN_BENCHMARK,
+    OPTIMIZER_IMPL,
+    COMPILE,
+    FP8_RECIPE,
+    ALLOCATOR,
+    ACTIVATION_CHECKPOINTING,
+    WEIGHTS,
+)
+TRIED_ON_LEADER: Final = (
+    *(dimension for dimension in DIMENSIONS if dimension.found_by == "variants" and dimension not in _ORDER),
+    *_ORDER,
+)
+
+
+def numerics(setting: Setting) -> Setting:
+    """Return the setting reduced to the dimensions that affect numerics; equal results compute the same numbers."""
+    return replace(setting.ordinary, **{name: getattr(setting, name) for name in NUMERIC})
+
+
+def risks(setting: Setting) -> tuple[int, ...]:
+    """Return the risk of each dimension's value; among settings of similar speed the least tuple wins."""
+    return tuple(dimension.risk(getattr(setting, dimension.name)) for dimension in DIMENSIONS)
+
+
+def in_fallbacks(setting: Setting) -> Setting:
+    """Return the setting without the dimensions that a fallback plan leaves out."""
+    return replace(setting, **{d.name: d.default for d in DIMENSIONS if d.left_out_of_fallbacks})

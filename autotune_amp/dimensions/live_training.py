@@ -1,4 +1,4 @@
-"""Trained: the live objects that variants are applied to."""
+"""LiveTraining: the live objects that variants change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autotune_amp.precision.forward_wrapper import unwrap
 
 
 @dataclass(frozen=True)
-class Trained:
+class LiveTraining:
     """The `models` that a training step calls, usually one, and the optimizers of their parameters, on `device`."""
 
     models: Sequence[nn.Module]
@@ -21,16 +21,21 @@ class Trained:
     device: torch.device
 
     @cached_property
+    def own_models(self) -> list[nn.Module]:
+        """Return the user's own models, without wrappers."""
+        return [unwrap(model) for model in self.models]
+
+    @cached_property
     def modules(self) -> list[nn.Module]:
         """Return all modules, the user's own models first."""
-        return list(dict.fromkeys(module for model in self.models for module in unwrap(model).modules()))
+        return list(dict.fromkeys(module for model in self.own_models for module in model.modules()))
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Return all parameters, each once."""
         return list(dict.fromkeys(parameter for model in self.models for parameter in model.parameters()))
 
-    def follow(self) -> None:
+    def convert_optimizer_state(self) -> None:
         """Convert the optimizers' state to the present dtype and memory format of its parameters."""
         for parameter, state in (item for optimizer in self.optimizers for item in optimizer.state.items()):
             for name, value in state.items():

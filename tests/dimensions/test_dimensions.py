@@ -14,39 +14,41 @@ import msgspec
 import pytest
 
 import autotune_amp
-from autotune_amp.core.setting import DIMENSIONS, Setting
+from autotune_amp.core.setting import Setting
+from autotune_amp.dimensions import DIMENSIONS
 
 HERE = Path(__file__).parent
 
 
 def test_each_field_of_a_setting_is_a_dimension_with_its_default() -> None:
     fields = {field.name: field for field in msgspec.structs.fields(Setting)}
-    assert fields.keys() == {dimension.name for dimension in DIMENSIONS}
+    assert list(fields) == [dimension.name for dimension in DIMENSIONS]
     for dimension in DIMENSIONS:
-        assert fields[dimension.name].required or fields[dimension.name].default == dimension.default
+        assert fields[dimension.name].default == dimension.default
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `toy_search.py` comes to in this package as it is with another dimension.
 
-    That is added as a maintainer would add it: the file of its object, and three lines in one other.
+    That is added as a maintainer would add it: the file of its object, its field, and its line in the list.
     """
     folder = tmp_path_factory.mktemp("package")
     package = folder / "autotune_amp"
     shutil.copytree(Path(autotune_amp.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(HERE / "toy_dimension.py", package / "core" / "fused.py")
-    setting = package / "core" / "setting.py"
-    text = setting.read_text()
-    for before, line in (
-        ("from autotune_amp.core.dimensions import", "from autotune_amp.core.fused import FUSED\n"),
-        ("    BATCH_SIZE,\n    ACCUMULATION_STEPS,\n", "    FUSED,\n"),  # in the list, after the precision
-        ("    accumulation_steps: Count = 1\n", '    fused: str = "no"\n'),
+    shutil.copy(HERE / "toy_dimension.py", package / "dimensions" / "fused.py")
+    setting, listed = package / "core" / "setting.py", package / "dimensions" / "__init__.py"
+    for file, before, line in (
+        (setting, "    batch_size: ", '    fused: Annotated[str, Label("{} fused".format)] = "no"\n'),
+        (listed, "from autotune_amp.dimensions.fp8_recipe ", "from autotune_amp.dimensions.fused import FUSED\n"),
+        (listed, "    BATCH_SIZE,\n", "    FUSED,\n"),
     ):
+        text = file.read_text()
         assert text.count(before) == 1
-        text = text.replace(before, line + before)
-    setting.write_text(text)
-    paths = os.pathsep.join(map(str, (folder, HERE, HERE.parents[1] / "studies" / "landscapes")))
+        file.write_text(text.replace(before, line + before))
+    paths = os.pathsep.join(
+        map(str, (folder, HERE, HERE.parent / "search", HERE.parents[1] / "studies" / "landscapes"))
+    )
     ended = subprocess.run(
         [sys.executable, str(HERE / "toy_search.py"), str(folder / "studies")],
         env=os.environ | {"PYTHONPATH": paths},

@@ -20,18 +20,17 @@ from autotune_amp import AmpConfig, PrecisionController, Workload, prepare
 from autotune_amp.core.config import FallbackPlan
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.outcome import Fidelity, Measurement
-from autotune_amp.core.setting import Setting
-from autotune_amp.core.variants import Fp8Recipe
-from autotune_amp.precision import torch_state
+from autotune_amp.core.setting import Fp8Recipe, Setting
+from autotune_amp.dimensions import FP8_RECIPE
+from autotune_amp.dimensions.live_training import LiveTraining
+from autotune_amp.dimensions.prepare import supported_values
+from autotune_amp.precision import fp8, torch_state
 from autotune_amp.precision.forward_wrapper import pin_fp32, unpin
 from autotune_amp.processes.local import LocalBackend, Payload
 from autotune_amp.processes.process import Watcher
 from autotune_amp.trial import checks
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.jobs import Check, Trial
-from autotune_amp.variants import fp8
-from autotune_amp.variants.prepare import values_for
-from autotune_amp.variants.subject import Trained
 
 CPU = torch.device("cpu")
 RECIPES: tuple[Fp8Recipe, ...] = ("rowwise", "tensorwise")
@@ -104,7 +103,7 @@ def test_copies_pickles_pins_and_checkpoints_go_on() -> None:
 
 
 def test_which_models_can_have_it() -> None:
-    found = {name: values_for(Trained([ZOO[name][0]()], [], CPU))["fp8_recipe"]["rowwise"] for name in ZOO}
+    found = {name: supported_values(LiveTraining([ZOO[name][0]()], [], CPU))["fp8_recipe"]["rowwise"] for name in ZOO}
     assert {name for name, why in found.items() if why is None} == {"t5", "vit"}
     assert all("multiples of 16" in str(found[name]) for name in ("convnet", "gpt2", "lstm"))
     odd = nn.Sequential(nn.Linear(32, 40), nn.Linear(40, 40), nn.Linear(40, 32), nn.Linear(32, 32))
@@ -119,16 +118,18 @@ def test_which_models_can_have_it() -> None:
 
 def test_without_torchao_the_line_to_install_it_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "torchao>=0.18" in str(fp8.why_not("rowwise", Trained([fp8_samples.model()], [], CPU)))
+    assert "torchao>=0.18" in str(
+        FP8_RECIPE.unsupported_reason("rowwise", LiveTraining([fp8_samples.model()], [], CPU))
+    )
 
 
 def test_layers_of_the_users_own_are_known() -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     model = fp8_samples.model()
-    assert values_for(Trained([model], [], CPU))["fp8_recipe"] == dict.fromkeys(RECIPES)
+    assert supported_values(LiveTraining([model], [], CPU))["fp8_recipe"] == dict.fromkeys(RECIPES)
     convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
-    found = values_for(Trained([model], [], CPU))["fp8_recipe"]
+    found = supported_values(LiveTraining([model], [], CPU))["fp8_recipe"]
     assert found == dict.fromkeys(RECIPES, "it is so already")
     fp8.switch([model], None, CPU)
     assert type(model[2]).__name__ == "Float8Linear", "only ours are taken off"
@@ -141,7 +142,7 @@ def test_what_something_else_computes_is_left_alone() -> None:
     model = nn.Sequential(*fp8_samples.model(), nn.Linear(fp8_samples.NUM_CLASSES, 16), Own(16, 16), nn.Linear(16, 4))
     prune.l1_unstructured(model[2], "weight", 0.5)  # type: ignore[no-untyped-call] # torch does not type it
     model[4].__dict__["forward"] = model[4].forward  # as Accelerate's hooks do
-    assert "multiples of 16" in str(fp8.why_not("rowwise", Trained([model], [], CPU)))
+    assert "multiples of 16" in str(FP8_RECIPE.unsupported_reason("rowwise", LiveTraining([model], [], CPU)))
     model.insert(3, nn.Linear(64, 64))
     prepare(config(), model, None)
     assert in_fp8(model) == ["3"]
@@ -149,7 +150,7 @@ def test_what_something_else_computes_is_left_alone() -> None:
 
 def test_of_each_model_the_first_and_the_last_layer_stay() -> None:
     together, apart = ([fp8_samples.model(), fp8_samples.model()] for _ in range(2))
-    fp8.apply("rowwise", Trained(together, [], CPU))
+    FP8_RECIPE.change("rowwise", LiveTraining(together, [], CPU))
     for model in apart:
         prepare(config(), model, None)
     assert [in_fp8(model) for model in together] == [in_fp8(model) for model in apart] == [["2", "4"]] * 2
@@ -249,7 +250,7 @@ def test_the_controller_steps_down_over_the_same_parameters_and_up_again() -> No
 
 
 def test_where_the_layers_in_fp8_fail_the_diagnosis_finds_bf16_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    from autotune_amp.variants.fp8_linear import Fp8Linear
+    from autotune_amp.precision.fp8_linear import Fp8Linear
 
     run = Run()
     run.step()

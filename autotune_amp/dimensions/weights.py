@@ -1,0 +1,58 @@
+"""Data type in which fp32 parameters are kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autotune_amp.dimensions.dimension import Variant
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from autotune_amp.dimensions.live_training import LiveTraining
+
+
+class _Weights(Variant):
+    name = "weights"
+    why_not_auto = (
+        "small updates of a plain optimizer round away on weights in bf16; --try weights tries it, as for an "
+        "optimizer that rounds stochastically or keeps fp32 copies"
+    )
+
+    def is_applied(self, value: str, live: LiveTraining) -> bool:  # noqa: ARG002 - the only value
+        import torch
+
+        return not _to_cast(live) and any(parameter.dtype == torch.bfloat16 for parameter in live.parameters)
+
+    def unsupported_reason(self, value: str, live: LiveTraining) -> str | None:  # noqa: ARG002 - the only value
+        import torch
+
+        if any(parameter.dtype == torch.float16 for parameter in live.parameters):
+            return "some are kept in fp16"
+        return None
+
+    def change(self, value: str, live: LiveTraining) -> None:  # noqa: ARG002 - the only value
+        """Cast each fp32 parameter to bf16 in place, and the optimizer's state for it.
+
+        Norms with running statistics keep their dtype.
+        """
+        import torch
+
+        for parameter in _to_cast(live):
+            parameter.grad = None
+            parameter.data = parameter.data.to(torch.bfloat16)
+        live.convert_optimizer_state()
+
+
+def _to_cast(live: LiveTraining) -> list[nn.Parameter]:
+    import torch
+    from torch import nn
+
+    # Running statistics are sums of small terms, which bf16 loses; torch requires the weights beside them to have the
+    # same dtype.
+    norms = [module for module in live.modules if isinstance(module, nn.modules.batchnorm._NormBase)]
+    kept = {parameter for norm in norms for parameter in norm.parameters()}
+    return [p for p in live.parameters if p.dtype == torch.float32 and p not in kept]
+
+
+WEIGHTS = _Weights()
