@@ -9,9 +9,9 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 
 from autotune_amp.command.messages import Gradient
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.job import Job, Tell
 from autotune_amp.core.outcome import Fidelity
+from autotune_amp.core.precisions import Precision
 
 
 class FrozenStep(msgspec.Struct, frozen=True, kw_only=True):

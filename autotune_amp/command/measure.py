@@ -9,9 +9,9 @@ from statistics import fmean
 from autotune_amp.command.messages import Loader
 from autotune_amp.command.rank_steps import Interval, Rank
 from autotune_amp.command.ranks import RunEvents
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.outcome import Description, Failure, Measurement
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.ranks import failure_of_rank
 from autotune_amp.trial.jobs import MAX_FALLING_SECONDS, NUM_WARMUP_STEPS, Trial, stop

@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from autotune_amp.core.dimensions import PRECISIONS as PRECISIONS
-from autotune_amp.core.dimensions import Precision as Precision
 from autotune_amp.core.documents import Positive, Whole, decode
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
+from autotune_amp.core.precisions import PRECISIONS as PRECISIONS
+from autotune_amp.core.precisions import Precision as Precision
 from autotune_amp.core.setting import DEFAULTS, VARIANT_VALUES, Setting
 
 # Smallest number above 0 that fp16 can represent. An fp16 loss starts backward with the loss scale itself as its

@@ -12,10 +12,10 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from autotune_amp.core.config import AmpConfig, LossScale, allocator_variable
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.documents import Count, NotNegative, Number, Positive, Share, Whole
 from autotune_amp.core.hardware import LoadEvidence
 from autotune_amp.core.outcome import Accumulation, Description, Fidelity, after_steps
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import VARIANT_VALUES, Setting
 from autotune_amp.core.text import count, duration, exact, module_names, number, one_line, rate, size, times
 

@@ -7,8 +7,8 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from autotune_amp.core import pieces
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.documents import Count, NotNegative, Number, Positive, Whole
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.text import count, flops, one_line, size
 
 Level: TypeAlias = Literal["native", "emulated", "unsupported"]

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from autotune_amp.core.dimensions import PRECISIONS
 from autotune_amp.core.documents import cause, read_file
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.precisions import PRECISIONS
 from autotune_amp.core.setting import Setting
 
 # Placeholders that each trial fills besides the values of its setting.

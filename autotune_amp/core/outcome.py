@@ -8,9 +8,9 @@ import msgspec
 
 from autotune_amp.core import pieces
 from autotune_amp.core.config import RECOMMENDED_VARIABLES, LossScale, is_recommended
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.documents import Count, Integer, NotNegative, Number, Positive, Share, Whole
 from autotune_amp.core.hardware import MachineLoad
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import exact, module_names, number, one_line
 

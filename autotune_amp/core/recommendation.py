@@ -54,7 +54,6 @@ from msgspec import UNSET, UnsetType
 from autotune_amp.core import evidence as explain
 from autotune_amp.core import pieces
 from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.documents import (
     Count,
     Integer,
@@ -73,6 +72,7 @@ from autotune_amp.core.evidence import Evidence, Objective, Outlook, TrainingCos
 from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Description, Fidelity
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import (
     count,

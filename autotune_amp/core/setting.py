@@ -22,8 +22,8 @@ from typing import (
 
 import msgspec
 
-from autotune_amp.core.dimensions import AROUND_FP8, Precision, autocast_precision
 from autotune_amp.core.documents import Count, Whole
+from autotune_amp.core.precisions import AROUND_FP8, Precision, autocast_precision
 from autotune_amp.core.text import count
 
 if TYPE_CHECKING:

@@ -80,7 +80,7 @@ from autotune_amp.core.errors import WorkloadError
 
 if TYPE_CHECKING:
     from autotune_amp.core.config import LossScale
-    from autotune_amp.core.dimensions import Precision
+    from autotune_amp.core.precisions import Precision
     from autotune_amp.core.setting import Setting
 
 

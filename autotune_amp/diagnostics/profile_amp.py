@@ -41,11 +41,11 @@ import msgspec
 
 from autotune_amp.core import pieces
 from autotune_amp.core.config import LossScale
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import ratio_interval
 from autotune_amp.core.outcome import Description, Failure, FailureKind, Measurement, Outcome, Profiled, Record
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.recommendation import Exclusion, NothingWorksError
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, duration, flops, number, one_line, outcome_name, size, times

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autotune_amp.core.dimensions import PRECISIONS, Precision
+from autotune_amp.core.precisions import PRECISIONS, Precision
 from autotune_amp.dimensions.dimension import Choices, Dimension
 
 

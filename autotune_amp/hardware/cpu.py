@@ -8,8 +8,8 @@ from collections.abc import Set as AbstractSet
 
 import torch
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
+from autotune_amp.core.precisions import Precision
 from autotune_amp.hardware import host
 from autotune_amp.hardware.device import emulated, identify, native, only, unsupported
 

@@ -12,9 +12,9 @@ import warnings
 
 import torch
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
+from autotune_amp.core.precisions import Precision
 from autotune_amp.hardware import host, nvml
 from autotune_amp.hardware.device import emulated, native, numbered, unsupported
 

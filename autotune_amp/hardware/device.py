@@ -19,9 +19,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import DeviceError, RunnerError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware
+from autotune_amp.core.precisions import Precision
 from autotune_amp.hardware import host, nvml
 
 # Module of each kind, in the order in which `auto` tries them.

@@ -12,9 +12,9 @@ from time import perf_counter
 import msgspec
 import torch
 
-from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.hardware import Capability, Hardware
+from autotune_amp.core.precisions import PRECISIONS, Precision
 from autotune_amp.hardware.device import DEVICES, Device, ProbeReply, device_of, identify, parse
 
 

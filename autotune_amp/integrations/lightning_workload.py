@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from autotune_amp.core import dimensions
+from autotune_amp.core import precisions
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.workload import Fitting, OptimizersOfModel, Workload, type_name
@@ -97,7 +97,7 @@ _LEFT_OUT = (
     *(Checkpoint, EarlyStopping, ModelSummary),
     *(BatchSizeFinder, LearningRateFinder, GradientAccumulationScheduler),
 )
-_PRECISIONS: dict[str, dimensions.Precision] = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
+_PRECISIONS: dict[str, precisions.Precision] = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 
 def _arguments_of(trainer: Trainer | None) -> dict[str, Any]:

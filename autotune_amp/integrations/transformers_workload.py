@@ -19,8 +19,8 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from autotune_amp.core.config import AmpConfig, training_arguments
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.workload import Fitting, Workload, type_name
 from autotune_amp.integrations.bridge import lasting, replaced
 from autotune_amp.integrations.transformers import (

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Fidelity
+from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.experiment import MIN_NUM_BATCHES, NUM_PAIRED_STEPS, Attempt, Experiment
 from autotune_amp.numerics.grading import MAX_FORWARD_SHARE
 from autotune_amp.numerics.locate import OUTSIDE, bad_parameters, blown_up, first_wrong

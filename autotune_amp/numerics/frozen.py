@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from operator import attrgetter
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Fidelity
+from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.comparison import compare
 from autotune_amp.numerics.grading import Findings, grade, next_step
 from autotune_amp.numerics.passes import Gradients

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.passes import Passes, stored
 from autotune_amp.precision.forward_wrapper import (
     can_be_wrapped,

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autotune_amp.core.config import AmpConfig, LossScale
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.draws import DrawnInFp32, comparable_draws
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import is_pinned, named, override, parameters_by_name, pin_fp32, unpin

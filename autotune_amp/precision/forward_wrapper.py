@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.precisions import Precision
 from autotune_amp.precision.torch_state import AUTOCAST_DTYPES, HALF_DTYPES, ambient
 
 # Parts of a module's path that wrappers insert into the user's names.

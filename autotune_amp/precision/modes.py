@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from autotune_amp.core.config import FP16_MAX
-from autotune_amp.core.dimensions import AROUND_FP8, Precision, autocast_precision
+from autotune_amp.core.precisions import AROUND_FP8, Precision, autocast_precision
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.precisions import Precision
 
 Severity: TypeAlias = Literal["breaks", "hurts"]
 AutocastDevice: TypeAlias = Literal["cuda", "cpu", "mps"]

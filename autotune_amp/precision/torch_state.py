@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autotune_amp.core.config import LossScale
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.precisions import Precision
 from autotune_amp.precision.modes import MODES, mode_of_dtype
 
 AUTOCAST_DTYPES = {

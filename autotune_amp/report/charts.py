@@ -15,9 +15,9 @@ from plotly.graph_objects import Bar, Figure, Scatter
 from plotly.subplots import make_subplots
 
 from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.evidence import is_wide, landing_line
 from autotune_amp.core.outcome import Failure, Measurement, Record
+from autotune_amp.core.precisions import PRECISIONS, Precision
 from autotune_amp.core.recommendation import CandidateRow, Recommendation
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, duration, one_line, outcome_name, rate, size

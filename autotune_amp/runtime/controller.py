@@ -15,8 +15,8 @@ from torch.amp.grad_scaler import OptState
 from torch.utils._pytree import tree_leaves
 
 from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.precision.step_amp import has_gradients
 from autotune_amp.runtime import checkpoint, windows

@@ -15,8 +15,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from autotune_amp.core.dimensions import Precision, autocast_precision
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.precisions import Precision, autocast_precision
 from autotune_amp.core.setting import DEFAULTS
 from autotune_amp.numerics.locate import Health, Recorder, bad_parameters, health
 from autotune_amp.numerics.passes import scaled

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan
-from autotune_amp.core.dimensions import Precision, autocast_precision
 from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
+from autotune_amp.core.precisions import Precision, autocast_precision
 from autotune_amp.hardware import cuda
 from autotune_amp.hardware.device import device_of
 from autotune_amp.precision import torch_state

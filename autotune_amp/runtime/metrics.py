@@ -18,8 +18,8 @@ import msgspec
 import torch
 
 from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.documents import Whole
+from autotune_amp.core.precisions import Precision
 from autotune_amp.hardware import nvml
 from autotune_amp.runtime.policy import Policy
 from autotune_amp.runtime.run_log import BeginLine, Line, MoveLine, RunLog, SampleLine

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.precisions import Precision
 from autotune_amp.dimensions import FP8_RECIPE
 from autotune_amp.dimensions.live_training import LiveTraining
 from autotune_amp.precision import forward_wrapper, fp8, torch_state

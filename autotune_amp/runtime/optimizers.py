@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.locate import Health, bad_parameters, health
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.step_amp import needs_closure, parameters_of

@@ -25,9 +25,9 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 import msgspec
 
 from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.documents import Whole
 from autotune_amp.core.errors import FormatError, InvalidRequestError
+from autotune_amp.core.precisions import Precision
 from autotune_amp.precision.modes import MODES
 
 # Steps are updates.

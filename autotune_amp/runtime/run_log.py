@@ -15,9 +15,9 @@ from typing import BinaryIO, TypeAlias
 import msgspec
 
 from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.documents import Count, Whole, cause, decode, read_file, regular
 from autotune_amp.core.errors import FormatError, InvalidRequestError
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.text import one_line
 from autotune_amp.runtime.status import Readings
 

@@ -12,8 +12,8 @@ import msgspec
 
 from autotune_amp.core import pieces
 from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.documents import NotNegative, Whole
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.recommendation import write_atomically
 from autotune_amp.core.text import count, duration, exact, number, size
 from autotune_amp.runtime.policy import RecordKind, converted

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Description
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search.ledger import LOSS_SCALE, Ledger

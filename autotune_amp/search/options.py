@@ -9,9 +9,9 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import Objective
+from autotune_amp.core.precisions import PRECISIONS, Precision
 from autotune_amp.core.text import A_SIZE, parse_size
 from autotune_amp.dimensions import VARIANTS
 

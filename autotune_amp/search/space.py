@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Accumulation, Description, Failure, Measurement, Outcome
+from autotune_amp.core.precisions import PRECISIONS, Precision
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import sentence

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from autotune_amp.core.config import AmpConfig, LossScale
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.workload import Workload, type_name
 from autotune_amp.dimensions import DIMENSIONS
 from autotune_amp.dimensions.dimension import Variant

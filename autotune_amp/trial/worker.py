@@ -18,11 +18,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.job import Compilation, FirstStep, PartialResult, Phase, Ready, StepDone, Tell
 from autotune_amp.core.outcome import Description, Failure, Measurement, Outcome
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.workload import Workload
 from autotune_amp.dimensions.live_training import LiveTraining

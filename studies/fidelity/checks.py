@@ -23,7 +23,7 @@ import msgspec
 import torch
 from case import Case
 
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.fidelity import check
 from autotune_amp.numerics.paired_runs import train_before
 from autotune_amp.numerics.passes import Subject

@@ -16,7 +16,7 @@ import torch
 from case import Case
 
 import autotune_amp
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.passes import Subject
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import data

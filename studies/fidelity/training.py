@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.paired_runs import perturb
 from autotune_amp.numerics.passes import Subject
 from autotune_amp.precision import torch_state

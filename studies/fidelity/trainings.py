@@ -21,7 +21,7 @@ from case import Case
 from checks import precisions
 from training import Trained, train
 
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.calibration import calibrate
 from autotune_amp.precision.forward_wrapper import has_half_weights
 from autotune_amp.precision.modes import MODES

@@ -19,9 +19,9 @@ from typing import TypeAlias
 import msgspec
 from landscape import Cell, Header, Process
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware
 from autotune_amp.core.outcome import Description, Failure, Measurement
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.space import Space, build_space

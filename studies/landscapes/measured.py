@@ -21,7 +21,7 @@ from typing import Any
 
 from closed_form import Shape
 
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.options import SearchOptions
 

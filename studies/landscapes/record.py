@@ -20,9 +20,9 @@ import msgspec
 from landscape import Cell, Header, Landscape, Process, hardware_slug
 from parts import PARTS
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.job import Found
 from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.precisions import Precision
 from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import identify
 from autotune_amp.processes.local import LocalBackend

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 from landscape import Header, Process
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.outcome import Accumulation, Calibration, CheckOutcome, Failure, Fidelity, Measurement, Outcome
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.local import Ability, Slot
 from autotune_amp.search.planner import Budget

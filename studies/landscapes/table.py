@@ -11,8 +11,8 @@ from statistics import fmean, stdev
 from landscape import PROCESSES_A_CELL, Landscape, Process, forked_grid_seconds
 from parts import PARTS
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 
 BEGIN, END = "<!-- table: record.py table -->", "<!-- end of table -->"

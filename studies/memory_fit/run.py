@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from autotune_amp import profile_memory
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.diagnostics.memory.profile_memory import memory_job
 from autotune_amp.diagnostics.memory.results import MemoryBreakdown

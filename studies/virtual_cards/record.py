@@ -18,9 +18,9 @@ from landscape import Cell, Header, Process
 from workloads import PARTS
 
 from autotune_amp.core.config import LossScale
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Failure, Measurement, Outcome
+from autotune_amp.core.precisions import Precision
 from autotune_amp.fingerprint import versions
 from autotune_amp.hardware.measuring import measure
 from autotune_amp.precision import torch_state

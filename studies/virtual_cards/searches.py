@@ -10,8 +10,8 @@ from landscape import Landscape
 from replay import play
 from search_replay import search_replay
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Outcome
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.diagnostics.profile_amp import NUM_ROUNDS, AmpProfile, ProfileResults, answer, rows
 from autotune_amp.precision.modes import MIXED_PRECISIONS

@@ -14,7 +14,7 @@ from named_cards import CARDS
 from run import WORKLOADS
 from searches import best_rate, grid_seconds, landscape_of, low, profiled, true_speedup
 
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 
 Row = Sequence[str]

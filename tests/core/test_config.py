@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from autotune_amp import AmpConfig, LossScale
 from autotune_amp.core.config import MIN_LOSS_SCALE, RECOMMENDED_VARIABLES, FallbackPlan
-from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.precisions import PRECISIONS, Precision
 
 BF16 = FallbackPlan(precision="bf16", batch_size=8)
 FP32 = FallbackPlan(precision="fp32", batch_size=2, accumulation_steps=4, slowdown=2.5)

@@ -9,10 +9,10 @@ from conftest import CommandLine
 from unisolated import run_jobs_here
 
 from autotune_amp import check_fidelity
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import BudgetTooSmallError, InvalidRequestError, WorkloadError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware, Level
 from autotune_amp.core.outcome import Description
+from autotune_amp.core.precisions import Precision
 from autotune_amp.diagnostics.check_fidelity import check_job
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.source import OpenedWorkload

@@ -10,9 +10,9 @@ import pytest
 from profile_samples import measured
 
 from autotune_amp import profile_amp
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.outcome import Failure, FailureKind, Outcome
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.diagnostics.profile_amp import refused_in, time_in_turns

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from profile_samples import HARDWARE, host_step, measured, profiled
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Failure, FailureKind, Outcome, Profiled
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.diagnostics.profile_amp import AmpProfile, PrecisionRow, ProfileResults, answer, facts, rows, verdict
 

@@ -16,9 +16,9 @@ from model_zoo import ZOO, Recurrent, assert_trains_as_prepared, convnet, gpt2, 
 from torch import nn
 
 from autotune_amp import AmpConfig, prepare
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.outcome import Fidelity
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.dimensions import COMPILE
 from autotune_amp.dimensions.compile import compile_in_place

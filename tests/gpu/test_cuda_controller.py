@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.precisions import Precision
 from autotune_amp.runtime import run_log
 from autotune_amp.runtime.scaler import LAG_UPDATES
 from autotune_amp.runtime.sinks import MetricValues

@@ -7,7 +7,7 @@ import torch
 from loop_samples import LOOPS
 
 from autotune_amp import LossScale
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
 from autotune_amp.trial.context import Context, LoopState

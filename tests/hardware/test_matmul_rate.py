@@ -8,7 +8,7 @@ import torch
 from autotune_amp.hardware import measuring
 
 if TYPE_CHECKING:
-    from autotune_amp.core.dimensions import Precision
+    from autotune_amp.core.precisions import Precision
 
 
 class MadeDevice:

@@ -4,8 +4,8 @@ import psutil
 import pytest
 import torch
 
-from autotune_amp.core.dimensions import PRECISIONS
 from autotune_amp.core.errors import DeviceError
+from autotune_amp.core.precisions import PRECISIONS
 from autotune_amp.hardware import cpu, cuda, host, identify, measure, measuring, nvml
 from autotune_amp.hardware.device import DEVICES
 from autotune_amp.hardware.host import ContainerMemory

@@ -8,8 +8,8 @@ from typing import NoReturn
 import pytest
 import torch
 
-from autotune_amp.core.dimensions import PRECISIONS
 from autotune_amp.core.errors import DeviceError
+from autotune_amp.core.precisions import PRECISIONS
 from autotune_amp.hardware import cuda, device, host, identify, measure, measuring, nvml
 from autotune_amp.hardware.measuring import make_current
 from autotune_amp.trial.energy import counter_of

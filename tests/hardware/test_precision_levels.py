@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from autotune_amp.core.dimensions import PRECISIONS
+from autotune_amp.core.precisions import PRECISIONS
 from autotune_amp.hardware import cpu, cuda, mps, xpu
 
 if TYPE_CHECKING:
-    from autotune_amp.core.dimensions import Precision
     from autotune_amp.core.hardware import Capability, Level
+    from autotune_amp.core.precisions import Precision
 
 N: Level = "native"
 E: Level = "emulated"

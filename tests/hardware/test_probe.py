@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from autotune_amp.core.dimensions import PRECISIONS
 from autotune_amp.core.errors import DeviceError, RunnerError
 from autotune_amp.core.hardware import Hardware
+from autotune_amp.core.precisions import PRECISIONS
 from autotune_amp.hardware import identify, probe
 
 if TYPE_CHECKING:

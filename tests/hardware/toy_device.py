@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
+from autotune_amp.core.precisions import PRECISIONS, Precision
 from autotune_amp.hardware.device import only
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from landscape import Cell, Header, Landscape, Process
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware
 from autotune_amp.core.outcome import Description, Failure, Measurement
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 
 SIZES = (4, 8, 16, 32, 64)

@@ -26,8 +26,8 @@ from hosts import FACTORS, MAX_OVERRUN, Case, Line, cases, covering, has_all, is
 from measured import BY_HAND, CARD, MeasuredShape, measured_shapes
 from replay import ReplayBudget
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Failure, Fidelity, Measurement
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.local import Isolation
 from autotune_amp.search import ranking

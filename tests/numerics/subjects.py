@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Fidelity
+from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.calibration import MAX_LOG2_SCALE, MIN_LOG2_SCALE
 from autotune_amp.numerics.experiment import NUM_PAIRED_STEPS
 from autotune_amp.numerics.fidelity import check

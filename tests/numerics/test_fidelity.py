@@ -29,8 +29,8 @@ from subjects import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Fidelity
+from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.experiment import NUM_PAIRED_STEPS
 from autotune_amp.numerics.fidelity import check
 from autotune_amp.numerics.locate import OUTSIDE

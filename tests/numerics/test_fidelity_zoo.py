@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Fidelity
+from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.fidelity import check
 from autotune_amp.numerics.locate import OUTSIDE
 from autotune_amp.numerics.passes import Subject

@@ -10,7 +10,7 @@ import torch
 from subjects import Applied, compiled, running_sum, subject
 from torch import nn
 
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.locate import first_wrong
 from autotune_amp.numerics.passes import Passes
 

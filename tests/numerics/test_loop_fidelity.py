@@ -13,8 +13,8 @@ from loop_samples import LOOPS, batches, mlp
 from torch import Tensor, nn
 
 from autotune_amp import Workload
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import CheckOutcome, Failure, Fidelity
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.numerics.passes import Passes
 from autotune_amp.precision import torch_state

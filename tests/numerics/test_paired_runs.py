@@ -11,8 +11,8 @@ import torch
 from subjects import build, mlp
 from torch import Tensor, nn
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import LowWeights
+from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.paired_runs import (
     TrainingRun,
     gap,

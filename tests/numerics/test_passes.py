@@ -13,7 +13,7 @@ from subjects import SUBJECTS, Batch, build, dense, mean_square, mlp, subject
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.passes import Passes
 
 

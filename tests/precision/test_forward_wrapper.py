@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.precisions import Precision
 from autotune_amp.precision.forward_wrapper import (
     ForwardObserver,
     clear_override,

@@ -13,7 +13,7 @@ from swap_samples import Model
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.precisions import Precision
 from autotune_amp.precision.forward_wrapper import ForwardObserver, observe, override, pin_fp32, unpin
 from autotune_amp.precision.torch_state import autocast
 

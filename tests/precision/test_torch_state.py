@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from autotune_amp.core.dimensions import PRECISIONS as ALL_PRECISIONS
-from autotune_amp.core.dimensions import autocast_precision
+from autotune_amp.core.precisions import PRECISIONS as ALL_PRECISIONS
+from autotune_amp.core.precisions import autocast_precision
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.torch_state import CUDA_FLAGS, FP32_PRECISION_FLAGS, as_found
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune_amp.core.config import AmpConfig, LossScale
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.precisions import Precision
 from autotune_amp.runtime.run_log import BeginLine, Line, MoveLine, RunLog, SampleLine
 
 CONFIG = AmpConfig(precision="fp16", batch_size=8, loss_scale=LossScale(), fallback=["bf16", "fp32"])

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import autotune_amp
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Accumulation, AccumulationVerdict
+from autotune_amp.core.precisions import Precision
 from autotune_amp.report.rows import python_lines
 
 

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from training import timeless
 
 from autotune_amp.core.config import AmpConfig, LossScale
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import TrainingStoppedError
+from autotune_amp.core.precisions import Precision
 from autotune_amp.runtime import checkpoint, executor
 from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.status import to_plain

@@ -14,7 +14,7 @@ from resumable import NAN
 from torch import Tensor, nn
 from training import Batch, batches, fp16, same, weights
 
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.precisions import Precision
 from autotune_amp.runtime.controller import PrecisionController
 
 ACCUMULATION_STEPS = 4

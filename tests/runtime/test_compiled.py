@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from training import Loop, batches, fp16
 
 from autotune_amp import AmpConfig, LossScale
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.precisions import Precision
 from autotune_amp.runtime.controller import PrecisionController
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autotune_amp import AmpConfig, LossScale
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.precisions import Precision
 from autotune_amp.precision import torch_state
 from autotune_amp.runtime.controller import PrecisionController
 

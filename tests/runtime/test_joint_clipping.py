@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autotune_amp import AmpConfig, LossScale
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.precisions import Precision
 from autotune_amp.precision.step_amp import StepAmp
 from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.scaler import GradientCheck

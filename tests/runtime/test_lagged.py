@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from training import timeless
 
 from autotune_amp import AmpConfig, LossScale
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.precisions import Precision
 from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.scaler import LAG_UPDATES, GradientCheck
 

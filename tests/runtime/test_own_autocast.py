@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from autotune_amp import AmpConfig, LossScale
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import NoRungFitsError, NotPrecisionError
+from autotune_amp.core.precisions import Precision
 from autotune_amp.runtime import diagnosis, train_step
 from autotune_amp.runtime.controller import PrecisionController
 

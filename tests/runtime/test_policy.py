@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.precisions import Precision
 from autotune_amp.runtime.policy import (
     DWELL_STEPS,
     MAX_PROMOTIONS,

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController
 from autotune_amp.core.config import FallbackPlan
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import FormatError, InvalidRequestError
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.hardware import nvml
 from autotune_amp.runtime import executor, metrics, run_log

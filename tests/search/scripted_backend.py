@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 from msgspec.structs import replace
 from replay import Done, ReplayBudget, first
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.evidence import Objective
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware
 from autotune_amp.core.outcome import (
@@ -27,6 +26,7 @@ from autotune_amp.core.outcome import (
     Record,
     Verdict,
 )
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware.machine_load import LoadMeter

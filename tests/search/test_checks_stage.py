@@ -13,8 +13,8 @@ from test_decide import Log, at, decided
 from test_whole_search import Machine, space
 
 from autotune_amp.core.config import LossScale
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Failure, FailureKind
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.loss_scales import DEFAULT_PAIR, calibrated
 from autotune_amp.search.ranking import check_key, found_fidelity

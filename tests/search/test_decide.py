@@ -10,9 +10,9 @@ from scripted_backend import accumulation, fidelity, ledger_of, shortlist
 from scripted_backend import measurement as measured
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
-from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.evidence import PlainEnvironment
 from autotune_amp.core.outcome import CheckOutcome, Failure, FailureKind, Measurement, Outcome, Purpose, Record
+from autotune_amp.core.precisions import PRECISIONS, Precision
 from autotune_amp.core.recommendation import Decision, Exclusion, SearchSummary
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import rate

@@ -7,8 +7,8 @@ import math
 import pytest
 from scripted_backend import ScriptedSearch, all_well, calibration, candidate, described, hardware, ledger_of, measured
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome, Record
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.conditions import Conditions
 from autotune_amp.search.ledger import Ledger

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from scripted_backend import ScriptedSearch, candidate, described, hardware, measured
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Outcome
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.search.planner import DEADLINE_RATIO
 from autotune_amp.search.space import Space

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_backend import fidelity, ledger_of, measurement
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Failure, FailureKind, Outcome, Purpose, Record, Verdict
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.recommendation import Decision, Recommendation
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.answer.decide import decide, rerank

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_backend import ScriptedSearch, candidate, fidelity, measured
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Measurement, Outcome
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.space import Space

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scripted_backend import accumulation
 from test_decide import Log, at, decided
 
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.precisions import Precision
 from autotune_amp.runtime.controller import PrecisionController
 
 LOWER: tuple[Precision, ...] = ("bf16", "fp32")

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from scripted_backend import ScriptedSearch, all_well, described, hardware, measured
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError, StudyError
 from autotune_amp.core.evidence import TrainingCost, job_line
 from autotune_amp.core.outcome import Calibration, CheckOutcome, Outcome
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.recommendation import Fingerprint, Recommendation, SearchSummary
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.answer.decide import cost_of_training, ranked_again, recommend, rerank

@@ -14,10 +14,10 @@ from scripted_backend import measurement as measured
 from test_decide import at
 from test_explore import record
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import Hardware, Level
 from autotune_amp.core.intervals import fit_memory
 from autotune_amp.core.outcome import Failure, FailureKind, Outcome
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.space import Space, excluded_by_outcomes, without
 from autotune_amp.search.stages.explore import next_seed, untried_settings

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from scripted_backend import described, hardware, measurement
 from test_decide import at
 
-from autotune_amp.core.dimensions import PRECISIONS
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.hardware import Level
 from autotune_amp.core.outcome import Failure, Outcome
+from autotune_amp.core.precisions import PRECISIONS
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.space import MAX_BATCH_SIZES, Space, build_space, divisors, excluded_by_outcomes

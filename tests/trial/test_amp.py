@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.passes import CatchingAmp
 from autotune_amp.precision.step_amp import StepAmp
 from autotune_amp.precision.torch_state import autocast

@@ -15,8 +15,8 @@ from loop_samples import LOOPS, batches, build_gan, mlp
 from torch import Tensor, nn
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController, Workload
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.step_amp import MAX_CALLS_WITHOUT_STEP

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from autotune_amp import LossScale, Workload
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import is_pinned, pin_fp32

@@ -15,7 +15,7 @@ import msgspec
 from autotune_amp.command.editing.script import Flag, Script, Splice, spliced
 from autotune_amp.command.messages import Site
 from autotune_amp.core.config import AmpConfig, LossScale
-from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.precisions import Precision
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _LIGHTNING = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.job import Job
+from autotune_amp.core.precisions import Precision
 from autotune_amp.precision.rules import RULES, AutocastDevice, Rule, Severity
 
 FORMAT = 1

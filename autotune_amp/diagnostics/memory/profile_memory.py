@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from autotune_amp.core.config import LossScale
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import fit_memory
 from autotune_amp.core.outcome import Failure
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import A_SIZE, count, parse_size
 from autotune_amp.diagnostics.memory.results import (

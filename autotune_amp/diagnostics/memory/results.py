@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Failure, FailureKind
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.text import count, one_line, outcome_name, size
 from autotune_amp.trial.jobs import Trial, as_failure
 

@@ -16,10 +16,10 @@ from typing import ClassVar
 
 from msgspec.structs import replace
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import fit_memory
 from autotune_amp.core.outcome import Measurement, Outcome
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.local import Backend

@@ -9,8 +9,8 @@ from typing import ClassVar
 from msgspec.structs import replace
 
 from autotune_amp.core.config import FallbackPlan
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Failure, Measurement, Record
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.dimensions import in_fallbacks
 from autotune_amp.precision.modes import MODES

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Failure, Measurement, Profiled, ProfiledStep
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import times
 from autotune_amp.dimensions import BY_NAME, DIMENSIONS

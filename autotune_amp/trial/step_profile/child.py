@@ -26,9 +26,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.job import Phase, Tell
 from autotune_amp.core.outcome import Failure, Profiled, ProfiledStep, Split
+from autotune_amp.core.precisions import Precision
 from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.precision.modes import MIXED_PRECISIONS
 from autotune_amp.trial.context import Context, LoopState, each

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from autotune_amp import Workload
 from autotune_amp.core.config import LossScale
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Failure
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.diagnostics.memory import child
 from autotune_amp.diagnostics.memory.results import MemoryBreakdown, MemoryJob

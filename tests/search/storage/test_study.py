@@ -20,9 +20,9 @@ from scripted_backend import measurement
 from test_decide import at
 
 from autotune_amp.core.config import LossScale
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import StudyError
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Purpose, Record
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.dimensions import FP8_RECIPE
 from autotune_amp.numerics.scaler_replay import Replay

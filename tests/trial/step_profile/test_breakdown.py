@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from profile_samples import host_step, measured, profiled
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.outcome import Failure, Profiled, ProfiledStep, Split
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.step_profile.breakdown import ProfileJob, StepBreakdown, break_down, max_speedups, next_steps

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 from autotune_amp import Workload
 from autotune_amp.core.config import LossScale
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Profiled
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
 from autotune_amp.trial.context import Context
