@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -32,7 +32,7 @@ from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count
-from autotune_amp.processes.local import Ability, Handle, OpenResult, Slot, WorkloadBackend
+from autotune_amp.processes.local import Ability, Completed, Handle, OpenResult, Slot, WorkloadBackend
 from autotune_amp.processes.process import Watcher
 from autotune_amp.processes.program import temporary_folder
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Check, Describe, Trial, measure_seconds
@@ -70,17 +70,6 @@ OF_ASSUMED = "{{batch_size}} does not say what is run today: {0} is taken for it
 OF_SECOND_DIM = (
     "Samples are counted along the second dimension of what enters the model, which is the batch size asked for."
 )
-
-
-class Answered(NamedTuple):
-    """Handle of a job that was run as soon as it was submitted."""
-
-    found: Any
-    start_seconds: float | None = None
-
-    def result(self) -> Any:
-        """Return the result of the job."""
-        return self.found
 
 
 class CommandBackend(WorkloadBackend):
@@ -130,11 +119,11 @@ class CommandBackend(WorkloadBackend):
         `Backend`.
         """
         if isinstance(job, Describe):
-            return Answered(self._describe(job))
+            return Completed(self._describe(job))
         if isinstance(job, Check):
-            return Answered(self._check(job))
+            return Completed(self._check(job))
         if isinstance(job, Trial):
-            return Answered(self._measure(job))
+            return Completed(self._measure(job))
         return self._local.submit(job)
 
     def share_build(self, job: Job[Any], deadline_seconds: float) -> str | None:  # noqa: ARG002 - Backend's signature

@@ -101,6 +101,17 @@ class Handle(Protocol[Found_co]):
         """Return the seconds waited for its process: 0.0 only if it had run a job before, None if it was forked."""
 
 
+class Completed(NamedTuple):
+    """Handle of a job that was run when it was submitted."""
+
+    found: Any
+    start_seconds: float | None = None
+
+    def result(self) -> Any:
+        """Return the result of the job."""
+        return self.found
+
+
 class Backend(Protocol):
     """Interface for running jobs of one workload, isolated from each other. A failure is a result, and later jobs still
     run.

@@ -14,7 +14,7 @@ from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Description, Failure, Measurement
 from autotune_amp.distributed import free_port
-from autotune_amp.processes.local import Ability, OpenResult, Slot, WorkloadBackend
+from autotune_amp.processes.local import Ability, Completed, OpenResult, Slot, WorkloadBackend
 from autotune_amp.processes.process import ENDED, TICK_SECONDS, Watcher
 from autotune_amp.processes.slots import WorkloadSlots
 from autotune_amp.trial.jobs import Describe, Follow, Followed, Trial
@@ -105,12 +105,28 @@ class RankedBackend(WorkloadBackend):
     def submit(self, job: Job[Any], slot: Slot | None = None) -> Any:  # noqa: ARG002 - there is one
         """Start a job; a trial starts on all of its ranks."""
         if isinstance(job, Describe):
-            return _Described(self.ranks.submit(replace(job, is_ranked=True)), len(self.ranks.slots))
+            return Completed(self._describe(job))
         if not isinstance(job, Trial):
             return self.ranks.submit(job)
         if job.num_ranks == 1:
             return self.ranks.submit(job, self.ranks.slots[0])
         return _OnRanks(self.ranks, job)
+
+    def _describe(self, job: Describe) -> Description | Failure:
+        """Return the description of the workload for its ranks. Raises `WorkloadError` for a loop that exchanges
+        gradients itself.
+        """
+        found: Description | Failure = self.ranks.submit(replace(job, is_ranked=True)).result()
+        if isinstance(found, Failure):
+            return found
+        if found.is_loop or found.trainer is not None:
+            raise WorkloadError(
+                "--ranks trains a model, a loss and an optimizer; a loop of its own exchanges gradients itself.",
+                "Search the command that trains on several ranks: autotune-amp search -- torchrun ...",
+            )
+        num_ranks = len(self.ranks.slots)
+        notes = (*found.notes, NOTE.format(num_ranks), *([NOTE_UNUSED] if found.has_unused_parameters else []))
+        return replace(found, num_ranks=num_ranks, is_ranked=True, notes=notes)
 
     def share_build(self, job: Any, deadline_seconds: float) -> str | None:  # noqa: D102 - see Backend
         return self.ranks.share_build(job, deadline_seconds)
@@ -120,28 +136,6 @@ class RankedBackend(WorkloadBackend):
 
     def close(self) -> None:  # noqa: D102 - see Backend
         self.ranks.close()
-
-
-class _Described:
-    """Description of the workload for several ranks."""
-
-    def __init__(self, handle: Any, num_ranks: int) -> None:
-        self._handle, self._num_ranks = handle, num_ranks
-        self.start_seconds: float | None = None
-
-    def result(self) -> Description | Failure:
-        """Return the description. Raises `WorkloadError` for a loop that exchanges gradients itself."""
-        found = self._handle.result()
-        if isinstance(found, Failure):
-            return found
-        if found.is_loop or found.trainer is not None:
-            raise WorkloadError(
-                "--ranks trains a model, a loss and an optimizer; a loop of its own exchanges gradients itself.",
-                "Search the command that trains on several ranks: autotune-amp search -- torchrun ...",
-            )
-        notes = (*found.notes, NOTE.format(self._num_ranks), *([NOTE_UNUSED] if found.has_unused_parameters else []))
-        described: Description = replace(found, num_ranks=self._num_ranks, is_ranked=True, notes=notes)
-        return described
 
 
 class _OnRanks:

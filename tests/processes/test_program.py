@@ -16,7 +16,7 @@ import pytest
 from autotune_amp.core.errors import RunnerError
 from autotune_amp.processes.local import LocalBackend, Payload
 from autotune_amp.processes.process import Watcher
-from autotune_amp.processes.program import Program, new_folder
+from autotune_amp.processes.program import Program, new_folder, temporary_folder
 
 pytestmark = pytest.mark.usefixtures("nothing_left_at_once")
 GONE_SECONDS = 20.0
@@ -119,6 +119,12 @@ def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) 
     null, folder = subprocess.DEVNULL, tmp_path / "not there" / "folder"
     with pytest.raises(RunnerError, match="not there"):
         Program(["true"], os.environ, folder, stdin=null, stdout=null, stderr=null)
+
+
+def test_a_temporary_folder_is_gone_after_its_block_with_what_is_in_it() -> None:
+    with temporary_folder() as folder:
+        (folder / "file").write_text("1")
+    assert not folder.exists()
 
 
 def test_what_a_process_was_compiling_is_gone_with_it(tmp_path: Path) -> None:
