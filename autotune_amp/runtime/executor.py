@@ -1,4 +1,9 @@
-"""Executor of the policy's actions: diagnoses failures, moves between rungs, stops the run, and records each move."""
+"""Executor of the policy's actions: diagnoses failures, moves between rungs, stops the run, and records each move.
+
+The way of an overflow: `PrecisionController.step` has `GradientCheck` find it and skips the step; `update` passes the
+verdict to `Executor.end_update`; `Policy.observe` decides on an action, which waits among the `pending_requests` until
+the accumulation window is over; `Executor._act` has it diagnosed if the batch can be rerun, and `_move` steps down.
+"""
 
 from __future__ import annotations
 

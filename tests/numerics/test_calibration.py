@@ -8,7 +8,20 @@ import math
 import msgspec
 import pytest
 import torch
-from subjects import CPU, SUBJECTS, Batch, brute_force, build, dense, everything_of, mean_square, mlp, subject, times
+from subjects import (
+    CPU,
+    SUBJECTS,
+    Applied,
+    Batch,
+    brute_force,
+    build,
+    dense,
+    everything_of,
+    mean_square,
+    mlp,
+    subject,
+    times,
+)
 from torch import Tensor, nn
 
 from autotune_amp.core.outcome import Calibration
@@ -112,6 +125,18 @@ def test_a_batch_that_is_bad_at_every_scale_is_not_trained_on() -> None:
     none = calibrate(subject(mlp(), x=lambda: torch.full((8, 8), math.nan)), batch_size=8)
     assert none.log2_scales == (None,) * 8
     assert (none.init_scale, none.gradient_histogram, none.forward_max) == (None, (), 0.0)
+
+
+def test_an_infinite_output_that_does_no_harm_is_no_largest_activation() -> None:
+    model = nn.Sequential(
+        nn.Linear(8, 8),
+        Applied(lambda x: torch.cat([x, torch.full_like(x, math.inf)], -1)),
+        Applied(lambda x: x.clamp(max=10.0)),
+        nn.Linear(16, 4),
+    )
+    found = calibrate(subject(model), batch_size=8)
+    assert None not in found.log2_scales
+    assert 0 < found.forward_max < 100
 
 
 def test_pinned_modules_run_in_fp32() -> None:

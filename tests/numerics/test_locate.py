@@ -34,6 +34,10 @@ GUILTY: dict[str, Callable[[], nn.Module]] = {
     "block.guilty.offset": lambda: nn.Sequential(
         OrderedDict(enter=nn.Linear(16, 16), offset=offset(), leave=nn.Linear(16, 16))
     ),
+    # What samples differ by is lost where the offset is added, though little beside the offset itself.
+    "block.guilty.add": lambda: nn.Sequential(
+        OrderedDict(add=Applied(lambda x: x + 3000.0), subtract=Applied(lambda x: x - 3000.0))
+    ),
 }
 
 
