@@ -416,11 +416,13 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         return pieces.tiles(tiles) + pieces.facts([*told, ("search", f"{counted} on {on}")])
 
     def warnings_html(self) -> str:
-        """Return the warnings as HTML, with the notes folded; "" without any."""
+        """Return the warnings as HTML; "" without any."""
         interrupted = ["The search was interrupted: this is the best so far."] * self.search.was_interrupted
-        warnings = (pieces.paragraph(one_line(warning), "warning") for warning in (*interrupted, *self.warnings))
-        notes = "".join(pieces.paragraph(one_line(note)) for note in self.notes)
-        return "".join(warnings) + (pieces.folded(count(len(self.notes), "note"), notes) if notes else "")
+        return "".join(pieces.paragraph(one_line(text), "warning") for text in (*interrupted, *self.warnings))
+
+    def notes_html(self) -> str:
+        """Return the notes as HTML; "" without any."""
+        return "".join(pieces.paragraph(one_line(note)) for note in self.notes)
 
     def _gain_tile(self, over: str) -> tuple[str, str]:
         """The number of the first tile, and what stands below it."""
@@ -436,8 +438,9 @@ class Recommendation(Decision, frozen=True, kw_only=True):
     def _repr_html_(self) -> str:
         told = [fact for fact in self.facts() if fact[0] not in ("config", "reason", "warning")]
         title = f"{self.title()}: {explain.config_line(self.config, self.num_ranks)}"
-        evidence = pieces.folded("Evidence", pieces.facts(told))
-        return pieces.fragment(title, self.answer_html(), self.warnings_html(), evidence)
+        details = {"Evidence": pieces.facts(told), "Notes": self.notes_html()}
+        folded = (pieces.folded(name, body) for name, body in details.items() if body)
+        return pieces.fragment(title, self.answer_html(), self.warnings_html(), *folded)
 
     @property
     def num_ranks(self) -> int:

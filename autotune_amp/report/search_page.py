@@ -75,6 +75,7 @@ def search_page(recommendation: Recommendation, records: Sequence[Record], path:
             _AGAINST_BATCH_SIZE: charts.pop(_AGAINST_BATCH_SIZE),
         },
         {
+            "Notes": recommendation.notes_html(),
             "All candidates": _candidates(recommendation),
             "Also tried": _variants(recommendation),
             **charts,

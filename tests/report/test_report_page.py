@@ -91,7 +91,9 @@ def test_the_answer_comes_first_then_its_evidence_and_one_chart_and_all_else_unf
 
 def test_notes_unfold_below_the_warnings() -> None:
     page = search_page(recommendation(warnings=("Mind the gap.",), notes=("Old driver.",)), RECORDS, "r.json")
-    assert page.index("Mind the gap.") < page.index("<summary>1 note</summary>") < page.index("Old driver.")
+    assert page.index("Mind the gap.") < page.index("<summary><h2>Notes</h2></summary>") < page.index("Old driver.")
+    page = search_page(recommendation(notes=("Old driver.",)), RECORDS, "r.json")
+    assert "<h2>Warnings</h2>" not in page, "there are none"
 
 
 def test_what_failed_is_a_cross_on_the_axis_that_says_why() -> None:
