@@ -197,10 +197,9 @@ class Planner:
 
     def num_rounds(self, ledger: Ledger) -> int:
         """Return the number of confirmation rounds: all, one, or none, as was affordable when first asked."""
-        num_slots, left = self.budget.num_slots, self.budget.left()
-        num_needed = math.ceil(MIN_ROUNDS / num_slots) + (num_slots > 1)
+        left = self.budget.left()
         if self._num_rounds is None and ledger.actual.shortlist is not None:
-            shares = (num_needed, 1.0), (1, 0.5)
+            shares = (MIN_ROUNDS, 1.0), (1, 0.5)
             affordable = (n for n, share in shares if self._rounds_seconds(ledger, n) <= share * left)
             self._num_rounds = next(affordable, 0)
         found, chosen = self._num_rounds or 0, ledger.actual.shortlist

@@ -28,11 +28,10 @@ from autotune_amp.distributed import alone
 from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import host, identify, machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.processes import slots
+from autotune_amp.processes.devices import Devices, find_gpus
 from autotune_amp.processes.local import Backend, Payload, SlotLostError, WorkloadBackend
 from autotune_amp.processes.on_ray.cluster import Cluster
-from autotune_amp.processes.on_ray.slots import OnRay
-from autotune_amp.processes.places import OneDevice, OnSlots, Places
+from autotune_amp.processes.on_ray.slots import RayDevices
 from autotune_amp.search.answer import explain
 from autotune_amp.search.answer.decide import recommend
 from autotune_amp.search.conditions import Conditions
@@ -40,11 +39,11 @@ from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import DEFAULT_BUDGET_SECONDS, SearchOptions
 from autotune_amp.search.planner import MIN_ROUNDS, Budget, Planner
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher, Runner, Stage, Watchers, run, run_beside
+from autotune_amp.search.run import ProgressWatcher, Runner, Stage, Watchers, run
 from autotune_amp.search.source import OpenedWorkload, Source, held_bytes, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.search.stages.checks import Checks, LaterChecks, LossScales
-from autotune_amp.search.stages.confirm import LargerBatches, OneRank, confirmation
+from autotune_amp.search.stages.confirm import Confirm, LargerBatches, OneRank
 from autotune_amp.search.stages.explore import exploring, share_building, untried_seed
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.stages.variants import LoaderWorkers, Variants
@@ -77,7 +76,7 @@ def search_anew(
     """
     search = _Search(source, options, progress, folder)
     try:
-        with folder, search.places:
+        with folder, search.devices:
             answer = None if fingerprint is None or is_fresh else answer_for(fingerprint)
             if answer is not None:
                 return answer
@@ -88,14 +87,14 @@ def search_anew(
                 search.watcher.phase("loading the workload")
                 state = source.torch_state(backend.load(search.budget.left()))
                 if fingerprint is None:
-                    fingerprint = source.fingerprint_by_child(settings, search.places.identity(), backend, state)
+                    fingerprint = source.fingerprint_by_child(settings, search.devices.identity(), backend, state)
                     answer = None if is_fresh else answer_for(fingerprint)
                     if answer is not None:
                         return answer
                 if cached is not None and not is_fresh and not cached.search.was_interrupted:
                     for line in cached.fingerprint.differences(fingerprint):
                         progress.note(f"Searching again: {line}.")
-                search_id = folder.search_id(fingerprint.digest, is_fresh=is_fresh, num_shares=options.slots)
+                search_id = folder.search_id(fingerprint.digest, is_fresh=is_fresh)
                 try:
                     return search.run(backend, fingerprint, search_id, asks_others=not is_fresh)
                 except BaseException:  # an answer says so itself
@@ -133,13 +132,13 @@ class _Search:
         self._progress = progress
         self._warnings: list[str] = []  # what changes what the reader does
         self._notes: list[str] = []
-        self.places = _places(source, options, self._watchers, self._note)
+        self.devices = _devices(source, options, self._watchers, self._note)
         self._is_spent = False
 
     def backend(self) -> WorkloadBackend:
         """Return the backend that runs the jobs before the confirmation."""
-        found = self.places.backend()
-        self.budget.num_slots = self.places.num_slots
+        found = self.devices.backend()
+        self.budget.num_slots = self.devices.num_slots
         return found
 
     def _like(self, fingerprint: Fingerprint) -> Setting | None:
@@ -165,12 +164,10 @@ class _Search:
         With `asks_others` a search without records first tries the setting found by others for the same code.
         """
         opened = self._open(backend)
-        for line in self.places.notes:
+        for line in self.devices.notes:
             self._note(line)
-        if self._options.slots is not None:
-            self._note("What is not confirmed was measured on a share of the CPU: with all of it, it may be faster.")
-        if self.places.num_slots > 1:
-            self.watcher.phase(f"loading the workload on {self.places.num_slots} slots")
+        if self.devices.num_slots > 1:
+            self.watcher.phase(f"loading the workload on {self.devices.num_slots} devices")
         backend.open_others(self.budget.left())
         load_before = self._meter.stop()  # the load by others while the workload was loaded and probed
         for line in self._doubts(load_before):
@@ -224,7 +221,7 @@ class _Search:
                 warnings=tuple(self._warnings),
                 notes=(*self._notes, *(f"This answer cannot be cached: {part}." for part in fingerprint.unknown)),
                 files=self._source.leftovers(),
-                load=load_before if self.places.is_here else None,
+                load=load_before if self.devices.is_here else None,
             ),
             hardware=opened.hardware,
             fingerprint=self._source.with_opened(fingerprint),
@@ -250,7 +247,7 @@ class _Search:
 
     def _doubts(self, load: MachineLoad) -> Sequence[str]:
         """Return warnings about the load by other processes, if the search runs on this host."""
-        if not self.places.is_here:
+        if not self.devices.is_here:
             return ()
         said = machine_load.doubts(machine_load.evidence([load]), "search on an idle machine")
         return said if load.others_num_cores is not None else (*said, *self._load_notes)
@@ -288,21 +285,17 @@ class _Search:
             return
 
         self.watcher.phase("confirming in fresh processes")
-        place, are_ranked = conditions.hardware.device, self._options.ranks > 1
-        processes = self.places.confirming(
-            place, are_shared=conditions.shares_processes, num_rounds=planner.num_rounds(ledger)
+        processes = self.devices.confirming(
+            conditions.hardware.device, are_shared=conditions.shares_processes, num_rounds=planner.num_rounds(ledger)
         )
+        stages: list[Stage] = [Confirm(chosen, conditions.environment)]
+        if self._options.ranks > 1:
+            stages = [OneRank(2 * MIN_ROUNDS), *stages, OneRank(0)]
+        if self._options.batch_size is None and self._options.max_trials is None:  # no limit was set
+            stages.append(LargerBatches())
+        self.budget.num_slots = 1  # one run at a time
         with closing(processes) as fresh:
-            runner = Runner(fresh, ledger, planner, self._watchers)
-            for _ in run([OneRank(2 * MIN_ROUNDS)] if are_ranked else [], runner):
-                pass
-            for stages in confirmation(chosen, conditions.environment, fresh.slots, ledger):
-                for _ in run_beside(stages, runner):
-                    pass
-            left: list[Stage] = [OneRank(0)] if are_ranked else []
-            if self._options.batch_size is None and self._options.max_trials is None:  # no limit was set
-                left.append(LargerBatches())
-            for _ in run(left, runner):
+            for _ in run(stages, Runner(fresh, ledger, planner, self._watchers)):
                 pass
 
     def _open(self, backend: WorkloadBackend) -> OpenedWorkload:
@@ -314,7 +307,7 @@ class _Search:
         opened = open_workload(
             backend,
             self._source,
-            self.places.device,
+            self.devices.device,
             self.watcher,
             baseline_batch_size=self._options.baseline[1] if self._options.baseline else ASSUMED_BATCH_SIZE,
             is_batch_free=self._options.effective_batch_size is not None,
@@ -323,7 +316,7 @@ class _Search:
         if opened.why_not_forked is not None:
             self._notes.append(f"Trials shared one process until it failed: {opened.why_not_forked}.")
         hardware = opened.hardware
-        held = max(hardware.memory.held_by_caller, held_bytes(hardware.device) if self.places.is_here else 0)
+        held = max(hardware.memory.held_by_caller, held_bytes(hardware.device) if self.devices.is_here else 0)
         hardware = replace(hardware, memory=replace(hardware.memory, held_by_caller=held))
         self._progress.found_hardware(hardware)
         self._notes += hardware.notes
@@ -379,8 +372,10 @@ def before_confirmation(study: Study) -> tuple[Stage, ...]:
     return *exploring(study), checks, scales, *on_the_winner, fallbacks, later, scales, fallbacks
 
 
-def _places(source: Source, options: SearchOptions, watchers: Watchers, warn: Callable[[str], None]) -> Places:
-    """Return the places that a search with these options runs on. `warn` is called for a node that is left out."""
+def _devices(
+    source: Source, options: SearchOptions, watchers: Watchers, warn: Callable[[str], None]
+) -> Devices | RayDevices:
+    """Return the devices that a search with these options runs on. `warn` is called for a node that is left out."""
     if options.ray is not None:
         source.is_elsewhere = True
         payload = _for_nodes(source)
@@ -389,11 +384,9 @@ def _places(source: Source, options: SearchOptions, watchers: Watchers, warn: Ca
             sends_directory=not (payload.target or "").startswith("autotune_amp."),
             excludes=[] if (out := os.path.relpath(options.out)).startswith(os.pardir) else [f"/{out}/"],
         )
-        return OnRay(cluster, options.device, options.ranks, payload, watchers.of, warn)
-    found = slots.found(options.devices, options.slots)
-    if found.slots:
-        return OnSlots(found, options.first_device, source.backend, watchers.of)
-    return OneDevice(options.first_device, source.backend, watchers.of, options.ranks)
+        return RayDevices(cluster, options.device, options.ranks, payload, watchers.of, warn)
+    gpus = None if options.devices is None else find_gpus(options.devices)
+    return Devices(options.first_device, source.backend, watchers.of, gpus, options.ranks)
 
 
 def _for_nodes(source: Source) -> Payload:

@@ -256,7 +256,7 @@ def _beyond_memory(ledger: Ledger, setting: Setting) -> Setting | None:
 
 
 def _together(ledger: Ledger, leader: Setting) -> Iterator[Setting]:
-    """Yield the leader with each value that was faster on another setting: on several slots values are tried at the
+    """Yield the leader with each value that was faster on another setting: on several devices values are tried at the
     same time, each on its own.
     """
     for dimension in ordered(ledger):

@@ -23,8 +23,8 @@ from search_replay import Replayed, play_search
 
 from autotune_amp.core.outcome import CheckOutcome, Failure, Fidelity, Measurement, Outcome
 from autotune_amp.core.setting import Setting
+from autotune_amp.processes.devices import ConfirmingProcesses
 from autotune_amp.processes.local import Ability, Isolation, Slot
-from autotune_amp.processes.places import ConfirmingProcesses
 from autotune_amp.processes.standby import MIN_CORES, MOST
 from autotune_amp.search.conditions import Conditions
 from autotune_amp.trial.jobs import Check, Trial, measure_seconds

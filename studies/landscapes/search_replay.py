@@ -18,17 +18,17 @@ from replay import Beside, Ground, ReplayBackend, ReplayBudget
 from autotune_amp.core.outcome import Record
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
+from autotune_amp.processes.devices import ConfirmingProcesses
 from autotune_amp.processes.local import Slot
-from autotune_amp.processes.places import ConfirmingProcesses
 from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.conditions import Conditions
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.planner import Planner
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher, Runner, Watchers, run, run_beside
+from autotune_amp.search.run import ProgressWatcher, Runner, Watchers, run
 from autotune_amp.search.search import before_confirmation
-from autotune_amp.search.stages.confirm import confirmation
+from autotune_amp.search.stages.confirm import Confirm
 from autotune_amp.search.stages.explore import share_building
 from autotune_amp.search.storage import study as studies
 
@@ -126,10 +126,10 @@ def play_search(
     backend.close()
     searched_seconds = budget.now
     if ledger.finalists is not None:
-        runner = Runner(fresh, ledger, planner, watchers)
-        for stages in confirmation(ledger.finalists, conditions.environment, fresh.slots, ledger):
-            for _ in run_beside(stages, runner):
-                pass
+        budget.num_slots = 1
+        stage = Confirm(ledger.finalists, conditions.environment)
+        for _ in run([stage], Runner(fresh, ledger, planner, watchers)):
+            pass
     by_round = {record.round: seconds for seconds, record in ends.records if record.round is not None}
     return Replayed(ledger, landscape, ends.records, searched_seconds, list(by_round.values()))
 

@@ -12,8 +12,8 @@ from scripted_backend import ScriptedBackend, ScriptedSearch, calibration, candi
 
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
+from autotune_amp.processes.devices import ConfirmingProcesses
 from autotune_amp.processes.local import Slot
-from autotune_amp.processes.places import ConfirmingProcesses
 from autotune_amp.search.ledger import LOSS_SCALE, Shortlist
 from autotune_amp.search.loss_scales import Scales
 from autotune_amp.search.planner import MIN_ROUNDS

@@ -91,9 +91,13 @@ def test_a_round_whose_slot_goes_is_run_anew_and_whole_elsewhere() -> None:
     form = "plateau, 0 %"
     without = played(form, frozenset())
     rounds = [number for number, (_, record) in enumerate(without.records) if record.round == 0]
-    found = played(form, frozenset({rounds[-1] + 4}))  # in one of the rounds beside one another
-    assert len(found.ledger.records) >= len(without.ledger.records)
-    counted = [r for r in ranking.counted(found.ledger.records) if r.round is not None and r.num_beside]
+    found = played(form, frozenset({rounds[-1]}))  # the last run of the first round
+    first = [(r.slot, r.candidate) for r in found.ledger.records if r.round == 0]
+    (lost_on, _), (slot, _) = first[0], first[-1]
+    assert lost_on != slot
+    settings = {without.records[number][1].candidate for number in rounds}
+    assert {setting for name, setting in first if name == slot} == settings
+    counted = [r for r in ranking.counted(found.ledger.records) if r.round is not None]
     per_round = Counter(r.round for r in counted)
     assert len(per_round) >= MIN_ROUNDS
     assert min(per_round.values()) >= 2, "baseline and winner"

@@ -5,7 +5,7 @@ batch sizes as an outlook.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from autotune_amp.core.outcome import Measurement, Purpose
 from autotune_amp.core.setting import Setting
-from autotune_amp.processes.local import Slot
 from autotune_amp.search.conditions import Conditions
 from autotune_amp.search.gains import unsettled
 from autotune_amp.search.ledger import Ledger, Shortlist
@@ -25,13 +24,11 @@ from autotune_amp.search.planner import (
     Planner,
     ending_seconds,
 )
-from autotune_amp.search.ranking import PLATEAU, UNDECIDED_TIER, beside, counted, is_confirming
+from autotune_amp.search.ranking import PLATEAU, UNDECIDED_TIER, is_confirming
 from autotune_amp.search.space import SEARCH_UP
 from autotune_amp.trial.jobs import Trial
 
 MAX_ROUNDS = 20  # more than `MIN_ROUNDS` only while it is unsure whether a contender is faster than the baseline
-ALONE = -1  # round number of the baseline running alone, before rounds run side by side on several slots
-NUM_ROUNDS_BESIDE = 4  # minimum number of rounds that run side by side on several slots
 ENDING_SHARE = 0.1  # share of the budget for running the workload's evaluation and checkpoint
 NUM_STEPS_FORESEEN = 14  # steps of an outlook's trial: a first step as long as three, the warm-up, the fewest measured
 
@@ -45,34 +42,24 @@ class ConfirmationRun(NamedTuple):
 
 
 class Confirm:
-    """Stage that runs the confirmation `rounds` on one slot: at least `MIN_ROUNDS`, more while it is unsettled who is
-    faster.
+    """Stage that runs the confirmation rounds, one run at a time: at least `MIN_ROUNDS`, more while it is unsettled who
+    is faster.
 
-    The contenders run in the recommended `environment`, the baseline in the user's own. `num_beside` rounds run at the
-    same time, one on each slot. A resumed search runs only the missing rounds. A failed setting is not run again; it
-    costs the others one more process start. The workload's evaluation and checkpoint are run once for each setting in
-    its environment. All runs of a round are on the same slot; with several slots, on the one named `slot`, and runs of
-    the round on another slot do not count.
+    The contenders run in the recommended `environment`, the baseline in the user's own. A resumed search runs only the
+    missing rounds. A failed setting is not run again; it costs the others one more process start. The workload's
+    evaluation and checkpoint are run once for each setting in its environment. If the slot of a round is lost, the
+    whole round runs on another one.
     """
 
     is_exclusive: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        shortlist: Shortlist,
-        environment: dict[str, str],
-        rounds: Iterable[int] = range(MAX_ROUNDS),
-        num_beside: int = 1,
-        slot: str | None = None,
-    ) -> None:
-        self._slot = slot
+    def __init__(self, shortlist: Shortlist, environment: dict[str, str]) -> None:
         self._contenders = shortlist
         self._environment = environment
-        self._rounds = list(rounds)  # to come
-        self._num_beside = num_beside
+        self._rounds = list(range(MAX_ROUNDS))  # to come
         self._num_begun = 0
         self._round = 0
-        self._to_run: list[ConfirmationRun] = []  # of this round
+        self._planned: list[ConfirmationRun] = []  # of this round
         self._is_started = False  # whether the process that the runs of this round share is running
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
@@ -84,27 +71,20 @@ class Confirm:
             if not is_runner_up_worth(ledger, planner, self._contenders):
                 self._contenders = self._contenders._replace(runner_up=None)
         elif conditions.shares_processes:
-            of_round = [r for r in ledger.records if (r.round, r.slot) == (self._round, self._slot)]
+            of_round = [r for r in ledger.records if r.round == self._round]
             self._is_started = bool(of_round) and isinstance(of_round[-1].outcome, Measurement)
-        while not self._to_run:
-            if not self._rounds or (
-                self._num_beside == 1 and self._rounds[0] >= MIN_ROUNDS and self._is_over(ledger, planner)
-            ):
+        while not (to_run := self._to_run(ledger)):
+            if not self._rounds or (self._rounds[0] >= MIN_ROUNDS and self._is_over(ledger, planner)):
                 return None
             self._round, self._is_started = self._rounds.pop(0), False
-            counting = [r for r in counted(ledger.records) if r.round == self._round]
-            done = [(r.candidate, "confirm" if is_confirming(r) else r.purpose, r.environment) for r in counting]
-            planned = [run for run in self._plan(ledger, planner) if run.setting not in ledger.failures]
-            if any(run not in done for run in planned):  # else the round is complete, wherever it ran
-                here = [run for run, r in zip(done, counting, strict=True) if r.slot == self._slot]
-                self._to_run = [run for run in planned if run not in here]
-                self._num_begun += bool(self._to_run)
-        run = self._to_run.pop(0)
+            self._planned = [run for run in self._plan(ledger, planner) if run.setting not in ledger.failures]
+            self._num_begun += bool(self._to_run(ledger))
+        run = to_run[0]
         is_loaded = self._num_begun > 1 and self._is_loaded_together(ledger, planner, self._num_begun)
         num_starts = 0 if self._is_started or is_loaded else 1
         left, needed = planner.budget.left(), planner.runs_seconds(ledger, [run.setting], num_starts)
         if left < needed:
-            self._to_run, self._rounds = [], []
+            self._planned, self._rounds = [], []
             return None
         ours = [ending_seconds(r) for r in ledger.records if (r.candidate, r.purpose, r.environment) == run]
         needs_ending = conditions.description.has_ending and run.purpose == "confirm" and set(ours) <= {None}
@@ -121,11 +101,12 @@ class Confirm:
             ending_seconds=min(self._ending_left(ledger, planner), left - needed) if needs_ending else None,
         )
 
-    def move(self, slot: Slot) -> None:
-        """Continue on another slot, repeating the round that was interrupted."""
-        if self._num_begun:
-            self._rounds.insert(0, self._round)
-        self._to_run, self._slot = [], slot.name
+    def _to_run(self, ledger: Ledger) -> list[ConfirmationRun]:
+        """Return the planned runs of this round that are missing on the slot where the round was last run."""
+        of_round = [r for r in ledger.records if r.round == self._round]
+        here = [r for r in of_round if r.slot == of_round[-1].slot]
+        done = [(r.candidate, "confirm" if is_confirming(r) else r.purpose, r.environment) for r in here]
+        return [run for run in self._planned if run not in done]
 
     def _is_environment_worth(self, ledger: Ledger, planner: Planner) -> bool:
         """Whether the recommended environment variables alone may gain enough to justify confirming them."""
@@ -168,7 +149,7 @@ class Confirm:
         left = planner.budget.left() - (self._ending_left(ledger, planner) if self._round == 0 else 0.0)
         if is_loaded_together and not self._num_begun:
             left -= planner.runs_seconds(ledger, [], 1)
-        num_needed = max(1, math.ceil((MIN_ROUNDS - self._round) / self._num_beside))
+        num_needed = max(1, MIN_ROUNDS - self._round)
         return plan_round(self._contenders, self._environment, seconds_of, left, self._round, num_needed)
 
     def _ending_left(self, ledger: Ledger, planner: Planner) -> float:
@@ -187,32 +168,6 @@ def is_runner_up_worth(ledger: Ledger, planner: Planner, chosen: Shortlist) -> b
     lead = speeds[runner_up] / speeds[winner] - 1 + PLATEAU if winner in speeds else math.inf
     num_starts = 0 if planner.conditions.shares_processes else 1
     return lead > planner.least_gain(MIN_ROUNDS * planner.runs_seconds(ledger, [runner_up], num_starts))
-
-
-def confirmation(
-    shortlist: Shortlist, environment: dict[str, str], slots: Sequence[Slot], ledger: Ledger
-) -> Iterator[Mapping[Slot, Confirm]]:
-    """Yield the `Confirm` stages to run at the same time, by slot. On a single slot one stage runs all rounds.
-
-    On several slots the baseline runs alone first, then as many rounds side by side as there are slots. If running side
-    by side changes the step time (`ranking.beside`), rounds are run alone for as long as it does.
-    """
-    alone, found = slots[0], beside(ledger.records)
-    if len(slots) == 1 or (found is not None and found.is_different):  # known from before
-        yield {alone: Confirm(shortlist, environment, slot=alone.name)}
-        return
-    only_baseline = Shortlist(shortlist.baseline, None, shortlist.baseline)
-    yield {alone: Confirm(only_baseline, {}, [ALONE], slot=alone.name)}
-    num_rounds = len(slots) * math.ceil(NUM_ROUNDS_BESIDE / len(slots))
-    yield {
-        slot: Confirm(shortlist, environment, range(place, num_rounds, len(slots)), len(slots), slot.name)
-        for place, slot in enumerate(slots)
-    }
-    for number in range(MAX_ROUNDS):
-        found = beside(ledger.records)
-        if found is not None and not found.is_different:
-            return
-        yield {alone: Confirm(shortlist, environment, [number], slot=alone.name)}
 
 
 def plan_round(
