@@ -15,7 +15,6 @@ from autotune_amp.core.errors import AutotuneAmpError, ClusterLostError, Invalid
 from autotune_amp.core.hardware import MachineLoad
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import (
-    Exclusion,
     Fingerprint,
     NothingWorksError,
     Recommendation,
@@ -29,13 +28,13 @@ from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import host, identify, machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.processes.devices import Devices, find_gpus
-from autotune_amp.processes.local import Backend, Payload, SlotLostError, WorkloadBackend
+from autotune_amp.processes.local import Backend, SlotLostError, WorkloadBackend
 from autotune_amp.processes.on_ray.cluster import Cluster
 from autotune_amp.processes.on_ray.slots import RayDevices
 from autotune_amp.search.answer import explain
 from autotune_amp.search.answer.decide import recommend
 from autotune_amp.search.conditions import Conditions
-from autotune_amp.search.ledger import Ledger
+from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.options import DEFAULT_BUDGET_SECONDS, SearchOptions
 from autotune_amp.search.planner import MIN_ROUNDS, Budget, Planner
 from autotune_amp.search.progress import Progress
@@ -51,7 +50,6 @@ from autotune_amp.search.storage import shared
 from autotune_amp.search.storage.folder import StudyFolder
 from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.energy import require_counter
-from autotune_amp.trial.failures import mended
 from autotune_amp.trial.memory import recommended_environment
 
 _HELD_SHARE_WORTH_A_WORD = 0.05
@@ -118,7 +116,7 @@ def search_anew(
 
 
 class _Search:
-    """State of one search. Read `run` for its order of events."""
+    """One search, with what it holds open. Read `run`, `_search` and `_confirm` for its order of events."""
 
     def __init__(self, source: Source, options: SearchOptions, progress: Progress, folder: StudyFolder) -> None:
         self.budget = Budget(options.budget_seconds)
@@ -141,88 +139,26 @@ class _Search:
         self.budget.num_slots = self.devices.num_slots
         return found
 
-    def _like(self, fingerprint: Fingerprint) -> Setting | None:
-        """Return the setting that the storage has for the same code and device but other options, or None."""
-        if self._options.storage is None:
-            return None
-        try:
-            answer = next(iter(shared.answers(self._options.storage, fingerprint)), None)
-        except StudyError as error:
-            self._progress.note(f"What others found is not known: {error.message}")
-            return None
-        if answer is None:
-            return None
-        setting = Setting.of(answer.recommendation.config)
-        self._progress.note(f"Starting from what was measured {answer.origin}, for the same code: {setting}.")
-        return setting
-
     def run(
         self, backend: WorkloadBackend, fingerprint: Fingerprint, search_id: str, *, asks_others: bool
     ) -> Recommendation:
-        """Open the workload, build the space, explore, check, confirm, decide and save; return the recommendation.
+        """Open the workload, build the space, run the stages, decide and save; return the recommendation.
 
         With `asks_others` a search without records first tries the setting found by others for the same code.
         """
-        opened = self._open(backend)
-        for line in self.devices.notes:
-            self._note(line)
-        if self.devices.num_slots > 1:
-            self.watcher.phase(f"loading the workload on {self.devices.num_slots} devices")
-        backend.open_others(self.budget.left())
-        load_before = self._meter.stop()  # the load by others while the workload was loaded and probed
-        for line in self._doubts(load_before):
-            self._progress.note(line)  # the answer has it by its `search.load`
+        opened, load_before = self._open(backend)
         ledger = self._ledger(build_space(opened.hardware, opened.description, self._options), search_id)
-        conditions = Conditions(
-            hardware=opened.hardware,
-            description=opened.description,
-            memory_limit_bytes=self._options.limit_bytes(
-                opened.description.available_bytes(opened.hardware.memory.available, opened.hardware.device)
-            ),
-            torch_state=opened.torch_state,
-            environment=recommended_environment(opened.hardware.device),
-            seed=self._options.seed,
-            ready_seconds=opened.ready_seconds,
-            max_trials=self._options.max_trials,
-            are_trials_fresh=self._source.launch_line is not None,
-            loads_together="load_together" in backend.abilities,
-            like=self._like(fingerprint) if asks_others and not ledger.records else None,
-        )
-        was_interrupted, reason = False, ""
-        try:
-            planner = Planner(conditions, self.budget)
-            self._search(backend, ledger, planner)
-            backend.close()  # the user's own run will not have its memory and threads either
-            self._confirm(ledger, planner)
-        except (KeyboardInterrupt, ClusterLostError) as error:
-            was_interrupted = True
-            reason = "Interrupted" if isinstance(error, KeyboardInterrupt) else error.message.rstrip(".")
-        finally:
-            try:
-                backend.close()
-            except KeyboardInterrupt:  # once more, while processes end
-                was_interrupted, reason = True, "Interrupted"
+        like = self._like(fingerprint) if asks_others and not ledger.records else None
+        planner = Planner(self._conditions(opened, backend, like), self.budget)
+        interruption = self._run_stages(backend, ledger, planner)
         if ledger.finalists is None:
-            raise self._nothing_to_choose(ledger, reason)
+            raise self._nothing_to_choose(ledger, interruption)
         recommendation = recommend(
             ledger,
             options=self._options,
-            environment=conditions.environment,
+            environment=planner.conditions.environment,
             workload=opened.description,
-            search=SearchSummary(
-                study=self.folder.path.name,
-                num_trials=len(ledger.trials),
-                num_failures=ledger.num_failures,
-                seconds=self.budget.elapsed(),
-                start_seconds=conditions.start_seconds,
-                was_interrupted=was_interrupted,
-                search_id=ledger.search_id,
-                is_budget_spent=self._is_spent or was_interrupted,
-                warnings=tuple(self._warnings),
-                notes=(*self._notes, *(f"This answer cannot be cached: {part}." for part in fingerprint.unknown)),
-                files=self._source.leftovers(),
-                load=load_before if self.devices.is_here else None,
-            ),
+            search=self._summary(ledger, planner, fingerprint, load_before, was_interrupted=interruption is not None),
             hardware=opened.hardware,
             fingerprint=self._source.with_opened(fingerprint),
             versions=versions(),
@@ -230,31 +166,30 @@ class _Search:
             launch_line=self._source.launch_line,
         )
         recommendation = self.folder.save(recommendation)
-        if was_interrupted:
+        if interruption is not None:
             trials = count(len(ledger.trials), "trial")
             raise SearchInterruptedError(
-                f"{reason} after {trials}; the best so far is in {self.folder.recommendation_path}.",
+                f"{interruption} after {trials}; the best so far is in {self.folder.recommendation_path}.",
                 "Run the same search again to go on.",
                 recommendation.excluded,
                 recommendation,
             )
-        if self._options.storage is not None and not fingerprint.unknown:
-            try:
-                shared.keep(self._options.storage, recommendation)
-            except StudyError as error:
-                self._progress.note(f"Others will not find this answer: {error.message}")
+        self._keep_for_others(recommendation)
         return recommendation
 
-    def _doubts(self, load: MachineLoad) -> Sequence[str]:
-        """Return warnings about the load by other processes, if the search runs on this host."""
-        if not self.devices.is_here:
-            return ()
-        said = machine_load.doubts(machine_load.evidence([load]), "search on an idle machine")
-        return said if load.others_num_cores is not None else (*said, *self._load_notes)
-
-    def _note(self, line: str) -> None:
-        self._progress.note(line)
-        self._notes.append(line)
+    def _run_stages(self, backend: WorkloadBackend, ledger: Ledger, planner: Planner) -> str | None:
+        """Run all stages and return what interrupted them, or None."""
+        try:
+            try:
+                self._search(backend, ledger, planner)
+            finally:
+                backend.close()  # the user's own run will not have its memory and threads either
+            self._confirm(ledger, planner)
+        except KeyboardInterrupt:
+            return "Interrupted"
+        except ClusterLostError as error:
+            return error.message.rstrip(".")
+        return None
 
     def _search(self, backend: Backend, ledger: Ledger, planner: Planner) -> None:
         """Run the stages before the confirmation."""
@@ -288,17 +223,25 @@ class _Search:
         processes = self.devices.confirming(
             conditions.hardware.device, are_shared=conditions.shares_processes, num_rounds=planner.num_rounds(ledger)
         )
-        stages: list[Stage] = [Confirm(chosen, conditions.environment)]
-        if self._options.ranks > 1:
-            stages = [OneRank(2 * MIN_ROUNDS), *stages, OneRank(0)]
-        if self._options.batch_size is None and self._options.max_trials is None:  # no limit was set
-            stages.append(LargerBatches())
         self.budget.num_slots = 1  # one run at a time
         with closing(processes) as fresh:
+            stages = confirmation(chosen, conditions.environment, self._options)
             for _ in run(stages, Runner(fresh, ledger, planner, self._watchers)):
                 pass
 
-    def _open(self, backend: WorkloadBackend) -> OpenedWorkload:
+    def _doubts(self, load: MachineLoad) -> Sequence[str]:
+        """Return warnings about the load by other processes, if the search runs on this host."""
+        if not self.devices.is_here:
+            return ()
+        said = machine_load.doubts(machine_load.evidence([load]), "search on an idle machine")
+        return said if load.others_num_cores is not None else (*said, *self._load_notes)
+
+    def _note(self, line: str) -> None:
+        self._progress.note(line)
+        self._notes.append(line)
+
+    def _open(self, backend: WorkloadBackend) -> tuple[OpenedWorkload, MachineLoad]:
+        """Open the workload on every device; return it with the load by others meanwhile."""
         if self._options.objective == "energy" and "energy" not in backend.abilities:
             raise InvalidRequestError(
                 "--objective is 'energy', and what a trial of a command or of several ranks draws is not metered.",
@@ -329,13 +272,80 @@ class _Search:
             )
         if self._options.objective == "energy":
             require_counter(hardware.identity.type, hardware.identity.uuid)
-        return opened._replace(hardware=hardware)
+        for line in self.devices.notes:
+            self._note(line)
+        if self.devices.num_slots > 1:
+            self.watcher.phase(f"loading the workload on {self.devices.num_slots} devices")
+        backend.open_others(self.budget.left())
+        load = self._meter.stop()
+        for line in self._doubts(load):
+            self._progress.note(line)  # the answer has it by its `search.load`
+        return opened._replace(hardware=hardware), load
+
+    def _like(self, fingerprint: Fingerprint) -> Setting | None:
+        """Return the setting that the storage has for the same code and device but other options, or None."""
+        if self._options.storage is None:
+            return None
+        try:
+            answer = next(iter(shared.answers(self._options.storage, fingerprint)), None)
+        except StudyError as error:
+            self._progress.note(f"What others found is not known: {error.message}")
+            return None
+        if answer is None:
+            return None
+        setting = Setting.of(answer.recommendation.config)
+        self._progress.note(f"Starting from what was measured {answer.origin}, for the same code: {setting}.")
+        return setting
+
+    def _conditions(self, opened: OpenedWorkload, backend: Backend, like: Setting | None) -> Conditions:
+        hardware, description = opened.hardware, opened.description
+        return Conditions(
+            hardware=hardware,
+            description=description,
+            memory_limit_bytes=self._options.limit_bytes(
+                description.available_bytes(hardware.memory.available, hardware.device)
+            ),
+            torch_state=opened.torch_state,
+            environment=recommended_environment(hardware.device),
+            seed=self._options.seed,
+            ready_seconds=opened.ready_seconds,
+            max_trials=self._options.max_trials,
+            are_trials_fresh=self._source.launch_line is not None,
+            loads_together="load_together" in backend.abilities,
+            like=like,
+        )
+
+    def _summary(
+        self, ledger: Ledger, planner: Planner, fingerprint: Fingerprint, load: MachineLoad, *, was_interrupted: bool
+    ) -> SearchSummary:
+        return SearchSummary(
+            study=self.folder.path.name,
+            num_trials=len(ledger.trials),
+            num_failures=ledger.num_failures,
+            seconds=self.budget.elapsed(),
+            start_seconds=planner.conditions.start_seconds,
+            was_interrupted=was_interrupted,
+            search_id=ledger.search_id,
+            is_budget_spent=self._is_spent or was_interrupted,
+            warnings=tuple(self._warnings),
+            notes=(*self._notes, *(f"This answer cannot be cached: {part}." for part in fingerprint.unknown)),
+            files=self._source.leftovers(),
+            load=load if self.devices.is_here else None,
+        )
+
+    def _keep_for_others(self, recommendation: Recommendation) -> None:
+        if self._options.storage is None or recommendation.fingerprint.unknown:
+            return
+        try:
+            shared.keep(self._options.storage, recommendation)
+        except StudyError as error:
+            self._progress.note(f"Others will not find this answer: {error.message}")
 
     def _cannot_be_built(self, failure: Failure) -> NothingWorksError:
         reason = f"{failure.kind}: {failure.message}" + (f"\n{failure.details.rstrip()}" if failure.details else "")
         return NothingWorksError(
             f"The training does not run as it is today, so no candidate can: {reason}",
-            _way_out([failure]),
+            explain.way_out([failure]),
             (),
         )
 
@@ -352,14 +362,14 @@ class _Search:
             self._progress.note(f"Going on with {len(ledger.trials)} trials that were measured before.")
         return ledger
 
-    def _nothing_to_choose(self, ledger: Ledger, interrupted_by: str) -> AutotuneAmpError:
+    def _nothing_to_choose(self, ledger: Ledger, interruption: str | None) -> AutotuneAmpError:
         excluded = explain.excluded(ledger, is_budget_spent=True)
-        if interrupted_by:
+        if interruption is not None:
             return SearchInterruptedError(
-                f"{interrupted_by} before anything was measured.", "Run the same search again.", excluded, None
+                f"{interruption} before anything was measured.", "Run the same search again.", excluded, None
             )
         step_seconds = self._watchers.last_step_seconds
-        return nothing_works(ledger, excluded, step_seconds is not None) or self.budget.too_small(step_seconds)
+        return explain.nothing_works(ledger, excluded, step_seconds is not None) or self.budget.too_small(step_seconds)
 
 
 def before_confirmation(study: Study) -> tuple[Stage, ...]:
@@ -372,13 +382,21 @@ def before_confirmation(study: Study) -> tuple[Stage, ...]:
     return *exploring(study), checks, scales, *on_the_winner, fallbacks, later, scales, fallbacks
 
 
+def confirmation(shortlist: Shortlist, environment: dict[str, str], options: SearchOptions) -> tuple[Stage, ...]:
+    """Return the stages that measure in fresh processes, in order."""
+    confirm = Confirm(shortlist, environment)
+    stages: tuple[Stage, ...] = (OneRank(2 * MIN_ROUNDS), confirm, OneRank(0)) if options.ranks > 1 else (confirm,)
+    is_limited = options.batch_size is not None or options.max_trials is not None
+    return stages if is_limited else (*stages, LargerBatches())
+
+
 def _devices(
     source: Source, options: SearchOptions, watchers: Watchers, warn: Callable[[str], None]
 ) -> Devices | RayDevices:
     """Return the devices that a search with these options runs on. `warn` is called for a node that is left out."""
     if options.ray is not None:
         source.is_elsewhere = True
-        payload = _for_nodes(source)
+        payload = source.payload_for_nodes()
         cluster = Cluster(
             options.ray,
             sends_directory=not (payload.target or "").startswith("autotune_amp."),
@@ -387,58 +405,3 @@ def _devices(
         return RayDevices(cluster, options.device, options.ranks, payload, watchers.of, warn)
     gpus = None if options.devices is None else find_gpus(options.devices)
     return Devices(options.first_device, source.backend, watchers.of, gpus, options.ranks)
-
-
-def _for_nodes(source: Source) -> Payload:
-    """Return the workload for other hosts, which receive the working directory: paths of files in it are made relative.
-
-    Raises `InvalidRequestError` for a command and for a file outside the working directory.
-    """
-    if source.launch_line is not None:
-        raise InvalidRequestError(
-            "--ray runs the trials of a Workload; those of a command run one after the other on this host.",
-            "Leave --ray out, or give a function that returns a Workload.",
-        )
-    place, colon, function = (source.payload.target or "").rpartition(":")
-    if place.endswith(".py"):
-        place = os.path.relpath(place)
-        if place.startswith(os.pardir):
-            raise InvalidRequestError(
-                f"--ray sends the working directory to the nodes, and {place} lies outside of it.",
-                "Run the command in the folder that holds your code.",
-            )
-    return replace(source.payload, target=f"{place}{colon}{function}" or None)
-
-
-def nothing_works(ledger: Ledger, excluded: tuple[Exclusion, ...], has_stepped: bool) -> NothingWorksError | None:
-    """Return why nothing can be recommended; None if trials were only too slow and one `has_stepped`."""
-    if ledger.ruled_out:
-        reasons = dict.fromkeys(f"{setting.precision}: {reason}" for setting, reason in ledger.ruled_out.items())
-        return NothingWorksError(
-            f"Whatever ran is ruled out: {'; '.join(reasons)}.",
-            "Allow --precision fp32 as well, or do as the first of these reasons says.",
-            excluded,
-        )
-    failed = [(r.candidate, r.outcome) for r in ledger.trials if isinstance(r.outcome, Failure)]
-    failed = [(setting, failure) for setting, failure in failed if not failure.is_loading]
-    if not failed or (has_stepped and all(failure.kind == "timeout" for _, failure in failed)):
-        return None
-    setting, first = next((pair for pair in failed if pair[1].kind == "workload_error"), failed[0])
-    details = f"\n{first.details.rstrip()}" if first.details else ""
-    return NothingWorksError(
-        f"None of {count(len(ledger.trials), 'trial')} worked; {setting}: {first.message}.{details}",
-        _way_out([first, *(failure for _, failure in failed)]),
-        excluded,
-    )
-
-
-def _way_out(failed: Sequence[Failure]) -> str:
-    """Return what to do about these failures, of which the first was told: what is known of its kind of error."""
-    kinds = {failure.kind for failure in failed}
-    asked = {
-        "oom": "Give it a smaller batch.",
-        "timeout": "Give a larger --budget, or find out where it hangs: run the training by itself for a few steps.",
-    }
-    first = mended(failed[0]) or asked.get(failed[0].kind, "Fix that error, then run the same search again.")
-    slow = " If the others only need more time, give a larger --budget."
-    return first + slow * ("timeout" in kinds and failed[0].kind != "timeout")

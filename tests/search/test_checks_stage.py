@@ -16,9 +16,9 @@ from autotune_amp.core.config import LossScale
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Failure, FailureKind
 from autotune_amp.core.setting import Setting
+from autotune_amp.search.answer.explain import nothing_works
 from autotune_amp.search.loss_scales import DEFAULT_PAIR, calibrated
 from autotune_amp.search.ranking import check_key, found_fidelity
-from autotune_amp.search.search import nothing_works
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages import checks
 from autotune_amp.search.stages.checks import Todo, next_todo

@@ -21,7 +21,8 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.explore import exploring
 from autotune_amp.search.storage import study as studies
-from autotune_amp.search.storage.study import Study, connected
+from autotune_amp.search.storage.database import connected
+from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Trial
 
 SPACE = Space(
