@@ -141,10 +141,9 @@ class Study:
         return Asked(setting, None, pair)
 
     def _ask(self, setting: Setting, pair: Pair | None) -> Asked:
-        self._study.enqueue_trial(
-            _parameters(setting, pair) | self._further_parameters(setting), user_attrs=_described(setting)
-        )
         further = self._further if setting.set_up else {}
+        parameters = _parameters(setting, pair) | {name: getattr(setting, name) for name in further}
+        self._study.enqueue_trial(parameters, user_attrs=_described(setting))
         try:
             trial = self._study.ask(self._distributions | further)
         except ValueError as error:
@@ -191,7 +190,10 @@ class Study:
         """
         self._ledger = ledger
         if self._away_since is not None and (is_over or time.monotonic() > self._away_since + AWAY_SECONDS):
-            self._try_again()
+            with self._going_on():
+                self._attach()
+                self._away_since = None
+                self._note("The study's storage is there again.")
         for record in ledger.records:
             setting, outcome = record.candidate, record.outcome
             is_due = record.purpose == "search" and record.number not in self._told and self._is_legal(setting)
@@ -203,7 +205,7 @@ class Study:
                 self._told.add(record.number)
             if record.purpose == "calibration" and setting not in self._calibrated:
                 self._calibrated.add(setting)
-                self.answer_seeds(setting)
+                self.suggest_pairs(setting, 0, lambda: 0.0)  # the initial ones alone
 
     @property
     def is_there(self) -> bool:
@@ -220,12 +222,6 @@ class Study:
                 self._note(f"{study_error(self._storage, error).message} The search goes on, and tells it later.")
             self._away_since = time.monotonic()
 
-    def _try_again(self) -> None:
-        with self._going_on():
-            self._attach()
-            self._away_since = None
-            self._note("The study's storage is there again.")
-
     def _attach(self) -> None:
         """Load the study as a resumed search does, from the trials that it has."""
         self._study = self._load()
@@ -235,29 +231,23 @@ class Study:
         finished = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
         self._told = {t.user_attrs["record"] for t in finished if "record" in t.user_attrs}  # numbers of its records
 
-    def answer_seeds(self, setting: Setting) -> list[Pair] | None:
-        """Tell the study the initial pairs that it lacks. Return all that it knows, or None without a safe scale."""
-        scales = scales_of(self._ledger.scales, setting)
-        outcome = self._ledger.outcomes.get(setting)
-        if scales is None or scales.refusal is not None or outcome is None:
-            return None
-        known = self.pairs(setting)
-        missing = [pair for pair in scales.seeds if pair not in known]
-        for pair in missing:
-            self.tell(self.ask(setting, pair), outcome)
-        return known + missing
-
     def suggest_pairs(self, setting: Setting, num_pairs: int, left_seconds: Callable[[], float]) -> None:
-        """Let the sampler suggest pairs for a calibrated setting until it has `num_pairs` or no time is left."""
-        known = self.answer_seeds(setting)
-        if known is None:
+        """Tell the study the initial pairs of a calibrated setting that it lacks, then let the sampler suggest more
+        until it has `num_pairs` or no time is left. Without a safe scale do nothing.
+        """
+        scales, outcome = scales_of(self._ledger.scales, setting), self._ledger.outcomes.get(setting)
+        if scales is None or scales.refusal is not None or outcome is None:
             return
+        known = self.pairs(setting)
         for pair in known:  # a resumed search counts earlier pairs
             self._ledger.replay(setting, pair)
-        for _ in range(num_pairs - len(known)):
+        seeds = [pair for pair in scales.seeds if pair not in known]
+        for pair in seeds:
+            self.tell(self.ask(setting, pair), outcome)
+        for _ in range(num_pairs - len(known) - len(seeds)):
             if left_seconds() <= 0 or not self.is_there:
                 return
-            self.tell(self.ask(setting, None), self._ledger.outcomes[setting])
+            self.tell(self.ask(setting, None), outcome)
 
     def pairs(self, setting: Setting) -> list[Pair]:
         """Return the pairs of an fp16 setting that the study has results for, in order."""
@@ -296,9 +286,6 @@ class Study:
     def _is_legal(self, setting: Setting) -> bool:
         """Whether a setting is in the space, apart from pinned modules and further dimensions except workers."""
         return msgspec.structs.replace(setting.with_nothing_set_up, pinned_modules=()) in self._legal
-
-    def _further_parameters(self, setting: Setting) -> dict[str, str]:
-        return {name: getattr(setting, name) for name in self._further} if setting.set_up else {}
 
 
 def _distribution(dimension: Dimension[Any], settings: Sequence[Setting]) -> BaseDistribution:
