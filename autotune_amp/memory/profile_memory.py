@@ -25,7 +25,7 @@ from autotune_amp.memory.results import MemoryProfile, MemoryRow
 from autotune_amp.memory.savings import savings
 from autotune_amp.precision.modes import MODES
 from autotune_amp.profile.gap import LOW
-from autotune_amp.search.conditions import is_hopeless
+from autotune_amp.search.job_defaults import is_hopeless
 from autotune_amp.search.options import SearchOptions, is_count
 from autotune_amp.search.planner import Budget
 from autotune_amp.search.profile_amp import refused_in, space_at

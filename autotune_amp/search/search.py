@@ -33,7 +33,7 @@ from autotune_amp.processes.on_ray.cluster import Cluster
 from autotune_amp.processes.on_ray.slots import RayDevices
 from autotune_amp.search.answer import explain
 from autotune_amp.search.answer.decide import recommend
-from autotune_amp.search.conditions import Conditions
+from autotune_amp.search.job_defaults import JobDefaults
 from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.options import DEFAULT_BUDGET_SECONDS, SearchOptions
 from autotune_amp.search.planner import MIN_ROUNDS, Budget, Planner
@@ -41,7 +41,7 @@ from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher, Runner, Stage, Watchers, run
 from autotune_amp.search.source import OpenedWorkload, Source, held_bytes, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
-from autotune_amp.search.stages.checks import Checks, LaterChecks, LossScales
+from autotune_amp.search.stages.checks import Checks, LossScales, TrainedWeightsChecks
 from autotune_amp.search.stages.confirm import Confirm, LargerBatches, OneRank
 from autotune_amp.search.stages.explore import exploring, share_building, untried_seed
 from autotune_amp.search.stages.fallbacks import Fallbacks
@@ -151,12 +151,12 @@ class _Search:
         like = self._like(fingerprint) if asks_others and not ledger.records else None
         planner = Planner(self._conditions(opened, backend, like), self.budget)
         interruption = self._run_stages(backend, ledger, planner)
-        if ledger.finalists is None:
+        if ledger.final_shortlist is None:
             raise self._nothing_to_choose(ledger, interruption)
         recommendation = recommend(
             ledger,
             options=self._options,
-            environment=planner.conditions.environment,
+            environment=planner.job_defaults.environment,
             workload=opened.description,
             search=self._summary(ledger, planner, fingerprint, load_before, was_interrupted=interruption is not None),
             hardware=opened.hardware,
@@ -200,13 +200,13 @@ class _Search:
         study_of = partial(Study.open, storage, self.folder.path.name, ledger, owner=owner, seed=self._options.seed)
         with study_of(note=self._progress.note) as study:
             self.watcher.phase("searching")
-            if untried_seed(ledger, planner.conditions) is not None:
+            if untried_seed(ledger, planner.job_defaults) is not None:
                 self._progress.note(planner.forecast(ledger, may_fork="share_build" in backend.abilities))
             share_building(backend, planner, ledger, self._progress)
             for _ in run(before_confirmation(study), runner):
                 if not runner.pending:
                     share_building(backend, planner, ledger, self._progress)
-            most, is_open = planner.conditions.max_trials, untried_seed(ledger, planner.conditions) is not None
+            most, is_open = planner.job_defaults.max_trials, untried_seed(ledger, planner.job_defaults) is not None
             is_out_of_time = not planner.may_try(ledger, planner.to_explore(ledger))
             self._is_spent = is_out_of_time and (is_open or most is None or len(ledger.trials) < most)
             study.catch_up(ledger, is_over=True)
@@ -215,17 +215,19 @@ class _Search:
 
     def _confirm(self, ledger: Ledger, planner: Planner) -> None:
         """Run the stages that measure in fresh processes."""
-        chosen, conditions = ledger.finalists, planner.conditions
+        chosen, job_defaults = ledger.final_shortlist, planner.job_defaults
         if chosen is None:
             return
 
         self.watcher.phase("confirming in fresh processes")
         processes = self.devices.confirming(
-            conditions.hardware.device, are_shared=conditions.shares_processes, num_rounds=planner.num_rounds(ledger)
+            job_defaults.hardware.device,
+            are_shared=job_defaults.shares_processes,
+            num_rounds=planner.num_rounds(ledger),
         )
         self.budget.num_slots = 1  # one run at a time
         with closing(processes) as fresh:
-            stages = confirmation(chosen, conditions.environment, self._options)
+            stages = confirmation(chosen, job_defaults.environment, self._options)
             for _ in run(stages, Runner(fresh, ledger, planner, self._watchers)):
                 pass
 
@@ -297,9 +299,9 @@ class _Search:
         self._progress.note(f"Starting from what was measured {answer.origin}, for the same code: {setting}.")
         return setting
 
-    def _conditions(self, opened: OpenedWorkload, backend: Backend, like: Setting | None) -> Conditions:
+    def _conditions(self, opened: OpenedWorkload, backend: Backend, like: Setting | None) -> JobDefaults:
         hardware, description = opened.hardware, opened.description
-        return Conditions(
+        return JobDefaults(
             hardware=hardware,
             description=description,
             memory_limit_bytes=self._options.limit_bytes(
@@ -323,7 +325,7 @@ class _Search:
             num_trials=len(ledger.trials),
             num_failures=ledger.num_failures,
             seconds=self.budget.elapsed(),
-            start_seconds=planner.conditions.start_seconds,
+            start_seconds=planner.job_defaults.start_seconds,
             was_interrupted=was_interrupted,
             search_id=ledger.search_id,
             is_budget_spent=self._is_spent or was_interrupted,
@@ -375,7 +377,7 @@ class _Search:
 def before_confirmation(study: Study) -> tuple[Stage, ...]:
     """Return the stages of a search up to its confirmation, in order."""
     checks, scales, fallbacks = Checks(), LossScales(study), Fallbacks()
-    workers, later = LoaderWorkers(checks), LaterChecks(checks)
+    workers, later = LoaderWorkers(checks), TrainedWeightsChecks(checks)
     # A faster variant may wait for data again.
     on_the_winner = workers, Variants(checks), workers, later
     # A fallback may turn out faster than its contender: then it is a contender itself, and checked like any other.

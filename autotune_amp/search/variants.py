@@ -28,7 +28,7 @@ from autotune_amp.profile.gap import DIMENSIONS_OF_A_PROFILE, gap, max_speedups
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import COMPILE_SECONDS, Planner
 from autotune_amp.search.ranking import PLATEAU, check_key, needs_check
-from autotune_amp.search.stages.curve import OF_A_PRECISION, OF_A_VALUE
+from autotune_amp.search.stages.throughput_model import OF_A_PRECISION, OF_A_VALUE
 
 # Order without a profile: values that cost only a trial come before those that compile. Nothing is tried on top of
 # low-precision weights, which few checks find faithful.
@@ -111,7 +111,7 @@ def next_setting(ledger: Ledger, is_worth: Callable[[Setting], bool] = lambda _:
     leader = _leader(ledger)
     if leader is None:
         return None
-    tried = {record.candidate for record in ledger.told}
+    tried = {record.candidate for record in ledger.counted_trials}
     for dimension in ordered(ledger):
         for value in ledger.space.variants.get(dimension.name, ()):
             if _trials_of(ledger, dimension, value) or why_not_worth(ledger, dimension, value) is not None:
@@ -182,7 +182,9 @@ def _compiler_failure(ledger: Ledger, mode: str) -> Record | None:
 
     A failure with CUDA graphs does not count for other modes.
     """
-    compiled = [r for r in ledger.told if r.candidate.is_compiled and r.candidate.compile in (mode, "default")]
+    compiled = [
+        r for r in ledger.counted_trials if r.candidate.is_compiled and r.candidate.compile in (mode, "default")
+    ]
     return next(
         (r for r in compiled if isinstance(r.outcome, Failure) and r.outcome.kind not in NOT_THE_COMPILER), None
     )
@@ -283,7 +285,7 @@ def beside(ledger: Ledger) -> Iterator[Setting]:
     winner = _leader(ledger)
     if winner is None or not winner.set_up:
         return
-    tried = {record.candidate for record in ledger.told}
+    tried = {record.candidate for record in ledger.counted_trials}
     sizes = _of_its_precision(ledger, winner)
     if winner.is_compiled:  # compiling takes tens of seconds, and a compiled winner gains most at a larger batch
         sizes = [c for c in sizes if c.batch_size >= winner.batch_size]
@@ -306,7 +308,7 @@ def _of_its_precision(ledger: Ledger, setting: Setting) -> list[Setting]:
 
 
 def _trials_of(ledger: Ledger, dimension: Dimension[Any], value: Any) -> list[Record]:
-    ours = [r for r in ledger.told if r.purpose == "search" and r.candidate != ledger.space.baseline]
+    ours = [r for r in ledger.counted_trials if r.purpose == "search" and r.candidate != ledger.space.baseline]
     if dimension is COMPILE:  # compiled fp8 says nothing about compiling alone
         ours = [r for r in ours if r.candidate.precision != "fp8"]
     return [r for r in ours if dimension.value_in(r.candidate) == value]

@@ -69,7 +69,7 @@ class Machine:
         """The records of the confirmation."""
         num_before = len(self.ledger.records)
         self.searched.set_start(environment or {}, self.start_seconds)
-        processes = ConfirmingProcesses(self.make, Slot("cpu"), are_shared=self.searched.conditions.shares_processes)
+        processes = ConfirmingProcesses(self.make, Slot("cpu"), are_shared=self.searched.job_defaults.shares_processes)
         self.searched.run(Confirm(shortlist, environment or {}), processes)
         return self.ledger.records[num_before:]
 

@@ -10,7 +10,7 @@ import pytest
 from closed_form import Repeated, landscapes
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from replay import Beside, Done
+from replay import Done, SlotBackends
 from scripted_backend import ScriptedSearch, candidate, measured
 from search_replay import Replayed, search_replay, setting_of
 from test_search_on_slots import BASELINE, SLOTS, SPACE, Listed, Timed, answer
@@ -39,7 +39,7 @@ class _Lost:
         raise SlotLostError(self._slot, "it was switched off")
 
 
-class Losing(Beside):
+class Losing(SlotBackends):
     """Loses the slots of the jobs of these numbers, in the order in which they began, but never the last slot."""
 
     lost_at: ClassVar[frozenset[int]] = frozenset()
@@ -53,7 +53,7 @@ class Losing(Beside):
 
 def played(name: str, lost_at: frozenset[int], num_slots: int = 4) -> Replayed:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("search_replay.Beside", Losing)
+        patch.setattr("search_replay.SlotBackends", Losing)
         patch.setattr(Losing, "lost_at", lost_at)
         patch.setattr(Losing, "num_begun", 0)
         return search_replay(Repeated(landscapes()[name], 0), 0, 200.0, num_slots)

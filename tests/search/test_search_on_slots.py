@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 from closed_form import ClosedForm, Repeated, landscapes
 from msgspec.structs import replace
-from replay import Beside, Done, ReplayBudget
+from replay import Done, ReplayBudget, SlotBackends
 from scripted_backend import ScriptedBackend, ScriptedSearch, candidate, fidelity, measured, measurement, out_of_memory
 from search_replay import Replayed, search_replay, setting_of
 
@@ -118,7 +118,7 @@ SPACE = Space(candidates=tuple(candidate(p, b) for p in ("fp32", "bf16") for b i
 
 def on_slots(searched: ScriptedSearch, num_slots: int, backend: Any = None) -> Runner:
     slots = SLOTS[:num_slots]
-    beside = backend or Beside(dict.fromkeys(slots, searched.backend))
+    beside = backend or SlotBackends(dict.fromkeys(slots, searched.backend))
     return Runner(beside, searched.ledger, searched.planner, Watchers(searched.watcher))
 
 
@@ -130,7 +130,7 @@ def answer(trial: Trial) -> Outcome:
 def test_no_more_trials_than_asked_for(max_trials: int) -> None:
     searched = ScriptedSearch(SPACE, answer)
     with Study.open("sqlite://", "slots", searched.ledger) as study:
-        searched.conditions = replace(searched.conditions, max_trials=max_trials)
+        searched.job_defaults = replace(searched.job_defaults, max_trials=max_trials)
         for _ in run(exploring(study), on_slots(searched, 4)):
             pass
     assert sum(r.purpose == "search" for r in searched.records) == max_trials
@@ -154,7 +154,7 @@ class Listed:
     is_exclusive: ClassVar[bool] = False
 
     def __init__(self, searched: ScriptedSearch, *settings: Setting) -> None:
-        self._trials = [searched.conditions.trial(searched.ledger, setting) for setting in settings]
+        self._trials = [searched.job_defaults.trial(searched.ledger, setting) for setting in settings]
         self.asked_beside: list[int] = []
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
@@ -182,7 +182,7 @@ def test_an_exclusive_stage_has_one_job_at_a_time_once_nothing_else_runs() -> No
     assert by_setting["bf16 batch 8"] == by_setting["bf16 batch 64"] == 0
 
 
-class Timed(Beside):
+class Timed(SlotBackends):
     """Answers by the trial and by how many others run beside it; each takes a second."""
 
     def __init__(self, searched: ScriptedSearch, answer: Callable[[Trial, int], Outcome]) -> None:
@@ -207,7 +207,7 @@ def test_what_lacks_the_memory_of_its_card_is_out_of_memory() -> None:
 def test_the_clock_of_a_replay_moves_once_for_what_runs_at_the_same_time() -> None:
     budget = ReplayBudget()
     handles = [Done(n, None, budget, float(n)) for n in (3, 1, 2)]
-    backend = Beside({SLOTS[0]: ScriptedBackend(answer, budget)})
+    backend = SlotBackends({SLOTS[0]: ScriptedBackend(answer, budget)})
     assert backend.wait(handles).result() == 1
     assert [handle.result() for handle in handles] == [3, 1, 2]
     assert budget.now == 3.0

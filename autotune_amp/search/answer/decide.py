@@ -147,7 +147,7 @@ def _outlook(ledger: Ledger, evidence: Evidence) -> Outlook | None:
 
 def _was_confirmed(ledger: Ledger, environment: Mapping[str, str]) -> bool:
     """Whether the confirmation measured the winner for the ledger's objective, rather than for another one."""
-    chosen = ledger.with_only(_before_confirmation(ledger.records)).finalists
+    chosen = ledger.with_only(_before_confirmation(ledger.records)).final_shortlist
     if chosen is None:
         return False
     environments = [environment, {}] if chosen.winner == chosen.baseline else [environment]

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from autotune_amp.core.outcome import Measurement, Purpose
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.conditions import Conditions
 from autotune_amp.search.gains import unsettled
+from autotune_amp.search.job_defaults import JobDefaults
 from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.planner import (
     CONFIRM_SECONDS,
@@ -64,13 +64,13 @@ class Confirm:
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
         """Return the next run of this round or of the next, or None when the time or the rounds are used up."""
-        conditions = planner.conditions
+        job_defaults = planner.job_defaults
         if not self._num_begun:
             if not self._is_environment_worth(ledger, planner):
                 self._environment = {}
             if not is_runner_up_worth(ledger, planner, self._contenders):
                 self._contenders = self._contenders._replace(runner_up=None)
-        elif conditions.shares_processes:
+        elif job_defaults.shares_processes:
             of_round = [r for r in ledger.records if r.round == self._round]
             self._is_started = bool(of_round) and isinstance(of_round[-1].outcome, Measurement)
         while not (to_run := self._to_run(ledger)):
@@ -87,9 +87,9 @@ class Confirm:
             self._planned, self._rounds = [], []
             return None
         ours = [ending_seconds(r) for r in ledger.records if (r.candidate, r.purpose, r.environment) == run]
-        needs_ending = conditions.description.has_ending and run.purpose == "confirm" and set(ours) <= {None}
+        needs_ending = job_defaults.description.has_ending and run.purpose == "confirm" and set(ours) <= {None}
         return _confirming_trial(
-            conditions,
+            job_defaults,
             ledger,
             run.setting,
             run.environment,
@@ -97,7 +97,8 @@ class Confirm:
             round=self._round,
             num_steps=(MAX_CONFIRM_STEPS, MAX_CONFIRM_STEPS),
             # A command's deadline starts with its process, that of another job once its process is ready.
-            deadline_seconds=left - planner.runs_seconds(ledger, [], 0 if conditions.are_trials_fresh else num_starts),
+            deadline_seconds=left
+            - planner.runs_seconds(ledger, [], 0 if job_defaults.are_trials_fresh else num_starts),
             ending_seconds=min(self._ending_left(ledger, planner), left - needed) if needs_ending else None,
         )
 
@@ -132,10 +133,10 @@ class Confirm:
         """Whether the process of the confirmation round `number`, counted from 1 in the order of starting, is loaded at
         the same time as those of the other rounds.
         """
-        return planner.conditions.loads_together and number <= planner.num_rounds(ledger)
+        return planner.job_defaults.loads_together and number <= planner.num_rounds(ledger)
 
     def _seconds_of(self, runs: Sequence[ConfirmationRun], ledger: Ledger, planner: Planner) -> float:
-        num_starts = min(1, len(runs)) if planner.conditions.shares_processes else len(runs)
+        num_starts = min(1, len(runs)) if planner.job_defaults.shares_processes else len(runs)
         return planner.runs_seconds(ledger, [run.setting for run in runs], num_starts)
 
     def _plan(self, ledger: Ledger, planner: Planner) -> list[ConfirmationRun]:
@@ -153,7 +154,7 @@ class Confirm:
         return plan_round(self._contenders, self._environment, seconds_of, left, self._round, num_needed)
 
     def _ending_left(self, ledger: Ledger, planner: Planner) -> float:
-        share = ENDING_SHARE * planner.budget.seconds if planner.conditions.description.has_ending else 0.0
+        share = ENDING_SHARE * planner.budget.seconds if planner.job_defaults.description.has_ending else 0.0
         return max(0.0, share - sum(ending_seconds(r) or 0.0 for r in ledger.records))
 
 
@@ -166,7 +167,7 @@ def is_runner_up_worth(ledger: Ledger, planner: Planner, chosen: Shortlist) -> b
         return True
     speeds = {c: found.samples_per_second for c, found in ledger.measured.items()}
     lead = speeds[runner_up] / speeds[winner] - 1 + PLATEAU if winner in speeds else math.inf
-    num_starts = 0 if planner.conditions.shares_processes else 1
+    num_starts = 0 if planner.job_defaults.shares_processes else 1
     return lead > planner.least_gain(MIN_ROUNDS * planner.runs_seconds(ledger, [runner_up], num_starts))
 
 
@@ -204,10 +205,10 @@ def plan_round(
 
 
 def _confirming_trial(
-    conditions: Conditions, ledger: Ledger, setting: Setting, environment: dict[str, str], **fields: Any
+    job_defaults: JobDefaults, ledger: Ledger, setting: Setting, environment: dict[str, str], **fields: Any
 ) -> Trial:
     """Return a trial in a process started with `environment`, using the loss scale that would be recommended."""
-    return conditions.trial(
+    return job_defaults.trial(
         ledger,
         setting,
         environment=environment,
@@ -230,16 +231,16 @@ class OneRank:
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
         """Return the trial on one rank, run like a confirmation; None if it was run or does not fit in the time."""
-        chosen, left = ledger.finalists, planner.budget.left()
+        chosen, left = ledger.final_shortlist, planner.budget.left()
         if chosen is None or any(record.purpose == "one_rank" for record in ledger.records):
             return None
         if left < (1 + self.num_others) * planner.runs_seconds(ledger, [chosen.winner], 1):
             return None
         return _confirming_trial(
-            planner.conditions,
+            planner.job_defaults,
             ledger,
             chosen.winner,
-            planner.conditions.environment,
+            planner.job_defaults.environment,
             purpose="one_rank",
             num_ranks=1,
             num_steps=(MAX_CONFIRM_STEPS, MAX_CONFIRM_STEPS),
@@ -259,7 +260,7 @@ class LargerBatches:
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
         """Return a trial of the next larger batch size, set up like a confirmation run, or None."""
-        setting = next_larger(ledger, planner.conditions.description.num_samples)
+        setting = next_larger(ledger, planner.job_defaults.description.num_samples)
         used_seconds = sum(record.seconds for record in ledger.records if record.purpose == "outlook")
         if setting is None:
             return None
@@ -268,10 +269,10 @@ class LargerBatches:
         if left < SAFETY * (planner.start_seconds(ledger) + seconds):
             return None
         return _confirming_trial(
-            planner.conditions,
+            planner.job_defaults,
             ledger,
             setting,
-            planner.conditions.environment,
+            planner.job_defaults.environment,
             purpose="outlook",
             deadline_seconds=left,
         )

@@ -39,7 +39,7 @@ class Fallbacks:
         left = planner.before_confirmation(ledger)
         if not planner.may_try(ledger, left):
             return None
-        chosen = ledger.finalists
+        chosen = ledger.final_shortlist
         if chosen is None:
             return None
         contenders = chosen[:2] if is_runner_up_worth(ledger, planner, chosen) else chosen[:1]
@@ -49,7 +49,7 @@ class Fallbacks:
                 if is_split and ledger.space.accumulation_withheld is None and ledger.accumulation is None:
                     return planner.accumulation_check(ledger)
                 if not is_split or ledger.may_add_accumulation:
-                    return planner.conditions.trial(
+                    return planner.job_defaults.trial(
                         ledger,
                         setting,
                         purpose="fallback",

@@ -1,10 +1,10 @@
 """Optuna study of a search. Optuna is imported here and in `database` alone.
 
-The throughput model (`stages.curve`) decides what to try. A trial's parameters are the dimensions of the space (numbers
-on a log scale: the range of an int may change later, a category may not), for trials on the winner also the further
-dimensions and, under fp16, `init_scale` and `growth_interval`. TPE suggests those two, and each pair is replayed on one
-measurement. A trial that somebody enqueued is snapped to the nearest legal setting. User attributes hold the rest for
-optuna-dashboard; they are few, since each is a commit.
+The throughput model (`stages.throughput_model`) decides what to try. A trial's parameters are the dimensions of the
+space (numbers on a log scale: the range of an int may change later, a category may not), for trials on the winner also
+the further dimensions and, under fp16, `init_scale` and `growth_interval`. TPE suggests those two, and each pair is
+replayed on one measurement. A trial that somebody enqueued is snapped to the nearest legal setting. User attributes
+hold the rest for optuna-dashboard; they are few, since each is a commit.
 
 The ledger has all of it: a search continues without a storage that is away, and sends everything once it is back.
 """
@@ -44,7 +44,7 @@ _RUNS = "runs"
 AWAY_SECONDS = 10.0  # between two tries to reach a storage that is away
 
 
-class Asked(NamedTuple):
+class StudyTrial(NamedTuple):
     """Trial to run with `setting`, to be passed to `Study.tell`; under fp16 with `pair`, an init_scale and
     growth_interval.
 
@@ -76,7 +76,7 @@ class Study:
         self._note = note
         self._away_since: float | None = None  # the time of its failure or of the last attempt to reach it
         self._ledger = ledger
-        self._asked: list[Asked] = []  # asked and not told yet
+        self._asked: list[StudyTrial] = []  # asked and not told yet
         self._legal = (*space.candidates, space.baseline)
         tried = (*self._legal, *(FP8_RECIPE.on(space.baseline, v) for v in space.variants.get(FP8_RECIPE.name, ())))
         self._distributions = {dimension.name: _distribution(dimension, tried) for dimension in OF_THE_SPACE}
@@ -125,7 +125,7 @@ class Study:
         """Return the study's name in the storage."""
         return self._study.study_name
 
-    def ask(self, setting: Setting, pair: Pair | None = DEFAULT_PAIR) -> Asked:
+    def ask(self, setting: Setting, pair: Pair | None = DEFAULT_PAIR) -> StudyTrial:
         """Return a trial of `setting`, under fp16 with `pair`; TPE suggests the pair if it is None.
 
         A trial that somebody enqueued through the dashboard comes first, snapped to the nearest legal setting, so run
@@ -138,9 +138,9 @@ class Study:
             if self.is_there:
                 self._asked.append(self._ask(setting, pair))
                 return self._asked[-1]
-        return Asked(setting, None, pair)
+        return StudyTrial(setting, None, pair)
 
-    def _ask(self, setting: Setting, pair: Pair | None) -> Asked:
+    def _ask(self, setting: Setting, pair: Pair | None) -> StudyTrial:
         further = self._further if setting.set_up else {}
         parameters = _parameters(setting, pair) | {name: getattr(setting, name) for name in further}
         self._study.enqueue_trial(parameters, user_attrs=_described(setting))
@@ -158,9 +158,9 @@ class Study:
         if asked_for != _parameters(setting, None):
             setting = self._nearest(asked_for)
             _set_attributes(trial, _described(setting))
-        return Asked(setting, trial, suggested)
+        return StudyTrial(setting, trial, suggested)
 
-    def tell(self, asked: Asked, outcome: Outcome, *, number: int | None = None, slot: str | None = None) -> None:
+    def tell(self, asked: StudyTrial, outcome: Outcome, *, number: int | None = None, slot: str | None = None) -> None:
         """Finish a trial with its applied samples per second, or with the reason that there are none.
 
         `number` is that of its record, which is written before; None if the outcome was known already. `slot` is the

@@ -126,7 +126,7 @@ def test_a_connection_that_is_cut_for_a_while_loses_nothing(
 def test_a_connection_that_stays_cut_does_not_end_the_search(server: postgresql.Server, wire: postgresql.Wire) -> None:
     search = Searching(server.url(wire.port), "gone", lambda number: wire.cut() if number == 2 else None)
     search.search()
-    assert search.ledger.finalists is not None
+    assert search.ledger.final_shortlist is not None
     assert len(search.notes) == 1
     wire.mend()
     again = Searching(server.url(wire.port), "gone")
