@@ -46,7 +46,6 @@ def recommend_config(
     trials: int | None = None,
     device: str = "auto",
     devices: Sequence[int] | str | None = None,
-    slots: int | None = None,
     ray: str | None = None,
     ranks: int = 1,
     precision: Sequence[str] | str | None = None,
@@ -74,9 +73,8 @@ def recommend_config(
     LaunchLine for any training command. If left out, it is a small embedded one. `budget` is the most wall-clock
     seconds for everything: a search ends earlier once it is decided and confirmed.
     `devices` are NVIDIA GPUs to search on at the same time, "all" or their numbers in CUDA's order; they must be of one
-    model. `slots` is a number of shares of the CPU to run trials on at the same time; the confirmation uses all of the
-    CPU. `ray` is the address of a Ray cluster ("auto" for that of this host) to search on all of its nodes at the same
-    time; they receive the working directory. `ranks` processes of one host train each trial together under
+    model. `ray` is the address of a Ray cluster ("auto" for that of this host) to search on all of its nodes at the
+    same time; they receive the working directory. `ranks` processes of one host train each trial together under
     DistributedDataParallel, each on its own GPU or its own share of the CPU.
     `batch_size` is "LOW:HIGH" or a pair. `baseline` is the setting in use today, "PRECISION:BATCH" or a pair.
     `effective_batch_size` is the samples per optimizer step over all ranks, which accumulation keeps exactly. If left

@@ -46,7 +46,7 @@ WITHOUT_TORCH = (
     *("numerics.scaler_replay", "numerics.grading", "runtime.policy", "runtime.status", "runtime.run_log"),
     "runtime.checkpoint",
 )
-WITH_OPTUNA = ("search.storage.study",)
+WITH_OPTUNA = ("search.storage.study", "search.storage.database")
 AGENT = "command.agent"
 FRAMEWORKS = ("accelerate", "deepspeed", "lightning", "transformers")
 WITH_FRAMEWORKS = ("integrations", "core.config")  # AmpConfig.to_training_arguments makes theirs

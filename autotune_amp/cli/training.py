@@ -37,7 +37,6 @@ def search(
     trials: Annotated[int | None, option("N", "Settings to try at most; confirming the best is not counted.")] = None,
     device: Device = "auto",
     devices: Annotated[str | None, option("all|N,N", "NVIDIA GPUs to search on at the same time.")] = None,
-    slots: Annotated[int | None, option("N", "Shares of the CPU to search on at the same time.")] = None,
     ray: Annotated[str | None, option("ADDRESS", "Search on the nodes of a Ray cluster: auto or HOST:PORT.")] = None,
     ranks: Annotated[int, option("N", "Train each trial on so many processes together, under DDP.")] = 1,
     precision: Precision = None,

@@ -147,20 +147,6 @@ class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
     price_interval: tuple[NotNegative, NotNegative] | None = None
 
 
-class SlotsEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """Effect of running trials at the same time on several devices (slots), listed in `names`.
-
-    `slowdown` is the share by which the confirmed setting was slower with all slots in use than alone, `chance` the
-    part of it that may be random; None if nothing was run both ways. `is_confirmed_beside`: measurements made with all
-    slots in use count as confirmation, since they made no difference.
-    """
-
-    names: tuple[str, ...]
-    slowdown: Number | None = None
-    chance: Number | None = None
-    is_confirmed_beside: bool = False
-
-
 class RanksEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """Scaling of data-parallel training over `num_ranks` ranks.
 
@@ -186,7 +172,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     the device reports no power, `load` if it was not observed. `is_build_shared`: the processes shared one built model.
     `are_processes_shared`: each process measured all confirmed settings in turn. `search_samples_per_second` is the
     throughput in the search's trials if the confirmation differs by more than half; then the interval includes both.
-    `slots` is None if one job ran at a time, `ranks` if one process trained, or a command with its own ranks.
+    `devices` are those that trials ran on at the same time, empty if one job ran at a time. `ranks` is None if one
+    process trained, or a command with its own ranks.
     """
 
     samples_per_second: Positive
@@ -213,7 +200,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     load: LoadEvidence | None = None
     search_samples_per_second: Positive | None = None
     are_processes_shared: bool = False
-    slots: SlotsEvidence | None = None
+    devices: tuple[str, ...] = ()
     ranks: RanksEvidence | None = None
 
 
@@ -371,15 +358,9 @@ def accumulation_line(found: Accumulation) -> str:
     return f"{found.verdict}{by}{error}"
 
 
-def slots_line(found: SlotsEvidence) -> str:
-    """Return the slots that trials ran on, and whether running at the same time changed the measured speed."""
-    text = f"trials ran on {', '.join(found.names)} at the same time"
-    if found.slowdown is None or found.chance is None:
-        return f"{text}, what is promised was confirmed alone"
-    seen = f"{100 * abs(found.slowdown):.1f} % {'slower' if found.slowdown > 0 else 'faster'} than alone"
-    if found.is_confirmed_beside:
-        return f"{text}, confirmed so too: that was {seen}, which may be chance (up to {100 * found.chance:.1f} %)"
-    return f"{text}, confirmed alone: beside one another it was {seen}"
+def devices_line(names: tuple[str, ...]) -> str:
+    """Return the devices that trials ran on at the same time."""
+    return f"trials ran on {', '.join(names)} at the same time, the confirmation on one of them"
 
 
 def ranks_line(found: RanksEvidence, device_type: str) -> str:

@@ -374,8 +374,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     set-up included; `start_seconds` of it is the start of its process: 0.0 in a process kept from an earlier trial,
     None in a forked one and for a check. `round` numbers the confirmation rounds from 0. `loss_scale` is fp16's, `load`
     the load by other processes meanwhile. `slot` is the device it ran on, None if the search uses one; up to
-    `num_beside` other jobs ran at the same time, and with `has_share` it had a part of the CPUs. Fields that an earlier
-    version did not write are None.
+    `num_beside` other jobs ran at the same time. Fields that an earlier version did not write are None.
     """
 
     format: int = 1
@@ -392,7 +391,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     start_seconds: NotNegative | None = None
     slot: str | None = None
     num_beside: Whole = 0
-    has_share: bool = False
 
     def __post_init__(self) -> None:
         answers = _ANSWERS.get(self.purpose, Measurement)

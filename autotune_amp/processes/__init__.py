@@ -9,14 +9,13 @@ Each of these processes, and each training command, is started by a small one (`
 and removes its temporary files (TMPDIR is a folder of its own): when it is told to, when the program ends, and when
 the search is gone, killed too. What torch compiled stays where it was for the next process.
 
-With several devices (`--devices`, `--slots`, `--ranks`):
+With several devices (`--devices`, `--ray`, `--ranks`):
 
 * Trials and checks run on all of them at the same time, one on each GPU; each sees no other GPU. Running jobs are
   assumed to end as the throughput model predicts, so that the next trial is the most valuable one in addition. Four
   slots reach a choice as good as one's in 31 to 42 % of the seconds (`studies/scale`, scripted).
-* **The promise** holds for a run alone. On GPUs the baseline is confirmed alone first, then whole rounds at once, one
-  on each GPU. If these were slower beyond chance (GPUs that share a CPU, PCIe or power), they do not count and rounds
-  are run alone; the report says by how much they differed. On a CPU all rounds run alone, with all of it.
+* **The promise** holds for a run alone: GPUs of one host share its CPU, PCIe and power. The confirmation runs one job
+  at a time on one device, while the others are idle.
 * GPUs of another model than the first, and with `all` those that others use, are left out, with a note. Results of
   different models are never compared.
 * **Ranks**: with `--ranks N` the step includes the exchange of gradients (gloo on shares of a CPU, NCCL on GPUs, which

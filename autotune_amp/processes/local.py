@@ -75,11 +75,6 @@ class Slot(NamedTuple):
         """Return the environment variables for a process on the slot."""
         return {} if self.uuid is None else {"CUDA_VISIBLE_DEVICES": self.uuid}
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether the slot shares its memory with the other slots of the host."""
-        return bool(self.cpus)
-
 
 class SlotLostError(Exception):
     """Raised when a slot is gone, with its job, whose outcome is unknown."""

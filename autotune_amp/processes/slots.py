@@ -1,140 +1,22 @@
-"""Several slots of one host: which exist, and a backend on each, served by a thread of its own."""
+"""Backends on several slots, each served by a thread of its own."""
 
 from __future__ import annotations
 
 import math
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from autotune_amp.core.errors import ClusterLostError, InvalidRequestError
-from autotune_amp.hardware import nvml
+from autotune_amp.core.errors import ClusterLostError
 from autotune_amp.interruption import heed
 from autotune_amp.processes.local import Ability, Handle, OpenResult, Slot, SlotLostError, WorkloadBackend
 from autotune_amp.processes.process import TICK_SECONDS, Watcher
 
 T = TypeVar("T")
-
-
-class AvailableSlots(NamedTuple):
-    """Slots of this host that a search may use, with notes on those that it may not."""
-
-    slots: tuple[Slot, ...]
-    notes: tuple[str, ...] = ()
-
-
-def found(devices: Sequence[int] | Literal["all"] | None, num_shares: int | None) -> AvailableSlots:
-    """Return the slots that the user asks for; empty if it is a single device."""
-    if num_shares is not None:
-        return shares_of_the_cpu(num_shares)
-    return AvailableSlots(()) if devices is None else cards(devices)
-
-
-def of_ranks(num_ranks: int, device: str) -> tuple[Slot, ...]:
-    """Return a slot for each rank of a training: a share of the CPU, or a GPU, each rank seeing all GPUs.
-
-    Raises `InvalidRequestError` if there are too few, or if the GPUs are of several models.
-    """
-    if device == "cpu":
-        return shares_of_the_cpu(num_ranks, "--ranks").slots
-    return tuple(Slot(slot.name or "", slot.name) for slot in cards(range(num_ranks), "--ranks").slots)
-
-
-def cards(devices: Sequence[int] | Literal["all"], option: str = "--devices") -> AvailableSlots:
-    """Return a slot for each NVIDIA GPU given by its index among the visible ones, or for all that are like the first.
-
-    With "all", GPUs of another model or with other computing processes are left out. Raises `InvalidRequestError` if a
-    GPU does not exist or is of another model than the first.
-    """
-    uuids = nvml.visible_uuids()
-    if not uuids:
-        raise InvalidRequestError(
-            f"{option} needs NVIDIA GPUs, and NVML sees none that CUDA may use here.",
-            f"Leave {option} out, or look with nvidia-smi and at CUDA_VISIBLE_DEVICES.",
-        )
-    numbers = range(len(uuids)) if devices == "all" else devices
-    if absent := [number for number in numbers if number >= len(uuids)]:
-        raise InvalidRequestError(
-            f"{option} asks for GPU {absent[0]}, and CUDA sees {len(uuids)} here, counted from 0.",
-            "Give no more than there are.",
-        )
-    slots, notes = [], []
-    models = {number: _model(uuids[number]) for number in numbers}
-    first = models[numbers[0]]
-    if first is None and len(models) > 1:
-        raise InvalidRequestError(
-            f"{option}: NVML does not say what these GPUs are, so that their results cannot be compared.",
-            "Search on one of them, with --device cuda:N.",
-        )
-    for number in numbers:
-        problem = None
-        if models[number] != first:
-            problem = f"is a {models[number]} and cuda:{numbers[0]} a {first}, whose results cannot be compared"
-            if devices != "all":
-                raise InvalidRequestError(
-                    f"{option}: cuda:{number} {problem}.", "Give GPUs of one model, or one search for each model."
-                )
-        others = nvml.process_notes(uuids[number])
-        if problem is None and others and devices == "all" and number != numbers[0]:
-            problem = f"is in use: {others[0]}"
-        if problem is None:
-            slots.append(Slot("cuda:0", f"cuda:{number}", uuid=uuids[number]))
-            notes += [f"cuda:{number}: {other}" for other in others]
-        else:
-            notes.append(f"cuda:{number} is left out: it {problem.rstrip('.')}.")
-    return AvailableSlots(tuple(slots), tuple(notes))
-
-
-def _model(uuid: str) -> str | None:
-    found = nvml.identity(0, uuid)
-    return None if found is None else found.name
-
-
-def shares_of_the_cpu(num_slots: int, option: str = "--slots") -> AvailableSlots:
-    """Return slots that divide the CPUs of this process, in whole cores if their topology is known.
-
-    Raises `InvalidRequestError` if there are fewer CPUs than slots.
-    """
-    cpus = _by_core()
-    if num_slots > len(cpus):
-        raise InvalidRequestError(
-            f"{option} is {num_slots}, and this process may use {len(cpus)} CPUs.",
-            f"Give {option} {len(cpus)} or fewer.",
-        )
-    each = len(cpus) // num_slots
-    shares = [tuple(sorted(cpus[number * each : (number + 1) * each])) for number in range(num_slots)]
-    return AvailableSlots(tuple(Slot("cpu", f"cpu {_ranges(share)}", cpus=share) for share in shares))
-
-
-def _by_core() -> list[int]:
-    """Return the CPUs of this process, with those of the same core next to each other."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-
-    def place(cpu: int) -> tuple[int, ...]:
-        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
-        try:
-            return (*(int((topology / name).read_text()) for name in ("physical_package_id", "core_id")), cpu)
-        except (OSError, ValueError):
-            return 0, cpu, cpu
-
-    return sorted(allowed, key=place)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return sorted numbers as a text like 0-3,8."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 class OnOneSlot(Protocol):
@@ -222,17 +104,17 @@ class Slots(Generic[S]):
         self._watcher_of = watcher_of
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_closed = threading.Event()
-        self._places = [self._place(slot) for slot in slots]
+        self._runners = [self._make_runner(slot) for slot in slots]
         self._tick = watcher_of(slots[0]).tick
 
-    def _place(self, slot: Slot) -> _SlotRunner[S]:
+    def _make_runner(self, slot: Slot) -> _SlotRunner[S]:
         watcher = _InThread(self._watcher_of(slot), self._calls, self._is_closed)
         return _SlotRunner(slot, watcher, self._make(slot, watcher))
 
     @property
     def slots(self) -> tuple[Slot, ...]:
         """Return the slots that can run jobs at the same time."""
-        return tuple(place.slot for place in self._places)
+        return tuple(runner.slot for runner in self._runners)
 
     @property
     def first(self) -> S:
@@ -245,11 +127,11 @@ class Slots(Generic[S]):
 
     def submit(self, job: Any, slot: Slot | None = None) -> _Job:
         """Start a job. Without a slot it runs on the first one, not limited to its share of the CPU."""
-        place = self._at(self.slots[0] if slot is None else slot)
-        return _Job(self, self._begin(place, partial(_run, place.backend, job, slot)))
+        runner = self._at(self.slots[0] if slot is None else slot)
+        return _Job(self, self._begin(runner, partial(_run, runner.backend, job, slot)))
 
     def _at(self, slot: Slot) -> _SlotRunner[S]:
-        return next(place for place in self._places if place.slot == slot)
+        return next(runner for runner in self._runners if runner.slot == slot)
 
     def wait(self, handles: Sequence[Any]) -> Any:
         """Wait until one of the jobs is over."""
@@ -271,9 +153,9 @@ class Slots(Generic[S]):
 
     def _drop(self, slot: Slot, problem: str) -> None:
         """Remove a slot."""
-        for place in [place for place in self._places if place.slot == slot]:
-            self._places.remove(place)
-            place.thread.shutdown()
+        for runner in [runner for runner in self._runners if runner.slot == slot]:
+            self._runners.remove(runner)
+            runner.thread.shutdown()
         self._require_one(problem)
 
     def _require_one(self, problem: str) -> None:
@@ -297,23 +179,23 @@ class Slots(Generic[S]):
 
     def on_first(self, ask: Callable[[S], T]) -> T:
         """Call `ask` with the first slot's backend in its thread, and return the result."""
-        place = self._at(self.slots[0])
-        return self.wait_for(self._begin(place, partial(ask, place.backend)))
+        runner = self._at(self.slots[0])
+        return self.wait_for(self._begin(runner, partial(ask, runner.backend)))
 
     def close(self) -> None:
         """End all jobs. No job can be started afterwards."""
         if self._is_closed.is_set():
             return
         self._is_closed.set()
-        ended = [place.thread.submit(place.backend.close) for place in self._places]
-        for place in self._places:
-            place.thread.shutdown()
+        ended = [runner.thread.submit(runner.backend.close) for runner in self._runners]
+        for runner in self._runners:
+            runner.thread.shutdown()
         self._pass_on(0.0)
         for future in ended:
             future.result()
 
-    def _begin(self, place: _SlotRunner[S], work: Callable[[], T]) -> Future[T]:
-        future = place.thread.submit(work)
+    def _begin(self, runner: _SlotRunner[S], work: Callable[[], T]) -> Future[T]:
+        future = runner.thread.submit(work)
         future.add_done_callback(lambda _: self._calls.put(lambda: None))
         return future
 
@@ -364,8 +246,8 @@ class WorkloadSlots(Slots[WorkloadBackend], WorkloadBackend):
             backend.load(deadline_seconds)
             return backend.open(*self._asked, deadline_seconds)
 
-        places = [self._at(slot) for slot in self.slots[1:]]
-        others = [self.wait_for(each) for each in [self._begin(p, partial(open_one, p.backend)) for p in places]]
+        runners = [self._at(slot) for slot in self.slots[1:]]
+        others = [self.wait_for(each) for each in [self._begin(p, partial(open_one, p.backend)) for p in runners]]
         if not self._can_fork or any(opened.why_not_forked for opened in others):
             self.keep()
 

@@ -11,7 +11,7 @@ from socketserver import ThreadingMixIn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.search.storage.study import connected
+from autotune_amp.search.storage.database import connected
 
 _HOST = "127.0.0.1"  # the dashboard asks for no password
 

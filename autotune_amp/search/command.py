@@ -187,7 +187,7 @@ class CommandSource(Source):
         if slot is not None and slot.name is not None:
             raise InvalidRequestError(
                 "The trials of a command run one after the other, and on the ranks that it starts itself.",
-                "Leave --devices, --slots and --ranks out, or give a function that returns a Workload.",
+                "Leave --devices and --ranks out, or give a function that returns a Workload.",
             )
         from autotune_amp.command.backend import CommandBackend
 

@@ -71,8 +71,9 @@ def speedup(
         return None, None
     if chosen == baseline:
         return 1.0, (1.0, 1.0)
-    if chosen.is_on_slot != baseline.is_on_slot and not (chosen.num_confirming and baseline.num_confirming):
-        return None, None  # a share of the CPU is slower than all of it, and so may be a GPU beside others
+    are_confirmed = chosen.num_confirming and baseline.num_confirming
+    if chosen.is_beside_others != baseline.is_beside_others and not are_confirmed:
+        return None, None  # a GPU may be slower while others run
     ratio = chosen.speed / baseline.speed
     low, high = _ratio_in_rounds(chosen, baseline, records) or apart_interval(
         chosen.speeds, baseline.speeds, other_processes(records, chosen, baseline)

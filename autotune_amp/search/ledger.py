@@ -143,7 +143,7 @@ class Ledger:
         return [r for r in self.records if ranking.is_trial(r)]
 
     @cached_property
-    def told(self) -> list[Record]:
+    def counted_trials(self) -> list[Record]:
         """Return the trials that count for their setting: all but a first crash."""
         return ranking.without_first_crashes(self.trials)
 
@@ -263,7 +263,7 @@ class Ledger:
         return self.shortlist_for(self.objective, self.pending_tiers)
 
     @cached_property
-    def finalists(self) -> Shortlist | None:
+    def final_shortlist(self) -> Shortlist | None:
         """Return the settings to confirm once the checks are over, or None if nothing may be recommended."""
         return self.shortlist_for(self.objective, self.tiers)
 

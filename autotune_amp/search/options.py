@@ -31,17 +31,16 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     share of the available memory that a trial may use, `memory_limit` the bytes that each of its processes may use at
     most, None for no limit. `effective_batch_size` is the total over all `num_ranks`; None keeps that of the data,
     "free" lets it change. `variants` are the further dimensions to try, None for the safe ones. `devices` are the
-    indices of the NVIDIA GPUs to use at the same time, `slots` a number of equal shares of the CPU, `ray` the address
-    of a cluster whose nodes are used; with all None a single device is used, given by `device`. `ranks` processes train
-    a trial together. The planned training run has `num_steps` optimizer steps or `num_samples` samples; loss scales are
-    judged over it, or over `DEFAULT_NUM_STEPS` if neither is given.
+    indices of the NVIDIA GPUs to use at the same time, `ray` the address of a cluster whose nodes are used; with both
+    None a single device is used, given by `device`. `ranks` processes train a trial together. The planned training run
+    has `num_steps` optimizer steps or `num_samples` samples; loss scales are judged over it, or over
+    `DEFAULT_NUM_STEPS` if neither is given.
     """
 
     budget_seconds: float = DEFAULT_BUDGET_SECONDS
     max_trials: int | None = None
     device: str = "auto"
     devices: tuple[int, ...] | Literal["all"] | None = None
-    slots: int | None = None
     ray: str | None = None
     ranks: int = 1
     precisions: tuple[Precision, ...] | None = None
@@ -66,13 +65,13 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
         """Return the device, or the first of several."""
         if self.devices is not None:
             return "cuda" if self.devices == "all" else f"cuda:{self.devices[0]}"
-        return self.device if self.slots is None else "cpu"
+        return self.device
 
     @property
     def can_use_ray(self) -> bool:
         """Whether the nodes of a Ray cluster could be used for these options."""
         is_general = self.device in ("auto", "cpu", "cuda") and self.objective != "energy"
-        return is_general and self.slots is None and self.devices is None
+        return is_general and self.devices is None
 
     def limit_bytes(self, available_bytes: int) -> int:
         """Return the bytes of memory that a process of a trial may use, given those available to it."""
@@ -100,12 +99,8 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
             except (ValueError, TypeError) as error:
                 raise _wrong(name, value, wanted) from error
         found = cls(**fields)
-        if found.slots is not None and found.objective == "energy":
-            raise _wrong(
-                "objective", found.objective, "another where --slots is given: what a share draws is not metered"
-            )
-        if found.ranks > 1 and (num_ranks > 1 or found.slots is not None or found.devices is not None):
-            raise _wrong("ranks", found.ranks, "1 under a launcher, and where --devices or --slots is given")
+        if found.ranks > 1 and (num_ranks > 1 or found.devices is not None):
+            raise _wrong("ranks", found.ranks, "1 under a launcher, and where --devices is given")
         if found.ranks > 1 and found.device not in ("auto", "cpu", "cuda"):
             raise _wrong("device", found.device, "auto, cpu or cuda where --ranks is given: it takes the first GPUs")
         num_ranks *= found.ranks
@@ -116,10 +111,8 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise _wrong("samples", found.num_samples, "left out where --steps is given")
         if found.devices is not None and not found.device.startswith(("auto", "cuda")):
             raise _wrong("device", found.device, "auto or cuda where --devices is given")
-        if found.slots is not None and (found.devices is not None or found.device not in ("auto", "cpu")):
-            raise _wrong("slots", found.slots, "given for a CPU alone, whose shares they are; --devices is for GPUs")
         if found.ray is not None and (num_ranks > found.ranks or not found.can_use_ray):
-            wanted = "left out under a launcher, for energy, and beside --devices, --slots or the number of a GPU"
+            wanted = "left out under a launcher, for energy, and beside --devices or the number of a GPU"
             raise _wrong("ray", found.ray, wanted)
         if found.price_per_hour is not None and found.num_steps is None and found.num_samples is None:
             raise _wrong("price_per_hour", found.price_per_hour, "given together with --steps or --samples")
@@ -261,7 +254,6 @@ _OPTIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "trials": (_that(is_count), "a whole number from 1 up"),
     "device": (_that(_matching(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")), "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N"),
     "devices": (_devices, "all, or numbers of GPUs such as 0,1"),
-    "slots": (_that(is_count), "a whole number from 1 up"),
     "ray": (_that(lambda given: given is None or (isinstance(given, str) and given != "")), "auto, or HOST:PORT"),
     "ranks": (_that(lambda given: _is_whole(given) and given >= 1), "a whole number from 1 up"),
     "precision": (_precisions, f"one of {', '.join(PRECISIONS)}, or several in a list"),

@@ -22,7 +22,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, duration
 from autotune_amp.dimensions import DIMENSIONS
 from autotune_amp.search import ranking
-from autotune_amp.search.conditions import Conditions, is_hopeless
+from autotune_amp.search.job_defaults import JobDefaults, is_hopeless
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.trial.jobs import (
     MAX_TIMED_MICRO_BATCHES,
@@ -102,8 +102,8 @@ class Planner:
     compared.
     """
 
-    def __init__(self, conditions: Conditions, budget: Budget) -> None:
-        self.conditions = conditions
+    def __init__(self, job_defaults: JobDefaults, budget: Budget) -> None:
+        self.job_defaults = job_defaults
         self.budget = budget
         self._num_rounds: int | None = None
 
@@ -113,12 +113,12 @@ class Planner:
         """Return the seconds from a process start to its first step: as seen in the confirmation, else predicted."""
         found = [r for r in ledger.records if r.round is not None and r.start_seconds]
         seen = [_start_seconds(r) for r in found if isinstance(r.outcome, Measurement)]
-        of_all = max if self.conditions.loads_together else fmean  # the first one waits for the others
-        return of_all(seen) if seen else self.conditions.start_seconds
+        of_all = max if self.job_defaults.loads_together else fmean  # the first one waits for the others
+        return of_all(seen) if seen else self.job_defaults.start_seconds
 
     def setup_seconds(self, ledger: Ledger) -> float:
         """Return the seconds that a trial takes in addition to its steps: the median seen so far, else as predicted."""
-        if self.conditions.are_trials_fresh:
+        if self.job_defaults.are_trials_fresh:
             return self.start_seconds(ledger)
         found = []
         for record in ledger.actual.records:
@@ -127,7 +127,7 @@ class Planner:
                 step_seconds = measured.step_seconds * num_timed_passes(setting) / setting.accumulation_steps
                 num_steps = num_warmup_steps(measured) - 1 + measured.num_steps
                 found.append(record.seconds - measured.first_step_seconds - num_steps * step_seconds)
-        return max(0.0, median(found)) if found else self.conditions.setup_seconds
+        return max(0.0, median(found)) if found else self.job_defaults.setup_seconds
 
     @property
     def measure_seconds(self) -> float:
@@ -145,7 +145,7 @@ class Planner:
         records = ledger.actual.records
         is_kept = any(r.start_seconds is not None for r in records)
         has_failed = bool(records) and isinstance(records[-1].outcome, Failure)
-        return self.conditions.start_seconds if is_kept and has_failed else 0.0
+        return self.job_defaults.start_seconds if is_kept and has_failed else 0.0
 
     def run_seconds(self, ledger: Ledger, setting: Setting) -> float:
         """Return the seconds of a confirming run from its first step on: as seen, else predicted from the trial."""
@@ -159,7 +159,7 @@ class Planner:
         if not isinstance(outcome, Measurement):
             return 0.0
         first_step_seconds = outcome.first_step_seconds * (CACHED_SHARE if setting.is_compiled else 1.0)
-        if self.conditions.are_trials_fresh:  # the start of a command includes its first step
+        if self.job_defaults.are_trials_fresh:  # the start of a command includes its first step
             first_step_seconds = 0.0
         warm_up = first_step_seconds + num_warmup_steps(outcome) * outcome.step_seconds
         measuring = min(MAX_CONFIRM_STEPS * outcome.step_seconds, CONFIRM_SECONDS + outcome.step_seconds)
@@ -177,16 +177,16 @@ class Planner:
         if seen:
             return max(seen)
         if not isinstance(today, Measurement):
-            return self.conditions.setup_seconds
+            return self.job_defaults.setup_seconds
         passes = NUM_CHECK_PASSES * ledger.space.check_batch_size / today.samples_per_second
-        num_processes = 2 if self.conditions.are_trials_fresh else 1  # one in each precision
+        num_processes = 2 if self.job_defaults.are_trials_fresh else 1  # one in each precision
         return num_processes * self.setup_seconds(ledger) + passes
 
     def compile_seconds(self, ledger: Ledger) -> float:
         """Return the seconds of a compilation: the longest seen, else a multiple of a process start."""
         compiled = [m for c, ours in ledger.actual.measurements.items() if c.is_compiled for m in ours]
         slowest = max(dimension.extra_seconds for dimension in DIMENSIONS)
-        foreseen = max(slowest, COMPILE_STARTS * self.conditions.start_seconds)
+        foreseen = max(slowest, COMPILE_STARTS * self.job_defaults.start_seconds)
         return max((m.first_step_seconds for m in compiled), default=foreseen)
 
     def confirmation_seconds(self, ledger: Ledger) -> float:
@@ -198,10 +198,9 @@ class Planner:
 
     def num_rounds(self, ledger: Ledger) -> int:
         """Return the number of confirmation rounds: all, one, or none, as was affordable when first asked."""
-        num_slots, left = self.budget.num_slots, self.budget.left()
-        num_needed = math.ceil(MIN_ROUNDS / num_slots) + (num_slots > 1)
+        left = self.budget.left()
         if self._num_rounds is None and ledger.actual.shortlist is not None:
-            shares = (num_needed, 1.0), (1, 0.5)
+            shares = (MIN_ROUNDS, 1.0), (1, 0.5)
             affordable = (n for n, share in shares if self._rounds_seconds(ledger, n) <= share * left)
             self._num_rounds = next(affordable, 0)
         found, chosen = self._num_rounds or 0, ledger.actual.shortlist
@@ -209,19 +208,19 @@ class Planner:
 
     def _rounds_seconds(self, ledger: Ledger, num_rounds: int) -> float:
         """Return the seconds of `num_rounds` rounds, without the runs of them that were done already."""
-        chosen, conditions = ledger.actual.shortlist, self.conditions
+        chosen, job_defaults = ledger.actual.shortlist, self.job_defaults
         if chosen is None:
             return 0.0
         runs: list[Setting] = []
         num_starts = 0
-        for setting, environment in ((chosen.baseline, {}), (chosen.winner, conditions.environment)):
+        for setting, environment in ((chosen.baseline, {}), (chosen.winner, job_defaults.environment)):
             if setting in runs:  # its recommended variables alone are confirmed only with time to spare
                 continue
             done = ranking.confirm_runs(ledger.actual.records, setting, environment).num_confirming
             missing = max(0, num_rounds - done)
             runs += [setting] * missing
-            num_starts = max(num_starts, missing) if conditions.shares_processes else len(runs)
-        return self.runs_seconds(ledger.actual, runs, min(1, num_starts) if conditions.loads_together else num_starts)
+            num_starts = max(num_starts, missing) if job_defaults.shares_processes else len(runs)
+        return self.runs_seconds(ledger.actual, runs, min(1, num_starts) if job_defaults.loads_together else num_starts)
 
     def forecast(self, ledger: Ledger, *, may_fork: bool) -> str:
         """Return a line with the predicted seconds of a process start, of comparing the precisions, and of confirming
@@ -229,12 +228,12 @@ class Planner:
 
         `may_fork`: trials are forked, and each builds its own model.
         """
-        conditions, space = self.conditions, ledger.space
-        start = conditions.start_seconds
+        job_defaults, space = self.job_defaults, ledger.space
+        start = job_defaults.start_seconds
         precisions = {c.precision for c in (*space.candidates, space.baseline)}
-        per_trial = start if conditions.are_trials_fresh else conditions.setup_seconds if may_fork else 0.0
+        per_trial = start if job_defaults.are_trials_fresh else job_defaults.setup_seconds if may_fork else 0.0
         comparing = len(precisions) * (per_trial + FORESEEN_SECONDS)
-        num_starts = 1 if conditions.loads_together else MIN_ROUNDS * (1 if conditions.shares_processes else 2)
+        num_starts = 1 if job_defaults.loads_together else MIN_ROUNDS * (1 if job_defaults.shares_processes else 2)
         confirming = num_starts * start + MIN_ROUNDS * 2 * (CONFIRM_SECONDS + 1)
         return (
             f"A process takes {duration(start)} to start here. Comparing {count(len(precisions), 'precision')} at "
@@ -266,7 +265,7 @@ class Planner:
 
     def may_try(self, ledger: Ledger, left_seconds: float) -> bool:
         """Return whether the remaining time and the number of trials allow another trial before the confirmation."""
-        most = self.conditions.max_trials
+        most = self.job_defaults.max_trials
         if ledger.num_awaited and most is not None:  # do not repeat the baseline with limited trials
             return False
         num_tried = ledger.num_awaited + sum(r.purpose in ranking.BEFORE_CONFIRMATION for r in ledger.records)
@@ -277,12 +276,12 @@ class Planner:
 
     def trial(self, ledger: Ledger, setting: Setting, seconds: float) -> Trial:
         """Return a trial with its limits: a step deadline from the best throughput so far, and the `seconds` left."""
-        conditions, best = self.conditions, ledger.best
+        job_defaults, best = self.job_defaults, ledger.best
         seconds -= self.waiting_seconds(ledger)  # a job's clock starts when its process is ready
         if best is None:
             # The step time is unknown: use two thirds of the rest, so that a trial that hangs leaves time for another.
-            seconds = (2 * seconds + min(conditions.setup_seconds, seconds)) / 3
-        elif is_hopeless(conditions.hardware, setting.precision):
+            seconds = (2 * seconds + min(job_defaults.setup_seconds, seconds)) / 3
+        elif is_hopeless(job_defaults.hardware, setting.precision):
             spent = sum(r.seconds for r in ledger.records if r.candidate.precision == setting.precision)
             longest = max(r.seconds for r in ledger.records if isinstance(r.outcome, Measurement))
             seconds = min(seconds, HOPELESS_TIMES * longest - spent)
@@ -293,17 +292,17 @@ class Planner:
         if needs_energy:  # measure as long as a counter needs, however steady or slow the steps are
             limits["measure_seconds"] = min(METERED_SECONDS, limits["measure_seconds"])
             limits["num_steps"] = (MAX_METERED_STEPS, MAX_METERED_STEPS)
-        if conditions.are_trials_fresh:
+        if job_defaults.are_trials_fresh:
             limits["round"] = sum(r.candidate == setting and r.round is not None for r in ledger.records)
-        trial = conditions.trial(ledger, setting, deadline_seconds=max(MIN_TRIAL_SECONDS, seconds), **limits)
+        trial = job_defaults.trial(ledger, setting, deadline_seconds=max(MIN_TRIAL_SECONDS, seconds), **limits)
         if best is None:
             return trial
         assert isinstance(best.outcome, Measurement)
-        rate = best.outcome.samples_per_second / conditions.description.num_ranks
+        rate = best.outcome.samples_per_second / job_defaults.description.num_ranks
         first_step_seconds = best.outcome.first_step_seconds
         reported = setting.batch_size * trial.num_timed_micro_batches * trial.num_steps_per_report
         step_deadline = max(MIN_STEP_DEADLINE_SECONDS, DEADLINE_RATIO * reported / rate)
-        if setting.num_workers or conditions.description.num_workers:  # workers may start anew every epoch
+        if setting.num_workers or job_defaults.description.num_workers:  # workers may start anew every epoch
             step_deadline += first_step_seconds + (WORKER_START_SECONDS if setting.num_workers else 0.0)
         growth = max(1.0, setting.batch_size / best.candidate.batch_size)
         return replace(
@@ -324,7 +323,9 @@ class Planner:
         most = max(self.before_confirmation(ledger), self.budget.left() / 2) - self.waiting_seconds(ledger)
         patience = CHECK_PATIENCE * self.check_seconds(ledger) + CHECK_PATIENCE_SECONDS
         seconds = max(MIN_TRIAL_SECONDS, min(most, patience))
-        return replace(self.conditions.check(what, setting, seconds), aim_seconds=min(CHECK_SECONDS, IN_TIME * seconds))
+        return replace(
+            self.job_defaults.check(what, setting, seconds), aim_seconds=min(CHECK_SECONDS, IN_TIME * seconds)
+        )
 
     def accumulation_check(self, ledger: Ledger) -> Check:
         """Return the check of whether accumulated gradients equal those of the whole batch."""

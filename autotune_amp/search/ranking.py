@@ -9,11 +9,10 @@ Energy: the least joules per sample, and within 3 % the setting with the least t
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean, median, variance
-from typing import Any, NamedTuple
+from statistics import median
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -38,7 +37,6 @@ from autotune_amp.search.space import SAME_MEMORY, Space
 from autotune_amp.trial.failures import mended
 
 PLATEAU = 0.03  # within it other criteria decide: processes differ by as much (studies/README.md, Timing)
-MAX_CHANCE = 0.10  # a larger spread of processes would hide the effect of running beside others
 MAX_DATA_SHARE = 0.10  # a wait of 5 to 10 % of a step: loading data limits the speed (studies/README.md)
 
 BEFORE_CONFIRMATION = ("search", "fallback")  # purposes of the trials on which the choice of contenders rests
@@ -88,8 +86,7 @@ class SettingRuns(msgspec.Struct, frozen=True, kw_only=True):
 
     `rounds` are the confirmation rounds, one for each measurement; empty for a trial of the search. `loads` are the
     known loads of the machine by others meanwhile. `failure` is why there is no measurement, None if there is one or
-    the candidate was never run. `has_share`: each process had a share of the CPU; `is_on_slot`: that, or other jobs of
-    the search ran beside any of them.
+    the candidate was never run. `is_beside_others`: other jobs of the search ran at the same time as any of them.
     """
 
     candidate: Setting
@@ -97,8 +94,7 @@ class SettingRuns(msgspec.Struct, frozen=True, kw_only=True):
     rounds: tuple[int, ...] = ()
     loads: tuple[MachineLoad, ...] = ()
     failure: Failure | None = None
-    has_share: bool = False
-    is_on_slot: bool = False
+    is_beside_others: bool = False
 
     @classmethod
     def of(cls, candidate: Setting, records: Sequence[Record], *, are_confirming: bool = False) -> SettingRuns:
@@ -110,8 +106,7 @@ class SettingRuns(msgspec.Struct, frozen=True, kw_only=True):
             rounds=tuple(r.round or 0 for r, _ in ran) if are_confirming else (),
             loads=tuple(r.load for r, _ in ran if r.load is not None),
             failure=None if ran else failures(records).get(candidate),
-            has_share=any(r.has_share for r, _ in ran),
-            is_on_slot=any(r.has_share or r.num_beside for r, _ in ran),
+            is_beside_others=any(r.num_beside for r, _ in ran),
         )
 
     @property
@@ -130,57 +125,17 @@ class SettingRuns(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.rounds)
 
 
-class Beside(NamedTuple):
-    """Slowdown of confirmation runs side by side on all slots, compared with running alone, and the part that may be
-    chance.
-
-    Both are shares of the step time.
-    """
-
-    slowdown: float
-    chance: float
-
-    @property
-    def is_different(self) -> bool:
-        """Whether measurements made side by side do not hold for a run alone."""
-        return math.isinf(self.chance) or self.slowdown > min(max(PLATEAU, self.chance), MAX_CHANCE)
-
-
-def beside(records: Sequence[Record]) -> Beside | None:
-    """Return the slowdown by running side by side, over the settings that were run both ways; None if none was.
-
-    `chance` is three standard errors of the mean over these settings, estimated from the spread of their few runs
-    beside others.
-    """
-    logs: dict[bool, dict[Any, list[float]]] = {False: {}, True: {}}
-    for r in records:
-        if r.round is not None and isinstance(r.outcome, Measurement):
-            key = r.candidate, r.purpose, tuple(sorted(r.environment.items()))
-            logs[r.num_beside > 0].setdefault(key, []).append(math.log(r.outcome.step_seconds))
-    both = [(logs[False][key], logs[True][key]) for key in logs[False].keys() & logs[True].keys()]
-    if not both:
-        return None
-    change = fmean(fmean(others) - fmean(alone) for alone, others in both)
-    variances = [variance(others) * (1 / len(alone) + 1 / len(others)) for alone, others in both if len(others) > 1]
-    chance = 3 * math.sqrt(fmean(variances) / len(both)) if variances else math.inf
-    return Beside(math.expm1(change), chance)
-
-
 def counted(records: Sequence[Record]) -> list[Record]:
-    """Return the records without the confirmation runs that do not count.
+    """Return the records, but of each confirmation round only those on one slot.
 
-    Runs beside others do not count if that made a difference. Of a round repeated on another slot only the slot with
-    the most runs counts, the last of equals.
+    A round whose slot is lost runs again on another one. The slot with the most runs counts, the last of equals.
     """
-    found = beside(records)
-    are_alike = found is not None and not found.is_different
-    found_alike = [r for r in records if r.round is None or not r.num_beside or are_alike]
-    num_runs = Counter((r.round, r.slot) for r in found_alike)
+    num_runs = Counter((r.round, r.slot) for r in records)
     slots: dict[int | None, str | None] = {}
-    for r in found_alike:  # of slots with equally many runs the last
+    for r in records:
         if r.round not in slots or num_runs[r.round, r.slot] >= num_runs[r.round, slots[r.round]]:
             slots[r.round] = r.slot
-    return [r for r in found_alike if r.round is None or r.slot == slots[r.round]]
+    return [r for r in records if r.round is None or r.slot == slots[r.round]]
 
 
 def confirm_runs(records: Sequence[Record], candidate: Setting, environment: Mapping[str, str]) -> SettingRuns:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from msgspec.structs import replace
 
-from autotune_amp.core.outcome import Failure, Measurement, Purpose, Record, after_steps
+from autotune_amp.core.outcome import Failure, Purpose, Record, after_steps
 from autotune_amp.dimensions import NUMERIC
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.processes.local import Handle, Slot, SlotLostError
@@ -138,7 +138,6 @@ class Runner:
         self._backend = backend
         self._watchers = watchers
         self._running: list[_Running] = []
-        self._again: list[Trial | Check | ProfileJob] = []
         self.lost: list[Trial | Check | ProfileJob] = []
         self._were_lost: list[Trial | Check | ProfileJob] = []
 
@@ -176,11 +175,6 @@ class Runner:
         for running in self._running:
             running.num_beside = max(running.num_beside, len(self._running) - 1)
 
-    @property
-    def again(self) -> Trial | Check | ProfileJob | None:
-        """Return a job to run once more alone, since it ran out of memory beside others, or None."""
-        return self._again[0] if self._again else None
-
     def finish(self) -> Record | None:
         """Wait for a job to end, append its record and return it; None if the job has to be run again."""
         handle = self._backend.wait([running.handle for running in self._running])
@@ -196,13 +190,6 @@ class Runner:
                 self.lost.append(job)
                 return None
             outcome = Failure(kind="crash", message=f"the place where it ran was lost, twice: {lost.reason}")
-        if job is self.again:
-            self._again.pop(0)
-        if ended.num_beside and ended.slot.shares_memory and isinstance(outcome, Failure) and outcome.kind == "oom":
-            self._again.append(job)
-            return None
-        if ended.slot.cpus and isinstance(outcome, Measurement):  # the energy counter measures the whole CPU
-            outcome = replace(outcome, joules_per_sample=None)
         record = Record(
             search_id=self.ledger.search_id,
             number=ended.number,
@@ -213,7 +200,6 @@ class Runner:
             load=None if ended.meter is None else ended.meter.stop(),
             slot=watcher.slot,
             num_beside=ended.num_beside,
-            has_share=bool(ended.slot.cpus),
         )
         if isinstance(job, Trial):
             record = replace(
@@ -248,8 +234,6 @@ def run(stages: Sequence[Stage], runner: Runner) -> Iterator[Record]:
 
 def _next(stages: Sequence[Stage], runner: Runner) -> Trial | Check | ProfileJob | None:
     pending = runner.pending
-    if runner.again is not None:
-        return None if pending else runner.again
     expected = expecting(runner.ledger, pending)
     for stage in stages:
         if expected is None or (pending and stage.is_exclusive):
@@ -258,38 +242,6 @@ def _next(stages: Sequence[Stage], runner: Runner) -> Trial | Check | ProfileJob
         if job is not None or not pending:
             return job
     return None
-
-
-class MovableStage(Stage, Protocol):
-    """Interface of a stage that is bound to one slot."""
-
-    def move(self, slot: Slot) -> None:
-        """Continue on `slot`, since the previous slot was lost."""
-
-
-def run_beside(stages: Mapping[Slot, MovableStage], runner: Runner) -> Iterator[Record]:
-    """Run each stage on its own slot, all at the same time, and yield their records.
-
-    A stage whose slot is lost continues on another slot once one is free.
-    """
-    left = dict(stages)
-    while left or runner.pending:
-        for lost in [slot for slot in left if slot not in runner.slots]:
-            slot = next((slot for slot in runner.slots if slot not in left), None)
-            if slot is not None:
-                left[slot] = left.pop(lost)
-                left[slot].move(slot)
-        for slot in [slot for slot in left if slot in runner.free]:
-            job = left[slot].next(runner.ledger, runner.planner)
-            if job is None:
-                del left[slot]
-            else:
-                runner.start(job, slot)
-        if runner.pending:
-            record = runner.finish()
-            runner.lost.clear()  # the stage repeats its round
-            if record is not None:
-                yield record
 
 
 def _purpose(job: Trial | Check | ProfileJob) -> Purpose:

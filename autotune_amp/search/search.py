@@ -15,7 +15,6 @@ from autotune_amp.core.errors import AutotuneAmpError, ClusterLostError, Invalid
 from autotune_amp.core.hardware import MachineLoad
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import (
-    Exclusion,
     Fingerprint,
     NothingWorksError,
     Recommendation,
@@ -28,23 +27,22 @@ from autotune_amp.distributed import alone
 from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import host, identify, machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.processes import slots
-from autotune_amp.processes.local import Backend, Payload, SlotLostError, WorkloadBackend
+from autotune_amp.processes.devices import Devices, find_gpus
+from autotune_amp.processes.local import Backend, SlotLostError, WorkloadBackend
 from autotune_amp.processes.on_ray.cluster import Cluster
-from autotune_amp.processes.on_ray.slots import OnRay
-from autotune_amp.processes.places import OneDevice, OnSlots, Places
+from autotune_amp.processes.on_ray.slots import RayDevices
 from autotune_amp.search.answer import explain
 from autotune_amp.search.answer.decide import recommend
-from autotune_amp.search.conditions import Conditions
-from autotune_amp.search.ledger import Ledger
+from autotune_amp.search.job_defaults import JobDefaults
+from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.options import DEFAULT_BUDGET_SECONDS, SearchOptions
 from autotune_amp.search.planner import MIN_ROUNDS, Budget, Planner
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher, Runner, Stage, Watchers, run, run_beside
+from autotune_amp.search.run import ProgressWatcher, Runner, Stage, Watchers, run
 from autotune_amp.search.source import OpenedWorkload, Source, held_bytes, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
-from autotune_amp.search.stages.checks import Checks, LaterChecks, LossScales
-from autotune_amp.search.stages.confirm import LargerBatches, OneRank, confirmation
+from autotune_amp.search.stages.checks import Checks, LossScales, TrainedWeightsChecks
+from autotune_amp.search.stages.confirm import Confirm, LargerBatches, OneRank
 from autotune_amp.search.stages.explore import exploring, share_building, untried_seed
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.stages.variants import LoaderWorkers, Variants
@@ -52,7 +50,6 @@ from autotune_amp.search.storage import shared
 from autotune_amp.search.storage.folder import StudyFolder
 from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.energy import require_counter
-from autotune_amp.trial.failures import mended
 from autotune_amp.trial.memory import recommended_environment
 
 _HELD_SHARE_WORTH_A_WORD = 0.05
@@ -77,7 +74,7 @@ def search_anew(
     """
     search = _Search(source, options, progress, folder)
     try:
-        with folder, search.places:
+        with folder, search.devices:
             answer = None if fingerprint is None or is_fresh else answer_for(fingerprint)
             if answer is not None:
                 return answer
@@ -88,14 +85,14 @@ def search_anew(
                 search.watcher.phase("loading the workload")
                 state = source.torch_state(backend.load(search.budget.left()))
                 if fingerprint is None:
-                    fingerprint = source.fingerprint_by_child(settings, search.places.identity(), backend, state)
+                    fingerprint = source.fingerprint_by_child(settings, search.devices.identity(), backend, state)
                     answer = None if is_fresh else answer_for(fingerprint)
                     if answer is not None:
                         return answer
                 if cached is not None and not is_fresh and not cached.search.was_interrupted:
                     for line in cached.fingerprint.differences(fingerprint):
                         progress.note(f"Searching again: {line}.")
-                search_id = folder.search_id(fingerprint.digest, is_fresh=is_fresh, num_shares=options.slots)
+                search_id = folder.search_id(fingerprint.digest, is_fresh=is_fresh)
                 try:
                     return search.run(backend, fingerprint, search_id, asks_others=not is_fresh)
                 except BaseException:  # an answer says so itself
@@ -119,7 +116,7 @@ def search_anew(
 
 
 class _Search:
-    """State of one search. Read `run` for its order of events."""
+    """One search, with what it holds open. Read `run`, `_search` and `_confirm` for its order of events."""
 
     def __init__(self, source: Source, options: SearchOptions, progress: Progress, folder: StudyFolder) -> None:
         self.budget = Budget(options.budget_seconds)
@@ -133,14 +130,159 @@ class _Search:
         self._progress = progress
         self._warnings: list[str] = []  # what changes what the reader does
         self._notes: list[str] = []
-        self.places = _places(source, options, self._watchers, self._note)
+        self.devices = _devices(source, options, self._watchers, self._note)
         self._is_spent = False
 
     def backend(self) -> WorkloadBackend:
         """Return the backend that runs the jobs before the confirmation."""
-        found = self.places.backend()
-        self.budget.num_slots = self.places.num_slots
+        found = self.devices.backend()
+        self.budget.num_slots = self.devices.num_slots
         return found
+
+    def run(
+        self, backend: WorkloadBackend, fingerprint: Fingerprint, search_id: str, *, asks_others: bool
+    ) -> Recommendation:
+        """Open the workload, build the space, run the stages, decide and save; return the recommendation.
+
+        With `asks_others` a search without records first tries the setting found by others for the same code.
+        """
+        opened, load_before = self._open(backend)
+        ledger = self._ledger(build_space(opened.hardware, opened.description, self._options), search_id)
+        like = self._like(fingerprint) if asks_others and not ledger.records else None
+        planner = Planner(self._conditions(opened, backend, like), self.budget)
+        interruption = self._run_stages(backend, ledger, planner)
+        if ledger.final_shortlist is None:
+            raise self._nothing_to_choose(ledger, interruption)
+        recommendation = recommend(
+            ledger,
+            options=self._options,
+            environment=planner.job_defaults.environment,
+            workload=opened.description,
+            search=self._summary(ledger, planner, fingerprint, load_before, was_interrupted=interruption is not None),
+            hardware=opened.hardware,
+            fingerprint=self._source.with_opened(fingerprint),
+            versions=versions(),
+            target=self._source.target,
+            launch_line=self._source.launch_line,
+        )
+        recommendation = self.folder.save(recommendation)
+        if interruption is not None:
+            trials = count(len(ledger.trials), "trial")
+            raise SearchInterruptedError(
+                f"{interruption} after {trials}; the best so far is in {self.folder.recommendation_path}.",
+                "Run the same search again to go on.",
+                recommendation.excluded,
+                recommendation,
+            )
+        self._keep_for_others(recommendation)
+        return recommendation
+
+    def _run_stages(self, backend: WorkloadBackend, ledger: Ledger, planner: Planner) -> str | None:
+        """Run all stages and return what interrupted them, or None."""
+        try:
+            try:
+                self._search(backend, ledger, planner)
+            finally:
+                backend.close()  # the user's own run will not have its memory and threads either
+            self._confirm(ledger, planner)
+        except KeyboardInterrupt:
+            return "Interrupted"
+        except ClusterLostError as error:
+            return error.message.rstrip(".")
+        return None
+
+    def _search(self, backend: Backend, ledger: Ledger, planner: Planner) -> None:
+        """Run the stages before the confirmation."""
+        runner = Runner(backend, ledger, planner, self._watchers)
+        storage, owner = self._options.storage or self.folder.path / "study.db", str(self.folder.path.resolve())
+        if self._options.storage is not None:  # others may use the storage from a folder of the same name
+            owner = f"{platform.node()}:{owner}"
+        study_of = partial(Study.open, storage, self.folder.path.name, ledger, owner=owner, seed=self._options.seed)
+        with study_of(note=self._progress.note) as study:
+            self.watcher.phase("searching")
+            if untried_seed(ledger, planner.job_defaults) is not None:
+                self._progress.note(planner.forecast(ledger, may_fork="share_build" in backend.abilities))
+            share_building(backend, planner, ledger, self._progress)
+            for _ in run(before_confirmation(study), runner):
+                if not runner.pending:
+                    share_building(backend, planner, ledger, self._progress)
+            most, is_open = planner.job_defaults.max_trials, untried_seed(ledger, planner.job_defaults) is not None
+            is_out_of_time = not planner.may_try(ledger, planner.to_explore(ledger))
+            self._is_spent = is_out_of_time and (is_open or most is None or len(ledger.trials) < most)
+            study.catch_up(ledger, is_over=True)
+            if not study.is_there:
+                self._notes.append("The study's storage is away, and lacks what was measured since.")
+
+    def _confirm(self, ledger: Ledger, planner: Planner) -> None:
+        """Run the stages that measure in fresh processes."""
+        chosen, job_defaults = ledger.final_shortlist, planner.job_defaults
+        if chosen is None:
+            return
+
+        self.watcher.phase("confirming in fresh processes")
+        processes = self.devices.confirming(
+            job_defaults.hardware.device,
+            are_shared=job_defaults.shares_processes,
+            num_rounds=planner.num_rounds(ledger),
+        )
+        self.budget.num_slots = 1  # one run at a time
+        with closing(processes) as fresh:
+            stages = confirmation(chosen, job_defaults.environment, self._options)
+            for _ in run(stages, Runner(fresh, ledger, planner, self._watchers)):
+                pass
+
+    def _doubts(self, load: MachineLoad) -> Sequence[str]:
+        """Return warnings about the load by other processes, if the search runs on this host."""
+        if not self.devices.is_here:
+            return ()
+        said = machine_load.doubts(machine_load.evidence([load]), "search on an idle machine")
+        return said if load.others_num_cores is not None else (*said, *self._load_notes)
+
+    def _note(self, line: str) -> None:
+        self._progress.note(line)
+        self._notes.append(line)
+
+    def _open(self, backend: WorkloadBackend) -> tuple[OpenedWorkload, MachineLoad]:
+        """Open the workload on every device; return it with the load by others meanwhile."""
+        if self._options.objective == "energy" and "energy" not in backend.abilities:
+            raise InvalidRequestError(
+                "--objective is 'energy', and what a trial of a command or of several ranks draws is not metered.",
+                "Use --objective speed or memory.",
+            )
+        opened = open_workload(
+            backend,
+            self._source,
+            self.devices.device,
+            self.watcher,
+            baseline_batch_size=self._options.baseline[1] if self._options.baseline else ASSUMED_BATCH_SIZE,
+            is_batch_free=self._options.effective_batch_size is not None,
+            cannot_be_built=self._cannot_be_built,
+        )
+        if opened.why_not_forked is not None:
+            self._notes.append(f"Trials shared one process until it failed: {opened.why_not_forked}.")
+        hardware = opened.hardware
+        held = max(hardware.memory.held_by_caller, held_bytes(hardware.device) if self.devices.is_here else 0)
+        hardware = replace(hardware, memory=replace(hardware.memory, held_by_caller=held))
+        self._progress.found_hardware(hardware)
+        self._notes += hardware.notes
+        self._warnings += alone(self._options.num_ranks, hardware.device)
+        if held > _HELD_SHARE_WORTH_A_WORD * hardware.memory.total:
+            self._warnings.append(
+                f"The calling process holds {size(held)} on {hardware.device}, which trials had to do without: make "
+                "the data and the model inside functions that the trial calls, or move them off the GPU and call "
+                "torch.cuda.empty_cache() before searching."
+            )
+        if self._options.objective == "energy":
+            require_counter(hardware.identity.type, hardware.identity.uuid)
+        for line in self.devices.notes:
+            self._note(line)
+        if self.devices.num_slots > 1:
+            self.watcher.phase(f"loading the workload on {self.devices.num_slots} devices")
+        backend.open_others(self.budget.left())
+        load = self._meter.stop()
+        for line in self._doubts(load):
+            self._progress.note(line)  # the answer has it by its `search.load`
+        return opened._replace(hardware=hardware), load
 
     def _like(self, fingerprint: Fingerprint) -> Setting | None:
         """Return the setting that the storage has for the same code and device but other options, or None."""
@@ -157,192 +299,55 @@ class _Search:
         self._progress.note(f"Starting from what was measured {answer.origin}, for the same code: {setting}.")
         return setting
 
-    def run(
-        self, backend: WorkloadBackend, fingerprint: Fingerprint, search_id: str, *, asks_others: bool
-    ) -> Recommendation:
-        """Open the workload, build the space, explore, check, confirm, decide and save; return the recommendation.
-
-        With `asks_others` a search without records first tries the setting found by others for the same code.
-        """
-        opened = self._open(backend)
-        for line in self.places.notes:
-            self._note(line)
-        if self._options.slots is not None:
-            self._note("What is not confirmed was measured on a share of the CPU: with all of it, it may be faster.")
-        if self.places.num_slots > 1:
-            self.watcher.phase(f"loading the workload on {self.places.num_slots} slots")
-        backend.open_others(self.budget.left())
-        load_before = self._meter.stop()  # the load by others while the workload was loaded and probed
-        for line in self._doubts(load_before):
-            self._progress.note(line)  # the answer has it by its `search.load`
-        ledger = self._ledger(build_space(opened.hardware, opened.description, self._options), search_id)
-        conditions = Conditions(
-            hardware=opened.hardware,
-            description=opened.description,
+    def _conditions(self, opened: OpenedWorkload, backend: Backend, like: Setting | None) -> JobDefaults:
+        hardware, description = opened.hardware, opened.description
+        return JobDefaults(
+            hardware=hardware,
+            description=description,
             memory_limit_bytes=self._options.limit_bytes(
-                opened.description.available_bytes(opened.hardware.memory.available, opened.hardware.device)
+                description.available_bytes(hardware.memory.available, hardware.device)
             ),
             torch_state=opened.torch_state,
-            environment=recommended_environment(opened.hardware.device),
+            environment=recommended_environment(hardware.device),
             seed=self._options.seed,
             ready_seconds=opened.ready_seconds,
             max_trials=self._options.max_trials,
             are_trials_fresh=self._source.launch_line is not None,
             loads_together="load_together" in backend.abilities,
-            like=self._like(fingerprint) if asks_others and not ledger.records else None,
+            like=like,
         )
-        was_interrupted, reason = False, ""
-        try:
-            planner = Planner(conditions, self.budget)
-            self._search(backend, ledger, planner)
-            backend.close()  # the user's own run will not have its memory and threads either
-            self._confirm(ledger, planner)
-        except (KeyboardInterrupt, ClusterLostError) as error:
-            was_interrupted = True
-            reason = "Interrupted" if isinstance(error, KeyboardInterrupt) else error.message.rstrip(".")
-        finally:
-            try:
-                backend.close()
-            except KeyboardInterrupt:  # once more, while processes end
-                was_interrupted, reason = True, "Interrupted"
-        if ledger.finalists is None:
-            raise self._nothing_to_choose(ledger, reason)
-        recommendation = recommend(
-            ledger,
-            options=self._options,
-            environment=conditions.environment,
-            workload=opened.description,
-            search=SearchSummary(
-                study=self.folder.path.name,
-                num_trials=len(ledger.trials),
-                num_failures=ledger.num_failures,
-                seconds=self.budget.elapsed(),
-                start_seconds=conditions.start_seconds,
-                was_interrupted=was_interrupted,
-                search_id=ledger.search_id,
-                is_budget_spent=self._is_spent or was_interrupted,
-                warnings=tuple(self._warnings),
-                notes=(*self._notes, *(f"This answer cannot be cached: {part}." for part in fingerprint.unknown)),
-                files=self._source.leftovers(),
-                load=load_before if self.places.is_here else None,
-            ),
-            hardware=opened.hardware,
-            fingerprint=self._source.with_opened(fingerprint),
-            versions=versions(),
-            target=self._source.target,
-            launch_line=self._source.launch_line,
+
+    def _summary(
+        self, ledger: Ledger, planner: Planner, fingerprint: Fingerprint, load: MachineLoad, *, was_interrupted: bool
+    ) -> SearchSummary:
+        return SearchSummary(
+            study=self.folder.path.name,
+            num_trials=len(ledger.trials),
+            num_failures=ledger.num_failures,
+            seconds=self.budget.elapsed(),
+            start_seconds=planner.job_defaults.start_seconds,
+            was_interrupted=was_interrupted,
+            search_id=ledger.search_id,
+            is_budget_spent=self._is_spent or was_interrupted,
+            warnings=tuple(self._warnings),
+            notes=(*self._notes, *(f"This answer cannot be cached: {part}." for part in fingerprint.unknown)),
+            files=self._source.leftovers(),
+            load=load if self.devices.is_here else None,
         )
-        recommendation = self.folder.save(recommendation)
-        if was_interrupted:
-            trials = count(len(ledger.trials), "trial")
-            raise SearchInterruptedError(
-                f"{reason} after {trials}; the best so far is in {self.folder.recommendation_path}.",
-                "Run the same search again to go on.",
-                recommendation.excluded,
-                recommendation,
-            )
-        if self._options.storage is not None and not fingerprint.unknown:
-            try:
-                shared.keep(self._options.storage, recommendation)
-            except StudyError as error:
-                self._progress.note(f"Others will not find this answer: {error.message}")
-        return recommendation
 
-    def _doubts(self, load: MachineLoad) -> Sequence[str]:
-        """Return warnings about the load by other processes, if the search runs on this host."""
-        if not self.places.is_here:
-            return ()
-        said = machine_load.doubts(machine_load.evidence([load]), "search on an idle machine")
-        return said if load.others_num_cores is not None else (*said, *self._load_notes)
-
-    def _note(self, line: str) -> None:
-        self._progress.note(line)
-        self._notes.append(line)
-
-    def _search(self, backend: Backend, ledger: Ledger, planner: Planner) -> None:
-        """Run the stages before the confirmation."""
-        runner = Runner(backend, ledger, planner, self._watchers)
-        storage, owner = self._options.storage or self.folder.path / "study.db", str(self.folder.path.resolve())
-        if self._options.storage is not None:  # others may use the storage from a folder of the same name
-            owner = f"{platform.node()}:{owner}"
-        study_of = partial(Study.open, storage, self.folder.path.name, ledger, owner=owner, seed=self._options.seed)
-        with study_of(note=self._progress.note) as study:
-            self.watcher.phase("searching")
-            if untried_seed(ledger, planner.conditions) is not None:
-                self._progress.note(planner.forecast(ledger, may_fork="share_build" in backend.abilities))
-            share_building(backend, planner, ledger, self._progress)
-            for _ in run(before_confirmation(study), runner):
-                if not runner.pending:
-                    share_building(backend, planner, ledger, self._progress)
-            most, is_open = planner.conditions.max_trials, untried_seed(ledger, planner.conditions) is not None
-            is_out_of_time = not planner.may_try(ledger, planner.to_explore(ledger))
-            self._is_spent = is_out_of_time and (is_open or most is None or len(ledger.trials) < most)
-            study.catch_up(ledger, is_over=True)
-            if not study.is_there:
-                self._notes.append("The study's storage is away, and lacks what was measured since.")
-
-    def _confirm(self, ledger: Ledger, planner: Planner) -> None:
-        """Run the stages that measure in fresh processes."""
-        chosen, conditions = ledger.finalists, planner.conditions
-        if chosen is None:
+    def _keep_for_others(self, recommendation: Recommendation) -> None:
+        if self._options.storage is None or recommendation.fingerprint.unknown:
             return
-
-        self.watcher.phase("confirming in fresh processes")
-        place, are_ranked = conditions.hardware.device, self._options.ranks > 1
-        processes = self.places.confirming(
-            place, are_shared=conditions.shares_processes, num_rounds=planner.num_rounds(ledger)
-        )
-        with closing(processes) as fresh:
-            runner = Runner(fresh, ledger, planner, self._watchers)
-            for _ in run([OneRank(2 * MIN_ROUNDS)] if are_ranked else [], runner):
-                pass
-            for stages in confirmation(chosen, conditions.environment, fresh.slots, ledger):
-                for _ in run_beside(stages, runner):
-                    pass
-            left: list[Stage] = [OneRank(0)] if are_ranked else []
-            if self._options.batch_size is None and self._options.max_trials is None:  # no limit was set
-                left.append(LargerBatches())
-            for _ in run(left, runner):
-                pass
-
-    def _open(self, backend: WorkloadBackend) -> OpenedWorkload:
-        if self._options.objective == "energy" and "energy" not in backend.abilities:
-            raise InvalidRequestError(
-                "--objective is 'energy', and what a trial of a command or of several ranks draws is not metered.",
-                "Use --objective speed or memory.",
-            )
-        opened = open_workload(
-            backend,
-            self._source,
-            self.places.device,
-            self.watcher,
-            baseline_batch_size=self._options.baseline[1] if self._options.baseline else ASSUMED_BATCH_SIZE,
-            is_batch_free=self._options.effective_batch_size is not None,
-            cannot_be_built=self._cannot_be_built,
-        )
-        if opened.why_not_forked is not None:
-            self._notes.append(f"Trials shared one process until it failed: {opened.why_not_forked}.")
-        hardware = opened.hardware
-        held = max(hardware.memory.held_by_caller, held_bytes(hardware.device) if self.places.is_here else 0)
-        hardware = replace(hardware, memory=replace(hardware.memory, held_by_caller=held))
-        self._progress.found_hardware(hardware)
-        self._notes += hardware.notes
-        self._warnings += alone(self._options.num_ranks, hardware.device)
-        if held > _HELD_SHARE_WORTH_A_WORD * hardware.memory.total:
-            self._warnings.append(
-                f"The calling process holds {size(held)} on {hardware.device}, which trials had to do without: make "
-                "the data and the model inside functions that the trial calls, or move them off the GPU and call "
-                "torch.cuda.empty_cache() before searching."
-            )
-        if self._options.objective == "energy":
-            require_counter(hardware.identity.type, hardware.identity.uuid)
-        return opened._replace(hardware=hardware)
+        try:
+            shared.keep(self._options.storage, recommendation)
+        except StudyError as error:
+            self._progress.note(f"Others will not find this answer: {error.message}")
 
     def _cannot_be_built(self, failure: Failure) -> NothingWorksError:
         reason = f"{failure.kind}: {failure.message}" + (f"\n{failure.details.rstrip()}" if failure.details else "")
         return NothingWorksError(
             f"The training does not run as it is today, so no candidate can: {reason}",
-            _way_out([failure]),
+            explain.way_out([failure]),
             (),
         )
 
@@ -359,93 +364,46 @@ class _Search:
             self._progress.note(f"Going on with {len(ledger.trials)} trials that were measured before.")
         return ledger
 
-    def _nothing_to_choose(self, ledger: Ledger, interrupted_by: str) -> AutotuneAmpError:
+    def _nothing_to_choose(self, ledger: Ledger, interruption: str | None) -> AutotuneAmpError:
         excluded = explain.excluded(ledger, is_budget_spent=True)
-        if interrupted_by:
+        if interruption is not None:
             return SearchInterruptedError(
-                f"{interrupted_by} before anything was measured.", "Run the same search again.", excluded, None
+                f"{interruption} before anything was measured.", "Run the same search again.", excluded, None
             )
         step_seconds = self._watchers.last_step_seconds
-        return nothing_works(ledger, excluded, step_seconds is not None) or self.budget.too_small(step_seconds)
+        return explain.nothing_works(ledger, excluded, step_seconds is not None) or self.budget.too_small(step_seconds)
 
 
 def before_confirmation(study: Study) -> tuple[Stage, ...]:
     """Return the stages of a search up to its confirmation, in order."""
     checks, scales, fallbacks = Checks(), LossScales(study), Fallbacks()
-    workers, later = LoaderWorkers(checks), LaterChecks(checks)
+    workers, later = LoaderWorkers(checks), TrainedWeightsChecks(checks)
     # A faster variant may wait for data again.
     on_the_winner = workers, Variants(checks), workers, later
     # A fallback may turn out faster than its contender: then it is a contender itself, and checked like any other.
     return *exploring(study), checks, scales, *on_the_winner, fallbacks, later, scales, fallbacks
 
 
-def _places(source: Source, options: SearchOptions, watchers: Watchers, warn: Callable[[str], None]) -> Places:
-    """Return the places that a search with these options runs on. `warn` is called for a node that is left out."""
+def confirmation(shortlist: Shortlist, environment: dict[str, str], options: SearchOptions) -> tuple[Stage, ...]:
+    """Return the stages that measure in fresh processes, in order."""
+    confirm = Confirm(shortlist, environment)
+    stages: tuple[Stage, ...] = (OneRank(2 * MIN_ROUNDS), confirm, OneRank(0)) if options.ranks > 1 else (confirm,)
+    is_limited = options.batch_size is not None or options.max_trials is not None
+    return stages if is_limited else (*stages, LargerBatches())
+
+
+def _devices(
+    source: Source, options: SearchOptions, watchers: Watchers, warn: Callable[[str], None]
+) -> Devices | RayDevices:
+    """Return the devices that a search with these options runs on. `warn` is called for a node that is left out."""
     if options.ray is not None:
         source.is_elsewhere = True
-        payload = _for_nodes(source)
+        payload = source.payload_for_nodes()
         cluster = Cluster(
             options.ray,
             sends_directory=not (payload.target or "").startswith("autotune_amp."),
             excludes=[] if (out := os.path.relpath(options.out)).startswith(os.pardir) else [f"/{out}/"],
         )
-        return OnRay(cluster, options.device, options.ranks, payload, watchers.of, warn)
-    found = slots.found(options.devices, options.slots)
-    if found.slots:
-        return OnSlots(found, options.first_device, source.backend, watchers.of)
-    return OneDevice(options.first_device, source.backend, watchers.of, options.ranks)
-
-
-def _for_nodes(source: Source) -> Payload:
-    """Return the workload for other hosts, which receive the working directory: paths of files in it are made relative.
-
-    Raises `InvalidRequestError` for a command and for a file outside the working directory.
-    """
-    if source.launch_line is not None:
-        raise InvalidRequestError(
-            "--ray runs the trials of a Workload; those of a command run one after the other on this host.",
-            "Leave --ray out, or give a function that returns a Workload.",
-        )
-    place, colon, function = (source.payload.target or "").rpartition(":")
-    if place.endswith(".py"):
-        place = os.path.relpath(place)
-        if place.startswith(os.pardir):
-            raise InvalidRequestError(
-                f"--ray sends the working directory to the nodes, and {place} lies outside of it.",
-                "Run the command in the folder that holds your code.",
-            )
-    return replace(source.payload, target=f"{place}{colon}{function}" or None)
-
-
-def nothing_works(ledger: Ledger, excluded: tuple[Exclusion, ...], has_stepped: bool) -> NothingWorksError | None:
-    """Return why nothing can be recommended; None if trials were only too slow and one `has_stepped`."""
-    if ledger.ruled_out:
-        reasons = dict.fromkeys(f"{setting.precision}: {reason}" for setting, reason in ledger.ruled_out.items())
-        return NothingWorksError(
-            f"Whatever ran is ruled out: {'; '.join(reasons)}.",
-            "Allow --precision fp32 as well, or do as the first of these reasons says.",
-            excluded,
-        )
-    failed = [(r.candidate, r.outcome) for r in ledger.trials if isinstance(r.outcome, Failure)]
-    failed = [(setting, failure) for setting, failure in failed if not failure.is_loading]
-    if not failed or (has_stepped and all(failure.kind == "timeout" for _, failure in failed)):
-        return None
-    setting, first = next((pair for pair in failed if pair[1].kind == "workload_error"), failed[0])
-    details = f"\n{first.details.rstrip()}" if first.details else ""
-    return NothingWorksError(
-        f"None of {count(len(ledger.trials), 'trial')} worked; {setting}: {first.message}.{details}",
-        _way_out([first, *(failure for _, failure in failed)]),
-        excluded,
-    )
-
-
-def _way_out(failed: Sequence[Failure]) -> str:
-    """Return what to do about these failures, of which the first was told: what is known of its kind of error."""
-    kinds = {failure.kind for failure in failed}
-    asked = {
-        "oom": "Give it a smaller batch.",
-        "timeout": "Give a larger --budget, or find out where it hangs: run the training by itself for a few steps.",
-    }
-    first = mended(failed[0]) or asked.get(failed[0].kind, "Fix that error, then run the same search again.")
-    slow = " If the others only need more time, give a larger --budget."
-    return first + slow * ("timeout" in kinds and failed[0].kind != "timeout")
+        return RayDevices(cluster, options.device, options.ranks, payload, watchers.of, warn)
+    gpus = None if options.devices is None else find_gpus(options.devices)
+    return Devices(options.first_device, source.backend, watchers.of, gpus, options.ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -67,6 +68,26 @@ class Source:
         from autotune_amp.processes.local import LocalBackend
 
         return LocalBackend(self.payload, isolation, watcher, environment, slot, standby)
+
+    def payload_for_nodes(self) -> Payload:
+        """Return the payload for other hosts, which receive the working directory: its paths are made relative.
+
+        Raises `InvalidRequestError` for a command and for a file outside the working directory.
+        """
+        if self.launch_line is not None:
+            raise InvalidRequestError(
+                "--ray runs the trials of a Workload; those of a command run one after the other on this host.",
+                "Leave --ray out, or give a function that returns a Workload.",
+            )
+        path, colon, function = (self.payload.target or "").rpartition(":")
+        if path.endswith(".py"):
+            path = os.path.relpath(path)
+            if path.startswith(os.pardir):
+                raise InvalidRequestError(
+                    f"--ray sends the working directory to the nodes, and {path} lies outside of it.",
+                    "Run the command in the folder that holds your code.",
+                )
+        return replace(self.payload, target=f"{path}{colon}{function}" or None)
 
     @property
     def launch_line(self) -> LaunchLine | None:

@@ -16,7 +16,7 @@ from autotune_amp.dimensions.dimension import Dimension, Leader
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Planner
 from autotune_amp.search.ranking import PLATEAU, check_key, needs_check
-from autotune_amp.search.stages.curve import OF_A_PRECISION, OF_A_VALUE
+from autotune_amp.search.stages.throughput_model import OF_A_PRECISION, OF_A_VALUE
 from autotune_amp.trial.step_profile.breakdown import break_down, max_speedups
 
 MOST_GAIN = 2.5  # highest speed-up by further dimensions: 2.1 times in ten training runs on an H200 (studies/real_card)
@@ -82,7 +82,7 @@ def next_setting(ledger: Ledger, is_worth: Callable[[Setting], bool] = lambda _:
     leader = _leader(ledger)
     if leader is None:
         return None
-    tried = {record.candidate for record in ledger.told}
+    tried = {record.candidate for record in ledger.counted_trials}
     for dimension in ordered(ledger):
         for value in ledger.space.variants.get(dimension.name, ()):
             if _trials_of(ledger, dimension, value) or why_not_worth(ledger, dimension, value) is not None:
@@ -124,7 +124,7 @@ def why_not_worth(ledger: Ledger, dimension: Dimension[Any], value: Any) -> str 
         setting=winner,
         objective=ledger.objective,
         measurements=ledger.measurements,
-        trials=ledger.told,
+        trials=ledger.counted_trials,
         values=ledger.space.variants,
         are_values_named=ledger.space.are_variants_named,
         num_steps=ledger.num_steps,
@@ -176,7 +176,7 @@ def _beyond_memory(ledger: Ledger, setting: Setting) -> Setting | None:
 
 
 def _together(ledger: Ledger, leader: Setting) -> Iterator[Setting]:
-    """Yield the leader with each value that was faster on another setting: on several slots values are tried at the
+    """Yield the leader with each value that was faster on another setting: on several devices values are tried at the
     same time, each on its own.
     """
     for dimension in ordered(ledger):
@@ -202,7 +202,7 @@ def beside(ledger: Ledger) -> Iterator[Setting]:
     winner = _leader(ledger)
     if winner is None or not winner.active_variants:
         return
-    tried = {record.candidate for record in ledger.told}
+    tried = {record.candidate for record in ledger.counted_trials}
     sizes = _of_its_precision(ledger, winner)
     if winner.is_compiled:  # compiling takes tens of seconds, and a compiled winner gains most at a larger batch
         sizes = [c for c in sizes if c.batch_size >= winner.batch_size]
@@ -225,7 +225,7 @@ def _of_its_precision(ledger: Ledger, setting: Setting) -> list[Setting]:
 
 
 def _trials_of(ledger: Ledger, dimension: Dimension[Any], value: Any) -> list[Record]:
-    ours = [r for r in ledger.told if r.purpose == "search" and r.candidate != ledger.space.baseline]
+    ours = [r for r in ledger.counted_trials if r.purpose == "search" and r.candidate != ledger.space.baseline]
     return [r for r in ours if dimension.is_tried_in(r.candidate, value)]
 
 

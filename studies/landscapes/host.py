@@ -23,10 +23,10 @@ from search_replay import Replayed, play_search
 
 from autotune_amp.core.outcome import CheckOutcome, Failure, Fidelity, Measurement, Outcome
 from autotune_amp.core.setting import Setting
+from autotune_amp.processes.devices import ConfirmingProcesses
 from autotune_amp.processes.local import Ability, Isolation, Slot
-from autotune_amp.processes.places import ConfirmingProcesses
 from autotune_amp.processes.standby import MIN_CORES, MOST
-from autotune_amp.search.conditions import Conditions
+from autotune_amp.search.job_defaults import JobDefaults
 from autotune_amp.trial.jobs import Check, Trial, measure_seconds
 
 FORK_SECONDS = 0.07  # studies/overheads
@@ -346,7 +346,7 @@ def search_on(form: ClosedForm, host: Host, seed: int, budget_seconds: float) ->
     if budget.left() <= 0:
         return None
     header = landscape.header
-    conditions = Conditions(
+    job_defaults = JobDefaults(
         hardware=header.hardware,
         memory_limit_bytes=header.memory_limit_bytes,
         environment=header.environment,
@@ -356,5 +356,5 @@ def search_on(form: ClosedForm, host: Host, seed: int, budget_seconds: float) ->
         are_trials_fresh=host.is_command,
         loads_together=host.has_standby and header.hardware.device != "cpu",
     )
-    fresh = ConfirmingProcesses(partial(backend, "kept"), searching.slots[0], are_shared=conditions.shares_processes)
-    return play_search(landscape, conditions, budget, searching, fresh, seed)
+    fresh = ConfirmingProcesses(partial(backend, "kept"), searching.slots[0], are_shared=job_defaults.shares_processes)
+    return play_search(landscape, job_defaults, budget, searching, fresh, seed)

@@ -271,7 +271,7 @@ class ReplayBackend:
         self.close()
 
 
-class Beside:
+class SlotBackends:
     """Backends beside one another, one for each slot, on one clock."""
 
     def __init__(self, backends: Mapping[Slot, Any]) -> None:

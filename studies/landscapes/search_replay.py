@@ -13,22 +13,22 @@ from functools import cached_property
 from typing import Any
 
 import optuna
-from replay import Beside, Ground, ReplayBackend, ReplayBudget
+from replay import Ground, ReplayBackend, ReplayBudget, SlotBackends
 
 from autotune_amp.core.outcome import Record
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
+from autotune_amp.processes.devices import ConfirmingProcesses
 from autotune_amp.processes.local import Slot
-from autotune_amp.processes.places import ConfirmingProcesses
 from autotune_amp.search.answer.decide import decide
-from autotune_amp.search.conditions import Conditions
+from autotune_amp.search.job_defaults import JobDefaults
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.planner import Planner
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher, Runner, Watchers, run, run_beside
+from autotune_amp.search.run import ProgressWatcher, Runner, Watchers, run
 from autotune_amp.search.search import before_confirmation
-from autotune_amp.search.stages.confirm import confirmation
+from autotune_amp.search.stages.confirm import Confirm
 from autotune_amp.search.stages.explore import share_building
 from autotune_amp.search.storage import study as studies
 
@@ -69,7 +69,7 @@ class Replayed:
 
     def _decide(self, num_records: int) -> Decision | None:
         before, header = self.ledger.with_only(self.ledger.records[:num_records]), self.landscape.header
-        if before.finalists is None:
+        if before.final_shortlist is None:
             return None
         return decide(before, environment=header.environment, description=header.description)
 
@@ -94,7 +94,7 @@ def search_replay(
     """Search `landscape` as `search.search` does, on so many devices alike."""
     header, budget = landscape.header, ReplayBudget(budget_seconds, num_slots)
     described = header.description
-    conditions = Conditions(
+    job_defaults = JobDefaults(
         hardware=header.hardware,
         memory_limit_bytes=header.memory_limit_bytes,
         torch_state=header.torch_state,
@@ -106,30 +106,30 @@ def search_replay(
     slots = [Slot("cuda", f"slot {number}", is_here=False) for number in range(num_slots)]  # each with its own memory
     backends = {slot: ReplayBackend(landscape, budget, seed + number) for number, slot in enumerate(slots)}
     fresh = {
-        slot: ConfirmingProcesses(_always(backends[slot]), slot, are_shared=conditions.shares_processes)
+        slot: ConfirmingProcesses(_always(backends[slot]), slot, are_shared=job_defaults.shares_processes)
         for slot in slots
     }
-    return play_search(landscape, conditions, budget, Beside(backends), Beside(fresh), seed)
+    return play_search(landscape, job_defaults, budget, SlotBackends(backends), SlotBackends(fresh), seed)
 
 
 def play_search(
-    landscape: Ground, conditions: Conditions, budget: ReplayBudget, backend: Any, fresh: Any, seed: int
+    landscape: Ground, job_defaults: JobDefaults, budget: ReplayBudget, backend: Any, fresh: Any, seed: int
 ) -> Replayed:
     """Run the stages of a search on a `backend`, then those of its confirmation on `fresh` processes."""
     ends, ledger = _Ends(budget), Ledger(landscape.space(), search_id="replay-1")
     watchers = Watchers(ProgressWatcher(ends, budget))
-    planner, study = Planner(conditions, budget), _study(ledger, seed)
+    planner, study = Planner(job_defaults, budget), _study(ledger, seed)
     runner = Runner(backend, ledger, planner, watchers)
     for _ in run(before_confirmation(study), runner):
         if not runner.pending:
             share_building(backend, planner, ledger, ends)
     backend.close()
     searched_seconds = budget.now
-    if ledger.finalists is not None:
-        runner = Runner(fresh, ledger, planner, watchers)
-        for stages in confirmation(ledger.finalists, conditions.environment, fresh.slots, ledger):
-            for _ in run_beside(stages, runner):
-                pass
+    if ledger.final_shortlist is not None:
+        budget.num_slots = 1
+        stage = Confirm(ledger.final_shortlist, job_defaults.environment)
+        for _ in run([stage], Runner(fresh, ledger, planner, watchers)):
+            pass
     by_round = {record.round: seconds for seconds, record in ends.records if record.round is not None}
     return Replayed(ledger, landscape, ends.records, searched_seconds, list(by_round.values()))
 

@@ -21,7 +21,7 @@ from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.local import Backend, LocalBackend, Payload, Slot
 from autotune_amp.processes.on_ray.cluster import Cluster
-from autotune_amp.processes.on_ray.slots import OnRay
+from autotune_amp.processes.on_ray.slots import RayDevices
 from autotune_amp.processes.process import Watcher
 from autotune_amp.trial.jobs import Trial
 
@@ -70,9 +70,9 @@ def run() -> None:
                 assert held.stdout is not None
                 cluster = Cluster(held.stdout.readline().strip(), sends_directory=True, excludes=[])
                 payload = Payload(target=f"{Path(__file__).name}:workload", path=())
-                places = OnRay(cluster, "cpu", 1, payload, lambda _: Watcher(), print)
+                devices = RayDevices(cluster, "cpu", 1, payload, lambda _: Watcher(), print)
                 began = time.monotonic()
-                with places, places.backend() as there:
+                with devices, devices.backend() as there:
                     there.load(120)
                     state = there.open("cpu", 1, 120).torch_state
                     there.open_others(120)

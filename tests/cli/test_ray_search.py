@@ -73,7 +73,7 @@ def test_a_node_is_killed_and_another_one_comes(cli: CommandLine, nodes: RayNode
     failed = [(r["slot"], r["outcome"]) for r in found if r["outcome"]["outcome"] == "failure"]
     assert failed == [], err
     assert len({line["slot"] for line in found}) >= 2
-    assert set(document["evidence"]["slots"]["names"]) == {line["slot"] for line in found}
+    assert set(document["evidence"]["devices"]) == {line["slot"] for line in found}
     lost = [note for note in document["notes"] if "is left out" in note]
     assert len(lost) == 1, document["notes"]
     assert lost[0] in err

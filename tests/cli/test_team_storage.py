@@ -11,7 +11,7 @@ import postgresql
 import pytest
 from conftest import CommandLine
 
-from autotune_amp.search.storage.study import connected
+from autotune_amp.search.storage.database import connected
 
 # A step takes as long for any batch, so that the largest is the fastest on any machine.
 SCRIPT = """

@@ -23,10 +23,10 @@ from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.outcome import Description, Failure, FailureKind, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.distributed import free_port
+from autotune_amp.processes.devices import rank_slots
 from autotune_amp.processes.local import Isolation, LocalBackend, Payload
 from autotune_amp.processes.process import ENDED
 from autotune_amp.processes.ranks import GRACE_SECONDS, RankedBackend, RankGrace, _culprit
-from autotune_amp.processes.slots import of_ranks
 from autotune_amp.trial.jobs import Check, Describe, Trial
 from autotune_amp.trial.training import Training
 
@@ -113,7 +113,7 @@ class Opened:
         (folder / "train.py").write_text(WORKLOAD)
         payload = Payload(target=f"train:{function}", path=(str(folder), *sys.path))
         self.backend = RankedBackend(
-            of_ranks(2, "cpu"), lambda slot, watcher: LocalBackend(payload, isolation, watcher, slot=slot), Listener()
+            rank_slots(2, "cpu"), lambda slot, watcher: LocalBackend(payload, isolation, watcher, slot=slot), Listener()
         )
         self.backend.load(60)
         self.state = self.backend.open("cpu", None, 60).torch_state
@@ -270,7 +270,7 @@ def test_a_loop_of_its_own_is_refused_by_what_would_do(tmp_path: Path) -> None:
 
 def test_more_ranks_than_cpus_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="CPUs"):
-        of_ranks(100_000, "cpu")
+        rank_slots(100_000, "cpu")
 
 
 def test_of_an_accumulating_step_the_last_pass_alone_is_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:

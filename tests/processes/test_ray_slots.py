@@ -28,7 +28,7 @@ from autotune_amp.processes.on_ray import backend as on_node
 from autotune_amp.processes.on_ray import slots as ray_slots
 from autotune_amp.processes.on_ray.cluster import Cluster
 from autotune_amp.processes.on_ray.messages import pack
-from autotune_amp.processes.on_ray.slots import OnRay, RaySlots
+from autotune_amp.processes.on_ray.slots import RayDevices, RaySlots
 from autotune_amp.processes.process import Watcher
 from autotune_amp.trial.jobs import Check, Describe, Trial
 
@@ -85,7 +85,7 @@ class Opened:
             patch.chdir(folder)
             self.cluster = Cluster(address, sends_directory=True, excludes=[])
         payload = Payload(target="train.py:workload", path=())
-        self.places = OnRay(self.cluster, "cpu", num_ranks, payload, self.listener, self.notes.append)
+        self.devices = RayDevices(self.cluster, "cpu", num_ranks, payload, self.listener, self.notes.append)
         self.state: dict[str, Any] = {}
         self.backend: Any = None  # `RaySlots`, once it is open
 
@@ -93,7 +93,7 @@ class Opened:
         return self.listeners.setdefault(slot.name, Listener())
 
     def open(self) -> Opened:
-        found = self.places.backend()
+        found = self.devices.backend()
         assert isinstance(found, RaySlots)
         self.backend = found
         found.load(60)
@@ -123,7 +123,7 @@ class Opened:
     def close(self) -> None:
         if self.backend is not None:
             self.backend.close()
-        self.places.close()
+        self.devices.close()
 
     def __enter__(self) -> Opened:
         return self
@@ -387,4 +387,4 @@ def test_the_ranks_of_a_trial_train_together_on_one_node(
 def test_where_there_is_no_cluster_the_request_is_refused(tmp_path: Path, stack: ExitStack) -> None:
     opened = stack.enter_context(Opened(tmp_path / "work", f"127.0.0.1:{free_port()}"))
     with pytest.raises(InvalidRequestError, match="ray start"):
-        opened.places.backend()
+        opened.devices.backend()

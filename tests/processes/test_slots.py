@@ -1,8 +1,7 @@
-"""Slots of this host: which there are, and real processes beside one another."""
+"""Several slots of this host: real processes beside one another."""
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import threading
@@ -17,95 +16,17 @@ from backend_contract import BackendContract, Made
 from conftest import needs_two_cpus
 from forked_programs import forked_programs
 from forked_python import ForkServer
-from hypothesis import given
-from hypothesis import strategies as st
 from listening import Listener
 
-from autotune_amp.core.errors import InvalidRequestError, WorkloadError
-from autotune_amp.core.hardware import DeviceIdentity
+from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.hardware import nvml
+from autotune_amp.processes.devices import cpu_shares
 from autotune_amp.processes.local import LocalBackend, Payload, Slot
-from autotune_amp.processes.slots import WorkloadSlots, cards, shares_of_the_cpu
+from autotune_amp.processes.slots import WorkloadSlots
 from autotune_amp.trial.jobs import Check, Trial
 
 pytestmark = pytest.mark.usefixtures("nothing_left_at_once")
-
-# -- which there are ---------------------------------------------------------------------------------------------------
-
-CARDS = {"GPU-a": "NVIDIA A", "GPU-b": "NVIDIA A", "GPU-c": "NVIDIA B", "GPU-d": "NVIDIA A"}
-
-
-@pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, ...]]:
-    """Four cards, one of them of another model; what is said of other processes on each."""
-    notes: dict[str, tuple[str, ...]] = {}
-    monkeypatch.setattr(nvml, "visible_uuids", lambda: tuple(CARDS))
-    monkeypatch.setattr(nvml, "process_notes", lambda uuid: notes.get(uuid, ()))
-    monkeypatch.setattr(
-        nvml,
-        "identity",
-        lambda index, uuid: DeviceIdentity(type="cuda", name=CARDS[uuid], num_cpus=8, total_memory_bytes=1),
-    )
-    return notes
-
-
-def test_all_cards_are_those_like_the_first_that_nobody_uses(host: dict[str, tuple[str, ...]]) -> None:
-    host["GPU-d"] = ("Process 7 holds 3.0 GiB on this card: its work slows what is measured.",)
-    found = cards("all")
-    assert [(slot.name, slot.uuid) for slot in found.slots] == [("cuda:0", "GPU-a"), ("cuda:1", "GPU-b")]
-    assert [note.partition(" ")[0] for note in found.notes] == ["cuda:2", "cuda:3"]
-    assert "NVIDIA B" in found.notes[0]
-    assert "Process 7" in found.notes[1]
-
-
-def test_the_first_card_is_searched_on_though_a_desktop_computes_there(host: dict[str, tuple[str, ...]]) -> None:
-    host["GPU-a"] = host["GPU-b"] = ("Process 7 computes.",)
-    found = cards("all")
-    assert [slot.name for slot in found.slots] == ["cuda:0", "cuda:3"]
-    assert found.notes[0] == "cuda:0: Process 7 computes."
-
-
-def test_cards_by_number_are_taken_as_they_are(host: dict[str, tuple[str, ...]]) -> None:
-    host["GPU-d"] = ("Process 7 computes.",)
-    found = cards((3, 1))
-    assert [(slot.name, slot.environment) for slot in found.slots] == [
-        ("cuda:3", {"CUDA_VISIBLE_DEVICES": "GPU-d"}),
-        ("cuda:1", {"CUDA_VISIBLE_DEVICES": "GPU-b"}),
-    ]
-
-
-@pytest.mark.parametrize(("devices", "said"), [((0, 2), "NVIDIA B"), ((0, 4), "GPU 4"), ((9,), "GPU 9")])
-def test_a_card_that_cannot_be_compared_or_is_not_there_is_refused(
-    host: Any, devices: tuple[int, ...], said: str
-) -> None:
-    with pytest.raises(InvalidRequestError, match=said):
-        cards(devices)
-
-
-def test_without_cards_the_option_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml, "visible_uuids", tuple)
-    with pytest.raises(InvalidRequestError, match="NVML"):
-        cards("all")
-
-
-@given(cpus=st.sets(st.integers(0, 200), min_size=1, max_size=64), num_slots=st.integers(1, 64))
-def test_shares_of_the_cpu_are_equal_and_have_no_cpu_in_common(cpus: set[int], num_slots: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "sched_getaffinity", lambda pid: cpus, raising=False)
-        if num_slots > len(cpus):
-            with pytest.raises(InvalidRequestError):
-                shares_of_the_cpu(num_slots)
-            return
-        slots = shares_of_the_cpu(num_slots).slots
-    taken = [cpu for slot in slots for cpu in slot.cpus]
-    assert len(slots) == len({slot.name for slot in slots}) == num_slots
-    assert len(taken) == len(set(taken)) == num_slots * (len(cpus) // num_slots)
-    assert set(taken) <= cpus
-
-
-# -- beside one another ------------------------------------------------------------------------------------------------
 
 # What a batch does is said by its size; two that meet wait for each other's file.
 WORKLOAD = """
@@ -164,7 +85,7 @@ class Opened:
 
     def __init__(self, folder: Path, text: str = WORKLOAD) -> None:
         (folder / "train.py").write_text(text)
-        self.slots = shares_of_the_cpu(2).slots
+        self.slots = cpu_shares(2)
         self.listeners = [Heard(), Heard()]
         payload = Payload(target="train:workload", path=(str(folder), *sys.path))
         self.backend = WorkloadSlots(

@@ -20,8 +20,8 @@ from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes import standby
+from autotune_amp.processes.devices import ConfirmingProcesses, Devices
 from autotune_amp.processes.local import LocalBackend, Payload, Slot, can_fork
-from autotune_amp.processes.places import ConfirmingProcesses, OneDevice
 from autotune_amp.processes.process import Process, Watcher
 from autotune_amp.processes.process_tree import MARK
 from autotune_amp.processes.standby import Standby
@@ -363,7 +363,7 @@ def test_jobs_of_one_device_stand_by_and_closing_its_place_ends_all(tmp_path: Pa
         beside._room_for = lambda _: 2
         return LocalBackend(payload, isolation or "kept", watcher, environment, slot, beside)
 
-    with OneDevice("cpu", start, lambda _: Watcher()) as place, place.backend() as backend:
+    with Devices("cpu", start, lambda _: Watcher()) as place, place.backend() as backend:
         backend.load(60)
         state, _, _ = backend.open("cpu", None, 60)
         job: Job[Any] = Trial(

@@ -32,7 +32,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.processes.local import Ability, Slot
 from autotune_amp.search.answer.decide import decide
-from autotune_amp.search.conditions import Conditions
+from autotune_amp.search.job_defaults import JobDefaults
 from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.loss_scales import AllScales
 from autotune_amp.search.planner import Planner
@@ -277,7 +277,7 @@ class ScriptedSearch:
             search_id="scripted-1",
             write=(lambda _: None) if study_folder is None else study_folder.append,
         )
-        self.conditions = Conditions(
+        self.job_defaults = JobDefaults(
             hardware=device or hardware({"fp32": 1.0, "tf32": None, "bf16": 3.0, "fp16": 0.01, "fp8": None}),
             memory_limit_bytes=2**33,
             description=description or described(num_workers=None),
@@ -291,19 +291,19 @@ class ScriptedSearch:
 
     @property
     def planner(self) -> Planner:
-        return Planner(self.conditions, self.budget)
+        return Planner(self.job_defaults, self.budget)
 
     def runner(self, backend: Any = None) -> Runner:
         return Runner(backend or self.backend, self.ledger, self.planner, Watchers(self.watcher))
 
     def measure(self, *settings: Setting) -> None:
         """A trial of each, without limits."""
-        self.run(_Given([self.conditions.trial(self.ledger, setting) for setting in settings]))
+        self.run(_Given([self.job_defaults.trial(self.ledger, setting) for setting in settings]))
 
     def explore(self, max_trials: int | None = None, *, is_checked: bool = False) -> None:
         """With the sharing of what is built between trials, as a real search has it."""
         with Study.open(self.storage, "scripted", self.ledger) as study:
-            self.conditions = replace(self.conditions, max_trials=max_trials)
+            self.job_defaults = replace(self.job_defaults, max_trials=max_trials)
             stages: list[Stage] = [*exploring(study), Checks(), LossScales(study)]
             if not is_checked:
                 stages = [stage for stage in stages if not isinstance(stage, (Checks, LossScales))]
@@ -318,15 +318,15 @@ class ScriptedSearch:
 
     def set_start(self, environment: dict[str, str], start_seconds: float) -> None:
         """From now on these variables are recommended, and a process takes so long to its first step."""
-        ready_seconds = start_seconds - self.conditions.setup_seconds
-        self.conditions = replace(self.conditions, environment=environment, ready_seconds=ready_seconds)
+        ready_seconds = start_seconds - self.job_defaults.setup_seconds
+        self.job_defaults = replace(self.job_defaults, environment=environment, ready_seconds=ready_seconds)
 
     def confirm(self, chosen: Shortlist, environment: dict[str, str], start_seconds: float = 1.0) -> None:
         self.set_start(environment, start_seconds)
         self.run(Confirm(chosen, environment))
 
     def decide(self, environment: Mapping[str, str]) -> Decision:
-        return decide(self.ledger, environment=environment, description=self.conditions.description)
+        return decide(self.ledger, environment=environment, description=self.job_defaults.description)
 
     @property
     def records(self) -> Sequence[Record]:

@@ -42,9 +42,9 @@ def judged(on: Machine, where: Space) -> Space:
 def searched(on: Machine, where: Space) -> Decision:
     """The whole search after the check, with its confirmation."""
     on.explore(where, is_checked=True)
-    assert on.ledger.finalists is not None
+    assert on.ledger.final_shortlist is not None
     on.searched.measure_fallbacks()
-    on.confirm(on.ledger.finalists)
+    on.confirm(on.ledger.final_shortlist)
     return on.decide()
 
 
@@ -154,13 +154,13 @@ def test_a_plan_to_step_down_to_is_split_only_where_that_is_exact(tmp_path: Path
 @pytest.mark.parametrize(("verdict", "log2_scale"), [("mean", 14.0), ("sum", 13.0)])
 def test_trials_and_loss_scales_know_a_sum(tmp_path: Path, verdict: Any, log2_scale: float) -> None:
     on, tried = machine(tmp_path, accumulation(verdict)), candidate("fp16", 32, 2)
-    conditions = on.on(built(**KEPT)).conditions
-    assert not conditions.trial(on.ledger, tried).is_loss_sum, "nobody has asked"
+    job_defaults = on.on(built(**KEPT)).job_defaults
+    assert not job_defaults.trial(on.ledger, tried).is_loss_sum, "nobody has asked"
     judged(on, built(**KEPT))
     on.ledger.append(
         Record(search_id="s", number=9, candidate=tried, purpose="calibration", outcome=calibration(14.5), seconds=1.0)
     )
-    assert conditions.trial(on.ledger, tried).is_loss_sum == (verdict == "sum")
+    assert job_defaults.trial(on.ledger, tried).is_loss_sum == (verdict == "sum")
     scales = loss_scales.scales_of(on.ledger.scales, tried)
     assert scales is not None
     assert scales.preferred[0] == 2.0**log2_scale

@@ -16,12 +16,12 @@ from autotune_amp.core.config import LossScale
 from autotune_amp.core.outcome import Failure, FailureKind
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
+from autotune_amp.search.answer.explain import nothing_works
 from autotune_amp.search.loss_scales import DEFAULT_PAIR, calibrated
 from autotune_amp.search.ranking import check_key, found_fidelity
-from autotune_amp.search.search import nothing_works
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages import checks
-from autotune_amp.search.stages.checks import Todo, next_todo
+from autotune_amp.search.stages.checks import CheckAction, next_action
 from autotune_amp.search.stages.explore import MAX_PROCESSES
 from autotune_amp.search.stages.fallbacks import missing_plans
 
@@ -32,7 +32,7 @@ WHERE = Space(candidates=(FP32, BF16, FP16), baseline=FP32)
 
 def todo(log: Log, baseline: Setting = FP32, **more: Any) -> object:
     where = Space(candidates=(FP32, BF16, FP16), baseline=baseline, **more)
-    return next_todo(ledger_of(log.records, where))
+    return next_action(ledger_of(log.records, where))
 
 
 def log(**speeds: float) -> Log:
@@ -42,8 +42,8 @@ def log(**speeds: float) -> Log:
     return made
 
 
-def check(precision: Precision, batch_size: int = 16) -> Todo:
-    return Todo("fidelity", candidate(precision, batch_size))
+def check(precision: Precision, batch_size: int = 16) -> CheckAction:
+    return CheckAction("fidelity", candidate(precision, batch_size))
 
 
 SLOW = at("bf16", 8)
@@ -67,8 +67,8 @@ HARMED = log(fp32=100.0, bf16=200.0).add(at("bf16", 16), fidelity("bf16", "unfai
         (log(fp32=100.0, found=120.0), FOUND, {}, None),  # off CUDA it is something else, which no check is for
         (log(fp32=100.0, bf16=19.0), FP32, {}, None),  # hopelessly slow
         (log(fp32=100.0, bf16=21.0), FP32, {}, check("bf16")),
-        (log(fp16=100.0, fp32=50.0), FP32, {}, Todo("calibration", FP16)),
-        (log(fp32=100.0, fp16=95.0), FP32, {}, Todo("calibration", FP16)),  # it may win
+        (log(fp16=100.0, fp32=50.0), FP32, {}, CheckAction("calibration", FP16)),
+        (log(fp32=100.0, fp16=95.0), FP32, {}, CheckAction("calibration", FP16)),  # it may win
         (log(fp32=100.0, fp16=80.0), FP32, {}, check("fp16")),  # too slow for a calibration
         (CALIBRATED, FP32, {}, check("fp16")),
         (REFUSED, FP32, {}, check("fp16")),  # it may be healed
@@ -76,24 +76,24 @@ HARMED = log(fp32=100.0, bf16=200.0).add(at("bf16", 16), fidelity("bf16", "unfai
         (log(fp32=100.0).add(FP16, Failure(kind="oom", message="too large")), FP32, {}, None),
     ],
 )
-def test_what_is_checked(made: Log, baseline: Setting, more: dict[str, Any], expected: Todo | None) -> None:
+def test_what_is_checked(made: Log, baseline: Setting, more: dict[str, Any], expected: CheckAction | None) -> None:
     assert todo(made, baseline, **more) == expected
 
 
 def test_for_memory_fp16_that_is_slower_is_calibrated_too() -> None:
     slower = log(fp32=100.0, fp16=80.0)
-    assert next_todo(ledger_of(slower.records, WHERE, objective="memory")) == Todo("calibration", FP16)
+    assert next_action(ledger_of(slower.records, WHERE, objective="memory")) == CheckAction("calibration", FP16)
 
 
 def test_what_pins_heal_is_checked_with_them_then_measured_and_takes_part() -> None:
     made, pinned, checked = Log(), *(at("bf16", size, pinned_modules=("norm",)) for size in (64, 16))
     made.records = list(HARMED.records)
-    assert todo(made) == Todo("fidelity", checked)
+    assert todo(made) == CheckAction("fidelity", checked)
     made.add(checked, fidelity("bf16", "unfaithful", pins=("norm",)), "fidelity")
     assert todo(made) is None, "pins that do not heal are not measured"
     made.records.pop()
     made.add(checked, fidelity("bf16", pins=("norm",)), "fidelity")
-    assert todo(made) == Todo("search", pinned)
+    assert todo(made) == CheckAction("search", pinned)
     decision = decided(made.add(pinned, 180.0))
     assert decision.evidence.fidelity is not None
     assert (decision.evidence.fidelity.verdict, decision.evidence.fidelity.pinned_modules) == ("faithful", ("norm",))
@@ -276,5 +276,5 @@ def test_a_runner_up_is_checked_where_it_may_win_by_enough_for_the_seconds(
 ) -> None:
     """Within the plateau bf16 wins before fp16, which is calibrated too."""
     made = log(fp32=50.0, bf16=100.0, fp16=speed).add(candidate("bf16", 16), fidelity("bf16"), "fidelity")
-    found = next_todo(ledger_of(made.records, WHERE), is_worth=lambda gain, num: gain > 1e-3 * num * seconds)
-    assert (found == Todo("calibration", FP16)) == is_checked
+    found = next_action(ledger_of(made.records, WHERE), is_worth=lambda gain, num: gain > 1e-3 * num * seconds)
+    assert (found == CheckAction("calibration", FP16)) == is_checked

@@ -12,8 +12,8 @@ from scripted_backend import ScriptedBackend, ScriptedSearch, calibration, candi
 
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
+from autotune_amp.processes.devices import ConfirmingProcesses
 from autotune_amp.processes.local import Slot
-from autotune_amp.processes.places import ConfirmingProcesses
 from autotune_amp.search.ledger import LOSS_SCALE, Shortlist
 from autotune_amp.search.loss_scales import Scales
 from autotune_amp.search.planner import MIN_ROUNDS
@@ -69,7 +69,7 @@ class Machine:
         """The records of the confirmation."""
         num_before = len(self.ledger.records)
         self.searched.set_start(environment or {}, self.start_seconds)
-        processes = ConfirmingProcesses(self.make, Slot("cpu"), are_shared=self.searched.conditions.shares_processes)
+        processes = ConfirmingProcesses(self.make, Slot("cpu"), are_shared=self.searched.job_defaults.shares_processes)
         self.searched.run(Confirm(shortlist, environment or {}), processes)
         return self.ledger.records[num_before:]
 

@@ -137,12 +137,12 @@ def test_once_the_checks_are_over_what_has_none_comes_after_fp32() -> None:
     made = Log().add(FP32, 100.0).add(BF16, 200.0).add(FP16, 190.0)
     where = Space(candidates=(FP32, BF16, FP16), baseline=FP32)
     assert shortlist(made.records, FP32) == (BF16, FP16, FP32)
-    assert ledger_of(made.records, where).finalists == (FP32, BF16, FP32)
+    assert ledger_of(made.records, where).final_shortlist == (FP32, BF16, FP32)
     made.add(at("fp16", 16), fidelity("fp16"), "fidelity")
-    assert ledger_of(made.records, where).finalists == (FP16, FP32, FP32)
+    assert ledger_of(made.records, where).final_shortlist == (FP16, FP32, FP32)
     low = Space(candidates=(FP32, BF16), baseline=FP32, weights="bf16")  # then fp32 needs a check of its own
-    assert ledger_of(Log().add(FP32, 100.0).add(BF16, 200.0).records, low).finalists == (BF16, FP32, FP32)
-    assert ledger_of([], where).finalists is None
+    assert ledger_of(Log().add(FP32, 100.0).add(BF16, 200.0).records, low).final_shortlist == (BF16, FP32, FP32)
+    assert ledger_of([], where).final_shortlist is None
 
 
 def test_what_failed_once_is_never_chosen() -> None:

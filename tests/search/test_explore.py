@@ -10,17 +10,17 @@ from scripted_backend import ScriptedSearch, all_well, calibration, candidate, d
 from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome, Record
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.conditions import Conditions
+from autotune_amp.search.answer.explain import nothing_works
+from autotune_amp.search.job_defaults import JobDefaults
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Budget, Planner
 from autotune_amp.search.ranking import failures
-from autotune_amp.search.search import nothing_works
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.explore import MAX_PROCESSES, next_promising
 from autotune_amp.trial.jobs import Check, Trial
 
 SIZES, SETTING = (8, 32, 128), candidate("fp32", 32)
-CONDITIONS = Conditions(
+CONDITIONS = JobDefaults(
     hardware=hardware({"fp32": 1.0, "bf16": 2.0}), description=described(), memory_limit_bytes=2**33
 )
 

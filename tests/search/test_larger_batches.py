@@ -43,8 +43,8 @@ class Machine:
     def search(self, left_seconds: float = 100.0) -> Decision:
         """A search with so much time left after its confirmation."""
         self.searched.explore(is_checked=True)
-        assert self.searched.ledger.finalists is not None
-        self.searched.confirm(self.searched.ledger.finalists, {})
+        assert self.searched.ledger.final_shortlist is not None
+        self.searched.confirm(self.searched.ledger.final_shortlist, {})
         self.searched.set_start({}, 0.5)
         self.searched.budget.now = self.searched.budget.seconds - left_seconds
         self.searched.run(LargerBatches())

@@ -16,7 +16,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.search.planner import EXTRA_SHARE
 from autotune_amp.search.ranking import check_key, found_fidelity
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.checks import MAX_STEPS_BEFORE, Checks, LaterChecks, next_later
+from autotune_amp.search.stages.checks import MAX_STEPS_BEFORE, Checks, TrainedWeightsChecks, next_later
 from autotune_amp.trial.jobs import Check
 
 FP32, BF16, FP16 = at("fp32", 32), at("bf16", 64), at("fp16", 64)
@@ -115,7 +115,7 @@ def looked_at(folder: Path) -> tuple[Trained, list[Record]]:
     machine.explore(space(), is_checked=True)
     searched = machine.searched
     num_before = len(searched.records)
-    searched.run(LaterChecks(Checks()))
+    searched.run(TrainedWeightsChecks(Checks()))
     return machine, list(searched.records[num_before:])
 
 
@@ -129,7 +129,7 @@ def test_what_gives_way_is_healed_and_looked_at_in_turn(tmp_path: Path) -> None:
         ("search", ("loss",), None),
         ("fidelity", ("loss",), MAX_STEPS_BEFORE),
     ]
-    shortlist = machine.ledger.finalists
+    shortlist = machine.ledger.final_shortlist
     assert shortlist is not None
     assert (shortlist.winner.precision, shortlist.winner.pinned_modules) == ("bf16", ("loss",))
 

@@ -53,15 +53,15 @@ class LoadingMachine:
 
     def search(self, max_trials: int | None = None) -> Decision:
         with Study.open("sqlite://", "scripted", self.ledger) as study:
-            self.searched.conditions = msgspec.structs.replace(self.searched.conditions, max_trials=max_trials)
+            self.searched.job_defaults = msgspec.structs.replace(self.searched.job_defaults, max_trials=max_trials)
             checks = Checks()
             for stage in (*exploring(study), checks, LoaderWorkers(checks)):
                 self.searched.run(stage)
             told = [trial.user_attrs["candidate"] for trial in study._study.trials]
         assert not any("worker" in name for name in told), "other workers are not in the study's space"
         self.searched.measure_fallbacks()
-        assert self.ledger.finalists is not None
-        self.searched.confirm(self.ledger.finalists, {}, start_seconds=0.5)
+        assert self.ledger.final_shortlist is not None
+        self.searched.confirm(self.ledger.final_shortlist, {}, start_seconds=0.5)
         return self.searched.decide({})
 
     def tried(self) -> list[tuple[Precision, int]]:
@@ -89,7 +89,7 @@ def test_workers_are_tried_until_the_wait_is_over_and_recommended() -> None:
     assert plan.samples_per_second == pytest.approx(100.0), "the plan below was measured with the same workers"
     rows = [(row.precision, row.num_workers) for row in decision.candidates if row.num_workers is not None]
     assert {("fp32", 4), ("bf16", 1), ("bf16", 2), ("bf16", 4)} <= set(rows)
-    resumed = LoaderWorkers(Checks()).setting(machine.ledger, machine.searched.conditions)
+    resumed = LoaderWorkers(Checks()).setting(machine.ledger, machine.searched.job_defaults)
     assert resumed is None, "a resumed search tries none of it again"
 
 

@@ -10,7 +10,7 @@ import pytest
 from closed_form import Repeated, landscapes
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from replay import Beside, Done
+from replay import Done, SlotBackends
 from scripted_backend import ScriptedSearch, candidate, measured
 from search_replay import Replayed, search_replay, setting_of
 from test_search_on_slots import BASELINE, SLOTS, SPACE, Listed, Timed, answer
@@ -39,7 +39,7 @@ class _Lost:
         raise SlotLostError(self._slot, "it was switched off")
 
 
-class Losing(Beside):
+class Losing(SlotBackends):
     """Loses the slots of the jobs of these numbers, in the order in which they began, but never the last slot."""
 
     lost_at: ClassVar[frozenset[int]] = frozenset()
@@ -53,7 +53,7 @@ class Losing(Beside):
 
 def played(name: str, lost_at: frozenset[int], num_slots: int = 4) -> Replayed:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("search_replay.Beside", Losing)
+        patch.setattr("search_replay.SlotBackends", Losing)
         patch.setattr(Losing, "lost_at", lost_at)
         patch.setattr(Losing, "num_begun", 0)
         return search_replay(Repeated(landscapes()[name], 0), 0, 200.0, num_slots)
@@ -91,9 +91,13 @@ def test_a_round_whose_slot_goes_is_run_anew_and_whole_elsewhere() -> None:
     form = "plateau, 0 %"
     without = played(form, frozenset())
     rounds = [number for number, (_, record) in enumerate(without.records) if record.round == 0]
-    found = played(form, frozenset({rounds[-1] + 4}))  # in one of the rounds beside one another
-    assert len(found.ledger.records) >= len(without.ledger.records)
-    counted = [r for r in ranking.counted(found.ledger.records) if r.round is not None and r.num_beside]
+    found = played(form, frozenset({rounds[-1]}))  # the last run of the first round
+    first = [(r.slot, r.candidate) for r in found.ledger.records if r.round == 0]
+    (lost_on, _), (slot, _) = first[0], first[-1]
+    assert lost_on != slot
+    settings = {without.records[number][1].candidate for number in rounds}
+    assert {setting for name, setting in first if name == slot} == settings
+    counted = [r for r in ranking.counted(found.ledger.records) if r.round is not None]
     per_round = Counter(r.round for r in counted)
     assert len(per_round) >= MIN_ROUNDS
     assert min(per_round.values()) >= 2, "baseline and winner"

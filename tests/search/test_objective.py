@@ -11,7 +11,7 @@ from autotune_amp.core.outcome import Measurement, Verdict
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.ranking import Merit, contenders, is_worth_a_change, least_speed, rank, rank_for, tier
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.checks import Todo, next_todo
+from autotune_amp.search.stages.checks import CheckAction, next_action
 from autotune_amp.search.stages.explore import smaller_seed
 
 SMALL, SLOW = at("bf16", 8), at("bf16", 4)
@@ -150,11 +150,11 @@ def test_what_may_win_is_what_is_checked_and_confirmed(objective: Objective, win
     chosen = shortlist(log.records, FP32, None, objective)
     assert chosen is not None
     assert chosen.winner == winner
-    todo = next_todo(ledger_of(log.records, where, None, objective))
+    todo = next_action(ledger_of(log.records, where, None, objective))
     assert todo is not None
     assert (todo.purpose, todo.setting.precision) == ("fidelity", "bf16")
     log.add(at("bf16", 8), fidelity("bf16"), "fidelity")
-    confirming = ledger_of(log.records, where, None, objective).finalists
+    confirming = ledger_of(log.records, where, None, objective).final_shortlist
     assert confirming is not None
     assert confirming.winner == winner
 
@@ -163,8 +163,8 @@ def test_fp16_that_may_win_by_memory_is_calibrated_however_slow() -> None:
     low = at("fp16", 8)
     log = searched().add(low, took(100, 50)).add(at("bf16", 8), fidelity("bf16"), "fidelity")
     where = Space(candidates=(FP32, SMALL, BIG, low), baseline=FP32)
-    assert next_todo(ledger_of(log.records, where)) is None
-    assert next_todo(ledger_of(log.records, where, None, "memory")) == Todo("calibration", low)
+    assert next_action(ledger_of(log.records, where)) is None
+    assert next_action(ledger_of(log.records, where, None, "memory")) == CheckAction("calibration", low)
 
 
 def test_a_search_for_memory_tries_smaller_batches_until_they_are_too_slow() -> None:

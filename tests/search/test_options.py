@@ -18,7 +18,6 @@ from autotune_amp.search.options import _OPTIONS, DEFAULT_NUM_STEPS, MAX_STEPS, 
         *[("trials", value) for value in ("3", 2.0, True, 0)],
         *[("device", value) for value in (None, 0, "gpu")],
         *[("devices", value) for value in ("", "cuda:0", "0,-1", (), (True,), 3)],
-        *[("slots", value) for value in ("2", 0, 1.0, True)],
         *[("memory_fraction", value) for value in ("x", None, True, 0.0, 1.1)],
         *[("memory_limit", value) for value in ("16 gigs", "", True, 0, -1, 1.5, "-1GiB")],
         *[("study", value) for value in (3, "", "..", "a/b")],
@@ -63,24 +62,18 @@ def test_a_trial_may_take_its_share_and_no_more_than_the_limit(limit: int | None
         ({"device": "cuda:1"}, "cuda:1"),
         ({"devices": "all"}, "cuda"),
         ({"devices": "3,1"}, "cuda:3"),
-        ({"slots": 2}, "cpu"),
     ],
 )
 def test_the_first_of_several_devices_is_the_one_that_is_probed(given: dict[str, Any], first: str) -> None:
     assert SearchOptions.from_user(**given).first_device == first
 
 
-@pytest.mark.parametrize(
-    "given", [{"slots": 2, "devices": "all"}, {"slots": 2, "device": "cuda"}, {"devices": (0, 1), "device": "cpu"}]
-)
-def test_slots_are_of_a_cpu_or_of_cards(given: dict[str, Any]) -> None:
+def test_several_devices_are_cards() -> None:
     with pytest.raises(InvalidRequestError, match="devices"):
-        SearchOptions.from_user(**given)
+        SearchOptions.from_user(devices=(0, 1), device="cpu")
 
 
-@pytest.mark.parametrize(
-    "given", [{"slots": 2}, {"devices": "all"}, {"num_ranks": 2}, {"device": "cuda:1"}, {"device": "mps"}]
-)
+@pytest.mark.parametrize("given", [{"devices": "all"}, {"num_ranks": 2}, {"device": "cuda:1"}, {"device": "mps"}])
 def test_several_ranks_are_ours_alone_on_the_first_devices(given: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match="ranks"):
         SearchOptions.from_user(ranks=2, **given)
@@ -116,7 +109,6 @@ def test_the_training_to_come_in_optimizer_steps(given: dict[str, Any], expected
         {"effective_batch_size": "free", "try_": "none", "objective": "memory"},
         {"devices": "all"},
         {"devices": "2,0", "device": "cuda"},
-        {"slots": 2},
         {"try_": ["compile", "channels_last"], "steps": 1000, "price_per_hour": 2.5},
         {"samples": 10**6, "study": "mine", "out": "elsewhere", "storage": "sqlite://"},
     ],

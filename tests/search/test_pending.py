@@ -14,7 +14,7 @@ from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.checks import next_todo
+from autotune_amp.search.stages.checks import next_action
 from autotune_amp.search.stages.pending import expecting
 from autotune_amp.trial.jobs import Check, Trial
 from autotune_amp.trial.step_profile.breakdown import ProfileJob
@@ -79,11 +79,11 @@ def test_what_is_only_expected_sets_no_limits_and_is_not_kept() -> None:
 
 def test_a_pending_check_is_not_asked_for_again() -> None:
     ledger = after(candidate("fp32", 32), candidate("bf16", 128)).ledger
-    first = next_todo(ledger)
+    first = next_action(ledger)
     assert first is not None
     assert (first.purpose, first.setting.precision) == ("fidelity", "bf16")
     pending = check(first.setting)
-    assert next_todo(expected(ledger, pending)) is None
+    assert next_action(expected(ledger, pending)) is None
 
 
 def test_a_pending_calibration_is_not_asked_for_again_and_refuses_nothing() -> None:

@@ -62,7 +62,7 @@ def test_rounds_whose_processes_load_together_cost_one_start(
     *, loads_together: bool, budget_seconds: float, num_rounds: int
 ) -> None:
     search = searched(start_seconds=10.0, budget_seconds=budget_seconds)
-    search.conditions = replace(search.conditions, loads_together=loads_together)
+    search.job_defaults = replace(search.job_defaults, loads_together=loads_together)
     search.measure(FP32, BF16)
     assert search.planner.num_rounds(search.ledger) == num_rounds
     runs = [BF16, FP32] * num_rounds
@@ -85,7 +85,7 @@ def test_where_not_all_rounds_can_be_afforded_there_is_one_or_none(budget_second
 
 def test_what_runs_of_a_command_have_measured_is_confirmed_already() -> None:
     search = searched(start_seconds=11.0, device="cpu")
-    search.conditions = replace(search.conditions, are_trials_fresh=True)
+    search.job_defaults = replace(search.job_defaults, are_trials_fresh=True)
     search.backend.start_seconds = None
     planner = search.planner
     for setting in (FP32, BF16):
@@ -93,8 +93,8 @@ def test_what_runs_of_a_command_have_measured_is_confirmed_already() -> None:
         search.run(_Once(setting))
     assert planner.trial(search.ledger, FP32, 100.0).round == 1
     assert planner.setup_seconds(search.ledger) == pytest.approx(11.0), "each starts anew"
-    rest = Planner(search.conditions, search.budget).confirmation_seconds(search.ledger)
-    search.conditions = replace(search.conditions, are_trials_fresh=False)
+    rest = Planner(search.job_defaults, search.budget).confirmation_seconds(search.ledger)
+    search.job_defaults = replace(search.job_defaults, are_trials_fresh=False)
     search.ledger.records = tuple(replace(r, round=None) for r in search.ledger.records)
     search.ledger._forget()
     assert rest == pytest.approx(2 / 3 * search.planner.confirmation_seconds(search.ledger), rel=0.3)
@@ -147,7 +147,7 @@ def test_a_step_of_one_rank_is_held_against_its_share_of_all_ranks_throughput() 
 
 def test_no_more_is_tried_than_the_user_allows_whatever_it_is_for() -> None:
     search = searched()
-    search.conditions = replace(search.conditions, max_trials=2)
+    search.job_defaults = replace(search.job_defaults, max_trials=2)
     search.measure(FP32)
     assert search.planner.may_try(search.ledger, 100.0)
     search.measure(BF16)

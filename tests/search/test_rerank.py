@@ -60,8 +60,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recommendation, 
     ours = ScriptedSearch(space, answer, 300.0, check_answer=check, device=device, folder=folder)
     ours.storage = "sqlite://"  # a commit to a file takes its time
     ours.explore(is_checked=True)
-    assert ours.ledger.finalists is not None
-    ours.confirm(ours.ledger.finalists, HELD)
+    assert ours.ledger.final_shortlist is not None
+    ours.confirm(ours.ledger.final_shortlist, HELD)
     study_folder = StudyFolder(str(folder), "scripted")
     found = recommend(
         ours.ledger,

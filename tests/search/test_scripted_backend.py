@@ -51,5 +51,5 @@ def test_what_a_stage_of_ones_own_measures_is_decided_on() -> None:
     searched = ScriptedSearch(space, answer)
     searched.run(Smallest())
     assert [record.candidate.batch_size for record in searched.records] == [4, 8, 16]
-    assert searched.ledger.finalists is not None
+    assert searched.ledger.final_shortlist is not None
     assert searched.decide({}).config.batch_size == 4

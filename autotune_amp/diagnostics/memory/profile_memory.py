@@ -29,7 +29,7 @@ from autotune_amp.diagnostics.memory.results import (
 from autotune_amp.diagnostics.profile_amp import assumed_size, nothing_works, refused_in, space_at
 from autotune_amp.hardware import identify
 from autotune_amp.precision.modes import MIXED_PRECISIONS, MODES
-from autotune_amp.search.conditions import is_hopeless
+from autotune_amp.search.job_defaults import is_hopeless
 from autotune_amp.search.options import SearchOptions, is_count
 from autotune_amp.search.planner import Budget
 from autotune_amp.search.progress import Progress

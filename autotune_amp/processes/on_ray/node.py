@@ -15,11 +15,10 @@ import msgspec
 from autotune_amp import __version__
 from autotune_amp.core.job import find_job
 from autotune_amp.hardware import identify
+from autotune_amp.processes.devices import on_ranks, rank_slots
 from autotune_amp.processes.local import Isolation, LocalBackend, Payload, WorkloadBackend
 from autotune_amp.processes.on_ray.messages import About, Opening, RemoteError, Told, pack
-from autotune_amp.processes.places import on_ranks
 from autotune_amp.processes.process import Watcher
-from autotune_amp.processes.slots import of_ranks
 
 HEAR_SECONDS = 0.5  # interval of asking a running job for progress: one call for each step would slow it down
 
@@ -108,12 +107,15 @@ class Worker:
     def _make(self, isolation: Isolation | None, environment: dict[str, str] | None, device: str) -> None:
         self._close()
         num_ranks = self._opening.num_ranks
-        ranks = of_ranks(num_ranks, identify(device).type) if num_ranks > 1 else ()
 
         def start(heard: Watcher, isolation: Isolation | None, *others: Any) -> WorkloadBackend:
             return LocalBackend(self._payload, isolation, heard, *others)
 
-        self._backend = on_ranks(ranks, start, self._ear, isolation, environment)
+        if num_ranks > 1:
+            ranks = rank_slots(num_ranks, identify(device).type)
+            self._backend = on_ranks(ranks, start, self._ear, isolation, environment)
+        else:
+            self._backend = start(self._ear, isolation, environment)
 
     def _load(self, deadline_seconds: float) -> Any:
         return self._there.load(deadline_seconds)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -15,14 +15,17 @@ from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, Work
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import Fingerprint
+from autotune_amp.processes.devices import ConfirmingProcesses, WatcherOf
 from autotune_amp.processes.local import Isolation, OpenResult, Payload, Slot, SlotLostError, WorkloadBackend
 from autotune_amp.processes.on_ray.backend import OnNode
 from autotune_amp.processes.on_ray.cluster import Cluster
 from autotune_amp.processes.on_ray.fleet import Fleet
-from autotune_amp.processes.places import ConfirmingProcesses, Places, WatcherOf
 from autotune_amp.processes.process import Watcher
 from autotune_amp.processes.slots import Slots, WorkloadSlots
 from autotune_amp.trial.jobs import FingerprintJob
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T")
 START_SECONDS = 60.0  # time for the first process on a node, and for another one after the last was lost
@@ -63,16 +66,16 @@ class RaySlots(WorkloadSlots):
         while True:
             slot = super().slots[0]
             self._ready = {slot}
-            place = self._at(slot)
+            runner = self._at(slot)
             try:
-                state = self.wait_for(self._begin(place, partial(place.backend.load, deadline_seconds)))
-                looked = partial(self._fingerprint_on, place.backend, slot, state)
-                self._fingerprint = self.wait_for(self._begin(place, looked))
+                state = self.wait_for(self._begin(runner, partial(runner.backend.load, deadline_seconds)))
+                looked = partial(self._fingerprint_on, runner.backend, slot, state)
+                self._fingerprint = self.wait_for(self._begin(runner, looked))
             except SlotLostError:
                 continue  # with the next place
             except WorkloadError as error:
                 problems.append(error)
-                if len(problems) == NUM_TRIED or len(self._places) == 1:
+                if len(problems) == NUM_TRIED or len(self._runners) == 1:
                     raise problems[0] from None
                 self._drop(slot, error.message.splitlines()[0])
             else:
@@ -115,16 +118,16 @@ class RaySlots(WorkloadSlots):
     def _hear(self) -> None:
         super()._hear()
         if self._opening_seconds is not None:
-            self._places += [self._place(slot) for slot in self._fleet.arrived()]
+            self._runners += [self._make_runner(slot) for slot in self._fleet.arrived()]
             self._prepare()
 
     def _prepare(self) -> None:
         """Start preparing new places, and add or drop those that have finished."""
         how = self._is_kept, self._shared
-        for place in self._places:
-            if place.slot not in self._ready and place.slot not in self._preparing:
-                joining = self._begin(place, partial(self._join, place.backend, place.slot, how))
-                self._preparing[place.slot] = joining
+        for runner in self._runners:
+            if runner.slot not in self._ready and runner.slot not in self._preparing:
+                joining = self._begin(runner, partial(self._join, runner.backend, runner.slot, how))
+                self._preparing[runner.slot] = joining
         for slot in [slot for slot, future in self._preparing.items() if future.done()]:
             try:
                 future = self._preparing.pop(slot, None)
@@ -190,12 +193,12 @@ class RaySlots(WorkloadSlots):
         until = time.monotonic() + START_SECONDS
         while self._opening_seconds is not None and not self._ready and time.monotonic() < until:
             self._hear()
-        if self._opening_seconds is not None or not self._places:
+        if self._opening_seconds is not None or not self._runners:
             super()._require_one(problem)
 
 
-class OnRay(Places):
-    """Nodes of a Ray cluster as places of a search."""
+class RayDevices:
+    """Devices of the nodes of a Ray cluster that a search runs on, with the interface of `Devices`."""
 
     is_here = False
 
@@ -257,7 +260,9 @@ class OnRay(Places):
         are_shared: bool,
         num_rounds: int,  # noqa: ARG002 - no process stands by on a node
     ) -> Slots[ConfirmingProcesses]:
-        """Return the backend of the confirmation, on the places that the search used last."""
+        """Return the backend of the confirmation, on the places that the search used last: if one is lost, another one
+        takes over.
+        """
         assert self._backend is not None
 
         def make(slot: Slot, heard: Watcher) -> ConfirmingProcesses:
@@ -272,6 +277,12 @@ class OnRay(Places):
     def close(self) -> None:
         """End the processes on the nodes and the connection."""
         self._cluster.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.close()
 
     def _on_node(self, slot: Slot, heard: Watcher, isolation: Isolation | None, environment: dict[str, str]) -> OnNode:
         return OnNode(self._cluster, slot, isolation, environment, heard)

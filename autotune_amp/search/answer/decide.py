@@ -25,6 +25,7 @@ from autotune_amp.core.evidence import (
     Outlook,
     PlainEnvironment,
     ProcessPeak,
+    RanksEvidence,
     TrainingCost,
     WorkersTried,
     is_wide,
@@ -37,7 +38,6 @@ from autotune_amp.hardware import machine_load
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import loss_scales, ranking, variants
 from autotune_amp.search.answer import explain
-from autotune_amp.search.answer.together import ranks, slots
 from autotune_amp.search.gains import gain_interval, other_processes, speedup
 from autotune_amp.search.ledger import LOSS_SCALE, Ledger
 from autotune_amp.search.options import RANKING, SearchOptions
@@ -76,7 +76,7 @@ def decide(
     baseline = best_runs(records, space.baseline, {})
     today = ranking.merit(baseline.measurements) if baseline.measurements else None
     held = baseline
-    if _was_confirmed(ledger, environment) and not baseline.has_share:
+    if _was_confirmed(ledger, environment):
         confirmed = {
             c: ranking.merit(runs.measurements, ledger.applied_share(c))
             for c in contenders
@@ -147,7 +147,7 @@ def _outlook(ledger: Ledger, evidence: Evidence) -> Outlook | None:
 
 def _was_confirmed(ledger: Ledger, environment: Mapping[str, str]) -> bool:
     """Whether the confirmation measured the winner for the ledger's objective, rather than for another one."""
-    chosen = ledger.with_only(_before_confirmation(ledger.records)).finalists
+    chosen = ledger.with_only(_before_confirmation(ledger.records)).final_shortlist
     if chosen is None:
         return False
     environments = [environment, {}] if chosen.winner == chosen.baseline else [environment]
@@ -207,8 +207,30 @@ def gather(
         checkpoint_seconds=_median(m.checkpoint_seconds for m in chosen.measurements),
         accumulation=ledger.accumulation,
         load=machine_load.evidence(chosen.loads),
-        slots=slots(ledger.records),
-        ranks=ranks(records, description),
+        devices=_devices(ledger.records),
+        ranks=_ranks_evidence(records, description),
+    )
+
+
+def _devices(records: Sequence[Record]) -> tuple[str, ...]:
+    """Return the names of the devices that trials ran on at the same time; empty if one job ran at a time."""
+    names = sorted({r.slot for r in records if r.slot is not None})
+    return tuple(names) if len(names) > 1 else ()
+
+
+def _ranks_evidence(records: Sequence[Record], description: Description | None) -> RanksEvidence | None:
+    """Return the evidence on how throughput scales with the ranks; None if the search trains each trial on one rank."""
+    if description is None or not description.is_ranked:
+        return None
+    num_ranks, alone = description.num_ranks, next((r for r in records if r.purpose == "one_rank"), None)
+    if alone is None or not isinstance(alone.outcome, Measurement):
+        return RanksEvidence(num_ranks=num_ranks)
+    one, together = alone.outcome.samples_per_second, best_runs(records, alone.candidate, alone.environment).speed
+    return RanksEvidence(
+        num_ranks=num_ranks,
+        setting=str(alone.candidate),
+        one_rank_samples_per_second=one,
+        efficiency=together / (num_ranks * one),
     )
 
 
@@ -233,8 +255,7 @@ def _drifted(runs: SettingRuns, records: Sequence[Record]) -> float | None:
     """
     if any(m.is_own_loop for m in runs.measurements):
         return None
-    whole = [r for r in records if not r.has_share]  # trials on a share of the CPU are slower
-    found = [r.outcome for r in whole if r.candidate == runs.candidate and r.purpose == "search"]
+    found = [r.outcome for r in records if r.candidate == runs.candidate and r.purpose == "search"]
     measured = [o for o in found if isinstance(o, Measurement) and o.num_steps >= NUM_STEPS_BEFORE_CUT]
     if not measured or not runs.num_confirming:
         return None

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.evidence import MIN_PROCESSES, Evidence, Objective
 from autotune_amp.core.outcome import Accumulation, Description, Failure
-from autotune_amp.core.recommendation import CandidateRow, Exclusion, SearchSummary
+from autotune_amp.core.recommendation import CandidateRow, Exclusion, NothingWorksError, SearchSummary
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, number, rate, sentence, size
 from autotune_amp.dimensions import risks
@@ -21,6 +21,7 @@ from autotune_amp.search import ranking
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.ranking import PLATEAU, Merit, SettingRuns, least_speed
 from autotune_amp.search.space import SAME_MEMORY, Space, without
+from autotune_amp.trial.failures import mended
 
 WIDE_INTERVAL = 0.2  # half width; processes 5 % apart, as the prior assumes, give 15 % with three, 13 % with five
 
@@ -445,3 +446,37 @@ def _row(runs: SettingRuns, failure: Failure | None, exclusions: Sequence[Exclus
         reason=why,
         joules_per_sample=ranking.joules_per_sample(measured),
     )
+
+
+def nothing_works(ledger: Ledger, excluded: tuple[Exclusion, ...], has_stepped: bool) -> NothingWorksError | None:
+    """Return why nothing can be recommended; None if trials were only too slow and one `has_stepped`."""
+    if ledger.ruled_out:
+        reasons = dict.fromkeys(f"{setting.precision}: {reason}" for setting, reason in ledger.ruled_out.items())
+        return NothingWorksError(
+            f"Whatever ran is ruled out: {'; '.join(reasons)}.",
+            "Allow --precision fp32 as well, or do as the first of these reasons says.",
+            excluded,
+        )
+    failed = [(r.candidate, r.outcome) for r in ledger.trials if isinstance(r.outcome, Failure)]
+    failed = [(setting, failure) for setting, failure in failed if not failure.is_loading]
+    if not failed or (has_stepped and all(failure.kind == "timeout" for _, failure in failed)):
+        return None
+    setting, first = next((pair for pair in failed if pair[1].kind == "workload_error"), failed[0])
+    details = f"\n{first.details.rstrip()}" if first.details else ""
+    return NothingWorksError(
+        f"None of {count(len(ledger.trials), 'trial')} worked; {setting}: {first.message}.{details}",
+        way_out([first, *(failure for _, failure in failed)]),
+        excluded,
+    )
+
+
+def way_out(failed: Sequence[Failure]) -> str:
+    """Return what to do about these failures, of which the first was told: what is known of its kind of error."""
+    kinds = {failure.kind for failure in failed}
+    asked = {
+        "oom": "Give it a smaller batch.",
+        "timeout": "Give a larger --budget, or find out where it hangs: run the training by itself for a few steps.",
+    }
+    first = mended(failed[0]) or asked.get(failed[0].kind, "Fix that error, then run the same search again.")
+    slow = " If the others only need more time, give a larger --budget."
+    return first + slow * ("timeout" in kinds and failed[0].kind != "timeout")

@@ -28,7 +28,7 @@ LATER_MARGIN = 0.7  # share of the seconds for checks of trained weights: a busy
 MIN_STEPS_BEFORE, MAX_STEPS_BEFORE = 50, 300  # fewer optimizer steps move the weights too little to test anything new
 
 
-class Todo(NamedTuple):
+class CheckAction(NamedTuple):
     """Next action for a contender: check its fidelity against fp32 (with its pinned modules, if any), calibrate its
     loss scale, or measure its throughput.
     """
@@ -67,18 +67,18 @@ class Checks:
         def is_worth(gain: float, num_checks: int) -> bool:
             return gain > planner.least_gain(num_checks * planner.check_seconds(ledger))
 
-        todo = next_todo(ledger, only_winner=self.only_winner, is_worth=is_worth)
+        action = next_action(ledger, only_winner=self.only_winner, is_worth=is_worth)
         left = planner.before_confirmation(ledger)
         needed = planner.waiting_seconds(ledger) + max(MIN_CHECK_SECONDS, planner.check_seconds(ledger))
-        if todo is None or planner.budget.left() <= needed:
+        if action is None or planner.budget.left() <= needed:
             return None
-        if todo.purpose != "search":
-            return planner.check(ledger, todo.purpose, todo.setting)
-        return planner.trial(ledger, todo.setting, left) if planner.may_try(ledger, left) else None
+        if action.purpose != "search":
+            return planner.check(ledger, action.purpose, action.setting)
+        return planner.trial(ledger, action.setting, left) if planner.may_try(ledger, left) else None
 
 
 @dataclass
-class LaterChecks:
+class TrainedWeightsChecks:
     """Stage that repeats the fidelity check of the setting about to be recommended on weights trained in fp32 for a
     while.
 
@@ -97,11 +97,11 @@ class LaterChecks:
         )
         seconds = planner.extra_seconds(planner.before_confirmation(ledger), used_seconds)
         seconds -= planner.waiting_seconds(ledger)
-        todo = next_later(ledger, seconds)
-        if todo is None:
+        action = next_later(ledger, seconds)
+        if action is None:
             return None
-        setting, num_steps = todo
-        check = planner.conditions.check("fidelity", _compare(setting, ledger.space).setting, seconds)
+        setting, num_steps = action
+        check = planner.job_defaults.check("fidelity", _compare(setting, ledger.space).setting, seconds)
         return replace(check, num_steps_before=num_steps, aim_seconds=(1 - LATER_MARGIN) * seconds)
 
 
@@ -115,13 +115,13 @@ class LossScales:
     def next(self, ledger: Ledger, planner: Planner) -> None:
         """Let the study suggest and score loss scales. Always return None, since replay needs no job."""
         self.study.catch_up(ledger)
-        for contender in filter(None, (ledger.finalists or ())[:2]):
+        for contender in filter(None, (ledger.final_shortlist or ())[:2]):
             self.study.suggest_pairs(contender.with_own_workers, NUM_PAIRS, lambda: planner.before_confirmation(ledger))
 
 
-def next_todo(
+def next_action(
     ledger: Ledger, *, only_winner: bool = False, is_worth: Callable[[float, int], bool] = lambda *_: True
-) -> Todo | None:
+) -> CheckAction | None:
     """Return the next action before the contenders, or with `only_winner` the winner alone, can be confirmed; None once
     all are judged. Pure.
 
@@ -155,7 +155,7 @@ def next_todo(
             if not is_worth(lead, is_uncalibrated + is_unchecked):
                 continue
         if is_uncalibrated:
-            return Todo("calibration", setting.scaling)
+            return CheckAction("calibration", setting.scaling)
         if is_unchecked:
             return _compare(setting, ledger.space)
     healable = _healable(ledger, fastest)
@@ -169,7 +169,7 @@ def next_later(ledger: Ledger, seconds: float) -> tuple[Setting, int] | None:
     The number of steps is as many as fit in `seconds`. Return None if too few fit, if the setting computes exactly as
     fp32 does, or if weights are kept in low precision and so cannot be trained in fp32.
     """
-    chosen, speeds = ledger.finalists, ledger.speeds
+    chosen, speeds = ledger.final_shortlist, ledger.speeds
     if chosen is None or "later" not in ledger.space.checks or ledger.space.weights in ("bf16", "fp16"):
         return None
     checked = {check_key(r.candidate): r.seconds for r in ledger.records if r.purpose == "fidelity"}
@@ -192,7 +192,7 @@ def _is_unchecked(ledger: Ledger, setting: Setting) -> bool:
     return ranking.can_check(setting, ledger.space) and check_key(setting) not in ledger.fidelity
 
 
-def _healing(ledger: Ledger) -> Todo | None:
+def _healing(ledger: Ledger) -> CheckAction | None:
     """Return the next action for a precision that pins make faithful: check it with the pins, then measure it."""
     tried = {r.candidate for r in ledger.records if r.purpose in ranking.BEFORE_CONFIRMATION}
     for key, found in ledger.fidelity.items():
@@ -207,7 +207,7 @@ def _healing(ledger: Ledger) -> Todo | None:
         if verdict is None:
             return _compare(healed, ledger.space)
         if verdict.verdict != "unfaithful" and healed not in tried:
-            return Todo("search", healed)
+            return CheckAction("search", healed)
     return None
 
 
@@ -228,7 +228,7 @@ def _healable(ledger: Ledger, fastest: float) -> Setting | None:
     return next((c for c in found if not c.pinned_modules and _is_unchecked(ledger, c)), None)
 
 
-def _compare(setting: Setting, space: Space) -> Todo:
+def _compare(setting: Setting, space: Space) -> CheckAction:
     # A compiled setting is checked at the batch size it was compiled for: another size would compile once more.
     size = setting.batch_size if setting.is_compiled else min(space.check_batch_size, setting.batch_size)
-    return Todo("fidelity", replace(check_key(setting), batch_size=size))
+    return CheckAction("fidelity", replace(check_key(setting), batch_size=size))

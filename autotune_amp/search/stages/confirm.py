@@ -5,7 +5,7 @@ batch sizes as an outlook.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,9 +13,8 @@ from msgspec.structs import replace
 
 from autotune_amp.core.outcome import Measurement, Purpose
 from autotune_amp.core.setting import Setting
-from autotune_amp.processes.local import Slot
-from autotune_amp.search.conditions import Conditions
 from autotune_amp.search.gains import unsettled
+from autotune_amp.search.job_defaults import JobDefaults
 from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.planner import (
     CONFIRM_SECONDS,
@@ -25,13 +24,11 @@ from autotune_amp.search.planner import (
     Planner,
     ending_seconds,
 )
-from autotune_amp.search.ranking import PLATEAU, UNDECIDED_TIER, beside, counted, is_confirming
+from autotune_amp.search.ranking import PLATEAU, UNDECIDED_TIER, is_confirming
 from autotune_amp.search.space import SEARCH_UP
 from autotune_amp.trial.jobs import Trial
 
 MAX_ROUNDS = 20  # more than `MIN_ROUNDS` only while it is unsure whether a contender is faster than the baseline
-ALONE = -1  # round number of the baseline running alone, before rounds run side by side on several slots
-NUM_ROUNDS_BESIDE = 4  # minimum number of rounds that run side by side on several slots
 ENDING_SHARE = 0.1  # share of the budget for running the workload's evaluation and checkpoint
 NUM_STEPS_FORESEEN = 14  # steps of an outlook's trial: a first step as long as three, the warm-up, the fewest measured
 
@@ -45,71 +42,54 @@ class ConfirmationRun(NamedTuple):
 
 
 class Confirm:
-    """Stage that runs the confirmation `rounds` on one slot: at least `MIN_ROUNDS`, more while it is unsettled who is
-    faster.
+    """Stage that runs the confirmation rounds, one run at a time: at least `MIN_ROUNDS`, more while it is unsettled who
+    is faster.
 
-    The contenders run in the recommended `environment`, the baseline in the user's own. `num_beside` rounds run at the
-    same time, one on each slot. A resumed search runs only the missing rounds. A failed setting is not run again; it
-    costs the others one more process start. The workload's evaluation and checkpoint are run once for each setting in
-    its environment. All runs of a round are on the same slot; with several slots, on the one named `slot`, and runs of
-    the round on another slot do not count.
+    The contenders run in the recommended `environment`, the baseline in the user's own. A resumed search runs only the
+    missing rounds. A failed setting is not run again; it costs the others one more process start. The workload's
+    evaluation and checkpoint are run once for each setting in its environment. If the slot of a round is lost, the
+    whole round runs on another one.
     """
 
     is_exclusive: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        shortlist: Shortlist,
-        environment: dict[str, str],
-        rounds: Iterable[int] = range(MAX_ROUNDS),
-        num_beside: int = 1,
-        slot: str | None = None,
-    ) -> None:
-        self._slot = slot
+    def __init__(self, shortlist: Shortlist, environment: dict[str, str]) -> None:
         self._contenders = shortlist
         self._environment = environment
-        self._rounds = list(rounds)  # to come
-        self._num_beside = num_beside
+        self._rounds = list(range(MAX_ROUNDS))  # to come
         self._num_begun = 0
         self._round = 0
-        self._to_run: list[ConfirmationRun] = []  # of this round
+        self._planned: list[ConfirmationRun] = []  # of this round
         self._is_started = False  # whether the process that the runs of this round share is running
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
         """Return the next run of this round or of the next, or None when the time or the rounds are used up."""
-        conditions = planner.conditions
+        job_defaults = planner.job_defaults
         if not self._num_begun:
             if not self._is_environment_worth(ledger, planner):
                 self._environment = {}
             if not is_runner_up_worth(ledger, planner, self._contenders):
                 self._contenders = self._contenders._replace(runner_up=None)
-        elif conditions.shares_processes:
-            of_round = [r for r in ledger.records if (r.round, r.slot) == (self._round, self._slot)]
+        elif job_defaults.shares_processes:
+            of_round = [r for r in ledger.records if r.round == self._round]
             self._is_started = bool(of_round) and isinstance(of_round[-1].outcome, Measurement)
-        while not self._to_run:
-            if not self._rounds or (
-                self._num_beside == 1 and self._rounds[0] >= MIN_ROUNDS and self._is_over(ledger, planner)
-            ):
+        while not (to_run := self._to_run(ledger)):
+            if not self._rounds or (self._rounds[0] >= MIN_ROUNDS and self._is_over(ledger, planner)):
                 return None
             self._round, self._is_started = self._rounds.pop(0), False
-            counting = [r for r in counted(ledger.records) if r.round == self._round]
-            done = [(r.candidate, "confirm" if is_confirming(r) else r.purpose, r.environment) for r in counting]
-            planned = [run for run in self._plan(ledger, planner) if run.setting not in ledger.failures]
-            if any(run not in done for run in planned):  # else the round is complete, wherever it ran
-                here = [run for run, r in zip(done, counting, strict=True) if r.slot == self._slot]
-                self._to_run = [run for run in planned if run not in here]
-                self._num_begun += bool(self._to_run)
-        run = self._to_run.pop(0)
+            self._planned = [run for run in self._plan(ledger, planner) if run.setting not in ledger.failures]
+            self._num_begun += bool(self._to_run(ledger))
+        run = to_run[0]
         is_loaded = self._num_begun > 1 and self._is_loaded_together(ledger, planner, self._num_begun)
         num_starts = 0 if self._is_started or is_loaded else 1
         left, needed = planner.budget.left(), planner.runs_seconds(ledger, [run.setting], num_starts)
         if left < needed:
-            self._to_run, self._rounds = [], []
+            self._planned, self._rounds = [], []
             return None
         ours = [ending_seconds(r) for r in ledger.records if (r.candidate, r.purpose, r.environment) == run]
-        needs_ending = conditions.description.has_ending and run.purpose == "confirm" and set(ours) <= {None}
+        needs_ending = job_defaults.description.has_ending and run.purpose == "confirm" and set(ours) <= {None}
         return _confirming_trial(
-            conditions,
+            job_defaults,
             ledger,
             run.setting,
             run.environment,
@@ -117,15 +97,17 @@ class Confirm:
             round=self._round,
             num_steps=(MAX_CONFIRM_STEPS, MAX_CONFIRM_STEPS),
             # A command's deadline starts with its process, that of another job once its process is ready.
-            deadline_seconds=left - planner.runs_seconds(ledger, [], 0 if conditions.are_trials_fresh else num_starts),
+            deadline_seconds=left
+            - planner.runs_seconds(ledger, [], 0 if job_defaults.are_trials_fresh else num_starts),
             ending_seconds=min(self._ending_left(ledger, planner), left - needed) if needs_ending else None,
         )
 
-    def move(self, slot: Slot) -> None:
-        """Continue on another slot, repeating the round that was interrupted."""
-        if self._num_begun:
-            self._rounds.insert(0, self._round)
-        self._to_run, self._slot = [], slot.name
+    def _to_run(self, ledger: Ledger) -> list[ConfirmationRun]:
+        """Return the planned runs of this round that are missing on the slot where the round was last run."""
+        of_round = [r for r in ledger.records if r.round == self._round]
+        here = [r for r in of_round if r.slot == of_round[-1].slot]
+        done = [(r.candidate, "confirm" if is_confirming(r) else r.purpose, r.environment) for r in here]
+        return [run for run in self._planned if run not in done]
 
     def _is_environment_worth(self, ledger: Ledger, planner: Planner) -> bool:
         """Whether the recommended environment variables alone may gain enough to justify confirming them."""
@@ -151,10 +133,10 @@ class Confirm:
         """Whether the process of the confirmation round `number`, counted from 1 in the order of starting, is loaded at
         the same time as those of the other rounds.
         """
-        return planner.conditions.loads_together and number <= planner.num_rounds(ledger)
+        return planner.job_defaults.loads_together and number <= planner.num_rounds(ledger)
 
     def _seconds_of(self, runs: Sequence[ConfirmationRun], ledger: Ledger, planner: Planner) -> float:
-        num_starts = min(1, len(runs)) if planner.conditions.shares_processes else len(runs)
+        num_starts = min(1, len(runs)) if planner.job_defaults.shares_processes else len(runs)
         return planner.runs_seconds(ledger, [run.setting for run in runs], num_starts)
 
     def _plan(self, ledger: Ledger, planner: Planner) -> list[ConfirmationRun]:
@@ -168,11 +150,11 @@ class Confirm:
         left = planner.budget.left() - (self._ending_left(ledger, planner) if self._round == 0 else 0.0)
         if is_loaded_together and not self._num_begun:
             left -= planner.runs_seconds(ledger, [], 1)
-        num_needed = max(1, math.ceil((MIN_ROUNDS - self._round) / self._num_beside))
+        num_needed = max(1, MIN_ROUNDS - self._round)
         return plan_round(self._contenders, self._environment, seconds_of, left, self._round, num_needed)
 
     def _ending_left(self, ledger: Ledger, planner: Planner) -> float:
-        share = ENDING_SHARE * planner.budget.seconds if planner.conditions.description.has_ending else 0.0
+        share = ENDING_SHARE * planner.budget.seconds if planner.job_defaults.description.has_ending else 0.0
         return max(0.0, share - sum(ending_seconds(r) or 0.0 for r in ledger.records))
 
 
@@ -185,34 +167,8 @@ def is_runner_up_worth(ledger: Ledger, planner: Planner, chosen: Shortlist) -> b
         return True
     speeds = {c: found.samples_per_second for c, found in ledger.measured.items()}
     lead = speeds[runner_up] / speeds[winner] - 1 + PLATEAU if winner in speeds else math.inf
-    num_starts = 0 if planner.conditions.shares_processes else 1
+    num_starts = 0 if planner.job_defaults.shares_processes else 1
     return lead > planner.least_gain(MIN_ROUNDS * planner.runs_seconds(ledger, [runner_up], num_starts))
-
-
-def confirmation(
-    shortlist: Shortlist, environment: dict[str, str], slots: Sequence[Slot], ledger: Ledger
-) -> Iterator[Mapping[Slot, Confirm]]:
-    """Yield the `Confirm` stages to run at the same time, by slot. On a single slot one stage runs all rounds.
-
-    On several slots the baseline runs alone first, then as many rounds side by side as there are slots. If running side
-    by side changes the step time (`ranking.beside`), rounds are run alone for as long as it does.
-    """
-    alone, found = slots[0], beside(ledger.records)
-    if len(slots) == 1 or (found is not None and found.is_different):  # known from before
-        yield {alone: Confirm(shortlist, environment, slot=alone.name)}
-        return
-    only_baseline = Shortlist(shortlist.baseline, None, shortlist.baseline)
-    yield {alone: Confirm(only_baseline, {}, [ALONE], slot=alone.name)}
-    num_rounds = len(slots) * math.ceil(NUM_ROUNDS_BESIDE / len(slots))
-    yield {
-        slot: Confirm(shortlist, environment, range(place, num_rounds, len(slots)), len(slots), slot.name)
-        for place, slot in enumerate(slots)
-    }
-    for number in range(MAX_ROUNDS):
-        found = beside(ledger.records)
-        if found is not None and not found.is_different:
-            return
-        yield {alone: Confirm(shortlist, environment, [number], slot=alone.name)}
 
 
 def plan_round(
@@ -249,10 +205,10 @@ def plan_round(
 
 
 def _confirming_trial(
-    conditions: Conditions, ledger: Ledger, setting: Setting, environment: dict[str, str], **fields: Any
+    job_defaults: JobDefaults, ledger: Ledger, setting: Setting, environment: dict[str, str], **fields: Any
 ) -> Trial:
     """Return a trial in a process started with `environment`, using the loss scale that would be recommended."""
-    return conditions.trial(
+    return job_defaults.trial(
         ledger,
         setting,
         environment=environment,
@@ -275,16 +231,16 @@ class OneRank:
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
         """Return the trial on one rank, run like a confirmation; None if it was run or does not fit in the time."""
-        chosen, left = ledger.finalists, planner.budget.left()
+        chosen, left = ledger.final_shortlist, planner.budget.left()
         if chosen is None or any(record.purpose == "one_rank" for record in ledger.records):
             return None
         if left < (1 + self.num_others) * planner.runs_seconds(ledger, [chosen.winner], 1):
             return None
         return _confirming_trial(
-            planner.conditions,
+            planner.job_defaults,
             ledger,
             chosen.winner,
-            planner.conditions.environment,
+            planner.job_defaults.environment,
             purpose="one_rank",
             num_ranks=1,
             num_steps=(MAX_CONFIRM_STEPS, MAX_CONFIRM_STEPS),
@@ -304,7 +260,7 @@ class LargerBatches:
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
         """Return a trial of the next larger batch size, set up like a confirmation run, or None."""
-        setting = next_larger(ledger, planner.conditions.description.num_samples)
+        setting = next_larger(ledger, planner.job_defaults.description.num_samples)
         used_seconds = sum(record.seconds for record in ledger.records if record.purpose == "outlook")
         if setting is None:
             return None
@@ -313,10 +269,10 @@ class LargerBatches:
         if left < SAFETY * (planner.start_seconds(ledger) + seconds):
             return None
         return _confirming_trial(
-            planner.conditions,
+            planner.job_defaults,
             ledger,
             setting,
-            planner.conditions.environment,
+            planner.job_defaults.environment,
             purpose="outlook",
             deadline_seconds=left,
         )

@@ -23,7 +23,7 @@ from autotune_amp.core.precisions import Precision
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.local import Backend
-from autotune_amp.search.conditions import Conditions, is_hopeless
+from autotune_amp.search.job_defaults import JobDefaults, is_hopeless
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Planner, num_timed_passes
 from autotune_amp.search.progress import Progress
@@ -31,7 +31,7 @@ from autotune_amp.search.ranking import is_waiting
 from autotune_amp.search.run import Stage
 from autotune_amp.search.space import Space, excluded_by_outcomes, without
 from autotune_amp.search.stages.checks import AccumulationCheck, Checks
-from autotune_amp.search.stages.curve import Curves
+from autotune_amp.search.stages.throughput_model import ThroughputModel
 from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Trial
 
@@ -76,7 +76,7 @@ class Seeds(_Explore):
         return planner.budget.left()
 
     def _next(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:  # noqa: ARG002
-        seed = untried_seed(ledger, planner.conditions)
+        seed = untried_seed(ledger, planner.job_defaults)
         return smaller_seed(ledger) if seed is None and ledger.objective == "memory" else seed
 
 
@@ -86,13 +86,13 @@ class Promising(_Explore):
     """
 
     def _next(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
-        conditions = planner.conditions
+        job_defaults = planner.job_defaults
         # More loader workers may end the wait for data; until that is tried, compare throughputs without the wait.
-        is_held_up = conditions.may_add_workers and is_waiting(ledger.records)
+        is_held_up = job_defaults.may_add_workers and is_waiting(ledger.records)
         known = ledger.throughputs(without_waiting=is_held_up)
         throughputs = {c: found for c, found in known.items() if c == ledger.space.baseline or is_of_the_space(c)}
         if not throughputs:
-            untried = untried_settings(ledger, conditions.memory_limit_bytes)
+            untried = untried_settings(ledger, job_defaults.memory_limit_bytes)
             return min(untried, key=lambda c: c.batch_size, default=None)
         if ledger.objective == "memory":  # the settings with the highest throughput take the most memory
             return None
@@ -101,7 +101,7 @@ class Promising(_Explore):
             planner,
             throughputs,
             left_seconds,
-            [*worth_trying(ledger, conditions, throughputs), *healed_settings(ledger)],
+            [*worth_trying(ledger, job_defaults, throughputs), *healed_settings(ledger)],
             max_processes=1,
         )
 
@@ -117,12 +117,12 @@ def exploring(study: Study) -> tuple[Stage, ...]:
     return seeds, checks, AccumulationCheck(), seeds, Promising(study), checks, seeds
 
 
-def untried_seed(ledger: Ledger, conditions: Conditions) -> Setting | None:
+def untried_seed(ledger: Ledger, job_defaults: JobDefaults) -> Setting | None:
     """Return the next setting that has to be measured before any other: the baseline, then every precision at its batch
     size; None once all were tried.
     """
-    known, limit = ledger.ordinary_outcomes, conditions.memory_limit_bytes
-    return next_seed(conditions.hardware, ledger.space, known, limit, ledger.exclusions, conditions.like)
+    known, limit = ledger.ordinary_outcomes, job_defaults.memory_limit_bytes
+    return next_seed(job_defaults.hardware, ledger.space, known, limit, ledger.exclusions, job_defaults.like)
 
 
 def smaller_seed(ledger: Ledger) -> Setting | None:
@@ -158,7 +158,7 @@ def next_promising(
     choosable = ledger.may_choose((*throughputs, *untried))
     if not throughputs or not choosable:
         return None
-    curves = Curves(throughputs, untried)
+    throughput_model = ThroughputModel(throughputs, untried)
     fastest = max(m.samples_per_second for ours in ledger.measurements.values() for m in ours)
     num_tried = Counter(r.candidate for r in ledger.records if r.purpose == "search")
 
@@ -168,8 +168,8 @@ def next_promising(
             known = [m.first_step_seconds for m in ledger.measurements.get(setting, ())]
             compiling = max(known, default=planner.compile_seconds(ledger))
         # For energy, or without the wait for data, `throughput` is not samples per second.
-        speed = fastest if ledger.objective == "energy" else min(fastest, curves.throughput(setting))
-        num_samples = setting.batch_size * num_timed_passes(setting) * planner.conditions.description.num_ranks
+        speed = fastest if ledger.objective == "energy" else min(fastest, throughput_model.throughput(setting))
+        num_samples = setting.batch_size * num_timed_passes(setting) * planner.job_defaults.description.num_ranks
         return compiling + planner.trial_seconds(ledger, num_samples / speed)
 
     def may_run(setting: Setting) -> bool:
@@ -177,7 +177,7 @@ def next_promising(
             return False  # its first process is still running, and the value of a second one depends on it
         return num_tried[setting] < max_processes and seconds(setting) < left_seconds
 
-    gains = curves.gains(choosable, least=median(throughputs.get(ledger.space.baseline, [0.0])))
+    gains = throughput_model.gains(choosable, least=median(throughputs.get(ledger.space.baseline, [0.0])))
     worth = {c: gain / seconds(c) for c, gain in gains.items() if gain > planner.least_gain(seconds(c)) and may_run(c)}
     # Settings of nearly equal worth are taken in their order, so that the choice is independent of a CPU's rounding.
     return max(worth, key=lambda c: float(f"{worth[c]:.6g}"), default=None)
@@ -190,13 +190,13 @@ def share_building(backend: Backend, planner: Planner, ledger: Ledger, progress:
     This is done once the precisions were compared. If time or memory is too short for another copy of the model, every
     trial goes on building its own.
     """
-    conditions = planner.conditions
+    job_defaults = planner.job_defaults
     searched = [r.outcome for r in ledger.records if r.purpose == "search" and isinstance(r.outcome, Measurement)]
     own = next((found for found in reversed(searched) if not found.is_build_shared), None)
     if "share_build" not in backend.abilities or backend.is_build_shared or own is None:
         return
     left_seconds, building, context = planner.to_explore(ledger), own.build_seconds, own.context_seconds
-    if untried_seed(ledger, conditions) is not None or not planner.may_try(ledger, left_seconds):
+    if untried_seed(ledger, job_defaults) is not None or not planner.may_try(ledger, left_seconds):
         return
     rest = own.first_step_seconds + own.num_steps * own.step_seconds
     share = (building + context) / (building + context + rest)
@@ -207,8 +207,8 @@ def share_building(backend: Backend, planner: Planner, ledger: Ledger, progress:
         progress.note(text + "one process is kept for the trials until one fails.")
         backend.keep()
         return
-    free = conditions.hardware.memory.available - conditions.memory_limit_bytes
-    if conditions.hardware.device == "cpu" and BYTES_PER_PARAMETER * conditions.description.num_parameters > free:
+    free = job_defaults.hardware.memory.available - job_defaults.memory_limit_bytes
+    if job_defaults.hardware.device == "cpu" and BYTES_PER_PARAMETER * job_defaults.description.num_parameters > free:
         return  # the template process's model would take memory that the trials need
     progress.note(text + "it is built once and shared by the trials.")
     # The template builds with one thread, where a trial may have used several.
@@ -266,15 +266,15 @@ def untried_settings(ledger: Ledger, memory_limit_bytes: int | None) -> list[Set
     return _untried(ledger.space, ledger.ordinary_outcomes, memory_limit_bytes, ledger.exclusions)
 
 
-def worth_trying(ledger: Ledger, conditions: Conditions, leading: Iterable[Setting]) -> list[Setting]:
+def worth_trying(ledger: Ledger, job_defaults: JobDefaults, leading: Iterable[Setting]) -> list[Setting]:
     """Return the untried settings of every precision that has not run yet or that a setting in `leading` has.
 
     A precision that ran and is not in `leading` is left out: its other batch sizes would be refused too.
     """
     out = {c.precision for c in ledger.measurements} - {c.precision for c in leading}
     # An emulated precision that timed out may be arbitrarily slow.
-    out |= {c.precision for c in ledger.failures if is_hopeless(conditions.hardware, c.precision)}
-    return [c for c in untried_settings(ledger, conditions.memory_limit_bytes) if c.precision not in out]
+    out |= {c.precision for c in ledger.failures if is_hopeless(job_defaults.hardware, c.precision)}
+    return [c for c in untried_settings(ledger, job_defaults.memory_limit_bytes) if c.precision not in out]
 
 
 def healed_settings(ledger: Ledger) -> list[Setting]:

@@ -39,7 +39,7 @@ class Fallbacks:
         left = planner.before_confirmation(ledger)
         if not planner.may_try(ledger, left):
             return None
-        chosen = ledger.finalists
+        chosen = ledger.final_shortlist
         if chosen is None:
             return None
         contenders = chosen[:2] if is_runner_up_worth(ledger, planner, chosen) else chosen[:1]
@@ -49,7 +49,7 @@ class Fallbacks:
                 if is_split and ledger.space.accumulation_withheld is None and ledger.accumulation is None:
                     return planner.accumulation_check(ledger)
                 if not is_split or ledger.may_add_accumulation:
-                    return planner.conditions.trial(
+                    return planner.job_defaults.trial(
                         ledger,
                         setting,
                         purpose="fallback",
@@ -105,12 +105,7 @@ def fallback_plans(
     may never run; their slowdown is relative to `chosen` without compiling too, where that was measured.
     """
     failed, counted = ranking.failures(records), ranking.counted(records)
-    measured = _measured(r for r in counted if not r.has_share)
-    shares = _measured(r for r in counted if r.has_share)
-    faster = 1.0  # speed with all of the CPU relative to a share of it
-    if chosen in shares:  # compare only measurements made under the same conditions
-        faster = _speed(measured[chosen]) / _speed(shares[chosen]) if chosen in measured else 1.0
-        measured = shares
+    measured = _measured(counted)
     speeds = {c: _speed(ours) for c, ours in measured.items()}
     fitting = [
         c
@@ -128,7 +123,7 @@ def fallback_plans(
         FallbackPlan.of(
             best,
             peak_memory_bytes=max(m.peak_memory_bytes for m in measured[best]),
-            samples_per_second=faster * speeds[best],
+            samples_per_second=speeds[best],
             slowdown=speeds[alike] / speeds[best],
         )
         for best in (max(some, key=lambda c: speeds[c]) for some in rivals if some)

@@ -17,7 +17,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.loss_scales import Uncalibrated
 from autotune_amp.search.ranking import BEFORE_CONFIRMATION
-from autotune_amp.search.stages.curve import Curves
+from autotune_amp.search.stages.throughput_model import ThroughputModel
 from autotune_amp.trial.jobs import Check, Trial
 from autotune_amp.trial.step_profile.breakdown import ProfileJob
 
@@ -43,8 +43,8 @@ def expecting(ledger: Ledger, pending: Sequence[Trial | Check | ProfileJob]) -> 
     records = [_record(job, _faithful(job)) for job in checks if job.what == "fidelity"]
     if trials:
         throughputs = {c: [m.samples_per_second for m in ours] for c, ours in ledger.measurements.items()}
-        curves = Curves(throughputs, [trial.candidate for trial in trials])
-        records += [_record(job, _measured(ledger, job.candidate, curves)) for job in trials]
+        throughput_model = ThroughputModel(throughputs, [trial.candidate for trial in trials])
+        records += [_record(job, _measured(ledger, job.candidate, throughput_model)) for job in trials]
     scales = {c.candidate.scaling: Uncalibrated("it is being calibrated") for c in checks if c.what == "calibration"}
     return ledger.expecting(records, scales) if records or scales else ledger
 
@@ -67,8 +67,8 @@ def _faithful(check: Check) -> Fidelity:
     )
 
 
-def _measured(ledger: Ledger, setting: Setting, curves: Curves) -> Measurement:
-    """Return the nearest setting's measurement, with times scaled to the throughput that `curves` predicts."""
+def _measured(ledger: Ledger, setting: Setting, throughput_model: ThroughputModel) -> Measurement:
+    """Return the nearest setting's measurement, with times scaled to the throughput that the model predicts."""
 
     def distance(other: Setting) -> tuple[bool, int, float]:
         differing = sum(getattr(other, name) != getattr(setting, name) for name in Setting.__struct_fields__)
@@ -76,7 +76,7 @@ def _measured(ledger: Ledger, setting: Setting, curves: Curves) -> Measurement:
         return other.precision != setting.precision, differing, octaves
 
     like = ledger.measurements[min(ledger.measurements, key=distance)][-1]
-    speed = curves.throughput(setting)
+    speed = throughput_model.throughput(setting)
     step_seconds = setting.effective_batch_size / speed
     factor = step_seconds / like.step_seconds
     low, high = like.step_seconds_interval

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.conditions import Conditions
+from autotune_amp.search.job_defaults import JobDefaults
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Planner
 from autotune_amp.search.ranking import MAX_DATA_SHARE, PLATEAU, UNDECIDED_TIER, data_share, rank
@@ -50,7 +50,7 @@ class Variants:
         left, leader = planner.to_explore(ledger), to_profile(ledger)
         foreseen = math.inf if leader is None else self._profile_seconds(ledger, planner, leader)
         if leader is not None and foreseen < PROFILE_SHARE * left:
-            trial = planner.conditions.trial(ledger, leader)
+            trial = planner.job_defaults.trial(ledger, leader)
             seconds = PROFILE_PATIENCE * foreseen
             return ProfileJob(device=trial.device, trial=trial, deadline_seconds=seconds, counts_flops=False)
         setting = self._next(ledger, planner, left) if planner.may_try(ledger, left) else None
@@ -88,10 +88,10 @@ class LoaderWorkers:
         check, left = self.checks.next(ledger, planner), planner.before_confirmation(ledger)
         if check is not None or not planner.may_try(ledger, left):
             return check
-        setting = self.setting(ledger, planner.conditions) or self._promising(ledger, planner, left)
+        setting = self.setting(ledger, planner.job_defaults) or self._promising(ledger, planner, left)
         return None if setting is None else planner.trial(ledger, setting, left)
 
-    def setting(self, ledger: Ledger, conditions: Conditions) -> Setting | None:
+    def setting(self, ledger: Ledger, job_defaults: JobDefaults) -> Setting | None:
         """Return the setting that would win if no step waited for data, with the next number of workers; None if there
         is nothing to gain.
 
@@ -99,7 +99,7 @@ class LoaderWorkers:
         failed, and where they are no faster than half as many and wait no less. One worker is not tested for that: it
         overlaps loading with training, while the second doubles the loading rate.
         """
-        own_num_workers, num_cpus = conditions.description.num_workers, conditions.num_cpus
+        own_num_workers, num_cpus = job_defaults.description.num_workers, job_defaults.num_cpus
         searched = [r for r in ledger.records if r.purpose == "search"]
         waits = {
             r.candidate: data_share(r.outcome)
@@ -156,7 +156,7 @@ class LoaderWorkers:
                 observed.setdefault(replace(setting, num_workers=num_workers), []).extend(throughputs)
         untried = [
             replace(c, num_workers=num_workers)
-            for c in worth_trying(ledger, planner.conditions, observed)
+            for c in worth_trying(ledger, planner.job_defaults, observed)
             if all(c.precision != other.precision or c.batch_size < other.batch_size for other in failed)
         ]
         return next_promising(ledger, planner, observed, left_seconds, untried)

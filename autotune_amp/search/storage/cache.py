@@ -12,8 +12,8 @@ from autotune_amp.search.progress import Progress
 from autotune_amp.search.source import Source
 from autotune_amp.search.storage.folder import StudyFolder
 
-# Options that do not change the measurements: where a search writes, its number of slots, and its ranking.
-_OPTIONS_OUTSIDE_FINGERPRINT = ("study", "out", "storage", "devices", "slots", "ray", *RANKING)
+# Options that do not change the measurements: where a search writes, its devices, and its ranking.
+_OPTIONS_OUTSIDE_FINGERPRINT = ("study", "out", "storage", "devices", "ray", *RANKING)
 
 
 def search(

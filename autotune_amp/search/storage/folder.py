@@ -86,13 +86,10 @@ class StudyFolder:
         with suppress(OSError):
             self._lock.release()
 
-    def search_id(self, digest: str, *, is_fresh: bool, num_shares: int | None = None) -> str:
-        """Return the ID of the search of this fingerprint that is to be resumed, or a new ID if `is_fresh`.
-
-        Measurements on one of `num_shares` of the CPU are kept apart from those on other shares.
-        """
-        prefix = f"{digest[:12]}-" + (f"{num_shares}shares-" if num_shares is not None else "")
-        of_this = re.compile(re.escape(prefix) + r"([0-9]{1,9})")  # "d-2shares-1" begins with "d-", and is another's
+    def search_id(self, digest: str, *, is_fresh: bool) -> str:
+        """Return the ID of the search of this fingerprint that is to be resumed, or a new ID if `is_fresh`."""
+        prefix = f"{digest[:12]}-"
+        of_this = re.compile(re.escape(prefix) + r"([0-9]{1,9})")
         numbers = [int(match[1]) for record in self.records() if (match := of_this.fullmatch(record.search_id))]
         return f"{prefix}{max(numbers, default=0) + 1 if is_fresh else max(numbers, default=1)}"
 

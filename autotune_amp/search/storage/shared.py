@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from autotune_amp.core.documents import decode
 from autotune_amp.core.hardware import LEAST_MEMORY_SHARE
 from autotune_amp.core.recommendation import FORMAT, Fingerprint, Recommendation
-from autotune_amp.search.storage.study import attributes, set_attribute
+from autotune_amp.search.storage.database import attributes, set_attribute
 
 _MIN_HIDDEN = 8  # least length of a word of the command to hide: shorter words may be ours, such as bf16
 

@@ -1,10 +1,10 @@
-"""Optuna study of a search. No other file imports Optuna.
+"""Optuna study of a search. Optuna is imported here and in `database` alone.
 
-The throughput model (`stages.curve`) decides what to try. A trial's parameters are the dimensions of the space (numbers
-on a log scale: the range of an int may change later, a category may not), for trials on the winner also the further
-dimensions and, under fp16, `init_scale` and `growth_interval`. TPE suggests those two, and each pair is replayed on one
-measurement. A trial that somebody enqueued is snapped to the nearest legal setting. User attributes hold the rest for
-optuna-dashboard; they are few, since each is a commit.
+The throughput model (`stages.throughput_model`) decides what to try. A trial's parameters are the dimensions of the
+space (numbers on a log scale: the range of an int may change later, a category may not), for trials on the winner also
+the further dimensions and, under fp16, `init_scale` and `growth_interval`. TPE suggests those two, and each pair is
+replayed on one measurement. A trial that somebody enqueued is snapped to the nearest legal setting. User attributes
+hold the rest for optuna-dashboard; they are few, since each is a commit.
 
 The ledger has all of it: a search continues without a storage that is away, and sends everything once it is back.
 """
@@ -12,10 +12,7 @@ The ledger has all of it: a search continues without a storage that is away, and
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
-import re
-import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,13 +20,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 import optuna
-import sqlalchemy
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
-from optuna.exceptions import DuplicatedStudyError, StorageInternalError, UpdateFinishedTrialError
 from optuna.samplers import TPESampler
-from optuna.storages import RDBStorage
 from optuna.trial import TrialState
-from sqlalchemy.exc import IntegrityError, ProgrammingError, SQLAlchemyError
 
 from autotune_amp.core.errors import StudyError
 from autotune_amp.core.outcome import Failure, Measurement, Outcome
@@ -40,6 +33,7 @@ from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.loss_scales import DEFAULT_PAIR, LOG2_INIT_SCALES, Pair, scales_of, snapped
+from autotune_amp.search.storage.database import FAILURES, connected, load_study, quiet, storage_errors, study_error
 
 OF_THE_SPACE = tuple(dimension for dimension in DIMENSIONS if dimension.found_by == "curves")
 GROWTH_INTERVALS = (10, 20_000)
@@ -47,21 +41,10 @@ GROWTH_INTERVALS = (10, 20_000)
 # A sampler learns from a violated constraint and ignores a trial told as FAIL (studies/README.md).
 _RUNS = "runs"
 
-_NUM_TRIES, _TRY_SECONDS = 10, 0.3  # attempts to create an empty database's tables
 AWAY_SECONDS = 10.0  # between two tries to reach a storage that is away
-# Optuna raises KeyError for a study or trial that somebody deleted.
-_FAILURES = (StorageInternalError, SQLAlchemyError, UpdateFinishedTrialError, KeyError)
-# Timeouts of libpq, which otherwise waits for ever: for a connection, and for a server whose packets are lost.
-_PATIENCE = {
-    "connect_timeout": 5,
-    "keepalives_idle": 5,
-    "keepalives_interval": 2,
-    "keepalives_count": 3,
-    "tcp_user_timeout": 10_000,
-}
 
 
-class Asked(NamedTuple):
+class StudyTrial(NamedTuple):
     """Trial to run with `setting`, to be passed to `Study.tell`; under fp16 with `pair`, an init_scale and
     growth_interval.
 
@@ -93,7 +76,7 @@ class Study:
         self._note = note
         self._away_since: float | None = None  # the time of its failure or of the last attempt to reach it
         self._ledger = ledger
-        self._asked: list[Asked] = []  # asked and not told yet
+        self._asked: list[StudyTrial] = []  # asked and not told yet
         self._legal = (*space.candidates, space.baseline)
         tried = (*self._legal, *(FP8_RECIPE.on(space.baseline, v) for v in space.variants.get(FP8_RECIPE.name, ())))
         self._distributions = {dimension.name: _distribution(dimension, tried) for dimension in OF_THE_SPACE}
@@ -125,14 +108,14 @@ class Study:
         that a killed search left running are marked as failed, and the ledger's trials that the study lacks are added.
         Raises `StudyError`, naming the storage without its password, if it cannot be used.
         """
-        with _quiet(), connected(storage) as database:
+        with quiet(), connected(storage) as database:
 
             def load() -> optuna.Study:
-                study = _create_or_load(database, name, ledger.search_id, owner)
+                study = load_study(database, name, ledger.search_id, owner)
                 study.sampler = TPESampler(seed=seed + len(study.trials))  # a resumed search must draw other values
                 return study
 
-            with _storage_errors(storage):
+            with storage_errors(storage):
                 opened = cls(storage, load, ledger, note)
             opened.catch_up(ledger)
             yield opened
@@ -142,7 +125,7 @@ class Study:
         """Return the study's name in the storage."""
         return self._study.study_name
 
-    def ask(self, setting: Setting, pair: Pair | None = DEFAULT_PAIR) -> Asked:
+    def ask(self, setting: Setting, pair: Pair | None = DEFAULT_PAIR) -> StudyTrial:
         """Return a trial of `setting`, under fp16 with `pair`; TPE suggests the pair if it is None.
 
         A trial that somebody enqueued through the dashboard comes first, snapped to the nearest legal setting, so run
@@ -155,13 +138,12 @@ class Study:
             if self.is_there:
                 self._asked.append(self._ask(setting, pair))
                 return self._asked[-1]
-        return Asked(setting, None, pair)
+        return StudyTrial(setting, None, pair)
 
-    def _ask(self, setting: Setting, pair: Pair | None) -> Asked:
-        self._study.enqueue_trial(
-            _parameters(setting, pair) | self._further_parameters(setting), user_attrs=_described(setting)
-        )
+    def _ask(self, setting: Setting, pair: Pair | None) -> StudyTrial:
         further = self._further if setting.active_variants else {}
+        parameters = _parameters(setting, pair) | {name: getattr(setting, name) for name in further}
+        self._study.enqueue_trial(parameters, user_attrs=_described(setting))
         try:
             trial = self._study.ask(self._distributions | further)
         except ValueError as error:
@@ -176,9 +158,9 @@ class Study:
         if asked_for != _parameters(setting, None):
             setting = self._nearest(asked_for)
             _set_attributes(trial, _described(setting))
-        return Asked(setting, trial, suggested)
+        return StudyTrial(setting, trial, suggested)
 
-    def tell(self, asked: Asked, outcome: Outcome, *, number: int | None = None, slot: str | None = None) -> None:
+    def tell(self, asked: StudyTrial, outcome: Outcome, *, number: int | None = None, slot: str | None = None) -> None:
         """Finish a trial with its applied samples per second, or with the reason that there are none.
 
         `number` is that of its record, which is written before; None if the outcome was known already. `slot` is the
@@ -208,7 +190,10 @@ class Study:
         """
         self._ledger = ledger
         if self._away_since is not None and (is_over or time.monotonic() > self._away_since + AWAY_SECONDS):
-            self._try_again()
+            with self._going_on():
+                self._attach()
+                self._away_since = None
+                self._note("The study's storage is there again.")
         for record in ledger.records:
             setting, outcome = record.candidate, record.outcome
             is_due = record.purpose == "search" and record.number not in self._told and self._is_legal(setting)
@@ -220,7 +205,7 @@ class Study:
                 self._told.add(record.number)
             if record.purpose == "calibration" and setting not in self._calibrated:
                 self._calibrated.add(setting)
-                self.answer_seeds(setting)
+                self.suggest_pairs(setting, 0, lambda: 0.0)  # the initial ones alone
 
     @property
     def is_there(self) -> bool:
@@ -232,16 +217,10 @@ class Study:
         """Suppress a failure of the storage inside and mark the storage as away."""
         try:
             yield
-        except _FAILURES as error:
+        except FAILURES as error:
             if self.is_there:
-                self._note(f"{_study_error(self._storage, error).message} The search goes on, and tells it later.")
+                self._note(f"{study_error(self._storage, error).message} The search goes on, and tells it later.")
             self._away_since = time.monotonic()
-
-    def _try_again(self) -> None:
-        with self._going_on():
-            self._attach()
-            self._away_since = None
-            self._note("The study's storage is there again.")
 
     def _attach(self) -> None:
         """Load the study as a resumed search does, from the trials that it has."""
@@ -252,29 +231,23 @@ class Study:
         finished = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
         self._told = {t.user_attrs["record"] for t in finished if "record" in t.user_attrs}  # numbers of its records
 
-    def answer_seeds(self, setting: Setting) -> list[Pair] | None:
-        """Tell the study the initial pairs that it lacks. Return all that it knows, or None without a safe scale."""
-        scales = scales_of(self._ledger.scales, setting)
-        outcome = self._ledger.outcomes.get(setting)
-        if scales is None or scales.refusal is not None or outcome is None:
-            return None
-        known = self.pairs(setting)
-        missing = [pair for pair in scales.seeds if pair not in known]
-        for pair in missing:
-            self.tell(self.ask(setting, pair), outcome)
-        return known + missing
-
     def suggest_pairs(self, setting: Setting, num_pairs: int, left_seconds: Callable[[], float]) -> None:
-        """Let the sampler suggest pairs for a calibrated setting until it has `num_pairs` or no time is left."""
-        known = self.answer_seeds(setting)
-        if known is None:
+        """Tell the study the initial pairs of a calibrated setting that it lacks, then let the sampler suggest more
+        until it has `num_pairs` or no time is left. Without a safe scale do nothing.
+        """
+        scales, outcome = scales_of(self._ledger.scales, setting), self._ledger.outcomes.get(setting)
+        if scales is None or scales.refusal is not None or outcome is None:
             return
+        known = self.pairs(setting)
         for pair in known:  # a resumed search counts earlier pairs
             self._ledger.replay(setting, pair)
-        for _ in range(num_pairs - len(known)):
+        seeds = [pair for pair in scales.seeds if pair not in known]
+        for pair in seeds:
+            self.tell(self.ask(setting, pair), outcome)
+        for _ in range(num_pairs - len(known) - len(seeds)):
             if left_seconds() <= 0 or not self.is_there:
                 return
-            self.tell(self.ask(setting, None), self._ledger.outcomes[setting])
+            self.tell(self.ask(setting, None), outcome)
 
     def pairs(self, setting: Setting) -> list[Pair]:
         """Return the pairs of an fp16 setting that the study has results for, in order."""
@@ -314,9 +287,6 @@ class Study:
         """Whether a setting is in the space, apart from pinned modules and further dimensions except workers."""
         return msgspec.structs.replace(setting.without_variants, pinned_modules=()) in self._legal
 
-    def _further_parameters(self, setting: Setting) -> dict[str, str]:
-        return {name: getattr(setting, name) for name in self._further} if setting.active_variants else {}
-
 
 def _distribution(dimension: Dimension[Any], settings: Sequence[Setting]) -> BaseDistribution:
     """Return the distribution over the values that the settings have in a dimension."""
@@ -329,95 +299,6 @@ def _distribution(dimension: Dimension[Any], settings: Sequence[Setting]) -> Bas
 def _set_attributes(owner: optuna.Trial | optuna.Study, attributes: dict[str, Any]) -> None:
     for key, value in attributes.items():
         owner.set_user_attr(key, value)
-
-
-def _create_or_load(storage: RDBStorage, name: str, search_id: str, owner: str) -> optuna.Study:
-    ours = {"search_id": search_id, "owner": owner}
-    own_name = f"{name}-{search_id}"
-    names = itertools.chain((name, own_name), (f"{own_name}-{k}" for k in itertools.count(2)))
-    while True:
-        free_name = next(names)
-        try:  # of several searches that start together only one can create the study
-            study = optuna.create_study(storage=storage, study_name=free_name, direction="maximize")
-        except DuplicatedStudyError:
-            study = optuna.load_study(storage=storage, study_name=free_name)
-            if ours.items() <= study.user_attrs.items():
-                return study
-        else:
-            _set_attributes(study, ours)
-            return study
-
-
-@contextlib.contextmanager
-def connected(storage: str | Path) -> Iterator[RDBStorage]:
-    """Yield the Optuna storage of a URL or of a search's own file. Raises `StudyError` if it cannot be used."""
-    # Without a pool no SQLite connection outlives its session, not even if Optuna's constructor fails.
-    options: dict[str, Any] = {}
-    if isinstance(storage, Path):
-        options["pool"] = sqlalchemy.NullPool(lambda: _open_file(storage))  # type: ignore[arg-type]
-    elif storage.startswith("sqlite") and ":memory:" not in storage and storage != "sqlite://":
-        options["poolclass"] = sqlalchemy.NullPool
-    elif storage.partition(":")[0] in ("postgresql", "postgresql+psycopg", "postgresql+psycopg2"):
-        options["pool_pre_ping"] = True  # else the first query on each open connection fails after the server restarts
-        options["connect_args"] = {name: value for name, value in _PATIENCE.items() if f"{name}=" not in storage}
-    url = "sqlite://" if isinstance(storage, Path) else storage
-    try:
-        if "connect_args" in options:
-            _make_tables(url, options["connect_args"])
-        database = RDBStorage(url, engine_kwargs=options)
-    except Exception as error:  # a wrong URL, driver, host, password, file or schema each raises its own type
-        raise _study_error(storage, error) from error
-    try:
-        yield database
-    finally:
-        database.remove_session()
-        database.engine.dispose()
-
-
-def _make_tables(url: str, connect_args: dict[str, Any]) -> None:
-    """Create missing tables, retrying while another search creates the same ones, since Optuna fails then."""
-    options = {"poolclass": sqlalchemy.NullPool, "connect_args": connect_args}  # no connection outlives a failure
-    for _ in range(_NUM_TRIES):
-        try:
-            RDBStorage(url, engine_kwargs=options).engine.dispose()
-        except (IntegrityError, ProgrammingError):
-            time.sleep(_TRY_SECONDS)
-        else:
-            return
-
-
-@contextlib.contextmanager
-def _storage_errors(storage: str | Path) -> Iterator[None]:
-    try:
-        yield
-    except _FAILURES as error:
-        raise _study_error(storage, error) from error
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence Optuna's log inside."""
-    verbosity = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    try:
-        yield
-    finally:
-        optuna.logging.set_verbosity(verbosity)
-
-
-def attributes(storage: str, name: str) -> dict[str, Any]:
-    """Return a study's user attributes, empty if there is no such study. Raises `StudyError` if the storage fails."""
-    with connected(storage) as database, _storage_errors(storage):
-        try:
-            return database.get_study_user_attrs(database.get_study_id_from_name(name))
-        except KeyError:
-            return {}
-
-
-def set_attribute(storage: str, name: str, key: str, value: Any) -> None:
-    """Set a user attribute of a study, which is created if missing. Raises `StudyError` if the storage fails."""
-    with _quiet(), connected(storage) as database, _storage_errors(storage):
-        optuna.create_study(storage=database, study_name=name, load_if_exists=True).set_user_attr(key, value)
 
 
 def _parameters(setting: Setting, pair: Pair | None) -> dict[str, Any]:
@@ -456,31 +337,3 @@ def _explained(
     elif pair is not None:
         explained["is_calibrated"] = False  # the value is an upper bound
     return explained
-
-
-def _open_file(path: Path) -> sqlite3.Connection:
-    """Return a connection that does not wait for the disk: a trial's dozen commits took 330 ms, and take 75 (measured).
-
-    A killed process does no harm. Only a power failure may damage the file, and it is made again from the records.
-    """
-    connection = sqlite3.connect(path, check_same_thread=False)
-    connection.execute("PRAGMA synchronous = OFF")
-    return connection
-
-
-def _study_error(storage: str | Path, error: Exception) -> StudyError:
-    """Return the error for a storage that failed, without the storage's password."""
-    cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
-    what = str(getattr(cause, "orig", None) or cause).strip().split("\n")[0].rstrip(".") or type(cause).__name__
-    if isinstance(error, ImportError) and str(storage).startswith("postgresql"):
-        next_step = "Run `pip install 'autotune_amp[postgresql]'`."
-    elif isinstance(storage, Path):
-        next_step = "Check that its folder can be written and has space; a damaged file can be moved away."
-    else:
-        next_step = "Check that it is there and can be written, or leave --storage out to use a file of its own."
-        password = re.search(r"(?:^|://)[^:/@]*:(?!//)(.+)@", storage)
-        for given in re.findall(r"[?&](?:ssl)?password=([^&]+)", storage):
-            storage, what = storage.replace(f"password={given}", "password=***"), what.replace(given, "***")
-        if password is not None:
-            storage, what = storage.replace(f":{password[1]}@", ":***@"), what.replace(password[1], "***")
-    return StudyError(f"The storage {storage} cannot be used: {what}.", next_step)

@@ -21,7 +21,8 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.explore import exploring
 from autotune_amp.search.storage import study as studies
-from autotune_amp.search.storage.study import Study, connected
+from autotune_amp.search.storage.database import connected
+from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Trial
 
 SPACE = Space(
@@ -125,7 +126,7 @@ def test_a_connection_that_is_cut_for_a_while_loses_nothing(
 def test_a_connection_that_stays_cut_does_not_end_the_search(server: postgresql.Server, wire: postgresql.Wire) -> None:
     search = Searching(server.url(wire.port), "gone", lambda number: wire.cut() if number == 2 else None)
     search.search()
-    assert search.ledger.finalists is not None
+    assert search.ledger.final_shortlist is not None
     assert len(search.notes) == 1
     wire.mend()
     again = Searching(server.url(wire.port), "gone")

@@ -17,8 +17,8 @@ from autotune_amp.search.command import CommandSource
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.source import Source
 from autotune_amp.search.storage import cache, shared
+from autotune_amp.search.storage.database import attributes, set_attribute
 from autotune_amp.search.storage.folder import StudyFolder
-from autotune_amp.search.storage.study import attributes, set_attribute
 
 __all__ = ["finished"]  # the fixture
 

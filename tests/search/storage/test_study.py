@@ -29,8 +29,10 @@ from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.loss_scales import Pair
 from autotune_amp.search.space import Space
+from autotune_amp.search.storage import database
 from autotune_amp.search.storage import study as studies
-from autotune_amp.search.storage.study import Study, connected
+from autotune_amp.search.storage.database import connected
+from autotune_amp.search.storage.study import Study
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
 SIZES = (4, 8, 16, 32, 64, 100)
@@ -260,7 +262,7 @@ def test_a_storage_that_cannot_be_used_is_named_without_its_password(bad_url: st
 
 @pytest.mark.parametrize("url", ["postgresql://amp:hunter2@host/db", "postgresql://host/db?user=amp&password=hunter2"])
 def test_a_password_is_masked_in_a_driver_s_message_too(url: str) -> None:
-    said = str(studies._study_error(url, OSError(f"cannot connect with {url!r} and hunter2")))
+    said = str(database.study_error(url, OSError(f"cannot connect with {url!r} and hunter2")))
     assert "cannot connect" in said
     assert "hunter2" not in said
 

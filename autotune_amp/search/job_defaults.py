@@ -16,7 +16,7 @@ from autotune_amp.search.space import HOPELESS
 from autotune_amp.trial.jobs import Check, CheckKind, Trial
 
 
-class Conditions(msgspec.Struct, frozen=True, kw_only=True):
+class JobDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that all jobs of one search have in common.
 
     `environment` are the recommended environment variables. A fresh process takes `ready_seconds` until it has imported

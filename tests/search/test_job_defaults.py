@@ -15,7 +15,7 @@ from autotune_amp.hardware import machine_load
 from autotune_amp.processes.local import LocalBackend
 from autotune_amp.search.answer.decide import memory_evidence
 from autotune_amp.search.answer.explain import memory_doubts
-from autotune_amp.search.conditions import Conditions
+from autotune_amp.search.job_defaults import JobDefaults
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.ranking import SettingRuns
@@ -56,7 +56,9 @@ def test_the_worst_case_is_told(fields: dict[str, Any], worst_case: str | None, 
 
 def test_trials_are_given_as_many_of_the_largest_samples_as_their_batch_holds() -> None:
     ledger = ledger_of([], Space(candidates=(), baseline=candidate("fp32", 8)))
-    ours = Conditions(hardware=hardware({"fp32": 1.0}), memory_limit_bytes=1, description=described(sample_sizes=SIZES))
+    ours = JobDefaults(
+        hardware=hardware({"fp32": 1.0}), memory_limit_bytes=1, description=described(sample_sizes=SIZES)
+    )
     assert ours.trial(ledger, candidate("fp32", 8)).worst_samples == LARGEST[:8]
     assert ours.trial(ledger, candidate("fp32", 64, 2), purpose="confirm").worst_samples == LARGEST[:64]
 

@@ -39,7 +39,7 @@ NOISES = (0.01, 0.03, 0.08, 0.15)
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(21)
 
 
-class Curves:
+class ThroughputModel:
     """Gaussian-process model of the throughput of `observed` and `others` settings.
 
     `observed` maps a setting to the throughputs of its processes, in any unit.

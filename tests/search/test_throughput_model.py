@@ -11,7 +11,7 @@ from scripted_backend import candidate
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.planner import LEAST_GAIN
-from autotune_amp.search.stages.curve import Curves
+from autotune_amp.search.stages.throughput_model import ThroughputModel
 
 SIZES = tuple(2**k for k in range(3, 11))
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
@@ -32,23 +32,23 @@ def of(*cells: Setting, **factors: float) -> dict[Setting, list[float]]:
 
 @given(observed=OBSERVED, scale=st.floats(1e-3, 1e3))
 def test_no_trial_does_harm_and_the_unit_does_not_matter(observed: dict[Setting, list[float]], scale: float) -> None:
-    gains = Curves(observed, CELLS).gains(CELLS)
+    gains = ThroughputModel(observed, CELLS).gains(CELLS)
     assert gains.keys() == set(CELLS)
     assert min(gains.values()) > -1e-6
     scaled = {cell: [scale * value for value in values] for cell, values in observed.items()}
-    assert Curves(scaled, CELLS).gains(CELLS) == pytest.approx(gains, rel=1e-3, abs=1e-6)
+    assert ThroughputModel(scaled, CELLS).gains(CELLS) == pytest.approx(gains, rel=1e-3, abs=1e-6)
     some = CELLS[::3]
-    assert Curves(observed, CELLS).gains(some).keys() == set(some)
+    assert ThroughputModel(observed, CELLS).gains(some).keys() == set(some)
 
 
 @given(fp32=st.floats(0.5, 2.0), left_out=st.sampled_from(SIZES[1:-1]))
 def test_what_lies_between_is_expected_between(fp32: float, left_out: int) -> None:
     cells = [candidate("fp32", size) for size in SIZES]
     untried = candidate("fp32", left_out)
-    curves = Curves(of(*(c for c in cells if c != untried), fp32=fp32), [untried])
-    assert curves.throughput(untried) == pytest.approx(saturating(untried, fp32), rel=0.15)
+    model = ThroughputModel(of(*(c for c in cells if c != untried), fp32=fp32), [untried])
+    assert model.throughput(untried) == pytest.approx(saturating(untried, fp32), rel=0.15)
     for cell in cells:
-        assert curves.throughput(cell) == pytest.approx(saturating(cell, fp32), rel=0.15)
+        assert model.throughput(cell) == pytest.approx(saturating(cell, fp32), rel=0.15)
 
 
 def test_a_precision_is_given_up_where_its_whole_curve_lies_low_and_not_before() -> None:
@@ -56,7 +56,7 @@ def test_a_precision_is_given_up_where_its_whole_curve_lies_low_and_not_before()
     at_one, at_three = ([candidate("bf16", size) for size in sizes] for sizes in ((32,), (8, 64, 512)))
 
     def worth(factor: float, measured: list[Setting]) -> float:
-        gains = Curves(of(*fp32, *measured, bf16=factor), CELLS).gains(CELLS)
+        gains = ThroughputModel(of(*fp32, *measured, bf16=factor), CELLS).gains(CELLS)
         return max(gain for cell, gain in gains.items() if cell.precision == "bf16")
 
     assert worth(0.3, at_three) < LEAST_GAIN
@@ -68,14 +68,14 @@ def test_behind_a_cliff_it_looks_for_the_peak() -> None:
     """fp32 was measured on both sides of its peak: the case in which it was given up for the batches looked at."""
     known = {candidate("fp32", 16): [600.0], candidate("fp32", 512): [640.0]}
     known |= {candidate("bf16", size): [rate] for size, rate in ((16, 620.0), (64, 830.0), (512, 840.0))}
-    gains = Curves(known, CELLS).gains(CELLS)
+    gains = ThroughputModel(known, CELLS).gains(CELLS)
     assert max(gains[candidate("fp32", size)] for size in (32, 64, 128, 256)) > LEAST_GAIN
 
 
 def test_every_further_process_of_a_setting_is_worth_less() -> None:
     rivals = {candidate("fp32", 32): [100.0, 112.0], candidate("bf16", 32): [104.0]}
     bf16 = candidate("bf16", 32)
-    worth = [Curves(rivals | {bf16: [104.0] * num}, ()).gains(rivals)[bf16] for num in (1, 2, 4, 8)]
+    worth = [ThroughputModel(rivals | {bf16: [104.0] * num}, ()).gains(rivals)[bf16] for num in (1, 2, 4, 8)]
     assert worth == sorted(worth, reverse=True)
     assert worth[0] > LEAST_GAIN > worth[-1]
 
@@ -84,7 +84,7 @@ def test_values_of_further_dimensions_tell_of_one_another() -> None:
     plain = candidate("fp32", 32)
     compiled, both = replace(plain, compile="default"), replace(plain, compile="default", memory_format="channels_last")
     known = {plain: [100.0] * 3, compiled: [130.0] * 3}
-    expected = Curves(known, [both, replace(plain, memory_format="channels_last")])
+    expected = ThroughputModel(known, [both, replace(plain, memory_format="channels_last")])
     assert 115 < expected.throughput(both) < 145
     assert 90 < expected.throughput(replace(plain, memory_format="channels_last")) < 110
 
@@ -92,8 +92,10 @@ def test_values_of_further_dimensions_tell_of_one_another() -> None:
 def test_what_is_expected_to_be_the_best_is_worth_measuring_however_sure_that_is() -> None:
     """Bound by launches, throughput doubles with every doubling: nothing is left to learn, and all is to gain."""
     rising = {candidate("fp32", size): [32.0 * size] for size in SIZES[:-2]}
-    gains = Curves(rising, CELLS).gains(CELLS)
+    gains = ThroughputModel(rising, CELLS).gains(CELLS)
     assert max(gains, key=lambda cell: gains[cell]) == candidate("fp32", SIZES[-1])
     assert gains[candidate("fp32", SIZES[-1])] > 0.5
     only_untried = [cell for cell in CELLS if cell not in rising]
-    assert max(Curves(rising, CELLS).gains(only_untried).values()) > LEAST_GAIN, "what cannot be chosen is no choice"
+    assert max(ThroughputModel(rising, CELLS).gains(only_untried).values()) > LEAST_GAIN, (
+        "what cannot be chosen is no choice"
+    )

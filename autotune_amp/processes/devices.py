@@ -1,0 +1,251 @@
+"""Devices of this host that a search runs on: which exist, and the backends that run its jobs on them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+from msgspec.structs import replace
+
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.hardware import DeviceIdentity
+from autotune_amp.hardware import identify, nvml
+from autotune_amp.processes.local import Backend, Handle, Isolation, Slot, WorkloadBackend
+from autotune_amp.processes.process import Watcher
+from autotune_amp.processes.ranks import RankedBackend
+from autotune_amp.processes.slots import WorkloadSlots
+from autotune_amp.processes.standby import Standby
+from autotune_amp.trial.jobs import Trial
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# Function that starts a backend of the workload. Its arguments: the watcher, the isolation, variables added to the
+# caller's, the slot, and the standby for its next process.
+Start: TypeAlias = Callable[
+    [Watcher, Isolation | None, dict[str, str] | None, Slot | None, Standby | None], WorkloadBackend
+]
+WatcherOf: TypeAlias = Callable[[Slot], Watcher]
+
+
+class Devices:
+    """Devices of this host that a search runs on: a single one, several GPUs, or one for each rank of a training.
+
+    With several `gpus` trials run on all of them at the same time, and the confirmation on the first. As a context
+    manager it ends the standby process.
+    """
+
+    is_here = True  # on this host
+
+    def __init__(
+        self,
+        device: str,
+        start: Start,
+        watcher_of: WatcherOf,
+        gpus: FoundGpus | None = None,
+        num_ranks: int = 1,
+    ) -> None:
+        self._slots, self.notes = gpus or FoundGpus(())
+        self._first = device
+        # The device that jobs name before the probe finds its index.
+        self.device = self._slots[0].device if self._slots else device
+        self.num_slots = max(1, len(self._slots))
+        self._start = start
+        self._watcher_of = watcher_of
+        self._ranks = rank_slots(num_ranks, self.identity().type) if num_ranks > 1 else ()
+        is_single = not self._ranks and self.num_slots == 1  # loading would slow the trials on other GPUs
+        self._standby = Standby() if is_single else None
+
+    def identity(self) -> DeviceIdentity:
+        """Return the identity of the device to probe."""
+        return identify(self._first)
+
+    def backend(self) -> WorkloadBackend:
+        """Return the backend for the jobs before the confirmation.
+
+        On a GPU one process is kept, since each fork would start the driver, import and build anew; on a CPU jobs are
+        forked if that is sound.
+        """
+        if self.num_slots > 1:
+            return WorkloadSlots(
+                self._slots, lambda slot, heard: self._start(heard, "kept", None, slot, None), self._watcher_of
+            )
+        return self._begin(None if self._ranks or self.identity().type == "cpu" else "kept", None)
+
+    def confirming(self, device: str, *, are_shared: bool, num_rounds: int) -> ConfirmingProcesses:
+        """Return the backend for the confirmation, on the device that the probe found; `num_rounds` are planned."""
+        if self._standby is not None and are_shared:
+            self._standby.num_wanted = max(0, num_rounds - 1)
+        slot = self._slots[0] if self.num_slots > 1 else Slot(device)
+        return ConfirmingProcesses(partial(self._begin, "kept"), slot, are_shared=are_shared)
+
+    def close(self) -> None:
+        """End the standby process."""
+        if self._standby is not None:
+            self._standby.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.close()
+
+    def _begin(self, isolation: Isolation | None, environment: dict[str, str] | None) -> WorkloadBackend:
+        watcher = self._watcher_of(self._slots[0] if self.num_slots > 1 else Slot(self.device))
+        if self._ranks:
+            return on_ranks(self._ranks, self._start, watcher, isolation, environment)
+        return self._start(watcher, isolation, environment, self._slots[0] if self._slots else None, self._standby)
+
+
+def on_ranks(
+    ranks: Sequence[Slot],
+    start: Start,
+    watcher: Watcher,
+    isolation: Isolation | None,
+    environment: dict[str, str] | None,
+) -> WorkloadBackend:
+    """Return a backend whose trials run on all these ranks."""
+    return RankedBackend(ranks, lambda rank, heard: start(heard, isolation, environment, rank, None), watcher)
+
+
+class ConfirmingProcesses:
+    """Processes for the confirmation's trials: one for each trial, or with `are_shared` one for each round.
+
+    `make` starts a backend with these variables whose processes are kept.
+    """
+
+    def __init__(self, make: Callable[[dict[str, str]], Backend], slot: Slot, *, are_shared: bool) -> None:
+        self._make = make
+        self.slots = (slot,)
+        self._are_shared = are_shared
+        self._round: int | None = None
+        self._current: Backend | None = None
+
+    def submit(self, job: Trial, slot: Slot | None = None) -> Handle[Any]:  # noqa: ARG002 - there is one
+        """Start a trial."""
+        is_of_round = job.round == self._round or job.purpose == "outlook"  # an outlook confirms nothing
+        if self._current is None or not self._are_shared or not is_of_round:
+            self.close()
+            self._current = self._make(job.environment)
+            self._round = job.round
+        return self._current.submit(replace(job, is_alone=not self._are_shared))
+
+    def wait(self, handles: Sequence[Handle[Any]]) -> Handle[Any]:
+        """Return the running job, whose `result` waits."""
+        return handles[0]
+
+    def close(self) -> None:
+        """End the open process."""
+        if self._current is not None:
+            self._current.close()
+
+
+class FoundGpus(NamedTuple):
+    """Slots of the GPUs that a search may use, with notes on those that it may not."""
+
+    slots: tuple[Slot, ...]
+    notes: tuple[str, ...] = ()
+
+
+def rank_slots(num_ranks: int, device: str) -> tuple[Slot, ...]:
+    """Return a slot for each rank of a training: a share of the CPU, or a GPU, each rank seeing all GPUs.
+
+    Raises `InvalidRequestError` if there are too few, or if the GPUs are of several models.
+    """
+    if device == "cpu":
+        return cpu_shares(num_ranks)
+    return tuple(Slot(slot.name or "", slot.name) for slot in find_gpus(range(num_ranks), "--ranks").slots)
+
+
+def find_gpus(devices: Sequence[int] | Literal["all"], option: str = "--devices") -> FoundGpus:
+    """Return a slot for each NVIDIA GPU given by its index among the visible ones, or for all that are like the first.
+
+    With "all", GPUs of another model or with other computing processes are left out. Raises `InvalidRequestError` if a
+    GPU does not exist or is of another model than the first.
+    """
+    uuids = nvml.visible_uuids()
+    if not uuids:
+        raise InvalidRequestError(
+            f"{option} needs NVIDIA GPUs, and NVML sees none that CUDA may use here.",
+            f"Leave {option} out, or look with nvidia-smi and at CUDA_VISIBLE_DEVICES.",
+        )
+    numbers = range(len(uuids)) if devices == "all" else devices
+    if absent := [number for number in numbers if number >= len(uuids)]:
+        raise InvalidRequestError(
+            f"{option} asks for GPU {absent[0]}, and CUDA sees {len(uuids)} here, counted from 0.",
+            "Give no more than there are.",
+        )
+    slots, notes = [], []
+    models = {number: _model(uuids[number]) for number in numbers}
+    first = models[numbers[0]]
+    if first is None and len(models) > 1:
+        raise InvalidRequestError(
+            f"{option}: NVML does not say what these GPUs are, so that their results cannot be compared.",
+            "Search on one of them, with --device cuda:N.",
+        )
+    for number in numbers:
+        problem = None
+        if models[number] != first:
+            problem = f"is a {models[number]} and cuda:{numbers[0]} a {first}, whose results cannot be compared"
+            if devices != "all":
+                raise InvalidRequestError(
+                    f"{option}: cuda:{number} {problem}.", "Give GPUs of one model, or one search for each model."
+                )
+        others = nvml.process_notes(uuids[number])
+        if problem is None and others and devices == "all" and number != numbers[0]:
+            problem = f"is in use: {others[0]}"
+        if problem is None:
+            slots.append(Slot("cuda:0", f"cuda:{number}", uuid=uuids[number]))
+            notes += [f"cuda:{number}: {other}" for other in others]
+        else:
+            notes.append(f"cuda:{number} is left out: it {problem.rstrip('.')}.")
+    return FoundGpus(tuple(slots), tuple(notes))
+
+
+def _model(uuid: str) -> str | None:
+    found = nvml.identity(0, uuid)
+    return None if found is None else found.name
+
+
+def cpu_shares(num_ranks: int) -> tuple[Slot, ...]:
+    """Return slots that divide the CPUs of this process among ranks, in whole cores if their topology is known.
+
+    Raises `InvalidRequestError` if there are fewer CPUs than ranks.
+    """
+    cpus = _by_core()
+    if num_ranks > len(cpus):
+        raise InvalidRequestError(
+            f"--ranks is {num_ranks}, and this process may use {len(cpus)} CPUs.",
+            f"Give --ranks {len(cpus)} or fewer.",
+        )
+    each = len(cpus) // num_ranks
+    shares = [tuple(sorted(cpus[number * each : (number + 1) * each])) for number in range(num_ranks)]
+    return tuple(Slot("cpu", f"cpu {_ranges(share)}", cpus=share) for share in shares)
+
+
+def _by_core() -> list[int]:
+    """Return the CPUs of this process, with those of the same core next to each other."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+
+    def core(cpu: int) -> tuple[int, ...]:
+        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+        try:
+            return (*(int((topology / name).read_text()) for name in ("physical_package_id", "core_id")), cpu)
+        except (OSError, ValueError):
+            return 0, cpu, cpu
+
+    return sorted(allowed, key=core)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return sorted numbers as a text like 0-3,8."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
