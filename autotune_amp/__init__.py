@@ -15,7 +15,7 @@ that): `cli → api → report → memory → search → profile → processes, 
                       device
       distributed.py  the ranks of the caller's launcher, torchrun or srun
       interruption.py  Ctrl-C and SIGTERM: the best so far is saved, and SIGTERM ends the process
-      fingerprint/    what a cached recommendation holds for, known without running anything
+      fingerprint.py  what a cached recommendation holds for, known without running anything
       variants/       further dimensions on live objects: `prepare()`, which trials run too, and what a model can have
       numerics/       a precision against fp32, where it goes wrong, the largest safe loss scale measured,
                       GradScaler's rule as arithmetic
