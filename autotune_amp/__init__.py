@@ -15,7 +15,7 @@ that): `cli → api → report → diagnostics → search →�
                       device
       distributed.py  the ranks of the caller's launcher, torchrun or srun
       interruption.py  Ctrl-C and SIGTERM: the best so far is saved, and SIGTERM ends the process
-      fingerprint/    what a cached recommendation holds for, known without running anything
+      fingerprint.py  what a cached recommendation holds for, known without running anything
       dimensions/     one file for each thing that a setting decides: its values, how it is applied, its risk and cost;
                       `prepare()`
       numerics/       a precision against fp32, where it goes wrong, the largest safe loss scale measured,

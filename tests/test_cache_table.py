@@ -96,7 +96,7 @@ ROWS_TO_ASK: list[tuple[str | None, dict[str, Any]]] = [
     (None, {"call": options("batch_size='4:4', precision=['fp32']")}),
     ("device driver changed from None to 570.1", {"run": "device(driver='570.1')"}),
     ("version of torch changed", {"run": "torch.__version__ = '9.9'"}),
-    ("function loss of train.py changed", {"edit": ("train.py", "pow(2)", "pow(4)")}),
+    ("source file train.py changed", {"edit": ("train.py", "pow(2)", "pow(4)")}),
     ("workload.data changed", {"edit": ("train.py", "length=32", "length=33")}),
     ("option seed changed from 0 to 1", {"call": options("seed=1")}),
     ("option memory_limit changed", {"call": options("memory_limit='16GiB'")}),

@@ -21,7 +21,7 @@ from autotune_amp.core.errors import FormatError, InvalidRequestError
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.recommendation import Fingerprint, write_atomically
-from autotune_amp.fingerprint.source import imported_names
+from autotune_amp.fingerprint import file_digest, imported_names, user_modules
 from autotune_amp.search.source import Source, folder_name
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from autotune_amp.processes.standby import Standby
 
 
-MAX_READ_BYTES = 1 << 24  # files larger than this (data, checkpoints) are hashed by size and modification time
 MAX_SOURCES = 2000
 _GONE = "gone"
 
@@ -58,21 +57,15 @@ def _named_in(path: Path) -> Iterator[Path]:
 
     They are looked up in the working directory and in the folder of the file.
     """
-    if path.suffix not in (".py", ".sh") or path.stat().st_size > MAX_READ_BYTES:
-        return
-    text = path.read_text(errors="replace")
-    for folder in dict.fromkeys((Path(), path.parent)):
-        if path.suffix == ".sh":
-            yield from (folder / word for word in _words(text) if _is_file(str(folder / word)))
-            continue
-        for name in imported_names(text):
-            dots = len(name) - len(name.lstrip("."))
-            base = folder if dots == 0 else path.parent.joinpath(*[os.pardir] * (dots - 1))
-            parts = [part for part in name.split(".") if part]
-            for depth in range(len(parts) + 1):
-                module = base.joinpath(*parts[:depth])
-                candidates = (module / "__init__.py", module.with_suffix(".py")) if depth else ()
-                yield from (Path(os.path.normpath(each)) for each in candidates if each.is_file())
+    if path.suffix == ".sh":
+        named = _words(path.read_text(errors="replace"))
+        yield from (folder / word for folder in (Path(), path.parent) for word in named if _is_file(str(folder / word)))
+    for name in imported_names(path.read_text(errors="replace")) if path.suffix == ".py" else ():
+        dots = len(name) - len(name.lstrip("."))
+        above = path.parent.joinpath(*[os.pardir] * (dots - 1))
+        for folder in (above,) if dots else (Path(), above):
+            for _, file in user_modules(name.lstrip("."), [str(folder.absolute())], {}):
+                yield from () if file is None else [Path(_relative(file))]
 
 
 def _words(text: str) -> list[str]:
@@ -86,18 +79,11 @@ def _is_file(value: str) -> bool:
         return False
 
 
-def _digest(file: Path) -> str:
-    found = file.stat()
-    if found.st_size > MAX_READ_BYTES:
-        return f"{found.st_size} bytes of {found.st_mtime_ns}"
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-
-
 def fingerprint_parts(line: LaunchLine) -> dict[str, str]:
     """Return the parts of the fingerprint that follow from a command's text: its arguments, values and files."""
     parts = {"command": f"={shlex.join(line.arguments)}"}
     parts |= {f"--value {name}": f"={word}" for name, word in line.values.items()}
-    return parts | {f"file {file}": _digest(file) for file in (*sources(line.arguments), *map(Path, line.files))}
+    return parts | {f"file {file}": file_digest(file) for file in (*sources(line.arguments), *map(Path, line.files))}
 
 
 class OpenedFiles:
@@ -109,6 +95,7 @@ class OpenedFiles:
 
     def __init__(self) -> None:
         self._first: dict[str, str] = {}
+        self._now: dict[str, str] = {}  # as this search found them: at its start, or when a trial read one first
         self._path: Path | None = None
 
     def keep_in(self, path: Path) -> None:
@@ -124,28 +111,35 @@ class OpenedFiles:
                 raise FormatError(
                     f"{path} is damaged: {cause(error)}.", "Remove it: it lists files that trials read."
                 ) from error
+        self._now = {path: file_digest(path) if _is_file(path) else _GONE for path in self._first}
 
     def add(self, paths: Iterable[str]) -> None:
         """Record the files that a trial read, unless they are known."""
-        new = {path: _digest(Path(path)) for path in paths if path not in self._first and _is_file(path)}
+        new = {path: file_digest(path) for path in paths if path not in self._first and _is_file(path)}
         if new and self._path is not None:
             self._first |= new
+            self._now |= new
             write_atomically(self._path, json.dumps(self._first, indent=1))
 
     def parts(self, known: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
-        """Return the current digests of the recorded files by label, and those among them that have changed.
+        """Return the digests of the recorded files by label, and those among them that changed before this search.
 
         Files in `known`, which the fingerprint has already, are left out.
         """
         real = {os.path.realpath(each) for each in known}
-        now = {path: _digest(Path(path)) if _is_file(path) else _GONE for path in self._first if path not in real}
+        now = {path: digest for path, digest in self._now.items() if path not in real}
         changed = {_label(path): each for path, each in now.items() if each != self._first[path]}
         return {_label(path): each for path, each in now.items()}, changed
 
 
 def _label(path: str) -> str:
+    return f"file {_relative(path)}"
+
+
+def _relative(path: str) -> str:
+    """Return the path as seen from the working directory if it is inside, else `path` itself."""
     inside = os.path.relpath(path)
-    return f"file {path if inside.startswith(os.pardir) else inside}"
+    return path if inside.startswith(os.pardir) else inside
 
 
 class CommandSource(Source):

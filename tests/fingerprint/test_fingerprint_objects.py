@@ -1,10 +1,11 @@
-"""What counts of an object, and that none of its code runs."""
+"""What counts of an object."""
 
 import _thread
 import copy
 import functools
-import itertools
+import linecache
 import logging
+import os
 import socket
 from collections import defaultdict
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
+from autotune_amp import fingerprint
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.recommendation import Fingerprint
 from autotune_amp.fingerprint import compute, workload_parts
@@ -135,58 +137,28 @@ def test_what_a_run_would_feel_counts(one: object, other: object) -> None:
 # --- functions and classes
 
 
-class Hostile:
-    """Every way in raises."""
-
-    def __init__(self, value: object) -> None:
-        object.__setattr__(self, "value", value)
-
-    def _fail(self, *_: object) -> Any:
-        raise AssertionError("the user's code ran")
-
-    __len__ = __getitem__ = __iter__ = __repr__ = __hash__ = __eq__ = __getattr__ = __reduce__ = __bool__ = _fail
-    __getattribute__ = __getstate__ = __call__ = __reduce_ex__ = __contains__ = __str__ = _fail
-    __class__ = property(_fail)
-
-
-class HostileMeta(type):
+class Uncomparable(type):
     def __eq__(cls, _: object) -> bool:
-        raise AssertionError("the user's code ran")
+        raise AssertionError("the class was compared")
 
     def __hash__(cls) -> int:
-        raise AssertionError("the user's code ran")
+        raise AssertionError("the class was hashed")
 
 
-class HostileList(list[int]):
-    __iter__ = __len__ = __getitem__ = Hostile._fail
+class Raising:
+    def __reduce__(self) -> Any:
+        raise ValueError("not for pickle")
 
 
-def test_no_code_of_the_users_runs() -> None:
-    assert parts_of(Hostile(1)) == parts_of(Hostile(1))
-    assert parts_of(Hostile(1)) != parts_of(Hostile(2))
-    assert parts_of({"key": [Hostile(1)]}) != parts_of({"key": [Hostile(2)]})
-    assert parts_of(HostileList([1])) != parts_of(HostileList([2]))
-    odd = HostileMeta("Odd", (), {"__module__": __name__})
-    assert parts_of(odd()) == parts_of(odd())
-    assert workload_parts(Hostile._fail)[1] == ()  # nor is a function called that makes the workload
+def fails() -> Any:
+    raise AssertionError("the function was called")
 
 
-class Slotted:
-    __slots__ = ("value",)
-
-
-class Shadowed(Slotted):
-    __slots__ = ("__dict__", "value")
-
-    def __init__(self, hidden: int, value: int, other: int = 0) -> None:
-        self.value, self.other = value, other
-        Slotted.__dict__["value"].__set__(self, hidden)
-
-
-def test_a_slot_that_shadows_another_counts_and_so_does_the_other() -> None:
-    kinds = [parts_of(Shadowed(*values)) for values in ((1, 2), (1, 3), (4, 2), (2, 1), (1, 2, 3))]
-    assert parts_of(Shadowed(1, 2)) == kinds[0]
-    assert all(one != other for one, other in itertools.combinations(kinds, 2))
+def test_no_function_is_called_and_an_object_that_raises_is_unknown() -> None:
+    assert workload_parts(fails)[1] == ()
+    for value in (Raising(), Uncomparable("Odd", (), {"__module__": __name__})()):
+        (line,) = workload_parts(SimpleNamespace(data=value))[1]
+        assert line.startswith("workload.data cannot be known: ")
 
 
 class Unstepped(torch.optim.SGD):
@@ -205,10 +177,16 @@ def decorated(x: Any) -> Any:
     return x + 1
 
 
+@torch.no_grad()
+def otherwise(x: Any) -> Any:
+    return x + 2
+
+
 def test_a_function_behind_a_librarys_decorator_counts() -> None:
     names = set(parts_of([decorated, compute]))
     assert not any("autotune_amp" in name for name in names if name.startswith("source file"))
-    assert {f"{what} test_fingerprint_objects.py" for what in ("source file", "function decorated of")} <= names
+    assert "source file test_fingerprint_objects.py" in names
+    assert parts_of(decorated) != parts_of(otherwise)
 
 
 # --- what cannot be known
@@ -268,3 +246,31 @@ def test_the_environment_counts_where_it_decides_the_numbers(monkeypatch: pytest
     assert set(unset.differences(one)) == {f"environment variable {name} is new" for name in COUNT}
     assert set(one.differences(whole())) == {f"environment variable {name} changed" for name in COUNT}
     assert not any("secret" in part for part in one.parts.values())
+
+
+# --- files
+
+
+def test_a_large_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "MAX_READ_BYTES", 3)
+    path = tmp_path / "train.bin"
+    path.write_bytes(b"12345")
+    os.utime(path, ns=(0, 1))
+    before = fingerprint.file_digest(path)
+    os.utime(path, ns=(0, 2))
+    assert fingerprint.file_digest(path) != before
+
+
+def test_what_a_notebooks_function_imports_is_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lately.py").write_text("from beside import x")
+    (tmp_path / "beside.py").write_text("x = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    cell, file = "def late():\n    import lately\n", "<ipython-input-1>"
+    monkeypatch.setitem(linecache.cache, file, (len(cell), None, cell.splitlines(keepends=True), file))
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(cell, file, "exec"), namespace)
+    before = parts_of(namespace["late"])
+    assert {"source file lately.py", "source file beside.py"} <= before.keys()
+    (tmp_path / "beside.py").write_text("x = 2")
+    now = parts_of(namespace["late"])
+    assert {name for name in now if now[name] != before[name]} == {"source file beside.py"}

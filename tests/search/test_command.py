@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -106,13 +105,3 @@ def test_a_changed_command_is_told_as_it_was_typed(folder: Path) -> None:
     (folder / "part.py").write_text("x = 1")
     changed = Fingerprint(digest="", parts=fingerprint_parts(other))
     assert after.differences(changed) == ("file part.py changed",)
-
-
-def test_a_large_file_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "MAX_READ_BYTES", 3)
-    path = folder / "train.bin"
-    path.write_bytes(b"12345")
-    os.utime(path, ns=(0, 1))
-    before = command._digest(path)
-    os.utime(path, ns=(0, 2))
-    assert command._digest(path) != before

@@ -1,0 +1,415 @@
+"""Fingerprint of a search: the conditions under which its recommendation holds, found without running the workload.
+
+It covers the user's source files that are reached, with all that they import; the code that is loaded and the variables
+that it names; shapes, dtypes and settings of live objects; options, device, environment and versions of libraries. It
+does not cover values of tensors, states of random generators, folders, and files that a factory opens. Objects are read
+by what pickle would write of them; those that it refuses (a lock, an open file) are listed as unknown.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import hashlib
+import importlib.metadata
+import linecache
+import marshal
+import os
+import platform
+import re
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib.machinery import PathFinder
+from importlib.util import resolve_name
+from itertools import islice
+from operator import attrgetter
+from pathlib import Path
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from autotune_amp.core.recommendation import Fingerprint
+from autotune_amp.distributed import is_from_launcher
+
+if TYPE_CHECKING:
+    from autotune_amp.core.hardware import DeviceIdentity
+
+# Environment variables that affect the allocator, the threads and the kernels: names or prefixes.
+_DECIDING = (
+    *("LD_PRELOAD", "MALLOC_", "GLIBC_TUNABLES", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNNL_"),
+    *("TORCH", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32_OVERRIDE"),
+)
+# Set by us in child processes, by torch, its compiler and scikit-learn in the running process, or by Slurm for each
+# job; devices have their own parts. The location of files does not affect speed.
+_SET_BY_PROGRAMS = (
+    *("CUDA_VISIBLE_DEVICES", "CUDA_CACHE_PATH", "TORCH_HOME", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_INIT_AT_FORK"),
+    *("CUDA_MODULE_LOADING", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK"),
+)
+MAX_READ_BYTES = 1 << 24  # larger files (data, checkpoints) are compared by size and modification time
+# A larger container counts by its length and this many elements spread evenly over it, so that a list of a million file
+# names does not cost seconds. A larger set has no order to sample by.
+MAX_ELEMENTS, NUM_SAMPLED = 1000, 100
+# Attributes of library objects that differ between equal objects, or change while they are used.
+_LEFT_OUT = {
+    "torch.optim.optimizer.Optimizer": {"state", "step", "_opt_called", "_warned_capturable_if_run_uncaptured"},
+    "torch.utils.data.dataloader.DataLoader": {"_iterator", "_IterableDataset_len_called"},
+    # Salted `hash()` of the object's own JSON; lists in the order of a set; the Trainer that fitted the module before.
+    "transformers.generation.configuration_utils.GenerationConfig": {"_original_object_hash"},
+    "transformers.trainer.Trainer": {"_signature_columns"},
+    "transformers.trainer_utils.RemoveColumnsCollator": {"signature_columns"},
+    "lightning.pytorch.core.module.LightningModule": {"_trainer"},
+}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a measurement depends on. Imports nothing: `cuda` is there only if torch is loaded."""
+    torch: Any = sys.modules.get("torch")
+    found = {name: version(name) for name in ("torch", "autotune_amp", "optuna", "torchao")}
+    found["cuda"] = None if torch is None else torch.version.cuda
+    found |= {"python": platform.python_version(), "platform": f"{sys.platform} {platform.machine()}"}
+    return {name: known for name, known in found.items() if known is not None}
+
+
+def compute(
+    workload: object, options: dict[str, object], identity: DeviceIdentity, torch_state: dict[str, object]
+) -> Fingerprint:
+    """Return the fingerprint of a search: workload, options, device, torch flags, environment and versions."""
+    parts, unknown = workload_parts(workload)
+    parts = {name: part for name, part in parts.items() if name.rpartition("variable ")[2] not in _SET_BY_PROGRAMS}
+    groups = {"option": options, "device": msgspec.structs.asdict(identity), "torch flag": torch_state}
+    for group, named in groups.items():
+        parts |= {f"{group} {name}": _setting(value) for name, value in named.items()}
+    parts |= {"platform" if name == "platform" else f"version of {name}": f"={v}" for name, v in versions().items()}
+    for name, value in os.environ.items():
+        if name.startswith(_DECIDING) and not (name in _SET_BY_PROGRAMS or is_from_launcher(name)):
+            parts[f"environment variable {name}"] = _hex(Walk().hash(value))
+    content = msgspec.json.encode(sorted(parts.items()))
+    return Fingerprint(digest=hashlib.sha256(content).hexdigest(), parts=parts, unknown=unknown)
+
+
+def _setting(value: object) -> str:
+    """Return `value` as text if it is short and not a URL, which may contain a password; otherwise its hash."""
+    is_plain = value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and "://" not in value)
+    return f"={value}" if is_plain and len(str(value)) <= 60 else _hex(Walk().hash(value))
+
+
+def workload_parts(workload: object) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return a hash for each part of a workload, by name, and descriptions of parts that cannot be compared.
+
+    `workload` is an object with attributes, or a function that returns one and is not called. Examples of names are
+    ``workload.model`` and ``source file train.py``. A value with the prefix ``=`` is plain text.
+    """
+    walk = Walk()
+    is_function = isinstance(workload, (FunctionType, BuiltinFunctionType, MethodType, type, functools.partial))
+    walk.add("workload", workload if is_function else type(workload))
+    for name, value in () if is_function else vars(workload).items():
+        walk.add(f"workload.{name}", value)
+    return walk.parts, tuple(walk.unknown)
+
+
+def file_digest(file: str | Path) -> str:
+    """Return 16 hexadecimal digits of the hash of a file's bytes, or the size and time of a large file."""
+    found = Path(file).stat()
+    if found.st_size > MAX_READ_BYTES:
+        return f"{found.st_size} bytes of {found.st_mtime_ns}"
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+
+
+@functools.cache
+def user_label(module: str, file: str | None) -> str | None:
+    """Return the name of a user's source file, such as ``pkg/data.py``; None for a library's module or Python's own."""
+    root = module.partition(".")[0]
+    # autotune_amp and torch, even in their own source trees, are identified by their version.
+    if root in ("autotune_amp", "torch") or (file is None and root in sys.stdlib_module_names and module != "__main__"):
+        return None
+    if file is None:
+        return module  # in a notebook
+    path = Path(file).absolute()
+    depth = 1 if module == "__main__" else min(module.count(".") + 1 + (path.stem == "__init__"), len(path.parents))
+    if not {"site-packages", "dist-packages"}.isdisjoint(path.parts) or path.is_relative_to(Path(os.__file__).parent):
+        return None
+    is_target = any(path.parents[depth - 1].glob("*.dist-info"))  # `pip install --target` leaves metadata there
+    return None if is_target else "/".join(path.parts[-depth:])
+
+
+@functools.cache
+def version(root: str) -> str | None:
+    """Return the version of an installed top-level package without importing it, None if unknown."""
+    stated = getattr(sys.modules.get(root), "__version__", None)
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return str(stated) if isinstance(stated, str) else importlib.metadata.version(root)
+    return None
+
+
+# An import statement: the module after "from", and everything after "import".
+_IMPORT = re.compile(r"(?:\bfrom\s+([.\w]+)\s*)?\bimport\b\s*(\((?:[^)#]|#.*)*\)|(?:[^\n;\\]|\\\n)*)")
+
+
+def imported_names(text: str) -> Iterator[str]:
+    """Yield the names of modules that Python code imports, anywhere in it, relative ones with their dots.
+
+    The result may contain more: attributes of modules, and text that only resembles an import.
+    """
+    for start, listed in dict.fromkeys(_IMPORT.findall(text)):
+        names = re.findall(r"[.\w]+", re.sub(r"#.*", "", listed))
+        base = start if start.endswith(".") or not start else f"{start}."
+        yield from (start, *(f"{base}{name}" for name in names))
+
+
+def user_modules(name: str, folders: Sequence[str], loaded: Mapping[str, object]) -> Iterator[tuple[str, str | None]]:
+    """Yield name and file of the user's modules that an import of the absolute `name` would run: packages and itself.
+
+    Those that are not `loaded` (such as ``sys.modules``) are looked up in `folders`. Nothing is imported.
+    """
+    parts = name.split(".")
+    for depth, part in enumerate(parts, 1):
+        module = loaded.get(prefix := ".".join(parts[:depth]))
+        spec = getattr(module, "__spec__", None) or (PathFinder.find_spec(part, folders) if part else None)
+        file = spec.origin if spec is not None and spec.has_location else None
+        if spec is None or user_label(prefix, file) is None:
+            return
+        yield prefix, file
+        folders = list(spec.submodule_search_locations or ())
+
+
+def _hex(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+class Walk:
+    """Parts of a fingerprint, by name: objects, and the files, libraries and variables that their code uses."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, str] = {}
+        self.unknown: dict[str, None] = {}
+        self._name = ""
+        self._files: set[Path] = set()
+        self._hashes: dict[int, tuple[object, bytes]] = {}  # keeps objects alive, so that no id is reused
+        self.num_tensors = 0  # number of tensors in this part, to recognise tied weights
+
+    def add(self, name: str, obj: object) -> None:
+        """Add a part for an object and all that is reached from it."""
+        self._name, self._hashes, self.num_tensors = name, {}, 0
+        try:
+            self.parts[name] = _hex(self.hash(obj))
+        except Exception as error:  # pickling may run any code; objects may be nested too deeply
+            self.unknowable(obj, f"cannot be read ({type(error).__name__}: {error})")
+
+    def unknowable(self, obj: object, why: str) -> bytes:
+        """Record `obj` as not comparable, with the reason `why`, and return the hash for it."""
+        self.unknown[f"{self._name} cannot be known: {_class_name(type(obj)).removeprefix('builtins.')} {why}"] = None
+        return b"unknown"
+
+    def hash(self, obj: Any) -> bytes:
+        """Return the hash of any object, equal in every process: no address, ``hash()`` or order of a set counts."""
+        cls: type = type(obj)
+        if cls in _ATOMS:
+            return marshal.dumps(obj, 0)  # version 0 has no references and no interned strings
+        if id(obj) not in self._hashes:
+            self._hashes[id(obj)] = (obj, b"cycle")  # for objects below it that refer back to it
+            self._hashes[id(obj)] = (obj, _reader(cls)(self, obj))
+        return self._hashes[id(obj)][1]
+
+    def node(self, tag: str, *values: Any, ordered: bool = True) -> bytes:
+        """Return the hash of something called `tag` that these values describe."""
+        children = map(self.hash, values) if ordered else sorted(map(self.hash, values))
+        return hashlib.sha256(b"".join([tag.encode(), *[b":%d:%b" % (len(c), c) for c in children]])).digest()
+
+    def note(self, module: str, file: str | None) -> str | None:
+        """Add a part for a library's version, or for a user's file and each that it imports; see `user_label`."""
+        root, label = module.partition(".")[0], user_label(module, file)
+        if label is None and root not in sys.stdlib_module_names:
+            known = version(root)
+            self.parts[f"version of {root if known else module}"] = (
+                f"={known}" if known or not file else file_digest(file)
+            )
+        if label is None or file is None or (path := Path(file).absolute()) in self._files:
+            return label
+        self._files.add(path)
+        name = f"source file {label}"
+        try:
+            self.parts[name] = self.parts.get(name, "") + file_digest(file)  # two files may have one label
+            if file.endswith(".py"):
+                package = module if Path(file).stem == "__init__" else module.rpartition(".")[0]
+                self.note_imports(Path(file).read_text("utf-8", "replace"), package)
+        except OSError as error:
+            self.unknown[f"{name} cannot be known: {error.strerror}"] = None
+        return label
+
+    def note_imports(self, code: str, package: str) -> None:
+        """Add parts for the user's files that this text of a module in `package` imports."""
+        for name in imported_names(code):
+            with suppress(ImportError):  # relative to nothing
+                for module, file in user_modules(resolve_name(name, package), sys.path, sys.modules):
+                    self.note(module, file)
+
+    def note_globals(self, module: Any) -> str | None:
+        """Note the module with these globals, or with this name; return the label of a user's module, or None."""
+        if isinstance(module, str):
+            module = vars(sys.modules[module]) if module in sys.modules else {"__name__": module}
+        name, file = (value if type(value) is str else None for value in map(module.get, ("__name__", "__file__")))
+        return self.note(name or "?", file)
+
+
+def _class_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _container(walk: Walk, obj: Any) -> bytes:
+    """Return the hash of a container. A dictionary has no order, which is a set's if it was made from one."""
+    elements = obj.items() if hasattr(obj, "items") else obj
+    if len(obj) > MAX_ELEMENTS:
+        elements = () if isinstance(obj, (set, frozenset)) else islice(elements, 0, None, -(-len(obj) // NUM_SAMPLED))
+    return walk.node(f"{type(obj).__name__} {len(obj)}", *elements, ordered=isinstance(obj, (list, tuple)))
+
+
+def _pickled(walk: Walk, obj: Any) -> bytes:
+    """Return the hash of what pickle would write of an object."""
+    cls: Any = type(obj)
+    try:
+        registered = copyreg.dispatch_table.get(cls)
+        reduced: Any = registered(obj) if registered is not None else obj.__reduce_ex__(4)
+    except Exception as error:  # any code may run here
+        return walk.unknowable(obj, f"has no content to compare ({error})")
+    if isinstance(reduced, str):
+        return walk.node("global", cls, str(getattr(obj, "__module__", "")), reduced)
+    function, arguments, state, elements, items = (*reduced, None, None, None)[:5]
+    state = _attributes(cls, state) if isinstance(state, dict) else state
+    return walk.node("object", cls, function, arguments, state, list(elements or ()), dict(items or ()))
+
+
+def _attributes(cls: type, named: Mapping[str, Any]) -> list[Any]:
+    """Return names and values of the attributes that count of an object of class `cls`, in the order of their names."""
+    found: list[Any] = []
+    left_out = {name for base in cls.__mro__ for name in _LEFT_OUT.get(_class_name(base), ())}
+    for name in sorted(named.keys() - left_out, key=str):
+        value = named[name]
+        if "_hooks" in name and isinstance(value, dict):
+            found += [name, list(value.values())] if value else []  # the keys count all hooks of the process
+        elif name in ("_parameters", "_buffers", "_modules"):
+            found += [name, list(value.items())]  # in their order
+        elif name == "param_groups":
+            found += [name, [{**group, "params": len(group["params"])} for group in value]]
+        else:
+            found += [name, value]
+    return found
+
+
+def _function(walk: Walk, function: FunctionType) -> bytes:
+    """Return the hash of a function: a library's by its name, a user's by its code and the variables that it names."""
+    if "hooked" in vars(function):  # torch wraps an optimizer class's `step` when its first instance is made
+        return walk.hash(vars(function)["__wrapped__"])
+    label, code = walk.note_globals(function.__globals__), function.__code__
+    if label is None and walk.note_globals(function.__module__) is None:  # else it wraps a user's
+        with suppress(AttributeError):  # it is not found by its name
+            if attrgetter(function.__qualname__)(sys.modules.get(function.__module__)) is function:
+                return walk.node("library", function.__module__, function.__qualname__)
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]  # some are empty
+    known = (code, *_variables(walk, function)) if label else (function.__module__, code.co_name)
+    attributes = {name: value for name, value in vars(function).items() if name != "__wrapped__"}
+    return walk.node("function", *known, function.__defaults__, function.__kwdefaults__, cells, attributes)
+
+
+def _wrapper(walk: Walk, obj: object) -> bytes:
+    """Return the hash of a method, a property, or a function with a cache."""
+    names = ("fget", "fset", "fdel", "__func__", "__self__", "func", "__wrapped__")
+    return walk.node(type(obj).__name__, *[getattr(obj, name, None) for name in names])
+
+
+def _code(walk: Walk, code: CodeType) -> bytes:
+    """Return the hash of instructions, constants and names, but not of the position in the file."""
+    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+    handlers = getattr(code, "co_exceptiontable", b"")  # from Python 3.11 on
+    return walk.node("code", code.co_code, handlers, names, counts, *code.co_consts)
+
+
+def _variables(walk: Walk, function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the globals that code names, in modules that it names too; note its environment variables and imports."""
+    codes, spaces = [function.__code__], [function.__globals__]
+    for code in codes:
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    names = dict.fromkeys(name for code in codes for name in code.co_names)  # of attributes too
+    for space in spaces:
+        is_user = walk.note_globals(space) is not None
+        for name in [name for name in names if is_user and name in space]:
+            if isinstance(space[name], ModuleType):
+                inner = vars(space[name])
+                spaces += [inner] if all(inner is not known for known in spaces) else []
+            elif not name.startswith("__"):  # names of the module system, some of them paths
+                yield name, space[name]
+    if "__file__" not in function.__globals__:  # a notebook, which keeps the text of its cells
+        walk.note_imports("".join(linecache.getlines(function.__code__.co_filename)), "")
+    if names.keys() & {"environ", "getenv"}:
+        for name in {c for code in codes for c in code.co_consts if isinstance(c, str) and c.isidentifier()}:
+            if name == name.upper() and not is_from_launcher(name):
+                walk.parts[f"environment variable {name}"] = _hex(walk.hash(os.environ.get(name)))
+
+
+def _class(walk: Walk, cls: type) -> bytes:
+    """Return the hash of a class: a library's by its name, a user's by bases, metaclass and members."""
+    if (label := walk.note_globals(cls.__module__)) is None:
+        return walk.node("library", cls.__module__, cls.__qualname__)
+    members = {
+        name: value
+        for name, value in vars(cls).items()
+        if isinstance(value, (FunctionType, *_WRAPPERS)) or not (name.startswith("__") or name == "_abc_impl")
+    }
+    return walk.node("class", label, cls.__qualname__, type(cls), cls.__bases__, members)
+
+
+def _tensor(walk: Walk, tensor: Any) -> bytes:
+    torch: Any = sys.modules["torch"]
+    with torch._C.DisableTorchFunctionSubclass():  # a subclass may see reading an attribute as an operation
+        kind = [str(tensor.dtype), tensor.device.type, str(tensor.layout), tensor.requires_grad]
+        with suppress(RuntimeError):  # uninitialized and nested tensors have no shape, sparse ones no strides
+            kind.append(tuple(tensor.shape))
+            kind.append(tensor.stride())
+    walk.num_tensors += 1
+    return walk.node("tensor", type(tensor), kind, walk.num_tensors)
+
+
+def _compiled(walk: Walk, module: Any) -> bytes:
+    """Return the hash of the result of ``torch.compile``: the module inside and the plain settings."""
+    settings = vars(module.dynamo_ctx)
+    plain = [item for item in (settings.get("compiler_config") or {}).items() if isinstance(item[1], (bool, int))]
+    return walk.node("compiled", module._orig_mod, plain, settings.get("fullgraph"), settings.get("_dynamic"))
+
+
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_WRAPPERS = (property, staticmethod, classmethod, functools.cached_property, functools._lru_cache_wrapper, MethodType)
+# What hashes an object, by the name of its class or of a base: a library that is not needed is not imported.
+_READERS: dict[str, Callable[[Walk, Any], bytes]] = {
+    **{f"exactly builtins.{kind}": _container for kind in ("list", "tuple", "set", "frozenset", "dict")},
+    **dict.fromkeys(map(_class_name, _WRAPPERS), _wrapper),
+    "builtins.mappingproxy": _container,
+    "builtins.function": _function,
+    "builtins.code": _code,
+    "builtins.type": _class,
+    "builtins.module": lambda walk, module: walk.node("module", walk.note_globals(vars(module)) or module.__name__),
+    _class_name(weakref.ReferenceType): lambda walk, obj: walk.node("weakref", obj()),
+    # The state of a generator counts as little as a tensor's values; variables that code names have their own parts.
+    **dict.fromkeys(
+        ("os._Environ", "random.Random", "numpy.random._generator.Generator", "numpy.random.mtrand.RandomState"),
+        lambda walk, obj: walk.hash(type(obj)),
+    ),
+    "numpy.ndarray": lambda walk, obj: walk.node("array", type(obj), str(obj.dtype), obj.shape),
+    "datasets.arrow_dataset.Dataset": lambda walk, obj: walk.node("dataset", obj._fingerprint),  # a hash of its content
+    "torch.Tensor": _tensor,
+    **dict.fromkeys(
+        ("torch.nn.modules.module.Module", "torch.optim.optimizer.Optimizer"),
+        lambda walk, obj: walk.node("live", type(obj), *_attributes(type(obj), vars(obj))),
+    ),
+    "torch.nn.parallel.distributed.DistributedDataParallel": lambda walk, obj: walk.hash(obj.module),
+    "torch._dynamo.eval_frame.OptimizedModule": _compiled,
+}
+
+
+@functools.cache
+def _reader(cls: Any) -> Callable[[Walk, Any], bytes]:
+    """Return what hashes the objects of a class."""
+    names = (f"exactly {_class_name(cls)}", *map(_class_name, cls.__mro__))
+    return next((_READERS[name] for name in names if name in _READERS), _pickled)
