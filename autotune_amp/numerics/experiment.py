@@ -18,7 +18,7 @@ import torch
 
 from autotune_amp.core.config import FP16_MAX, MIN_LOSS_SCALE
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.outcome import Fidelity, LowWeights, after_steps
+from autotune_amp.core.outcome import Fidelity, LostUpdates, after_steps
 from autotune_amp.numerics.accumulation import cut_all, first_dimensions
 from autotune_amp.numerics.calibration import FIRST_GUESS, count_octaves, largest_safe_scale
 from autotune_amp.numerics.comparison import Comparison, Gathered, signals
@@ -295,7 +295,7 @@ class Experiment:
             num_steps_before=self._num_steps_before,
         )
 
-    def _lost_updates(self) -> LowWeights | None:
+    def _lost_updates(self) -> LostUpdates | None:
         """Return the share of the first step's updates lost to rounding; None without weights in half precision."""
         if not self._has_half_weights:
             return None

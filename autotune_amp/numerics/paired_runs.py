@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from autotune_amp.core.config import MIN_LOSS_SCALE
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.outcome import LowWeights
+from autotune_amp.core.outcome import LostUpdates
 from autotune_amp.numerics.grading import Parting
 from autotune_amp.numerics.passes import Pass, Passes, Subject, stored
 from autotune_amp.precision.forward_wrapper import parameters_by_name
@@ -197,7 +197,7 @@ def _ratio(distance: float, yardstick: float) -> float:
 # -- weights kept in low precision -------------------------------------------------------------------------------------
 
 
-def lost_updates(model: nn.Module, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> LowWeights | None:
+def lost_updates(model: nn.Module, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> LostUpdates | None:
     """Return the share of an fp32 step, from weights `before` to `after`, that is lost if `model` rounds its weights.
 
     It covers the half-precision parameters that the step changes, including those without a gradient, such as a teacher
@@ -218,4 +218,4 @@ def lost_updates(model: nn.Module, before: Mapping[str, Tensor], after: Mapping[
     num_moved, num_lost = torch.stack(counts).sum(0).tolist() if counts else (0, 0)
     if not num_moved:
         return None
-    return LowWeights(weights="fp16" if torch.float16 in dtypes else "bf16", lost_share=num_lost / num_moved)
+    return LostUpdates(weights="fp16" if torch.float16 in dtypes else "bf16", lost_share=num_lost / num_moved)

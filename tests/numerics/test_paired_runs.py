@@ -12,7 +12,7 @@ from subjects import build, mlp
 from torch import Tensor, nn
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.outcome import LowWeights
+from autotune_amp.core.outcome import LostUpdates
 from autotune_amp.numerics.paired_runs import (
     TrainingRun,
     gap,
@@ -109,7 +109,7 @@ def test_a_perturbation_is_relative_and_of_frozen_parameters_too() -> None:
 # -- weights kept in low precision -------------------------------------------------------------------------------------
 
 
-def lost(weights: Tensor, updates: Tensor) -> LowWeights | None:
+def lost(weights: Tensor, updates: Tensor) -> LostUpdates | None:
     model = nn.Module()
     model.register_parameter("w", nn.Parameter(weights))
     return lost_updates(model, {"w": weights.float()}, {"w": weights.float() + updates})
@@ -118,8 +118,8 @@ def lost(weights: Tensor, updates: Tensor) -> LowWeights | None:
 def test_what_is_lost_by_hand() -> None:
     # bf16 steps by 2^-7 from 1 on: the first update is lost, the second rounds up to a whole step, the third is none.
     found = lost(torch.ones(3, dtype=torch.bfloat16), torch.tensor([0.25, 0.75, 0.0]) * 2.0**-7)
-    assert found == LowWeights(weights="bf16", lost_share=0.5)  # of the two that move at all
+    assert found == LostUpdates(weights="bf16", lost_share=0.5)  # of the two that move at all
     # A mask of -inf, and a step past the end of the format, are no rounding.
     odd = lost(torch.tensor([-math.inf, 1.0, 1.0], dtype=torch.float16), torch.tensor([0.0, 1e6, 2.0**-3]))
-    assert odd == LowWeights(weights="fp16", lost_share=0.0)
+    assert odd == LostUpdates(weights="fp16", lost_share=0.0)
     assert lost(torch.ones(2), torch.ones(2)) is lost(torch.ones(2).bfloat16(), torch.zeros(2)) is None
