@@ -69,7 +69,7 @@ from autotune_amp.core.documents import (
     read_file,
 )
 from autotune_amp.core.errors import AutotuneAmpError, FormatError, StudyError
-from autotune_amp.core.evidence import Evidence, Objective, LargerBatchOption, TrainingCost
+from autotune_amp.core.evidence import Evidence, LargerBatchOption, Objective, TrainingCost
 from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Description, Fidelity

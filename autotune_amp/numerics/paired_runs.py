@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from autotune_amp.core.config import MIN_LOSS_SCALE
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import LostUpdates
-from autotune_amp.numerics.grading import Parting
-from autotune_amp.numerics.passes import Pass, Passes, Subject, stored
+from autotune_amp.numerics.grading import TrainingDivergence
+from autotune_amp.numerics.passes import CheckInputs, Pass, Passes, stored
 from autotune_amp.precision.forward_wrapper import parameters_by_name
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.torch_state import HALF_DTYPES
@@ -80,7 +80,7 @@ def train(
     return TrainingRun(tuple(losses), num_skips, index)
 
 
-def train_before(subject: Subject, batches: Iterable[Any]) -> int:
+def train_before(subject: CheckInputs, batches: Iterable[Any]) -> int:
     """Train the subject's model in fp32, one step per batch, until one is not finite. Return the number of steps."""
     at_hand: list[Any] = []
     passes, optimizer = Passes(replace(subject, batches=at_hand)), subject.make_optimizer(subject.model)
@@ -120,9 +120,9 @@ def shuffled(num_steps: int, num_batches: int, order: int) -> list[int]:
     return list(chain.from_iterable(rounds))[:num_steps]
 
 
-def parting(
+def training_divergence(
     low: Sequence[TrainingRun], fp32: Sequence[TrainingRun], rerounded: TrainingRun, num_batches: int, roundoff: float
-) -> Parting:
+) -> TrainingDivergence:
     """Return how far runs in the precision diverge from those in fp32, pass by pass through all `num_batches`.
 
     All runs are finite; each pair used the batches in the same order, and the `rerounded` run used that of the first
@@ -135,7 +135,7 @@ def parting(
         [fmean(run.losses[one]) - mean for run, mean in zip(low, means, strict=True)]
         for one, means in zip(rounds, theirs, strict=True)
     ]
-    return Parting(
+    return TrainingDivergence(
         distance=fmean(abs(fmean(each)) for each in differences),
         spread=fmean(
             max(max(means) - min(means), max(each) - min(each), abs(fmean(rerounded.losses[one]) - means[0]))

@@ -17,7 +17,7 @@ from case import Case
 
 import autotune_amp
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.numerics.passes import Subject
+from autotune_amp.numerics.passes import CheckInputs
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import data
 from autotune_amp.trial.context import make_model, make_optimizer
@@ -55,14 +55,14 @@ def quieten() -> None:
     torch.set_num_threads(1)
 
 
-def subject(case: Case, seed: int, num_batches: int, device: torch.device) -> Subject:
+def subject(case: Case, seed: int, num_batches: int, device: torch.device) -> CheckInputs:
     """The case's model and batches, made after seeding, on the device."""
     torch_state.seed(seed)
     workload = case.make()
     model = make_model(workload).to(device)
     stream = data.stream(workload.data, case.batch_size)
     batches = [data.move(batch, device) for batch in itertools.islice(stream, num_batches)]
-    return Subject(model, workload.loss, batches, lambda model: make_optimizer(workload, model), device, seed)
+    return CheckInputs(model, workload.loss, batches, lambda model: make_optimizer(workload, model), device, seed)
 
 
 def code() -> str:

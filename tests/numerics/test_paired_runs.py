@@ -18,10 +18,10 @@ from autotune_amp.numerics.paired_runs import (
     gap,
     lost_updates,
     noise_gap,
-    parting,
     perturb,
     shuffled,
     train,
+    training_divergence,
 )
 from autotune_amp.numerics.passes import Pass, Passes
 
@@ -77,12 +77,12 @@ def test_orders_hold_every_batch_once_in_each_round_and_runs_part_by_the_end_of_
     fp32 = [TrainingRun((9.0, 7.0, 3.0, 1.0), 0), TrainingRun((8.0, 8.0, 2.0, 3.0), 0)]
     low = [TrainingRun((9.0, 7.0, 5.0, 3.0), 0), TrainingRun((9.0, 9.0, 5.0, 4.0), 0)]
     rerounded = TrainingRun((9.0, 7.0, 3.0, 1.2), 0)
-    found = parting(low, fp32, rerounded, 2, roundoff=2.0**-9)
+    found = training_divergence(low, fp32, rerounded, 2, roundoff=2.0**-9)
     # A pass through both: 8, 8 in fp32, then 2 and 2.5; the differences are 0 and 1, then 2 and 2.
     assert (found.distance, found.spread, found.fall, found.num_steps) == (1.25, 0.75, 5.75, 4)
     assert found.resolution == pytest.approx(2.0**-8 * (8 + 8 + 2 + 2.5) / 4)
     assert found.is_apart
-    moved = parting(low, fp32, TrainingRun((9.0, 9.0, 5.0, 5.0), 0), 2, roundoff=2.0**-9)
+    moved = training_divergence(low, fp32, TrainingRun((9.0, 9.0, 5.0, 5.0), 0), 2, roundoff=2.0**-9)
     assert (moved.spread, moved.is_apart) == (2.0, False), "as far as another rounding takes fp32 from itself"
 
 
