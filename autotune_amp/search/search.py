@@ -252,7 +252,7 @@ class _Search:
         """Return warnings about the load by other processes, if the search runs on this host."""
         if not self.places.is_here:
             return ()
-        said = machine_load.doubts(machine_load.evidence([load]), "search on an idle machine")
+        said = machine_load.load_warnings(machine_load.evidence([load]), "search on an idle machine")
         return said if load.others_num_cores is not None else (*said, *self._load_notes)
 
     def _note(self, line: str) -> None:
