@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from autotune_amp.api import profile_memory as profile_memory
     from autotune_amp.api import recommend_config as recommend_config
     from autotune_amp.check.findings import CheckReport as CheckReport
+    from autotune_amp.core.command_template import CommandTemplate as CommandTemplate
     from autotune_amp.core.config import AmpConfig as AmpConfig
     from autotune_amp.core.config import LossScale as LossScale
-    from autotune_amp.core.launch_line import LaunchLine as LaunchLine
     from autotune_amp.core.outcome import Fidelity as Fidelity
     from autotune_amp.core.recommendation import Recommendation as Recommendation
     from autotune_amp.core.workload import Workload as Workload
@@ -66,8 +66,8 @@ _HOMES = {
     "AmpConfig": "core.config",
     "AmpProfile": "profile.results",
     "CheckReport": "check.findings",
+    "CommandTemplate": "core.command_template",
     "Fidelity": "core.outcome",
-    "LaunchLine": "core.launch_line",
     "LossScale": "core.config",
     "MemoryProfile": "memory.results",
     "PrecisionController": "runtime.controller",

@@ -187,7 +187,7 @@ class _Search:
             seed=self._options.seed,
             ready_seconds=opened.ready_seconds,
             max_trials=self._options.max_trials,
-            are_trials_fresh=self._source.launch_line is not None,
+            are_trials_fresh=self._source.command_template is not None,
             loads_together="load_together" in backend.abilities,
             like=self._like(fingerprint) if asks_others and not ledger.records else None,
         )
@@ -230,7 +230,7 @@ class _Search:
             fingerprint=self._source.with_opened(fingerprint),
             versions=versions(),
             target=self._source.target,
-            launch_line=self._source.launch_line,
+            command_template=self._source.command_template,
         )
         recommendation = self.folder.save(recommendation)
         if was_interrupted:
@@ -401,7 +401,7 @@ def _for_nodes(source: Source) -> Payload:
 
     Raises `InvalidRequestError` for a command and for a file outside the working directory.
     """
-    if source.launch_line is not None:
+    if source.command_template is not None:
         raise InvalidRequestError(
             "--ray runs the trials of a Workload; those of a command run one after the other on this host.",
             "Leave --ray out, or give a function that returns a Workload.",

@@ -18,8 +18,8 @@ from autotune_amp.core.outcome import Description, Failure
 from autotune_amp.core.recommendation import Fingerprint, NothingWorksError
 
 if TYPE_CHECKING:
+    from autotune_amp.core.command_template import CommandTemplate
     from autotune_amp.core.job import Found, Job
-    from autotune_amp.core.launch_line import LaunchLine
     from autotune_amp.processes.local import (  # only where a search begins
         Backend,
         Isolation,
@@ -69,8 +69,8 @@ class Source:
         return LocalBackend(self.payload, isolation, watcher, environment, slot, standby)
 
     @property
-    def launch_line(self) -> LaunchLine | None:
-        """Return the launch line if the source is a command, else None."""
+    def command_template(self) -> CommandTemplate | None:
+        """Return the template of the command if the source is one, else None."""
         return None
 
     def keep_in(self, folder: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from torch import Tensor
 from unisolated import run_jobs_here
 
-from autotune_amp import LaunchLine, check_workload
+from autotune_amp import CommandTemplate, check_workload
 from autotune_amp.check import recording
 from autotune_amp.check.child import report_on
 from autotune_amp.cli import run
@@ -171,7 +171,7 @@ def test_what_a_process_says_that_it_does_is_shown() -> None:
 
 def test_a_command_cannot_be_checked() -> None:
     with pytest.raises(InvalidRequestError, match="command"):
-        check_workload(LaunchLine.of(["python", "-c", "pass", "{batch_size=4}"]), quiet=True)
+        check_workload(CommandTemplate.of(["python", "-c", "pass", "{batch_size=4}"]), quiet=True)
 
 
 def test_live_objects() -> None:

@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from autotune_amp.command import backend as command_backend
 from autotune_amp.command.backend import CommandBackend
 from autotune_amp.command.command import Command
+from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.errors import BudgetTooSmallError, WorkloadError
-from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.local import LocalBackend, Payload
@@ -98,7 +98,7 @@ def described(
     *,
     is_batch_free: bool = True,
 ) -> tuple[CommandBackend, Description | Failure]:
-    backend = CommandBackend(Command(LaunchLine.of(command, files=files)), local, Watcher())
+    backend = CommandBackend(Command(CommandTemplate.of(command, files=files)), local, Watcher())
     describe = Describe(device="cpu", baseline_batch_size=8, deadline_seconds=seconds, is_batch_free=is_batch_free)
     return backend, backend.submit(describe).result()
 
@@ -457,7 +457,9 @@ def test_what_described_the_command_measured_the_first_trials_of_both_settings(
         return run(self, setting, *args, **fields)
 
     monkeypatch.setattr(Command, "run", counted)
-    backend = CommandBackend(Command(LaunchLine.of([sys.executable, script, *BATCH, *PRECISION])), local, Watcher())
+    backend = CommandBackend(
+        Command(CommandTemplate.of([sys.executable, script, *BATCH, *PRECISION])), local, Watcher()
+    )
     job = Describe(device="cpu", baseline_batch_size=8, deadline_seconds=SECONDS, is_batch_free=False)
     assert isinstance(backend.submit(job).result(), Description)
     both = [Setting(precision="fp32", batch_size=8), Setting(precision="bf16", batch_size=8)]

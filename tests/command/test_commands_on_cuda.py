@@ -13,7 +13,7 @@ from running_commands import run_command
 from autotune_amp.command.backend import CommandBackend
 from autotune_amp.command.command import Command
 from autotune_amp.command.ranks import Heard
-from autotune_amp.core.launch_line import LaunchLine
+from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.local import LocalBackend, Payload
@@ -55,7 +55,7 @@ def local() -> Iterator[LocalBackend]:
 def test_a_command_is_described_measured_judged_and_held_to_its_memory(tmp_path: Path, local: LocalBackend) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     line = [sys.executable, str(tmp_path / "train.py"), "--batch", "{batch_size=8}", "--precision", "{precision=fp32}"]
-    backend = CommandBackend(Command(LaunchLine.of(line)), local, Watcher())
+    backend = CommandBackend(Command(CommandTemplate.of(line)), local, Watcher())
     found = backend.submit(Describe(device="cuda:0", baseline_batch_size=8, deadline_seconds=SECONDS)).result()
     assert isinstance(found, Description), found
     assert (found.batch_size, found.num_parameters) == (8, 65)
@@ -94,7 +94,9 @@ def test_a_script_that_catches_its_running_out_of_memory_is_no_measurement(tmp_p
         optimizer.step()
 """
     (tmp_path / "train.py").write_text(SCRIPT.replace("\n        optimizer.step()\n", catching))
-    backend = CommandBackend(Command(LaunchLine.of([sys.executable, str(tmp_path / "train.py")])), local, Watcher())
+    backend = CommandBackend(
+        Command(CommandTemplate.of([sys.executable, str(tmp_path / "train.py")])), local, Watcher()
+    )
     found = backend.submit(Describe(device="cuda:0", baseline_batch_size=8, deadline_seconds=SECONDS)).result()
     assert isinstance(found, Failure)
     assert found.kind == "oom"

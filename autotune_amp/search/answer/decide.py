@@ -386,7 +386,7 @@ def rerank(known: Recommendation, options: SearchOptions, folder: StudyFolder) -
         fingerprint=known.fingerprint,
         versions=known.versions,
         target=known.target,
-        launch_line=known.launch_line,
+        command_template=known.command_template,
     )
 
 
