@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from autotune_amp.api import recommend_config as recommend_config
     from autotune_amp.core.config import AmpConfig as AmpConfig
     from autotune_amp.core.config import LossScale as LossScale
-    from autotune_amp.core.launch_line import LaunchLine as LaunchLine
     from autotune_amp.core.outcome import Fidelity as Fidelity
     from autotune_amp.core.recommendation import Recommendation as Recommendation
     from autotune_amp.core.workload import Workload as Workload
@@ -68,7 +67,6 @@ _HOMES = {
     "AmpProfile": "diagnostics.profile_amp",
     "CheckReport": "diagnostics.check.findings",
     "Fidelity": "core.outcome",
-    "LaunchLine": "core.launch_line",
     "LossScale": "core.config",
     "MemoryProfile": "diagnostics.memory.results",
     "PrecisionController": "runtime.controller",

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from autotune_amp.command.startable import likely_command, require_startable
+from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.documents import check_new
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
-from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.recommendation import NothingWorksError, Recommendation, SearchInterruptedError
 from autotune_amp.core.text import shell_line
 from autotune_amp.core.workload import Workload
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from autotune_amp.diagnostics.memory.results import MemoryProfile
     from autotune_amp.diagnostics.profile_amp import AmpProfile
 
-WorkloadArgument: TypeAlias = Workload | Callable[[], Workload] | LaunchLine | str | None
+WorkloadArgument: TypeAlias = Workload | Callable[[], Workload] | CommandTemplate | str | None
 
 DEFAULT_TARGET = "autotune_amp.workloads:workload"
 
@@ -70,7 +70,7 @@ def recommend_config(
     """Measure which precision and batch size to train `workload` with, or answer from the cache.
 
     `workload` is a Workload, a function that returns one, "path/file.py:function" or "package.module:function", or a
-    LaunchLine for any training command. If left out, it is a small embedded one. `budget` is the most wall-clock
+    CommandTemplate for any training command. If left out, it is a small embedded one. `budget` is the most wall-clock
     seconds for everything: a search ends earlier once it is decided and confirmed.
     `devices` are NVIDIA GPUs to search on at the same time, "all" or their numbers in CUDA's order; they must be of one
     model. `ray` is the address of a Ray cluster ("auto" for that of this host) to search on all of its nodes at the
@@ -163,7 +163,7 @@ def check_workload(
 ) -> CheckReport:
     """Find what breaks or hurts in `workload` under the autocast of a device. It runs on the CPU, without that device.
 
-    `workload` is as in `recommend_config`, but no LaunchLine; it runs in a process of its own, on copies. `device` is
+    `workload` is as in `recommend_config`, but no command; it runs in a process of its own, on copies. `device` is
     "cuda", "cpu" or "mps". One fp32 step of `batch_size` samples is recorded (by default 2, or if that does not run the
     workload's own, 8 at most), and torch's autocast for that device determines the dtype of each of its tensors; then
     the user's source files are read. Branches that the step does not take are not seen, nor are values that only arise
@@ -249,7 +249,7 @@ def _origin(workload: WorkloadArgument, caller: str, what: str) -> Source:
             f"{caller}() was called inside a trial: the workload's own file runs a {what} when it is imported.",
             'Put that call behind `if __name__ == "__main__":`.',
         )
-    if isinstance(workload, LaunchLine):
+    if isinstance(workload, CommandTemplate):
         require_startable(workload.arguments, os.environ.get("PATH"))
         return CommandSource(workload)
     if isinstance(workload, str) and ":" not in workload and caller == "recommend_config":
@@ -263,7 +263,7 @@ def _origin(workload: WorkloadArgument, caller: str, what: str) -> Source:
             )
             raise WorkloadError(
                 f"{workload!r} names no workload.",
-                f"{function} the command: `autotune-amp search -- {line}`, in Python LaunchLine.of({line!r}).",
+                f"{function} the command: `autotune-amp search -- {line}`, in Python CommandTemplate.of({line!r}).",
             )
     return target(workload or DEFAULT_TARGET) if workload is None or isinstance(workload, str) else live(workload)
 

@@ -173,11 +173,11 @@ def dashboard(
 def _slurm_jobs(recommendation: Recommendation, study: Path, origin: str) -> Export:
     import msgspec
 
-    from autotune_amp.core.launch_line import to_command_line
+    from autotune_amp.core.command_template import to_command_line
     from autotune_amp.integrations.slurm import slurm
     from autotune_amp.search.options import SearchOptions
 
-    target, line = recommendation.target, recommendation.launch_line
+    target, line = recommendation.target, recommendation.command_template
     options = recommendation.options_as(SearchOptions)
     asked = msgspec.structs.replace(options, ray=None).arguments()  # the address is not of the job's own cluster
     asked += ["--out", str(study.parent), "--study", study.name]

@@ -84,7 +84,7 @@ def search(
     """
     # Every option is passed to recommend_config(), where it has the same name and the same default.
     asked = {name: given for name, given in locals().items() if name not in _OF_THE_COMMAND_LINE}
-    from autotune_amp.core.launch_line import from_command_line
+    from autotune_amp.core.command_template import from_command_line
 
     line = from_command_line(context.obj, workload, value or [], file or [], is_dry=dry_run)
     if line is not None and dry_run:
@@ -139,14 +139,16 @@ def apply(
     from rich.console import Console
 
     from autotune_amp.command.editing.apply import apply as applied_to
-    from autotune_amp.core.launch_line import LaunchLine
+    from autotune_amp.core.command_template import CommandTemplate
     from autotune_amp.core.recommendation import Recommendation
     from autotune_amp.report.files import latest
 
     found = latest(folder, "recommendation.json")
     recommended = Recommendation.load(found)
     with Console(stderr=True).status("") as status:
-        applied = applied_to(recommended, LaunchLine.of(training), study=found.parent, write=write, phase=status.update)
+        applied = applied_to(
+            recommended, CommandTemplate.of(training), study=found.parent, write=write, phase=status.update
+        )
     emit(json_document(applied) if as_json else applied.diff.encode())
     with reader_may_leave(sys.stdout):
         sys.stdout.flush()

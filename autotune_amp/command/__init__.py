@@ -7,7 +7,7 @@ the shell) inserts no argument or several: the choice without arguments is today
 names a settings file with placeholders; each trial gets a filled copy. Any other name in braces is an error that
 suggests the nearest name. Doubled braces, as in `{{epoch}}`, reach the training run as single ones; `${NAME}`, JSON,
 `{}` and formats such as `{date:%Y}` are left alone. In Python:
-`recommend_config(LaunchLine.of("python train.py --bs {batch_size=32}"))`.
+`recommend_config(CommandTemplate.of("python train.py --bs {batch_size=32}"))`.
 
 **Trials.** Each trial runs the command itself with a few hooks in it (`autotune_amp/command/agent`), until its steps
 are measured; then the command and every process that it started are killed. Its output is shown if it fails. The first

@@ -26,9 +26,9 @@ from autotune_amp.command.settable import (
     set_from_outside,
     unsettable,
 )
+from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.errors import BudgetTooSmallError, WorkloadError
 from autotune_amp.core.job import Deadlines, Job
-from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count

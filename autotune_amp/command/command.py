@@ -13,7 +13,6 @@ from autotune_amp.command.leftovers import FOLDER, leftover_notes, remembered
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.running import TRIAL_DIR, CompletedRun, run
 from autotune_amp.core.job import Deadlines
-from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.setting import Setting
 from autotune_amp.distributed import free_port
 from autotune_amp.processes.local import TRIAL_ENVIRONMENT
@@ -32,7 +31,7 @@ class Command:
     run read.
     """
 
-    def __init__(self, line: LaunchLine) -> None:
+    def __init__(self, line: CommandTemplate) -> None:
         self.line = line
         self.today: Setting | None = None
         self.maker: str | None = None

@@ -10,7 +10,7 @@ from pathlib import PurePath
 import msgspec
 
 from autotune_amp.command.messages import Switch
-from autotune_amp.core.launch_line import LaunchLine
+from autotune_amp.core.command_template import CommandTemplate
 
 
 class _Known(msgspec.Struct, frozen=True):
@@ -55,7 +55,7 @@ _PRECISION_VALUE = re.compile(r"(?i)true|false|no|bf16|fp16|fp8|\w+-(mixed|true)
 _COPIED = {"batch_size": "--per_device_train_batch_size", "accumulation_steps": "--gradient_accumulation_steps"}
 
 
-def with_placeholders(line: LaunchLine, switches: Iterable[Switch]) -> tuple[LaunchLine, list[str]]:
+def with_placeholders(line: CommandTemplate, switches: Iterable[Switch]) -> tuple[CommandTemplate, list[str]]:
     """Return `line` with placeholders for the arguments that the parsers behind `switches` take, where it has none, and
     a note that lists these arguments.
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autotune_amp.command.running import INJECTED
+from autotune_amp.core.command_template import OF_TRIAL, CommandTemplate
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
-from autotune_amp.core.launch_line import OF_TRIAL, LaunchLine
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.setting import Setting
 
@@ -46,9 +46,9 @@ def to_start(
     Raises `InvalidRequestError` if a placeholder is left that no recommendation fills.
     """
     config, found = recommendation.config, recommendation.workload
-    searched = recommendation.launch_line
+    searched = recommendation.command_template
     files = [file for file in (searched.files if searched else ()) if any(file in argument for argument in command)]
-    given = LaunchLine.of(command, values=searched.values if searched else {}, files=files)
+    given = CommandTemplate.of(command, values=searched.values if searched else {}, files=files)
     arguments, _ = given.of_setting(config, str(path.parent))
     left = [name for name, each in given.placeholders.items() if name in OF_TRIAL and each.today is None]
     if left:

@@ -24,7 +24,7 @@ from autotune_amp.core.precisions import PRECISIONS, Precision
 from autotune_amp.core.setting import Setting
 
 
-def unsettable(line: LaunchLine, rank: Rank) -> dict[str, str]:
+def unsettable(line: CommandTemplate, rank: Rank) -> dict[str, str]:
     """Return, for each precision or dimension that cannot be changed, the reason. `rank` was observed in a run as of
     today.
     """
@@ -132,7 +132,7 @@ def _is_close(seen: float, asked: float) -> bool:
 
 
 def deviation(
-    line: LaunchLine, setting: Setting, rank: Rank, num_sharing: int = 1, *, is_accumulation_own: bool = False
+    line: CommandTemplate, setting: Setting, rank: Rank, num_sharing: int = 1, *, is_accumulation_own: bool = False
 ) -> Failure | None:
     """Return a failure that names the value asked for and the value seen, if a run of `setting` did not use it; else
     None.
@@ -152,7 +152,9 @@ def deviation(
     return None if _may_have_run_in(setting.precision, rank) else _of_precision(line, setting, rank)
 
 
-def ignored_precision(line: LaunchLine, setting: Setting, rank: Rank, today: Setting, rank_today: Rank) -> str | None:
+def ignored_precision(
+    line: CommandTemplate, setting: Setting, rank: Rank, today: Setting, rank_today: Rank
+) -> str | None:
     """Return why a run of `setting` used the same precision as the run of `today`; None if it used another or none is
     visible.
 
@@ -172,7 +174,7 @@ def _may_have_run_in(precision: Precision, rank: Rank) -> bool:
     return precision in FULL and autocast_precision(rank) in FULL
 
 
-def _of_precision(line: LaunchLine, setting: Setting, rank: Rank) -> Failure:
+def _of_precision(line: CommandTemplate, setting: Setting, rank: Rank) -> Failure:
     why = ": {precision} does not reach its autocast" if "precision" in line.placeholders else ""
     is_by_weights = autocast_precision(rank) in FULL and weights_of(rank) not in FULL
     how = ", which its weights are kept in, without autocast," if is_by_weights else ","
@@ -181,7 +183,7 @@ def _of_precision(line: LaunchLine, setting: Setting, rank: Rank) -> Failure:
 
 
 def _other_samples(
-    line: LaunchLine, setting: Setting, rank: Rank, num_sharing: int, *, is_accumulation_own: bool
+    line: CommandTemplate, setting: Setting, rank: Rank, num_sharing: int, *, is_accumulation_own: bool
 ) -> str | None:
     """Return a message that names the size of the batches or the samples of the optimizer steps, if they differ from
     those asked for; else None.

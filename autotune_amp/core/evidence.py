@@ -118,7 +118,7 @@ class MemoryEvidence(msgspec.Struct, frozen=True, kw_only=True):
     processes: tuple[ProcessPeak, ...] = ()
 
 
-class Outlook(Setting, frozen=True, kw_only=True):
+class LargerBatchOption(Setting, frozen=True, kw_only=True):
     """The fastest setting with a larger effective batch size than the user's, measured in one process.
 
     It is shown but never recommended, since it needs another learning rate. `speedup` is over the baseline, None if the
@@ -333,7 +333,7 @@ def job_line(job: TrainingCost) -> str:
     return text if job.baseline_hours is None else f"{text}; {number(job.baseline_hours)} h as it runs today"
 
 
-def outlook_line(outlook: Outlook) -> str:
+def outlook_line(outlook: LargerBatchOption) -> str:
     """Return the throughput at another effective batch size, with the warning about the learning rate."""
     speedup = "" if outlook.speedup is None else f", {outlook.speedup:.1f} times today's"
     reached = measured_line(f"{outlook}{speedup}", outlook.samples_per_second, outlook.peak_memory_bytes)

@@ -126,7 +126,7 @@ class BusyProcess(msgspec.Struct, frozen=True, kw_only=True):
     num_cores: NotNegative
 
 
-class CardProcess(msgspec.Struct, frozen=True, kw_only=True):
+class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
     """A process outside of the search that uses the GPU. `name` is None if it cannot be seen, as from a container."""
 
     pid: int
@@ -139,8 +139,8 @@ class MachineLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     `others_num_cores` is the CPU time, in cores, of all processes that do not descend from the calling one,
     `own_num_cores` that of those that do; `busiest` are the other processes that used most. `stolen_share` is the share
-    of the requested CPU time that a hypervisor gave to others, `card_slowdowns` holds the reasons why the GPU lowered
-    its clocks.
+    of the requested CPU time that a hypervisor gave to others, `gpu_slowdowns` holds the reasons why the GPU lowered
+    its clocks. Saved documents call the GPU's fields by the `name` given.
     """
 
     seconds: NotNegative
@@ -149,8 +149,8 @@ class MachineLoad(msgspec.Struct, frozen=True, kw_only=True):
     own_num_cores: Number | None = None
     busiest: tuple[BusyProcess, ...] = ()
     stolen_share: Number | None = None
-    card_processes: tuple[CardProcess, ...] | None = None
-    card_slowdowns: tuple[str, ...] | None = None
+    gpu_processes: tuple[GpuProcess, ...] | None = msgspec.field(default=None, name="card_processes")
+    gpu_slowdowns: tuple[str, ...] | None = msgspec.field(default=None, name="card_slowdowns")
 
 
 class LoadEvidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,8 +164,8 @@ class LoadEvidence(msgspec.Struct, frozen=True, kw_only=True):
     others_num_cores: Number | None = None
     busiest: tuple[BusyProcess, ...] = ()
     stolen_share: Number | None = None
-    card_processes: tuple[CardProcess, ...] = ()
-    card_slowdowns: tuple[str, ...] = ()
+    gpu_processes: tuple[GpuProcess, ...] = msgspec.field(default=(), name="card_processes")
+    gpu_slowdowns: tuple[str, ...] = msgspec.field(default=(), name="card_slowdowns")
     is_busy: bool = False
     is_stolen: bool = False
     interval_factors: tuple[Positive, Positive] = (1.0, 1.0)

@@ -131,7 +131,7 @@ class GradientDamage(msgspec.Struct, frozen=True, kw_only=True):
         return [module_names([self.name]), *ratios, f"{100 * self.flushed_share:.3g} %"]
 
 
-class LowWeights(msgspec.Struct, frozen=True, kw_only=True):
+class LostUpdates(msgspec.Struct, frozen=True, kw_only=True):
     """Effect of rounding on an optimizer step whose trainable weights are kept in low precision.
 
     `lost_share` is the share of weights with a non-zero update that the step leaves unchanged.
@@ -201,7 +201,7 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     gradient_histogram: tuple[tuple[Integer, Whole], ...] = ()
     culprits: tuple[str, ...] = ()
     healing_pins: tuple[str, ...] = ()
-    low_weights: LowWeights | None = None
+    low_weights: LostUpdates | None = None
     num_passes: Whole = 0
     seconds: NotNegative = 0.0
     fp32_step_seconds: NotNegative | None = None

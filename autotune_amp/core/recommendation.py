@@ -53,6 +53,7 @@ from msgspec import UNSET, UnsetType
 
 from autotune_amp.core import evidence as explain
 from autotune_amp.core import pieces
+from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.documents import (
     Count,
@@ -68,9 +69,8 @@ from autotune_amp.core.documents import (
     read_file,
 )
 from autotune_amp.core.errors import AutotuneAmpError, FormatError, StudyError
-from autotune_amp.core.evidence import Evidence, Objective, Outlook, TrainingCost
+from autotune_amp.core.evidence import Evidence, LargerBatchOption, Objective, TrainingCost
 from autotune_amp.core.hardware import Hardware, MachineLoad
-from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Description, Fidelity
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
@@ -219,7 +219,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     candidates: tuple[CandidateRow, ...]
     fidelity: tuple[Fidelity, ...] = ()
     variants: tuple[VariantRow, ...] = ()
-    outlook: Outlook | None = None
+    outlook: LargerBatchOption | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -243,7 +243,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
 
     `objective` is the quantity that was optimized; `job` is the planned training run, if its length was given.
     `workload` and `options` (a `SearchOptions`) allow a finished search to be ranked again. `target` is the workload's
-    name on the command line, if it has one; `launch_line` is the command that was searched, if there was one, and
+    name on the command line, if it has one; `command_template` is the command that was searched, if there was one, and
     `command` the one to run instead.
     """
 
@@ -257,7 +257,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
     objective: Objective = "speed"
     job: TrainingCost | None = None
     target: str | None = None
-    launch_line: LaunchLine | None = None
+    command_template: CommandTemplate | None = msgspec.field(default=None, name="launch_line")
     command: str | None = None
 
     def __post_init__(self) -> None:
@@ -271,14 +271,14 @@ class Recommendation(Decision, frozen=True, kw_only=True):
             raise FormatError(f"The options of study {self.search.study} are damaged: {error}.", _DAMAGED) from error
 
     def answered_command(self, study: Path) -> tuple[bool, str]:
-        """Return the filled `launch_line`, preceded by whether it must run under `autotune-amp run`.
+        """Return the filled `command_template`, preceded by whether it must run under `autotune-amp run`.
 
         `autotune-amp run` sets the environment and the values without a placeholder; `study` is the folder that it
         reads.
         """
-        assert self.launch_line is not None
+        assert self.command_template is not None
         assert self.workload is not None  # a search of a command describes it
-        line = self.launch_line
+        line = self.command_template
         others = {"trial_dir": "OUTPUT_DIR", "seed": 0, "port": 29500}  # used if the command gives no present value
         of_trial = {name: value for name, value in others.items() if line.today(name) is None}
         command = shell_line(line.of_setting(self.config, study.as_posix(), **of_trial)[0])

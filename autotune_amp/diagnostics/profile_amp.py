@@ -302,7 +302,7 @@ def run_profile(
         load = machine_load.evidence([meter.stop()])
         if load is not None:  # the rows' intervals come from the processes themselves
             load = msgspec.structs.replace(load, interval_factors=(1.0, 1.0))
-        others = machine_load.doubts(load, "profile again")
+        others = machine_load.load_warnings(load, "profile again")
         notes = [*_assumptions(batch_size, opened.description), *others]
         if not any(isinstance(outcome, Measurement) for of_one in outcomes.values() for outcome in of_one):
             failures = {p: of_one[0] for p, of_one in outcomes.items() if of_one and isinstance(of_one[0], Failure)}

@@ -102,8 +102,8 @@ def uuid(device: str | torch.device) -> str | None:
 
 def identity(device: str) -> DeviceIdentity:
     """Return the GPU's identity, from NVML if it knows the UUID that torch reports, otherwise from torch."""
-    index, card = torch.device(device).index, uuid(device)
-    found = None if card is None else nvml.identity(index, card)
+    index, gpu = torch.device(device).index, uuid(device)
+    found = None if gpu is None else nvml.identity(index, gpu)
     if found is not None:
         return found
     properties = torch.cuda.get_device_properties(device)
@@ -111,7 +111,7 @@ def identity(device: str) -> DeviceIdentity:
         type="cuda",
         name=properties.name,
         index=index,
-        uuid=None if card is None else f"GPU-{card}",
+        uuid=None if gpu is None else f"GPU-{gpu}",
         driver=f"ROCm {torch.version.hip}" if torch.version.hip else None,
         num_cpus=host.num_cpus(),
         total_memory_bytes=properties.total_memory,
@@ -127,8 +127,8 @@ def compute_capability(device: str) -> str | None:
 def memory(device: str) -> DeviceMemory:
     """Return the GPU's memory in bytes as the driver counts it: memory of other processes is not free."""
     free, total = torch.cuda.mem_get_info(device)
-    card = uuid(device)
-    held = 0 if card is None else nvml.held_by_caller(card)
+    gpu = uuid(device)
+    held = 0 if gpu is None else nvml.held_by_caller(gpu)
     return DeviceMemory(total=total, free=free, available=free, held_by_caller=held)
 
 
@@ -154,5 +154,5 @@ def capabilities(device: str) -> dict[Precision, Capability]:
 
 def notes(device: str) -> tuple[str, ...]:
     """Return a warning for each other process on the GPU, read before this process has a context of its own there."""
-    card = uuid(device)
-    return () if card is None else nvml.process_notes(card)
+    gpu = uuid(device)
+    return () if gpu is None else nvml.process_notes(gpu)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import psutil
 
-from autotune_amp.core.hardware import BusyProcess, CardProcess, LoadEvidence, MachineLoad
+from autotune_amp.core.hardware import BusyProcess, GpuProcess, LoadEvidence, MachineLoad
 from autotune_amp.hardware import nvml
 
 # CPU times are counted in hundredths of a second per process: shorter periods are meaningless.
@@ -175,11 +175,11 @@ class LoadMeter:
         after = self._after or read()
         return msgspec.structs.replace(
             load_between(self._before, after, os.getpid()),
-            card_processes=self._card_processes(after),
-            card_slowdowns=None if self._slowdowns is None else tuple(self._slowdowns),
+            gpu_processes=self._gpu_processes(after),
+            gpu_slowdowns=None if self._slowdowns is None else tuple(self._slowdowns),
         )
 
-    def _card_processes(self, reading: Reading) -> tuple[CardProcess, ...] | None:
+    def _gpu_processes(self, reading: Reading) -> tuple[GpuProcess, ...] | None:
         listed = None if self._uuid is None else nvml.processes(self._uuid)
         if listed is None:
             return None
@@ -187,7 +187,7 @@ class LoadMeter:
         ours = tree(seen, os.getpid()) | nvml.ancestors()
         # Inside a container NVML's process ids may be of invisible processes, which may be our own.
         return tuple(
-            CardProcess(pid=pid, name=seen[pid].name, memory_bytes=memory_bytes)
+            GpuProcess(pid=pid, name=seen[pid].name, memory_bytes=memory_bytes)
             for pid, memory_bytes in listed
             if pid in seen and pid not in ours
         )
@@ -232,7 +232,7 @@ def others_slowdown(load: MachineLoad) -> float:
     if others < worth_cores(num_cpus) or num_cpus - others - own >= 1:
         return 1.0
     taken = min(others, max(0.5, others / num_cpus), 0.95)
-    if load.card_processes is not None:
+    if load.gpu_processes is not None:
         taken = min(taken, max(0.0, 1 - own))
     return 1 / (1 - taken)
 
@@ -259,21 +259,21 @@ def evidence(loads: Sequence[MachineLoad]) -> LoadEvidence | None:
         return None
     used = [load.others_num_cores for load in loads if load.others_num_cores is not None]
     stolen = [load.stolen_share for load in loads if load.stolen_share is not None]
-    on_card = {process.pid: process for load in loads for process in load.card_processes or ()}
+    on_gpu = {process.pid: process for load in loads for process in load.gpu_processes or ()}
     return LoadEvidence(
         num_cpus=loads[0].num_cpus,
         others_num_cores=fmean(used) if used else None,
         busiest=max(loads, key=lambda load: load.others_num_cores or 0.0).busiest,
         stolen_share=fmean(stolen) if stolen else None,
-        card_processes=tuple(on_card.values()),
-        card_slowdowns=tuple(dict.fromkeys(name for load in loads for name in load.card_slowdowns or ())),
+        gpu_processes=tuple(on_gpu.values()),
+        gpu_slowdowns=tuple(dict.fromkeys(name for load in loads for name in load.gpu_slowdowns or ())),
         is_busy=is_busy(loads),
         is_stolen=is_stolen(loads),
         interval_factors=interval_factors(loads),
     )
 
 
-def doubts(found: LoadEvidence | None, remedy: str = "search again with --fresh") -> list[str]:
+def load_warnings(found: LoadEvidence | None, remedy: str = "search again with --fresh") -> list[str]:
     """Return warnings about the load, each with a way to a more reliable result; `remedy` completes the advice."""
     if found is None:
         return []
@@ -286,8 +286,8 @@ def doubts(found: LoadEvidence | None, remedy: str = "search again with --fresh"
         )
     if found.is_stolen:
         said.append(f"The hypervisor gave {100 * (found.stolen_share or 0.0):.0f} % of the CPU time to others.")
-    if found.card_processes:
-        said.append(f"Others were on the GPU: {'; '.join(f'{p.name}, pid {p.pid}' for p in found.card_processes)}.")
-    if found.card_slowdowns:
-        said.append(f"The GPU lowered its clocks: {'; '.join(found.card_slowdowns)}.")
+    if found.gpu_processes:
+        said.append(f"Others were on the GPU: {'; '.join(f'{p.name}, pid {p.pid}' for p in found.gpu_processes)}.")
+    if found.gpu_slowdowns:
+        said.append(f"The GPU lowered its clocks: {'; '.join(found.gpu_slowdowns)}.")
     return said

@@ -26,7 +26,7 @@ from autotune_amp.core.outcome import Accumulation, AccumulationVerdict
 from autotune_amp.numerics.comparison import signals
 from autotune_amp.numerics.draws import without_dropout
 from autotune_amp.numerics.paired_runs import REROUNDING, perturb
-from autotune_amp.numerics.passes import Gradients, Pass, Passes, Subject, in_fp32
+from autotune_amp.numerics.passes import CheckInputs, Gradients, Pass, Passes, in_fp32
 from autotune_amp.precision.forward_wrapper import (
     can_be_pinned,
     clear_override,
@@ -136,7 +136,7 @@ def unchecked(reason: str, batch_size: int) -> Accumulation:
     )
 
 
-def check(subject: Subject, num_samples: int) -> Accumulation:
+def check(subject: CheckInputs, num_samples: int) -> Accumulation:
     """Compare the gradients of micro-batches with that of the whole batch on `subject`; the model is restored.
 
     `subject.batches` are the whole batch of `num_samples` and then its micro-batches, equal in size and in its order.

@@ -18,7 +18,7 @@ from torch import Tensor
 from autotune_amp.core.config import MIN_LOSS_SCALE
 from autotune_amp.core.outcome import Calibration
 from autotune_amp.numerics.comparison import counting, side_by_side
-from autotune_amp.numerics.passes import Pass, Passes, Subject, stored
+from autotune_amp.numerics.passes import CheckInputs, Pass, Passes, stored
 from autotune_amp.numerics.scaler_replay import starting_scale
 from autotune_amp.precision.forward_wrapper import watch_forward
 
@@ -31,7 +31,7 @@ FIRST_GUESS = 12.0  # log2 S*
 MIN_LOG2_SCALE, MAX_LOG2_SCALE = round(math.log2(MIN_LOSS_SCALE)), 40
 
 
-def calibrate(subject: Subject, *, batch_size: int, pinned_modules: Sequence[str] = ()) -> Calibration:
+def calibrate(subject: CheckInputs, *, batch_size: int, pinned_modules: Sequence[str] = ()) -> Calibration:
     """Train in fp16 for one step on each batch of `subject`, and measure the largest safe loss scale at each step.
 
     The model is restored at the end. A step that is non-finite at every scale is not taken. The gradient histogram

@@ -117,7 +117,7 @@ class Comparison(NamedTuple):
         }
 
 
-class Gathered:
+class GradientComparer:
     """Accumulator of gradients in the low precision and in fp32, batch by batch, over the parameters in `names`.
 
     Only the errors of a batch are kept, in bf16, which changes no scalar product by more than its rounding; for a
@@ -248,10 +248,10 @@ def signals(gradients: Gradients, perturbed: Gradients) -> set[str]:
 
 def compare(low: Sequence[Gradients], reference: Sequence[Gradients], names: Collection[str]) -> Comparison:
     """Compare gradients of the same batches in the low precision and in fp32, over the parameters in `names`."""
-    gathered = Gathered(names)
+    comparer = GradientComparer(names)
     for ours, theirs in zip(low, reference, strict=True):
-        gathered.add(ours, theirs)
-    return gathered.compared()
+        comparer.add(ours, theirs)
+    return comparer.compared()
 
 
 def counting(magnitudes: Tensor, sizes: list[int]) -> Tensor:

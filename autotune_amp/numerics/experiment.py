@@ -21,7 +21,7 @@ from autotune_amp.core.outcome import Fidelity, LowWeights, after_steps
 from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.accumulation import cut_all, first_dimensions
 from autotune_amp.numerics.calibration import FIRST_GUESS, count_octaves, largest_safe_scale
-from autotune_amp.numerics.comparison import Comparison, Gathered, signals
+from autotune_amp.numerics.comparison import Comparison, GradientComparer, signals
 from autotune_amp.numerics.draws import DrawnInFp32
 from autotune_amp.numerics.grading import (
     NOISY,
@@ -41,10 +41,10 @@ from autotune_amp.numerics.paired_runs import (
     gap,
     lost_updates,
     noise_gap,
-    parting,
     perturb,
     shuffled,
     train,
+    training_divergence,
 )
 from autotune_amp.numerics.passes import Pass, Passes, are_equal, in_fp32
 from autotune_amp.numerics.scaler_replay import starting_scale
@@ -295,7 +295,7 @@ class Experiment:
             num_steps_before=self._num_steps_before,
         )
 
-    def _lost_updates(self) -> LowWeights | None:
+    def _lost_updates(self) -> LostUpdates | None:
         """Return the share of the first step's updates lost to rounding; None without weights in half precision."""
         if not self._has_half_weights:
             return None
@@ -326,7 +326,7 @@ class Experiment:
             scale = starting_scale([safe.log2_scale])
         low: list[Pass] = []
         reference: list[Pass] = []
-        gathered = Gathered(self._look.signals)
+        comparer = GradientComparer(self._look.signals)
         while len(low) < len(self._distinct) and self._has_time_for_batch(len(low)):
             index = self._distinct[len(low)]
             started = time.perf_counter()
@@ -337,14 +337,14 @@ class Experiment:
                 is_safe = not self._mode.takes_scaler or done.is_finite
                 return Steps([*low, done], [*reference, fp32], lower, bad_index=index, is_safe=is_safe)
             if lower != scale:  # start again
-                low, reference, gathered, scale = [], [], Gathered(self._look.signals), lower
+                low, reference, comparer, scale = [], [], GradientComparer(self._look.signals), lower
                 continue
-            gathered.add(done.gradients, fp32.gradients)
+            comparer.add(done.gradients, fp32.gradients)
             low, reference = [*low, replace(done, gradients={})], [*reference, replace(fp32, gradients={})]
             del done, fp32  # frees memory for the next
-            if len(low) == MIN_NUM_BATCHES and _is_sure(gathered.compared()):
+            if len(low) == MIN_NUM_BATCHES and _is_sure(comparer.compared()):
                 break
-        return Steps(low, reference, scale, comparison=gathered.compared())
+        return Steps(low, reference, scale, comparison=comparer.compared())
 
     @cached_property
     def _distinct(self) -> list[int]:
@@ -433,7 +433,8 @@ class Experiment:
             low.append(train(self.low, self.precision, num_steps, scale=scale, order=order))
             if not low[-1].is_finite:
                 return found._replace(is_training_finite=False), low[-1]
-        return found._replace(parting=parting(low, fp32, rerounded, MAX_NUM_BATCHES, self._roundoff)), None
+        divergence = training_divergence(low, fp32, rerounded, MAX_NUM_BATCHES, self._roundoff)
+        return found._replace(divergence=divergence), None
 
     def _plain(self) -> TrainingRun:
         if self._plain_run is None:

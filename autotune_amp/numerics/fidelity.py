@@ -16,7 +16,7 @@ from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.experiment import MIN_NUM_BATCHES, NUM_PAIRED_STEPS, Attempt, Experiment
 from autotune_amp.numerics.grading import MAX_FORWARD_SHARE
 from autotune_amp.numerics.locate import OUTSIDE, bad_parameters, blown_up, first_wrong
-from autotune_amp.numerics.passes import Passes, Subject
+from autotune_amp.numerics.passes import CheckInputs, Passes
 from autotune_amp.precision.forward_wrapper import can_be_pinned, is_inside, modules_by_name, watch_forward
 from autotune_amp.precision.modes import MODES
 
@@ -25,7 +25,7 @@ MAX_ROUNDS = 3
 
 
 def check(
-    subject: Subject,
+    subject: CheckInputs,
     precision: Precision,
     *,
     batch_size: int,

@@ -50,7 +50,7 @@ _FIX_STEP = "Fix the training in fp32 first: torch.autograd.set_detect_anomaly(T
 _FIX_TRAINING = "Lower the learning rate or clip gradients until training in fp32 stays finite, then check again."
 
 
-class Parting(NamedTuple):
+class TrainingDivergence(NamedTuple):
     """Distance between training in the precision and in fp32 on the same batches in the same order, in the loss's unit.
 
     `distance` is between the mean losses of a pass through the batches, over several orders, averaged over all passes.
@@ -91,7 +91,7 @@ class Findings(NamedTuple):
     is_training_finite: bool = True
     training_gap: float | None = None
     training_noise_gap: float | None = None
-    parting: Parting | None = None
+    divergence: TrainingDivergence | None = None
     is_cut: bool = False  # time ran out, before any training; without `loss_error` before a loss scale was found
     has_moved: bool = True
     lost_share: float | None = None
@@ -177,15 +177,15 @@ def grade(found: Findings) -> Grade:
         return Grade(verdict, "; ".join(each.reason for each in worst) + unmoved, is_of_weights)
     if not found.has_signal:
         return Grade("unchecked", _NO_SIGNAL, next_step=_FIX_LOSS)
-    if (suspected := suspicion(found)) is not None and found.parting is None:
+    if (suspected := suspicion(found)) is not None and found.divergence is None:
         return Grade("undecided", f"{suspected}, and no training was made that tells whether that harms" + unmoved)
     if found.is_cut:
         reason = "nothing in single steps speaks against it, and there was no time for a training run"
         if found.loss_error is None:
             reason = "there was no time to find a loss scale at which its gradients are finite"
         return Grade("undecided", reason + unmoved)
-    if found.parting is not None:
-        unmoved = f"; {found.parting.num_steps} training steps show no harm" + unmoved
+    if found.divergence is not None:
+        unmoved = f"; {found.divergence.num_steps} training steps show no harm" + unmoved
     noise = found.noise_ratio
     if noise is None or noise < NOISY:
         return Grade("faithful", "its rounding noise is small beside what sampling does anyway" + unmoved)
@@ -219,10 +219,10 @@ def _one_step(found: Findings) -> Iterator[Grade]:
     if (biased := bias(found)) is not None:
         if found.common_error_interval is not None and found.common_error_interval[0] > UNFAITHFUL_COMMON_ERROR:
             yield Grade("unfaithful", biased)
-        elif found.parting is None:
+        elif found.divergence is None:
             yield Grade("doubtful", biased)
-        elif not found.parting.is_apart:
-            yield Grade("doubtful", f"{biased}, though {found.parting.num_steps} training steps do not show it")
+        elif not found.divergence.is_apart:
+            yield Grade("doubtful", f"{biased}, though {found.divergence.num_steps} training steps do not show it")
     # With all of fp32's exponents nothing is too small: terms that cancel to zero are rounding, as in cuDNN's LSTM in
     # bf16 (3 % of the entries, whose common error is 0.5 %: studies/fidelity).
     may_flush = found.format_max < MAX_OF_FEW_EXPONENTS
@@ -245,8 +245,8 @@ def _training(found: Findings) -> Iterator[Grade]:
     if not found.is_training_finite:
         yield Grade("unfaithful", "within a few training steps it is no longer finite, where fp32 is")
         return
-    if found.parting is not None and found.parting.is_apart:
-        distance, spread, _, fall, num_steps = found.parting
+    if found.divergence is not None and found.divergence.is_apart:
+        distance, spread, _, fall, num_steps = found.divergence
         share = f", {_percent(distance / fall)} of its fall" if fall else ""
         farther = f", and other orders of the batches take fp32 {spread:.2g} from itself"
         yield Grade("unfaithful", f"in {num_steps} steps its loss is {distance:.2g} from fp32's{share}{farther}")

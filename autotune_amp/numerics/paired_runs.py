@@ -80,7 +80,7 @@ def train(
     return TrainingRun(tuple(losses), num_skips, index)
 
 
-def train_before(subject: Subject, batches: Iterable[Any]) -> int:
+def train_before(subject: CheckInputs, batches: Iterable[Any]) -> int:
     """Train the subject's model in fp32, one step per batch, until one is not finite. Return the number of steps."""
     at_hand: list[Any] = []
     passes, optimizer = Passes(replace(subject, batches=at_hand)), subject.make_optimizer(subject.model)
@@ -120,9 +120,9 @@ def shuffled(num_steps: int, num_batches: int, order: int) -> list[int]:
     return list(chain.from_iterable(rounds))[:num_steps]
 
 
-def parting(
+def training_divergence(
     low: Sequence[TrainingRun], fp32: Sequence[TrainingRun], rerounded: TrainingRun, num_batches: int, roundoff: float
-) -> Parting:
+) -> TrainingDivergence:
     """Return how far runs in the precision diverge from those in fp32, pass by pass through all `num_batches`.
 
     All runs are finite; each pair used the batches in the same order, and the `rerounded` run used that of the first
@@ -135,7 +135,7 @@ def parting(
         [fmean(run.losses[one]) - mean for run, mean in zip(low, means, strict=True)]
         for one, means in zip(rounds, theirs, strict=True)
     ]
-    return Parting(
+    return TrainingDivergence(
         distance=fmean(abs(fmean(each)) for each in differences),
         spread=fmean(
             max(max(means) - min(means), max(each) - min(each), abs(fmean(rerounded.losses[one]) - means[0]))
@@ -197,7 +197,7 @@ def _ratio(distance: float, yardstick: float) -> float:
 # -- weights kept in low precision -------------------------------------------------------------------------------------
 
 
-def lost_updates(model: nn.Module, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> LowWeights | None:
+def lost_updates(model: nn.Module, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> LostUpdates | None:
     """Return the share of an fp32 step, from weights `before` to `after`, that is lost if `model` rounds its weights.
 
     It covers the half-precision parameters that the step changes, including those without a gradient, such as a teacher
@@ -218,4 +218,4 @@ def lost_updates(model: nn.Module, before: Mapping[str, Tensor], after: Mapping[
     num_moved, num_lost = torch.stack(counts).sum(0).tolist() if counts else (0, 0)
     if not num_moved:
         return None
-    return LowWeights(weights="fp16" if torch.float16 in dtypes else "bf16", lost_share=num_lost / num_moved)
+    return LostUpdates(weights="fp16" if torch.float16 in dtypes else "bf16", lost_share=num_lost / num_moved)

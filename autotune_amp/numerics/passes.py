@@ -42,7 +42,7 @@ class Loop:
 
 
 @dataclass(frozen=True)
-class Subject:
+class CheckInputs:
     """Objects of a check: a model in training mode, its loss as the workload computes it, and batches on its device.
 
     `make_optimizer` returns a new optimizer for the parameters of a model like this one. With a `loop` the model holds
@@ -60,7 +60,7 @@ class Subject:
     device: torch.device
     seed: int = 0
     loop: Loop | None = None
-    reference: Subject | None = None
+    reference: CheckInputs | None = None
     is_compiled: bool = False
     has_like_draws: bool = True
 
@@ -105,7 +105,7 @@ class Passes:
     precision. `has_drawn`: a pass used, or may have used, random numbers.
     """
 
-    def __init__(self, subject: Subject, model: nn.Module | None = None) -> None:
+    def __init__(self, subject: CheckInputs, model: nn.Module | None = None) -> None:
         self.subject = subject
         self.model = subject.model if model is None else model
         self.num_passes = 0

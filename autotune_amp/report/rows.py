@@ -196,7 +196,7 @@ def uses(recommendation: Recommendation, path: str | None = None) -> list[tuple[
     path = path or f"studies/{recommendation.search.study}/recommendation.json"
     exports = explain.export_lines(recommendation.config)
     shell = [("In the shell, before Python starts", exports)] if exports else []
-    if recommendation.launch_line is not None:
+    if recommendation.command_template is not None:
         by_run, command = recommendation.answered_command(Path(path).parent)
         return [*([] if by_run else shell), ("The command", [command])]
     title, command = export_command(path)

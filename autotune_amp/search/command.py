@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.documents import cause, decode, read_file
 from autotune_amp.core.errors import FormatError, InvalidRequestError
 from autotune_amp.core.hardware import DeviceIdentity
-from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.recommendation import Fingerprint, write_atomically
 from autotune_amp.fingerprint import file_digest, imported_names, user_modules
 from autotune_amp.search.source import Source, folder_name
@@ -79,7 +79,7 @@ def _is_file(value: str) -> bool:
         return False
 
 
-def fingerprint_parts(line: LaunchLine) -> dict[str, str]:
+def fingerprint_parts(line: CommandTemplate) -> dict[str, str]:
     """Return the parts of the fingerprint that follow from a command's text: its arguments, values and files."""
     parts = {"command": f"={shlex.join(line.arguments)}"}
     parts |= {f"--value {name}": f"={word}" for name, word in line.values.items()}
@@ -143,17 +143,17 @@ def _relative(path: str) -> str:
 
 
 class CommandSource(Source):
-    """Source whose trials run a command, described by a `LaunchLine`."""
+    """Source whose trials run a command, described by a `CommandTemplate`."""
 
-    def __init__(self, line: LaunchLine) -> None:
+    def __init__(self, line: CommandTemplate) -> None:
         super().__init__("autotune_amp.workloads:workload")  # the probe of the device runs no code of the user
         self._line = line
         self._opened = OpenedFiles()
         self.name = folder_name(line.name)
 
     @property
-    def launch_line(self) -> LaunchLine:
-        """Return the command's launch line, including the placeholders found in it once the command was observed."""
+    def command_template(self) -> CommandTemplate:
+        """Return the command's template, including the placeholders found in it once the command was observed."""
         return self.command.line
 
     @cached_property

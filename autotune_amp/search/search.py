@@ -312,7 +312,7 @@ class _Search:
             seed=self._options.seed,
             ready_seconds=opened.ready_seconds,
             max_trials=self._options.max_trials,
-            are_trials_fresh=self._source.launch_line is not None,
+            are_trials_fresh=self._source.command_template is not None,
             loads_together="load_together" in backend.abilities,
             like=like,
         )

@@ -19,8 +19,8 @@ from autotune_amp.core.outcome import Description, Failure
 from autotune_amp.core.recommendation import Fingerprint, NothingWorksError
 
 if TYPE_CHECKING:
+    from autotune_amp.core.command_template import CommandTemplate
     from autotune_amp.core.job import Found, Job
-    from autotune_amp.core.launch_line import LaunchLine
     from autotune_amp.processes.local import (  # only where a search begins
         Backend,
         Isolation,
@@ -90,8 +90,8 @@ class Source:
         return replace(self.payload, target=f"{path}{colon}{function}" or None)
 
     @property
-    def launch_line(self) -> LaunchLine | None:
-        """Return the launch line if the source is a command, else None."""
+    def command_template(self) -> CommandTemplate | None:
+        """Return the template of the command if the source is one, else None."""
         return None
 
     def keep_in(self, folder: Path) -> None:

@@ -27,7 +27,7 @@ from autotune_amp.dimensions.live_training import LiveTraining
 from autotune_amp.numerics import accumulation, calibration, fidelity
 from autotune_amp.numerics.accumulation import IGNORED_LABEL, cut, first_dimensions, num_micro_batches, tensors
 from autotune_amp.numerics.paired_runs import train_before
-from autotune_amp.numerics.passes import Loop, NoStepError, Passes, Subject, no_loss
+from autotune_amp.numerics.passes import CheckInputs, Loop, NoStepError, Passes, no_loss
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import has_half_weights
 from autotune_amp.trial import data, failures
@@ -78,7 +78,7 @@ def _check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
         return _attributed(failure, subject, spec)
 
 
-def _attributed(failure: Failure, subject: Subject, spec: Check) -> Failure:
+def _attributed(failure: Failure, subject: CheckInputs, spec: Check) -> Failure:
     """Return `failure` as a single pass in each precision shows it: the workload's, the precision's, or neither's."""
     passes = Passes(subject)
     try:
@@ -93,7 +93,7 @@ def _attributed(failure: Failure, subject: Subject, spec: Check) -> Failure:
     return msgspec.structs.replace(failure, kind="crash", details=traceback.format_exc()[-8000:])
 
 
-def _found(subject: Subject, spec: Check, tell: Tell) -> Fidelity | Calibration | Accumulation:
+def _found(subject: CheckInputs, spec: Check, tell: Tell) -> Fidelity | Calibration | Accumulation:
     asked = spec.candidate
     if spec.what == "accumulation":
         return accumulation.check(subject, accumulation.num_checked(asked.batch_size))
@@ -123,7 +123,7 @@ class NotTrainedError(Exception):
     """Raised when there are no trained weights to check."""
 
 
-def _subject(context: Context, spec: Check, tell: Tell) -> tuple[Subject, int]:
+def _subject(context: Context, spec: Check, tell: Tell) -> tuple[CheckInputs, int]:
     """Return the training to check, with an fp32 reference, and the number of fp32 steps its weights have taken.
 
     The reference is the same training without the setting's further dimensions.
@@ -166,7 +166,7 @@ def _subject(context: Context, spec: Check, tell: Tell) -> tuple[Subject, int]:
     return subject, num_steps
 
 
-def _train(subject: Subject, workload: Workload, spec: Check) -> int:
+def _train(subject: CheckInputs, workload: Workload, spec: Check) -> int:
     """Train the subject in fp32 for `spec.num_steps_before` steps. Return the number taken, at least one.
 
     Raises `NotTrainedError`.
@@ -185,9 +185,9 @@ def _train(subject: Subject, workload: Workload, spec: Check) -> int:
     return num_steps
 
 
-def _subject_of(workload: Workload, spec: Check, model: nn.Module, batches: list[Any]) -> Subject:
+def _subject_of(workload: Workload, spec: Check, model: nn.Module, batches: list[Any]) -> CheckInputs:
     # Each pass gets a copy, since the user's code may take parts out of its batch or change them.
-    subject = Subject(
+    subject = CheckInputs(
         model=model,
         loss=no_loss,
         batches=batches,

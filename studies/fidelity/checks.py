@@ -26,7 +26,7 @@ from case import Case
 from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.fidelity import check
 from autotune_amp.numerics.paired_runs import train_before
-from autotune_amp.numerics.passes import Subject
+from autotune_amp.numerics.passes import CheckInputs
 
 NUM_BATCHES = 8
 MAX_SECONDS = 30.0  # of a check where time is short
@@ -39,7 +39,7 @@ def precisions(case: Case, device: torch.device) -> list[Precision]:
 
 
 @functools.lru_cache(maxsize=1)
-def prepared(case: Case, seed: int, device: torch.device, num_steps: int) -> Subject:
+def prepared(case: Case, seed: int, device: torch.device, num_steps: int) -> CheckInputs:
     """Build the case once for all of its precisions: a check leaves the model as it was."""
     subject = common.subject(case, seed, NUM_BATCHES + num_steps, device)
     train_before(subject, subject.batches[NUM_BATCHES:])

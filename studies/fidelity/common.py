@@ -55,14 +55,14 @@ def quieten() -> None:
     torch.set_num_threads(1)
 
 
-def subject(case: Case, seed: int, num_batches: int, device: torch.device) -> Subject:
+def subject(case: Case, seed: int, num_batches: int, device: torch.device) -> CheckInputs:
     """The case's model and batches, made after seeding, on the device."""
     torch_state.seed(seed)
     workload = case.make()
     model = make_model(workload).to(device)
     stream = data.stream(workload.data, case.batch_size)
     batches = [data.move(batch, device) for batch in itertools.islice(stream, num_batches)]
-    return Subject(model, workload.loss, batches, lambda model: make_optimizer(workload, model), device, seed)
+    return CheckInputs(model, workload.loss, batches, lambda model: make_optimizer(workload, model), device, seed)
 
 
 def code() -> str:

@@ -21,7 +21,7 @@ from training import train
 from autotune_amp.core.config import LossScale
 from autotune_amp.core.outcome import Calibration
 from autotune_amp.numerics.calibration import calibrate
-from autotune_amp.numerics.passes import Passes, Subject
+from autotune_amp.numerics.passes import CheckInputs, Passes
 from autotune_amp.numerics.scaler_replay import extend, skips
 
 NUM_BATCHES = 12  # of the calibration
@@ -37,7 +37,7 @@ def brute_steps(log2_scales: Sequence[float | None]) -> list[int]:
     return sorted(list(dict.fromkeys((0, len(log2_scales) - 1, *rising)))[:NUM_BRUTE_STEPS])
 
 
-def brute_force(subject: Subject, log2_scales: Sequence[float | None]) -> dict[int, int | None]:
+def brute_force(subject: CheckInputs, log2_scales: Sequence[float | None]) -> dict[int, int | None]:
     """At each of `brute_steps` of the same stretch the largest exponent at which a real pass stays finite, of all that
     are tried; None where none is.
     """

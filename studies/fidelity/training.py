@@ -14,7 +14,7 @@ from torch import nn
 
 from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.paired_runs import perturb
-from autotune_amp.numerics.passes import Subject
+from autotune_amp.numerics.passes import CheckInputs
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import named, override, pin_fp32
 from autotune_amp.precision.torch_state import autocast, set_flags
@@ -40,7 +40,7 @@ class Trained(NamedTuple):
 
 
 def train(
-    subject: Subject,
+    subject: CheckInputs,
     precision: Precision,
     num_steps: int,
     *,

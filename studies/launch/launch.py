@@ -22,7 +22,7 @@ from pathlib import Path
 from cases import CASES, Case
 from msgspec import convert
 
-from autotune_amp.core.launch_line import LaunchLine
+from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.setting import Setting
 
 HERE = Path(__file__).resolve().parent
@@ -92,7 +92,7 @@ def ours(case: Case, folder: Path, *words: str, command: Sequence[str] = ()) -> 
 def attain(case: Case, folder: Path, other: Path, study: Path, document: dict) -> dict:
     """The paces of today's command and of the answer in turn; what `apply` did to the script in the folder `other`
     where the answer needs an edit."""
-    line = convert(document["launch_line"], LaunchLine)  # with what the parser behind it is known to take
+    line = convert(document["launch_line"], CommandTemplate)  # with what the parser behind it is known to take
     today, answer = (
         convert(each, Setting) for each in (document["evidence"]["baseline"]["config"], document["config"])
     )
@@ -103,14 +103,14 @@ def attain(case: Case, folder: Path, other: Path, study: Path, document: dict) -
             command, _ = _filled(line, answer, trial_dir)
             found["applied"] = ours(case, other, "apply", "--write", str(study), command=command)
         henceforth = found["applied"]["document"].get("command") or command
-        runs["answer"] = (other, LaunchLine.of(shlex.join(henceforth)), answer, answers)
+        runs["answer"] = (other, CommandTemplate.of(shlex.join(henceforth)), answer, answers)
         if not found["applied"]["document"].get("verified"):  # what is left to do by hand nobody did
             del runs["answer"]
     paces = [{"of": of, **pace(case, *each)} for _ in range(NUM_RUNS) for of, each in runs.items()]
     return {**found, "paces": paces}
 
 
-def pace(case: Case, folder: Path, line: LaunchLine, setting: Setting, environment: dict[str, str]) -> dict:
+def pace(case: Case, folder: Path, line: CommandTemplate, setting: Setting, environment: dict[str, str]) -> dict:
     """The command filled with `setting`, run by pace.py in place of what would run the script."""
     with tempfile.TemporaryDirectory() as trial_dir:
         filled, _ = _filled(line, setting, trial_dir)
@@ -130,7 +130,7 @@ def pace(case: Case, folder: Path, line: LaunchLine, setting: Setting, environme
         return {"command": shlex.join(filled), **json.loads(measured.read_text())}
 
 
-def _filled(line: LaunchLine, setting: Setting, trial_dir: str) -> tuple[tuple[str, ...], dict[str, str]]:
+def _filled(line: CommandTemplate, setting: Setting, trial_dir: str) -> tuple[tuple[str, ...], dict[str, str]]:
     return line.of_setting(setting, trial_dir, seed=0, trial_dir=trial_dir, port=_free_port())
 
 

@@ -15,7 +15,7 @@ from conftest import CommandLine, SharedOnce
 from real_searches import Searched, searched
 from unisolated import run_jobs_here
 
-from autotune_amp import LaunchLine, recommend_config
+from autotune_amp import CommandTemplate, recommend_config
 from autotune_amp.cli import run
 
 # A step takes as long for any batch, so that the largest is the fastest on any machine.
@@ -157,7 +157,7 @@ def test_in_python_it_is_the_same_search(copied: CommandLine, monkeypatch: pytes
     monkeypatch.chdir(copied.folder)
     before = (copied.folder / "studies/train/outcomes.jsonl").read_bytes()
     answer = recommend_config(
-        LaunchLine.of(COMMAND[1:]),
+        CommandTemplate.of(COMMAND[1:]),
         device="cpu",
         precision="fp32",
         effective_batch_size="free",

@@ -12,7 +12,7 @@ from commands import run
 from autotune_amp.command.measure import precision_of
 from autotune_amp.command.rank_steps import Rank
 from autotune_amp.command.settable import unsettable
-from autotune_amp.core.launch_line import LaunchLine
+from autotune_amp.core.command_template import CommandTemplate
 
 PREAMBLE = """
 import torch
@@ -80,7 +80,7 @@ def test_a_framework_is_set_in_its_arguments(tmp_path: Path, owner: str) -> None
     today = ran(tmp_path, owner)
     assert precision_of(today) == "fp32"
     assert mode(one.num_samples for one in today.intervals()) == 4  # the last of an epoch was fetched a step before
-    cannot = unsettable(LaunchLine.of("python train.py"), today)
+    cannot = unsettable(CommandTemplate.of("python train.py"), today)
     assert not cannot.keys() & {"fp16", "batch_size", "accumulation_steps"}
     switch = next(each for each in today.switches if each.owner == owner)
     assert (switch.today["precision"], switch.parser) == ("fp32", SCRIPTS[owner][2])

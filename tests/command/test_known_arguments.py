@@ -9,7 +9,7 @@ import pytest
 
 from autotune_amp.command.known_arguments import with_placeholders
 from autotune_amp.command.messages import Switch
-from autotune_amp.core.launch_line import LaunchLine
+from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.setting import Setting
 
 LOW = Setting(precision="bf16", batch_size=4, accumulation_steps=2)
@@ -55,13 +55,13 @@ NUMBERS = "--per_device_train_batch_size 4 --gradient_accumulation_steps 2"
     ],
 )
 def test_known_flags_are_set(command: str, found: Switch, filled: str) -> None:
-    line, notes = with_placeholders(LaunchLine.of(command), [found])
+    line, notes = with_placeholders(CommandTemplate.of(command), [found])
     assert shlex.join(line.of_setting(LOW, "")[0]) == filled
     assert len(notes) == 1
 
 
 def test_today_is_what_was_seen() -> None:
-    line, _ = with_placeholders(LaunchLine.of("python train.py --bf16"), [IN_BF16])
+    line, _ = with_placeholders(CommandTemplate.of("python train.py --bf16"), [IN_BF16])
     assert line.today_values == {"batch_size": 16, "accumulation_steps": 1, "precision": "bf16"}
     arguments, _ = line.of_setting(Setting(precision="fp32", batch_size=1), "")
     assert arguments[2:4] == ("--bf16", "False"), "by default some take bf16"
@@ -69,11 +69,13 @@ def test_today_is_what_was_seen() -> None:
 
 @pytest.mark.parametrize("command", ["bash train.sh", "bash -c 'python train.py'", "python other.py"])
 def test_a_command_whose_arguments_go_elsewhere_is_left_alone(command: str) -> None:
-    line = LaunchLine.of(command)
+    line = CommandTemplate.of(command)
     assert with_placeholders(line, [TRANSFORMERS]) == (line, [])
 
 
 def test_placeholders_that_are_there_stay() -> None:
-    line = LaunchLine.of("python train.py --per_device_train_batch_size {batch_size=8} {precision:fp32=|bf16=--half}")
+    line = CommandTemplate.of(
+        "python train.py --per_device_train_batch_size {batch_size=8} {precision:fp32=|bf16=--half}"
+    )
     extended, _ = with_placeholders(line, [TRANSFORMERS])
     assert extended.arguments == (*line.arguments, "--gradient_accumulation_steps", "{accumulation_steps=1}")

@@ -14,11 +14,11 @@ import pytest
 from forked_python import ForkServer
 
 from autotune_amp.command.run import to_start
+from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import BaselineEvidence, Evidence
 from autotune_amp.core.hardware import DeviceIdentity, DeviceMemory, Hardware
-from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Description
 from autotune_amp.core.recommendation import Fingerprint, Recommendation, SearchSummary
 
@@ -38,7 +38,7 @@ PLAIN = "nn.functional.mse_loss(model(x), y).backward(); optimizer.step()"
 
 
 def recommendation(
-    precision: Any = "bf16", batch_size: int = 16, line: LaunchLine | None = None, **config: Any
+    precision: Any = "bf16", batch_size: int = 16, line: CommandTemplate | None = None, **config: Any
 ) -> Recommendation:
     """One for a command that trains in fp32 with batches of 8."""
     return Recommendation(
@@ -88,7 +88,7 @@ def recommendation(
             build_seconds=0.0,
             context_seconds=0.0,
         ),
-        launch_line=line,
+        command_template=line,
     )
 
 
@@ -200,14 +200,14 @@ def test_regions_follow_the_controller_down(run: Run) -> None:
 
 def test_what_the_command_says_itself_is_not_set_from_outside() -> None:
     path = Path("study/recommendation.json")
-    line = LaunchLine.of("python train.py --bs {batch_size=8}")
+    line = CommandTemplate.of("python train.py --bs {batch_size=8}")
     found = recommendation(line=line)
     assert to_start(["python", "train.py", "--bs", "{batch_size}"], found, path) == (
         ("python", "train.py", "--bs", "16"),
         {"precision": "bf16"},
     )
     words = recommendation(
-        line=LaunchLine.of("python train.py {precision=32-true}", values={"bf16": "bf16-mixed", "fp32": "32-true"})
+        line=CommandTemplate.of("python train.py {precision=32-true}", values={"bf16": "bf16-mixed", "fp32": "32-true"})
     )
     assert to_start(["python", "train.py", "{precision=32-true}"], words, path)[0][-1] == "bf16-mixed"
     assert to_start(["python", "train.py", "--bs", "16"], found, path)[1] == {"precision": "bf16"}

@@ -81,7 +81,7 @@ def seen(
     ],
 )
 def test_what_cannot_be_set(command: str, about: dict[str, Any], expected: set[str]) -> None:
-    found = unsettable(LaunchLine.of(command), seen(**about))
+    found = unsettable(CommandTemplate.of(command), seen(**about))
     assert set(found) == expected
     assert all(found.values())
 
@@ -140,7 +140,7 @@ ALONE = {"is_accumulation_own": True}
 def test_batches_and_their_number_are_held_against_what_was_asked_for(
     asked: tuple[int, int], batches: Sequence[int], how: dict[str, bool], named: tuple[str, ...], has_loader: bool
 ) -> None:
-    line = LaunchLine.of("t {batch_size=8} {accumulation_steps=1}")
+    line = CommandTemplate.of("t {batch_size=8} {accumulation_steps=1}")
     setting = Setting(precision="fp32", batch_size=asked[0], accumulation_steps=asked[1])
     found = deviation(line, setting, seen(batches=batches, has_loader=has_loader), **how)
     assert (found is None) is (not named)
@@ -148,7 +148,7 @@ def test_batches_and_their_number_are_held_against_what_was_asked_for(
 
 
 def test_a_script_that_keeps_its_total_is_held_to_it_and_to_the_size_of_its_batches() -> None:
-    line = replace(LaunchLine.of("t {batch_size=8}"), keeps_effective_batch_size=True)
+    line = replace(CommandTemplate.of("t {batch_size=8}"), keeps_effective_batch_size=True)
     for batch, steps, batches, is_right in (
         (8, 4, FOURS, True),
         (4, 8, FOURS, False),
@@ -180,7 +180,7 @@ def test_which_script_keeps_its_total(
 
 
 def test_a_script_that_changes_its_accumulation_says_so() -> None:
-    reason = unsettable(LaunchLine.of("t {batch_size=8}"), seen(batches=RAMP))["accumulation_steps"]
+    reason = unsettable(CommandTemplate.of("t {batch_size=8}"), seen(batches=RAMP))["accumulation_steps"]
     assert "changes" in reason
     assert "3 were seen" in reason
 
@@ -197,7 +197,7 @@ def test_the_last_batch_of_an_epoch_is_no_deviation() -> None:
 
 def test_loader_workers_that_were_not_started() -> None:
     asked = Setting(precision="fp32", batch_size=8, num_workers=2)
-    found = deviation(LaunchLine.of("t {num_workers=0}"), asked, seen())
+    found = deviation(CommandTemplate.of("t {num_workers=0}"), asked, seen())
     assert found is not None
     assert "0 workers, where 2" in found.message
 
@@ -208,7 +208,7 @@ def test_a_batch_of_one_is_doubled() -> None:
     assert found.batch_size == 2
 
 
-BOTH = LaunchLine.of("t {batch_size=8} {precision=fp32}")
+BOTH = CommandTemplate.of("t {batch_size=8} {precision=fp32}")
 
 
 @pytest.mark.parametrize(

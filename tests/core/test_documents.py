@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from autotune_amp.api import profile_memory
+from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.documents import Count, Positive, check_new, decode, read_file
 from autotune_amp.core.errors import InvalidRequestError, StudyError
-from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.recommendation import write_atomically
 
 
@@ -36,7 +36,7 @@ def test_only_a_regular_file_is_read(odd_paths: dict[str, str], kind: str) -> No
     with pytest.raises(OSError, match=r"not a regular file|is a folder|no file has such a name"):
         read_file(odd_paths[kind])
     with pytest.raises(InvalidRequestError, match="cannot be read"):
-        LaunchLine.of(["python", odd_paths[kind]], files=[odd_paths[kind]])
+        CommandTemplate.of(["python", odd_paths[kind]], files=[odd_paths[kind]])
 
 
 def test_a_missing_file_is_told_apart_and_a_link_to_a_file_is_read(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_what_cannot_be_decoded_is_one_kind_of_error(text: bytes, is_json: bool)
 def test_a_settings_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "settings.yaml").write_bytes(b"\xff")
     with pytest.raises(InvalidRequestError, match="utf-8"):
-        LaunchLine.of(["python", f"{tmp_path}/settings.yaml"], files=[f"{tmp_path}/settings.yaml"])
+        CommandTemplate.of(["python", f"{tmp_path}/settings.yaml"], files=[f"{tmp_path}/settings.yaml"])
 
 
 def test_a_path_with_a_nul_cannot_be_written(tmp_path: Path) -> None:

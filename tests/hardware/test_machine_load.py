@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from autotune_amp.core.hardware import CardProcess
+from autotune_amp.core.hardware import GpuProcess
 from autotune_amp.hardware import machine_load, nvml
 from autotune_amp.hardware.machine_load import LoadMeter, ProcessTimes, Reading, load_between, read
 
@@ -126,8 +126,8 @@ def test_on_the_card_others_are_those_seen_that_neither_descend_from_us_nor_wait
     monkeypatch.setattr(nvml, "slowdown_names", lambda uuid: names)
     monkeypatch.setattr(machine_load, "_processes", lambda root: parents)
     meter = LoadMeter("GPU-a")
-    assert meter.stop().card_slowdowns is None, "no measured step, no look"
+    assert meter.stop().gpu_slowdowns is None, "no measured step, no look"
     meter.step()
     found = meter.stop()
-    assert found.card_slowdowns == names
-    assert found.card_processes == (CardProcess(pid=OTHER, name="theirs", memory_bytes=None),)
+    assert found.gpu_slowdowns == names
+    assert found.gpu_processes == (GpuProcess(pid=OTHER, name="theirs", memory_bytes=None),)

@@ -16,7 +16,7 @@ from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.calibration import MAX_LOG2_SCALE, MIN_LOG2_SCALE
 from autotune_amp.numerics.experiment import NUM_PAIRED_STEPS
 from autotune_amp.numerics.fidelity import check
-from autotune_amp.numerics.passes import Gradients, Passes, Subject
+from autotune_amp.numerics.passes import CheckInputs, Gradients, Passes
 from autotune_amp.precision.forward_wrapper import is_pinned
 
 CPU = torch.device("cpu")
@@ -52,9 +52,9 @@ def subject(
     y: Callable[[], Tensor] = lambda: torch.randn(8, 4),
     num_batches: int = 8,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
-) -> Subject:
+) -> CheckInputs:
     batches = [Batch(number, x(), y()) for number in range(num_batches)]
-    return Subject(model=model, loss=loss, batches=batches, make_optimizer=make_optimizer, device=CPU, seed=3)
+    return CheckInputs(model=model, loss=loss, batches=batches, make_optimizer=make_optimizer, device=CPU, seed=3)
 
 
 def mlp() -> nn.Module:
@@ -118,7 +118,7 @@ def tokens() -> Tensor:
     return torch.randint(32, (4, 6))
 
 
-SUBJECTS: dict[str, Callable[[], Subject]] = {
+SUBJECTS: dict[str, Callable[[], CheckInputs]] = {
     "MLP": lambda: subject(mlp()),
     "convnet with BatchNorm": lambda: subject(convnet(), x=lambda: torch.randn(8, 2, 6, 6)),
     "transformer with dropout": lambda: subject(Transformer(), x=lambda: torch.randn(8, 3, 8)),
@@ -132,7 +132,7 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
 }
 
 
-def build(name: str) -> Subject:
+def build(name: str) -> CheckInputs:
     torch.manual_seed(0)
     return SUBJECTS[name]()
 
@@ -158,7 +158,7 @@ def dense(gradients: Gradients) -> Tensor:
 MAX_PASSES, MAX_LONG_PASSES = 60, 1000  # of a check, and of one that trains for longer
 
 
-def checked(made: Subject, precision: Precision, **options: Any) -> Fidelity:
+def checked(made: CheckInputs, precision: Precision, **options: Any) -> Fidelity:
     """A check, what holds of every one asserted."""
     before = everything_of(made.model)
     found = check(made, precision, batch_size=8, **options)
@@ -224,7 +224,7 @@ def running_sum(x: Tensor) -> Tensor:
     return level - 1000.0
 
 
-def with_middle(function: Callable[[Tensor], Tensor], loss: Any = mean_square) -> Subject:
+def with_middle(function: Callable[[Tensor], Tensor], loss: Any = mean_square) -> CheckInputs:
     return subject(
         chain(enter=nn.Linear(8, 16), middle=Applied(function), body=nn.Linear(16, 16), head=nn.Linear(16, 4)), loss
     )

@@ -32,7 +32,7 @@ from autotune_amp.numerics.calibration import (
     largest_safe_scale,
 )
 from autotune_amp.numerics.comparison import COUNTS
-from autotune_amp.numerics.passes import Passes, Subject
+from autotune_amp.numerics.passes import CheckInputs, Passes
 from autotune_amp.numerics.scaler_replay import FlushedShares
 from autotune_amp.precision.forward_wrapper import watch_forward
 
@@ -76,12 +76,12 @@ def test_past_its_deadline_the_search_says_what_it_has_seen() -> None:
 # -- over a training stretch -------------------------------------------------------------------------------------------
 
 
-def shortened(name: str, num_batches: int) -> Subject:
+def shortened(name: str, num_batches: int) -> CheckInputs:
     made = build(name)
     return dataclasses.replace(made, batches=made.batches[:num_batches])
 
 
-def trained_by_brute_force(made: Subject) -> list[int | None]:
+def trained_by_brute_force(made: CheckInputs) -> list[int | None]:
     """The largest safe power of two at each step of the same training, every one tried for real."""
     passes, found = Passes(made), []
     optimizer = made.make_optimizer(made.model)

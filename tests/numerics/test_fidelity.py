@@ -34,7 +34,7 @@ from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.experiment import NUM_PAIRED_STEPS
 from autotune_amp.numerics.fidelity import check
 from autotune_amp.numerics.locate import OUTSIDE
-from autotune_amp.numerics.passes import Subject, stored
+from autotune_amp.numerics.passes import CheckInputs, stored
 from autotune_amp.precision.forward_wrapper import is_pinned, pin_fp32
 
 
@@ -186,7 +186,7 @@ def test_batches_that_come_again_share_their_noise_and_are_looked_at_once(num_di
 # -- sick ones ---------------------------------------------------------------------------------------------------------
 
 
-def quiet() -> Subject:
+def quiet() -> CheckInputs:
     """One branch whose gradients, 2^-40 of the other's, are flushed at every loss scale."""
 
     class Branches(nn.Module):
@@ -201,7 +201,7 @@ def quiet() -> Subject:
     return subject(Branches(), make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-7))
 
 
-def near_the_end() -> Subject:
+def near_the_end() -> CheckInputs:
     model = chain(enter=nn.Linear(8, 16), high=nn.Linear(16, 16), norm=nn.LayerNorm(16), head=nn.Linear(16, 4))
     with torch.no_grad():
         model.get_parameter("high.weight").mul_(40_000)
@@ -212,7 +212,7 @@ def squared(x: Tensor) -> Tensor:
     return x * 1000 * ((x * 1000).square().mean(1, keepdim=True) + 1e-6).rsqrt()
 
 
-SICK: dict[str, tuple[Callable[[], Subject], tuple[Precision, ...], str]] = {
+SICK: dict[str, tuple[Callable[[], CheckInputs], tuple[Precision, ...], str]] = {
     "overflow": (lambda: with_middle(lambda x: x * 1e6 * 1e-6), ("fp16",), "middle"),
     "running sum": (lambda: with_middle(running_sum), ("bf16", "fp16"), "middle"),
     "offset": (lambda: with_middle(lambda x: (x + 3000.0) - 3000.0), ("bf16", "fp16"), "middle"),

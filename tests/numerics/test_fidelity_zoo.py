@@ -19,7 +19,7 @@ from autotune_amp.core.outcome import Fidelity
 from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.fidelity import check
 from autotune_amp.numerics.locate import OUTSIDE
-from autotune_amp.numerics.passes import Subject
+from autotune_amp.numerics.passes import CheckInputs
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import data
 from autotune_amp.trial.context import make_model, make_optimizer
@@ -62,7 +62,7 @@ def checked(case: Any, precision: Precision) -> Fidelity:
     model = make_model(workload)
     with closing(data.stream(workload.data, case.batch_size)) as stream:
         batches = list(islice(stream, 8))
-    subject = Subject(model, workload.loss, batches, partial(make_optimizer, workload), torch.device("cpu"))
+    subject = CheckInputs(model, workload.loss, batches, partial(make_optimizer, workload), torch.device("cpu"))
     found = check(subject, precision, batch_size=case.batch_size)
     assert found.num_passes <= (60 if found.verdict == "faithful" else 1000)
     return found

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from autotune_amp.core.outcome import GradientDamage, Verdict
-from autotune_amp.numerics.grading import Findings, Parting, grade, next_step, suspicion
+from autotune_amp.numerics.grading import Findings, TrainingDivergence, grade, next_step, suspicion
 
 
 def damage(least: float = 0.0, flushed_share: float = 0.0) -> GradientDamage:
@@ -19,8 +19,8 @@ def damage(least: float = 0.0, flushed_share: float = 0.0) -> GradientDamage:
     )  # fmt: skip
 
 
-def parted(distance: float, *, spread: float = 0.1, resolution: float = 0.01) -> Parting:
-    return Parting(distance, spread, resolution, fall=2.0, num_steps=48)
+def parted(distance: float, *, spread: float = 0.1, resolution: float = 0.01) -> TrainingDivergence:
+    return TrainingDivergence(distance, spread, resolution, fall=2.0, num_steps=48)
 
 
 FAITHFUL = Findings(
@@ -58,21 +58,21 @@ CASES: list[tuple[dict[str, Any], Verdict, str]] = [
     ({"noise_ratio": 0.24}, "faithful", "sampling"),
     ({"noise_ratio": 1.0}, "faithful", "a batch 50 % smaller"),
     (UNRESOLVED, "undecided", "no training was made"),
-    ({**UNRESOLVED, "parting": TOGETHER}, "faithful", "a batch 50 % smaller"),
-    ({**UNRESOLVED, "parting": APART}, "unfaithful", "0.5 from fp32's"),
+    ({**UNRESOLVED, "divergence": TOGETHER}, "faithful", "a batch 50 % smaller"),
+    ({**UNRESOLVED, "divergence": APART}, "unfaithful", "0.5 from fp32's"),
     ({"noise_ratio": 1.0, "common_error_interval": None}, "undecided", "no training was made"),
-    ({"parting": parted(0.5, spread=0.6)}, "faithful", ""),  # as orders of fp32 part
-    ({"parting": parted(0.03, spread=0.01)}, "faithful", ""),  # a small share of its fall
+    ({"divergence": parted(0.5, spread=0.6)}, "faithful", ""),  # as orders of fp32 part
+    ({"divergence": parted(0.03, spread=0.01)}, "faithful", ""),  # a small share of its fall
     # An error that all batches share harms, or may.
     (BIAS, "doubtful", "10 % of the gradient is the same in every batch"),
-    ({**BIAS, "parting": TOGETHER}, "doubtful", "do not show it"),
-    ({**BIAS, "parting": APART}, "unfaithful", "25 % of its fall"),
+    ({**BIAS, "divergence": TOGETHER}, "doubtful", "do not show it"),
+    ({**BIAS, "divergence": APART}, "unfaithful", "25 % of its fall"),
     ({"common_error_interval": (0.0, 0.06)}, "undecided", "up to 6 %"),
     ({"common_error": 0.03, "common_error_interval": (0.01, 0.04)}, "faithful", ""),  # maybe by chance
     ({"common_error": 0.8, "common_error_interval": (0.6, 1.0)}, "unfaithful", "80 % of the gradient"),
     ({"most_common": damage(least=0.6)}, "undecided", "body.weight"),
-    ({"most_common": damage(least=0.6), "parting": TOGETHER}, "faithful", ""),
-    ({"parting": parted(0.5, resolution=0.6)}, "faithful", ""),  # the loss rounds
+    ({"most_common": damage(least=0.6), "divergence": TOGETHER}, "faithful", ""),
+    ({"divergence": parted(0.5, resolution=0.6)}, "faithful", ""),  # the loss rounds
     ({"norm_ratio": 0.3}, "undecided", "0.3 times as long"),
     # A gradient that shrinks, in one parameter too, is no noise.
     ({"shortest": msgspec.structs.replace(damage(), norm_ratio=0.4)}, "doubtful", "body.weight is 0.4 times as long"),
@@ -93,7 +93,7 @@ CASES: list[tuple[dict[str, Any], Verdict, str]] = [
     ({"lost_share": 0.6}, "doubtful", "60 % of the updates"),
     ({**GAP, "training_noise_gap": 0.4}, "faithful", ""),  # no batch would notice it
     ({**GAP, "training_noise_gap": 0.7}, "undecided", "50 times as far"),
-    ({**GAP, "training_noise_gap": 0.7, "parting": TOGETHER}, "faithful", ""),
+    ({**GAP, "training_noise_gap": 0.7, "divergence": TOGETHER}, "faithful", ""),
     ({"training_gap": 4.0, "training_noise_gap": 9.0}, "faithful", ""),  # as far as fp32 is from itself
     # The worst wins, and keeps its own reasons alone.
     ({"lost_share": 0.6, "flushed_share": 0.5, "forward_max": 6e4}, "unfaithful", "activations"),

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from autotune_amp.core.outcome import Accumulation
 from autotune_amp.numerics import accumulation
 from autotune_amp.numerics.accumulation import GradientProducts, check, cut, find_weights
-from autotune_amp.numerics.passes import Subject
+from autotune_amp.numerics.passes import CheckInputs
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -27,7 +27,7 @@ Loss = Callable[[Any, Any], Tensor]
 def found_of(model: nn.Module, loss: Loss, whole: Any, num_samples: int = 16, seed: int = 0) -> Accumulation:
     """A check, what holds of every one asserted."""
     micro_batches = cut(whole, num_samples // accumulation.num_micro_batches(num_samples))
-    subject = Subject(
+    subject = CheckInputs(
         model=model,
         loss=lambda model, batch: loss(model, copy.deepcopy(batch)),
         batches=[whole, *micro_batches],

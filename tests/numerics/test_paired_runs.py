@@ -18,10 +18,10 @@ from autotune_amp.numerics.paired_runs import (
     gap,
     lost_updates,
     noise_gap,
-    parting,
     perturb,
     shuffled,
     train,
+    training_divergence,
 )
 from autotune_amp.numerics.passes import Pass, Passes
 
@@ -77,12 +77,12 @@ def test_orders_hold_every_batch_once_in_each_round_and_runs_part_by_the_end_of_
     fp32 = [TrainingRun((9.0, 7.0, 3.0, 1.0), 0), TrainingRun((8.0, 8.0, 2.0, 3.0), 0)]
     low = [TrainingRun((9.0, 7.0, 5.0, 3.0), 0), TrainingRun((9.0, 9.0, 5.0, 4.0), 0)]
     rerounded = TrainingRun((9.0, 7.0, 3.0, 1.2), 0)
-    found = parting(low, fp32, rerounded, 2, roundoff=2.0**-9)
+    found = training_divergence(low, fp32, rerounded, 2, roundoff=2.0**-9)
     # A pass through both: 8, 8 in fp32, then 2 and 2.5; the differences are 0 and 1, then 2 and 2.
     assert (found.distance, found.spread, found.fall, found.num_steps) == (1.25, 0.75, 5.75, 4)
     assert found.resolution == pytest.approx(2.0**-8 * (8 + 8 + 2 + 2.5) / 4)
     assert found.is_apart
-    moved = parting(low, fp32, TrainingRun((9.0, 9.0, 5.0, 5.0), 0), 2, roundoff=2.0**-9)
+    moved = training_divergence(low, fp32, TrainingRun((9.0, 9.0, 5.0, 5.0), 0), 2, roundoff=2.0**-9)
     assert (moved.spread, moved.is_apart) == (2.0, False), "as far as another rounding takes fp32 from itself"
 
 
@@ -109,7 +109,7 @@ def test_a_perturbation_is_relative_and_of_frozen_parameters_too() -> None:
 # -- weights kept in low precision -------------------------------------------------------------------------------------
 
 
-def lost(weights: Tensor, updates: Tensor) -> LowWeights | None:
+def lost(weights: Tensor, updates: Tensor) -> LostUpdates | None:
     model = nn.Module()
     model.register_parameter("w", nn.Parameter(weights))
     return lost_updates(model, {"w": weights.float()}, {"w": weights.float() + updates})
@@ -118,8 +118,8 @@ def lost(weights: Tensor, updates: Tensor) -> LowWeights | None:
 def test_what_is_lost_by_hand() -> None:
     # bf16 steps by 2^-7 from 1 on: the first update is lost, the second rounds up to a whole step, the third is none.
     found = lost(torch.ones(3, dtype=torch.bfloat16), torch.tensor([0.25, 0.75, 0.0]) * 2.0**-7)
-    assert found == LowWeights(weights="bf16", lost_share=0.5)  # of the two that move at all
+    assert found == LostUpdates(weights="bf16", lost_share=0.5)  # of the two that move at all
     # A mask of -inf, and a step past the end of the format, are no rounding.
     odd = lost(torch.tensor([-math.inf, 1.0, 1.0], dtype=torch.float16), torch.tensor([0.0, 1e6, 2.0**-3]))
-    assert odd == LowWeights(weights="fp16", lost_share=0.0)
+    assert odd == LostUpdates(weights="fp16", lost_share=0.0)
     assert lost(torch.ones(2), torch.ones(2)) is lost(torch.ones(2).bfloat16(), torch.zeros(2)) is None

@@ -23,7 +23,7 @@ from autotune_amp.core.evidence import (
     check_line,
     loss_scale_line,
 )
-from autotune_amp.core.outcome import Fidelity, LowWeights
+from autotune_amp.core.outcome import Fidelity, LostUpdates
 from autotune_amp.core.recommendation import Recommendation
 
 SCALES = LossScaleEvidence(
@@ -148,7 +148,7 @@ def test_a_check_is_told_with_its_numbers_and_what_heals_it() -> None:
     healed = fidelity(reason="bf16 is bad.", verdict="unfaithful", healing_pins=("a.b", ""), **BARE)
     assert check_line(healed) == "bf16 is bad; with a.b, the model itself in fp32 it is faithful"
     assert check_line(fidelity(pinned_modules=("a.b",), **BARE)).startswith("with a.b in fp32 bf16 is faithful")
-    low = LowWeights(weights="bf16", lost_share=0.84)
+    low = LostUpdates(weights="bf16", lost_share=0.84)
     assert "84 %" in check_line(fidelity(low_weights=low, **BARE))
 
 

@@ -7,8 +7,8 @@ from unittest.mock import Mock
 
 import pytest
 
+from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.errors import FormatError
-from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.recommendation import Fingerprint
 from autotune_amp.hardware import identify
 from autotune_amp.search import command
@@ -46,7 +46,7 @@ def test_what_it_names_imports_and_calls_counts_and_nothing_beside_it(folder: Pa
 def fingerprint(folder: Path, command: str = "python train.py") -> tuple[CommandSource, Fingerprint]:
     """A source that searches in `folder`/study, and what its answer would hold for now."""
     (folder / "study").mkdir(exist_ok=True)
-    source, backend = CommandSource(LaunchLine.of(command)), Mock()
+    source, backend = CommandSource(CommandTemplate.of(command)), Mock()
     source.keep_in(folder / "study")
     backend.submit().result.return_value = Fingerprint(digest="machine", parts={"version of torch": "=2"})
     return source, source.fingerprint_by_child({}, identify("cpu"), backend, {})
@@ -95,8 +95,8 @@ def test_more_files_than_are_read_for_every_answer_cannot_be_compared(
 
 
 def test_a_changed_command_is_told_as_it_was_typed(folder: Path) -> None:
-    line = LaunchLine.of("python train.py --bs {batch_size=8} '{precision:bf16=--half x|fp32=}'")
-    other = LaunchLine.of("python train.py --bs {batch_size=16} {precision=fp32}", values={"bf16": "bfloat16"})
+    line = CommandTemplate.of("python train.py --bs {batch_size=8} '{precision:bf16=--half x|fp32=}'")
+    other = CommandTemplate.of("python train.py --bs {batch_size=16} {precision=fp32}", values={"bf16": "bfloat16"})
     before, after = (Fingerprint(digest="", parts=fingerprint_parts(each)) for each in (line, other))
     typed = "command changed from python train.py --bs '{batch_size=8}' '{precision:bf16=--half x|fp32=}' to "
     assert before.differences(after) == (

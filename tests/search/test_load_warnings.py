@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_backend import ScriptedSearch, candidate, measured
 
-from autotune_amp.core.hardware import BusyProcess, CardProcess, MachineLoad
+from autotune_amp.core.hardware import BusyProcess, GpuProcess, MachineLoad
 from autotune_amp.core.outcome import Record
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
@@ -59,7 +59,7 @@ def searched(loads: list[MachineLoad]) -> tuple[Decision, Sequence[Record]]:
 
 
 def about_load(decision: Decision) -> list[str]:
-    said = machine_load.doubts(decision.evidence.load)
+    said = machine_load.load_warnings(decision.evidence.load)
     assert set(said[:1]) <= set(decision.warnings)
     assert set(said[1:]) <= set(decision.notes), "one warning of the machine is enough"
     return said
@@ -106,12 +106,12 @@ def test_a_load_that_comes_and_goes_widens_the_lower_end() -> None:
         (HOGGED, "1.00 of 2 cores (python3"),
         (load(1.0, num_cpus=16), "1.00 of 16 cores"),
         (load(stolen_share=0.05), "hypervisor gave 5 %"),
-        (load(card_processes=(CardProcess(pid=9, name="theirs", memory_bytes=None),)), "theirs, pid 9"),
-        (load(card_slowdowns=("heat, limited by the card",)), "heat, limited by the card"),
+        (load(gpu_processes=(GpuProcess(pid=9, name="theirs", memory_bytes=None),)), "theirs, pid 9"),
+        (load(gpu_slowdowns=("heat, limited by the card",)), "heat, limited by the card"),
     ],
 )
 def test_what_is_worth_a_word(seen: MachineLoad, word: str | None) -> None:
-    said = machine_load.doubts(machine_load.evidence([seen]))
+    said = machine_load.load_warnings(machine_load.evidence([seen]))
     assert len(said) == (word is not None)
     assert word is None or word in said[0]
 
@@ -124,8 +124,8 @@ def test_what_is_worth_a_word(seen: MachineLoad, word: str | None) -> None:
         (load(0.2, 1.8), 1.0),
         (load(5.0, 1.0, num_cpus=16), 1.0),  # cores were left for everybody
         (load(1.0, 31.0, num_cpus=32), 2.0),  # one process beside a thread on each core
-        (load(15.0, 1.0, num_cpus=16, card_processes=()), 1.0),  # the thread that feeds the card had its core
-        (load(15.5, 0.5, num_cpus=16, card_processes=()), 2.0),
+        (load(15.0, 1.0, num_cpus=16, gpu_processes=()), 1.0),  # the thread that feeds the card had its core
+        (load(15.5, 0.5, num_cpus=16, gpu_processes=()), 2.0),
     ],
 )
 def test_how_much_others_may_have_slowed_a_step(seen: MachineLoad, slowdown: float) -> None:

@@ -25,7 +25,6 @@ from autotune_amp.command.rank_steps import Rank
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.core.errors import InvalidRequestError, StudyError, WorkloadError
 from autotune_amp.core.job import Deadlines
-from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.setting import Setting
@@ -88,7 +87,7 @@ class _Source(NamedTuple):
 
 
 def apply(
-    recommended: Recommendation, line: LaunchLine, *, study: Path, write: bool, phase: Callable[[str], Any]
+    recommended: Recommendation, line: CommandTemplate, *, study: Path, write: bool, phase: Callable[[str], Any]
 ) -> Applied:
     """Run the command to see what it does, edit a copy of its files to follow the recommendation, and run that.
 
@@ -119,7 +118,7 @@ def apply(
         )
     has_own_weights = recommended.workload is not None and recommended.workload.weights != "fp32"
     behaviour = partial(_behaviour, has_own_weights=has_own_weights)
-    searched = recommended.launch_line
+    searched = recommended.command_template
     keeps = searched is not None and searched.keeps_effective_batch_size
     seen = msgspec.structs.replace(_seen(*observed, behaviour), keeps_effective_batch_size=keeps)
     sources = _read(
@@ -128,7 +127,7 @@ def apply(
     edited = edit({path: source.text for path, source in sources.items()}, seen, recommended.config, line.arguments)
     applied = Applied(
         diff="".join(_diff(path, sources[path].text, text) for path, text in edited.texts.items()),
-        command=None if edited.command == line.arguments else LaunchLine.of(edited.command).filled({}, "")[0],
+        command=None if edited.command == line.arguments else CommandTemplate.of(edited.command).filled({}, "")[0],
         by_hand=tuple(msgspec.structs.replace(each, where=_shown(each.where)) for each in edited.by_hand),
         today=seen.today,
         expected=edited.expected,

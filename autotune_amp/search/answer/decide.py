@@ -20,9 +20,9 @@ from autotune_amp.core.evidence import (
     MIN_PROCESSES,
     BaselineEvidence,
     Evidence,
+    LargerBatchOption,
     LoaderEvidence,
     MemoryEvidence,
-    Outlook,
     PlainEnvironment,
     ProcessPeak,
     RanksEvidence,
@@ -127,7 +127,7 @@ def decide(
     )
 
 
-def _outlook(ledger: Ledger, evidence: Evidence) -> Outlook | None:
+def _outlook(ledger: Ledger, evidence: Evidence) -> LargerBatchOption | None:
     """Return the fastest setting with another effective batch size; None unless it beats the recommendation by 3 %."""
     found = [(r.outcome, r.candidate) for r in ledger.records if r.purpose == "outlook"]
     measured = [(o.samples_per_second, c, o) for o, c in found if isinstance(o, Measurement)]
@@ -137,7 +137,7 @@ def _outlook(ledger: Ledger, evidence: Evidence) -> Outlook | None:
     if speed < (1 + PLATEAU) * evidence.samples_per_second:
         return None
     todays = evidence.baseline.samples_per_second
-    return Outlook.of(
+    return LargerBatchOption.of(
         setting,
         samples_per_second=speed,
         peak_memory_bytes=outcome.peak_memory_bytes,
@@ -407,7 +407,7 @@ def rerank(known: Recommendation, options: SearchOptions, folder: StudyFolder) -
         fingerprint=known.fingerprint,
         versions=known.versions,
         target=known.target,
-        launch_line=known.launch_line,
+        command_template=known.command_template,
     )
 
 

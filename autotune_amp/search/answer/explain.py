@@ -199,7 +199,7 @@ def doubts(
     before = None if search is None or search.load is None else machine_load.evidence([search.load])
     harm, numerical = _numerical_doubts(ledger, chosen, evidence, why_uncalibrated)
     # Load by other processes is why processes disagree and machines change: the first of these warnings is enough.
-    load = machine_load.doubts(evidence.load) or machine_load.doubts(before, "search on an idle machine")
+    load = machine_load.load_warnings(evidence.load) or machine_load.load_warnings(before, "search on an idle machine")
     was_interrupted = search is not None and search.was_interrupted
     spread, unconfirmed = _measuring_doubts(evidence, was_interrupted=was_interrupted)
     unsure = [*load, *spread]

@@ -92,7 +92,7 @@ def _shared_answer(
         command=None,
         fingerprint=fingerprint,
         target=source.target,
-        launch_line=source.launch_line,
+        command_template=source.command_template,
         warnings=(told, *answer.warnings)[:MAX_WARNINGS],
         notes=(*answer.warnings[MAX_WARNINGS - 1 :], *answer.notes),
         search=msgspec.structs.replace(answer.search, study=folder.path.name),

@@ -137,7 +137,7 @@ class StudyFolder:
 
     def save(self, recommendation: Recommendation) -> Recommendation:
         """Write recommendation.json atomically, and a command's settings files. Return what was written."""
-        line = recommendation.launch_line
+        line = recommendation.command_template
         if line is not None:
             _, command = recommendation.answered_command(self.path)
             recommendation = msgspec.structs.replace(recommendation, command=command)

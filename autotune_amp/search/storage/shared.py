@@ -86,7 +86,7 @@ def _without_command(recommendation: Recommendation) -> Recommendation:
 
     Words of theirs of at least `_MIN_HIDDEN` characters are hidden in its sentences too.
     """
-    line, target = recommendation.launch_line, recommendation.target
+    line, target = recommendation.command_template, recommendation.target
     texts = [] if line is None else [*line.arguments, *line.values.values(), *line.files, *line.files.values()]
     said = [*texts, *([] if target is None else [target])]
     words = {word for text in said for word in (text, *text.split(), *re.split(r"[\s=:,'\"]+", text))}
@@ -94,7 +94,7 @@ def _without_command(recommendation: Recommendation) -> Recommendation:
     bare = replace(
         recommendation,
         target=None,
-        launch_line=None,
+        command_template=None,
         command=None,
         fingerprint=replace(recommendation.fingerprint, parts={}, unknown=()),
         workload=recommendation.workload and replace(recommendation.workload, loader=None),

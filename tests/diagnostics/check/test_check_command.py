@@ -171,7 +171,7 @@ def test_what_a_process_says_that_it_does_is_shown() -> None:
 
 def test_a_command_cannot_be_checked() -> None:
     with pytest.raises(InvalidRequestError, match="command"):
-        check_workload(LaunchLine.of(["python", "-c", "pass", "{batch_size=4}"]), quiet=True)
+        check_workload(CommandTemplate.of(["python", "-c", "pass", "{batch_size=4}"]), quiet=True)
 
 
 def test_live_objects() -> None:

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 from test_rerank import HELD, OPTIONS, finished
 
-from autotune_amp.core.launch_line import LaunchLine
+from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.recommendation import FORMAT, Fingerprint, Recommendation
 from autotune_amp.search.command import CommandSource
 from autotune_amp.search.options import SearchOptions
@@ -22,7 +22,7 @@ from autotune_amp.search.storage.folder import StudyFolder
 
 __all__ = ["finished"]  # the fixture
 
-MINE = LaunchLine.of(["python", "mine.py", "{batch_size=4}"])
+MINE = CommandTemplate.of(["python", "mine.py", "{batch_size=4}"])
 MEMORY_BYTES = 85 * 10**9
 PARTS = {
     "function loss of train.py": "1a2b",
@@ -120,7 +120,7 @@ def asked(url: str, folder: Path, now: Fingerprint, **options: Any) -> tuple[Rec
 def test_an_answer_of_another_host_is_saved_with_its_origin_and_runs_nothing_of_its_writer_s(
     url: str, found: Recommendation, tmp_path: Path
 ) -> None:
-    shared.keep(url, replace(found, launch_line=LaunchLine.of(["rm", "-rf", "{batch_size=4}"])))
+    shared.keep(url, replace(found, command_template=CommandTemplate.of(["rm", "-rf", "{batch_size=4}"])))
     now = fingerprint(device_uuid="=GPU-2")
     answer, notes = asked(url, tmp_path, now)
     assert answer is not None
@@ -128,7 +128,7 @@ def test_an_answer_of_another_host_is_saved_with_its_origin_and_runs_nothing_of_
     assert (answer.fingerprint, answer.search.study) == (now, "train")
     assert answer.config == found.config
     assert "theirs" not in answer.to_json()
-    assert answer.launch_line == MINE
+    assert answer.command_template == MINE
     assert str(answer.command).endswith(" -- python mine.py 128")
     assert notes[0] in answer.warnings
     assert {path.name for path in (tmp_path / "train").iterdir()} <= {"recommendation.json", ".lock"}
@@ -162,7 +162,7 @@ def test_what_asks_for_another_ranking_or_no_storage_is_not_answered_so(
 
 def test_nothing_of_the_command_its_files_and_its_target_is_kept(url: str, found: Recommendation) -> None:
     token = "hf_Secret0123456789"
-    line = LaunchLine(
+    line = CommandTemplate(
         arguments=("python", "private_script.py", f"--token={token}", "{batch_size=4}", "--word", "two words"),
         values={"bf16": "bfloat-sixteen"},
         files={"private.yaml": f"key: {token}-of-file\nbatch: {{batch_size}}\n"},
@@ -173,7 +173,7 @@ def test_nothing_of_the_command_its_files_and_its_target_is_kept(url: str, found
         url,
         replace(
             found,
-            launch_line=line,
+            command_template=line,
             command=f"python private_script.py --token={token}",
             target="private_script.py:secret_workload",
             warnings=(said,),

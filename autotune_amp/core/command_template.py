@@ -1,4 +1,4 @@
-"""LaunchLine: a training command with placeholders that a setting fills. Text only; nothing is started here."""
+"""CommandTemplate: a training command with placeholders that a setting fills. Text only; nothing is started here."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Placeholder(msgspec.Struct, frozen=True, kw_only=True):
     choices: dict[str, str] | None = None
 
 
-class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
+class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
     """A training command with placeholders that a setting fills.
 
     Placeholders are ``batch_size``, ``precision``, ``accumulation_steps``, ``num_workers``, and ``seed``,
@@ -67,7 +67,7 @@ class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(
         cls, command: str | Sequence[str], *, values: Mapping[str, str] | None = None, files: Iterable[str] = ()
-    ) -> LaunchLine:
+    ) -> CommandTemplate:
         """Parse a command line or a list of arguments. Raises `InvalidRequestError` for an invalid placeholder."""
         arguments = tuple(shlex.split(command) if isinstance(command, str) else command)
         if not arguments:
@@ -279,7 +279,7 @@ def _check(placeholder: Placeholder, words: Mapping[str, str]) -> None:
             )
 
 
-def to_command_line(line: LaunchLine) -> list[str]:
+def to_command_line(line: CommandTemplate) -> list[str]:
     """Return the options and arguments from which `from_command_line` makes this line."""
     said = [word for name, value in line.values.items() for word in ("--value", f"{name}={value}")]
     return [*said, *(word for file in line.files for word in ("--file", file)), "--", *line.arguments]
@@ -287,8 +287,8 @@ def to_command_line(line: LaunchLine) -> list[str]:
 
 def from_command_line(
     command: Sequence[str] | None, target: str | None, values: Iterable[str], files: Iterable[str], *, is_dry: bool
-) -> LaunchLine | None:
-    """Make a LaunchLine from the command after ``--`` and its options; None if there is no command.
+) -> CommandTemplate | None:
+    """Make a CommandTemplate from the command after ``--`` and its options; None if there is no command.
 
     `values` are PRECISION=WORD pairs. Raises `InvalidRequestError` if a `target` is given too, or if there is an option
     that applies to commands but no command.
@@ -304,4 +304,4 @@ def from_command_line(
     for precision, sign, _ in pairs:
         if not sign:
             raise InvalidRequestError(f"--value is {precision!r}.", "Give PRECISION=WORD, as in bf16=bf16-mixed.")
-    return LaunchLine.of(command, values={precision: word for precision, _, word in pairs}, files=files)
+    return CommandTemplate.of(command, values={precision: word for precision, _, word in pairs}, files=files)

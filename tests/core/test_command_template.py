@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.setting import Setting
 
 BF16 = Setting(precision="bf16", batch_size=16, accumulation_steps=2)
 
 
 def filled(command: str, setting: Setting = BF16, values: dict[str, str] | None = None, **of_trial: Any) -> str:
-    arguments, _ = LaunchLine.of(command, values=values).of_setting(setting, ".", **of_trial)
+    arguments, _ = CommandTemplate.of(command, values=values).of_setting(setting, ".", **of_trial)
     return shlex.join(arguments)
 
 
@@ -57,7 +57,7 @@ def test_a_trial_has_values_of_its_own() -> None:
 
 
 def test_the_commands_own_words() -> None:
-    line = LaunchLine.of(
+    line = CommandTemplate.of(
         "python t.py --precision {precision=32-true}", values={"fp32": "32-true", "bf16": "bf16-mixed"}
     )
     assert line.today_values == {"precision": "fp32"}
@@ -65,7 +65,7 @@ def test_the_commands_own_words() -> None:
 
 
 def test_today_is_what_the_defaults_say() -> None:
-    line = LaunchLine.of(
+    line = CommandTemplate.of(
         ["python", "t.py", "--bs", "{batch_size=32}", "{precision:bf16=--bf16|fp32=}", "{num_workers=2}"]
     )
     assert line.today_values == {"precision": "fp32", "batch_size": 32, "num_workers": 2}
@@ -74,7 +74,7 @@ def test_today_is_what_the_defaults_say() -> None:
 
 @given(st.lists(st.text(st.characters(exclude_characters="{}\0"), min_size=1), min_size=1))
 def test_a_command_without_placeholders_stays_as_it_is(arguments: list[str]) -> None:
-    line = LaunchLine.of(arguments)
+    line = CommandTemplate.of(arguments)
     assert line.of_setting(BF16, ".") == (tuple(arguments), {})
     assert line.outside(BF16, Setting(precision="fp32", batch_size=16)) == {
         "precision": "bf16",
@@ -84,14 +84,14 @@ def test_a_command_without_placeholders_stays_as_it_is(arguments: list[str]) -> 
 
 
 def test_what_a_script_makes_up_itself_is_not_set_from_outside() -> None:
-    line = replace(LaunchLine.of("python t.py {batch_size=32}"), keeps_effective_batch_size=True)
+    line = replace(CommandTemplate.of("python t.py {batch_size=32}"), keeps_effective_batch_size=True)
     assert line.outside(BF16, Setting(precision="bf16", batch_size=32)) == {}
 
 
 def test_a_settings_file_is_copied_and_the_copy_named(tmp_path: Path) -> None:
     own = tmp_path / "cfg.yaml"
     own.write_text("batch: {batch_size=4}\nshape: {3: 4}\n")
-    line = LaunchLine.of(f"python t.py --config={own}", files=[str(own)])
+    line = CommandTemplate.of(f"python t.py --config={own}", files=[str(own)])
     arguments, files = line.of_setting(BF16, "trial")
     assert arguments == ("python", "t.py", "--config=trial/cfg.yaml")
     assert files == {"trial/cfg.yaml": "batch: 16\nshape: {3: 4}\n"}
@@ -123,18 +123,18 @@ def test_a_settings_file_is_copied_and_the_copy_named(tmp_path: Path) -> None:
     ],
 )
 def test_braces_that_can_be_no_placeholder_stay(text: str) -> None:
-    assert LaunchLine.of(["python", "t.py", text]).of_setting(BF16, ".")[0][-1] == text
+    assert CommandTemplate.of(["python", "t.py", text]).of_setting(BF16, ".")[0][-1] == text
 
 
 def test_of_a_settings_file_only_misspelt_names_are_refused(tmp_path: Path) -> None:
     own = tmp_path / "cfg.yaml"
     text = "batch: {batch_size=4}\nname: {{epoch}}-{epoch}-{{seeds=1}}\nmodel: {port: 1, width: 2}\n"
     own.write_text(text)
-    _, files = LaunchLine.of(f"python t.py {own}", files=[str(own)]).of_setting(BF16, ".")
+    _, files = CommandTemplate.of(f"python t.py {own}", files=[str(own)]).of_setting(BF16, ".")
     assert list(files.values()) == [text.replace("{batch_size=4}", "16").replace("{{seeds=1}}", "{seeds=1}")]
     own.write_text("batch: {batchsize=4}\n")
     with pytest.raises(InvalidRequestError, match=r"cfg.yaml(.|\n)*\{batch_size=4\}"):
-        LaunchLine.of(f"python t.py {own}", files=[str(own)])
+        CommandTemplate.of(f"python t.py {own}", files=[str(own)])
 
 
 @pytest.mark.parametrize(
@@ -168,15 +168,15 @@ def test_of_a_settings_file_only_misspelt_names_are_refused(tmp_path: Path) -> N
 )
 def test_what_cannot_be_meant_is_refused_by_name(command: str, options: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidRequestError, match=named):
-        LaunchLine.of(command, **options)
+        CommandTemplate.of(command, **options)
 
 
 def test_what_is_suggested_as_todays_is_fp32_and_can_be_meant() -> None:
     with pytest.raises(InvalidRequestError) as raised:
-        LaunchLine.of("python t.py '{precision:bf16=--dtype bf16|fp32=--dtype fp32}'")
+        CommandTemplate.of("python t.py '{precision:bf16=--dtype bf16|fp32=--dtype fp32}'")
     suggested = "{precision=fp32:bf16=--dtype bf16|fp32=--dtype fp32}"
     assert suggested in raised.value.next_step
-    assert LaunchLine.of(["python", "t.py", suggested]).today("precision") == "fp32"
+    assert CommandTemplate.of(["python", "t.py", suggested]).today("precision") == "fp32"
 
 
 @pytest.mark.parametrize(
@@ -189,11 +189,11 @@ def test_what_is_suggested_as_todays_is_fp32_and_can_be_meant() -> None:
     ],
 )
 def test_a_study_is_named_by_its_script(command: str, name: str) -> None:
-    assert LaunchLine.of(command).name == name
+    assert CommandTemplate.of(command).name == name
 
 
 def test_the_first_commands_differ_in_one_thing_each() -> None:
-    line = LaunchLine.of("python t.py {batch_size=8} {precision:fp16=--fp16|fp32=}")
+    line = CommandTemplate.of("python t.py {batch_size=8} {precision:fp16=--fp16|fp32=}")
     assert [shlex.join(command) for command in line.first_commands()] == [
         "python t.py 8", "python t.py 8 --fp16", "python t.py 4",
     ]  # fmt: skip
