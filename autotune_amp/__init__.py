@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from autotune_amp.api import profile_amp as profile_amp
     from autotune_amp.api import profile_memory as profile_memory
     from autotune_amp.api import recommend_config as recommend_config
+    from autotune_amp.core.command_template import CommandTemplate as CommandTemplate
     from autotune_amp.core.config import AmpConfig as AmpConfig
     from autotune_amp.core.config import LossScale as LossScale
     from autotune_amp.core.outcome import Fidelity as Fidelity
@@ -66,6 +67,7 @@ _HOMES = {
     "AmpConfig": "core.config",
     "AmpProfile": "diagnostics.profile_amp",
     "CheckReport": "diagnostics.check.findings",
+    "CommandTemplate": "core.command_template",
     "Fidelity": "core.outcome",
     "LossScale": "core.config",
     "MemoryProfile": "diagnostics.memory.results",

@@ -85,7 +85,7 @@ class CommandBackend(WorkloadBackend):
         self._watcher = watcher
         self._environment = environment
         # Runs that a trial of the setting need not repeat, with the command as it was then.
-        self._described: dict[Setting, tuple[LaunchLine, CompletedRun]] = {}
+        self._described: dict[Setting, tuple[CommandTemplate, CompletedRun]] = {}
 
     @property
     def abilities(self) -> frozenset[Ability]:

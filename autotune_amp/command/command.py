@@ -12,6 +12,7 @@ from typing import Any
 from autotune_amp.command.leftovers import FOLDER, leftover_notes, remembered
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.running import TRIAL_DIR, CompletedRun, run
+from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.setting import Setting
 from autotune_amp.distributed import free_port

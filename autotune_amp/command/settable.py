@@ -18,7 +18,7 @@ from autotune_amp.command.measure import (
 )
 from autotune_amp.command.messages import Set
 from autotune_amp.command.rank_steps import Rank
-from autotune_amp.core.launch_line import LaunchLine
+from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.precisions import PRECISIONS, Precision
 from autotune_amp.core.setting import Setting

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autotune_amp.core.config import FP16_MAX, MIN_LOSS_SCALE
-from autotune_amp.core.outcome import Fidelity, LowWeights, after_steps
+from autotune_amp.core.outcome import Fidelity, LostUpdates, after_steps
 from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.accumulation import cut_all, first_dimensions
 from autotune_amp.numerics.calibration import FIRST_GUESS, count_octaves, largest_safe_scale

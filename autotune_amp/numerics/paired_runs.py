@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from autotune_amp.core.config import MIN_LOSS_SCALE
-from autotune_amp.core.outcome import LowWeights
+from autotune_amp.core.outcome import LostUpdates
 from autotune_amp.core.precisions import Precision
-from autotune_amp.numerics.grading import Parting
-from autotune_amp.numerics.passes import Pass, Passes, Subject, stored
+from autotune_amp.numerics.grading import TrainingDivergence
+from autotune_amp.numerics.passes import CheckInputs, Pass, Passes, stored
 from autotune_amp.precision.forward_wrapper import parameters_by_name
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.torch_state import HALF_DTYPES

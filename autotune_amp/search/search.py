@@ -163,7 +163,7 @@ class _Search:
             fingerprint=self._source.with_opened(fingerprint),
             versions=versions(),
             target=self._source.target,
-            launch_line=self._source.launch_line,
+            command_template=self._source.command_template,
         )
         recommendation = self.folder.save(recommendation)
         if interruption is not None:
@@ -235,7 +235,7 @@ class _Search:
         """Return warnings about the load by other processes, if the search runs on this host."""
         if not self.devices.is_here:
             return ()
-        said = machine_load.doubts(machine_load.evidence([load]), "search on an idle machine")
+        said = machine_load.load_warnings(machine_load.evidence([load]), "search on an idle machine")
         return said if load.others_num_cores is not None else (*said, *self._load_notes)
 
     def _note(self, line: str) -> None:

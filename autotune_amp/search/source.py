@@ -74,7 +74,7 @@ class Source:
 
         Raises `InvalidRequestError` for a command and for a file outside the working directory.
         """
-        if self.launch_line is not None:
+        if self.command_template is not None:
             raise InvalidRequestError(
                 "--ray runs the trials of a Workload; those of a command run one after the other on this host.",
                 "Leave --ray out, or give a function that returns a Workload.",

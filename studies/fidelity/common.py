@@ -17,7 +17,7 @@ from case import Case
 
 import autotune_amp
 from autotune_amp.core.precisions import Precision
-from autotune_amp.numerics.passes import Subject
+from autotune_amp.numerics.passes import CheckInputs
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import data
 from autotune_amp.trial.context import make_model, make_optimizer

@@ -8,7 +8,7 @@ from typing import Any
 
 from autotune_amp.command.backend import CommandBackend
 from autotune_amp.command.command import Command
-from autotune_amp.core.launch_line import LaunchLine
+from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.outcome import Description, Failure
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.local import LocalBackend, Payload
@@ -34,7 +34,7 @@ def described(
     device: str = "cpu",
     is_batch_free: bool = True,
 ) -> tuple[CommandBackend, Description | Failure]:
-    backend = CommandBackend(Command(LaunchLine.of(command, files=files)), local, Watcher())
+    backend = CommandBackend(Command(CommandTemplate.of(command, files=files)), local, Watcher())
     describe = Describe(device=device, baseline_batch_size=8, deadline_seconds=seconds, is_batch_free=is_batch_free)
     return backend, backend.submit(describe).result()
 

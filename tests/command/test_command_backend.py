@@ -18,7 +18,6 @@ from msgspec.structs import replace
 
 from autotune_amp.command import backend as command_backend
 from autotune_amp.command.command import Command
-from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.errors import BudgetTooSmallError, WorkloadError
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting

@@ -172,7 +172,7 @@ def test_a_search_that_is_killed_where_a_run_begins_leaves_no_folder(tmp_path: P
 import os, signal, subprocess, sys
 from autotune_amp.command.command import Command
 from autotune_amp.core.job import Deadlines
-from autotune_amp.core.launch_line import LaunchLine
+from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes import program
 from autotune_amp.processes.process import Watcher
@@ -184,7 +184,7 @@ def killed(*args, **named):
 {moment} = killed
 if {what!r} == "check":
     program.temporary_folder().__enter__()
-line = LaunchLine.of([sys.executable, "train.py", "{{trial_dir}}"])
+line = CommandTemplate.of([sys.executable, "train.py", "{{trial_dir}}"])
 Command(line).run(Setting(precision="fp32", batch_size=1), Deadlines(), lambda _: False, Watcher())
 """
     environment = {**os.environ, "TMPDIR": str(temporary)}

@@ -12,7 +12,7 @@ from autotune_amp.command import messages
 from autotune_amp.command.measure import samples_per_step
 from autotune_amp.command.rank_steps import Rank
 from autotune_amp.command.settable import batches_in, deviation, keeps_effective_batch_size, probing_setting, unsettable
-from autotune_amp.core.launch_line import LaunchLine
+from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting

@@ -11,7 +11,7 @@ import torch
 from subjects import build, mlp
 from torch import Tensor, nn
 
-from autotune_amp.core.outcome import LowWeights
+from autotune_amp.core.outcome import LostUpdates
 from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.paired_runs import (
     TrainingRun,

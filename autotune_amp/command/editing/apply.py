@@ -23,6 +23,7 @@ from autotune_amp.command.editing.edit import ByHand, CommandFacts, Edit, Observ
 from autotune_amp.command.messages import Site, Torch
 from autotune_amp.command.rank_steps import Rank
 from autotune_amp.command.ranks import RunEvents
+from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.errors import InvalidRequestError, StudyError, WorkloadError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure

@@ -14,7 +14,7 @@ import pytest
 from torch import Tensor
 from unisolated import run_jobs_here
 
-from autotune_amp import LaunchLine, check_workload
+from autotune_amp import CommandTemplate, check_workload
 from autotune_amp.cli import run
 from autotune_amp.core.errors import InvalidRequestError, RunnerError, WorkloadError
 from autotune_amp.diagnostics.check import recording
