@@ -20,6 +20,7 @@ from autotune_amp.processes.program import Program, new_folder, temporary_folder
 
 pytestmark = pytest.mark.usefixtures("nothing_left_at_once")
 GONE_SECONDS = 20.0
+START_SECONDS = 120.0  # two Pythons, one of which imports torch
 SEARCH = """
 import sys
 from autotune_amp.processes.local import LocalBackend, Payload
@@ -36,15 +37,15 @@ pathlib.Path({file!r}).write_text(str(sleeper.pid))
 """
 
 
-def eventually(is_so: Callable[[], object], what: str) -> None:
-    until = time.monotonic() + GONE_SECONDS
+def eventually(is_so: Callable[[], object], what: str, seconds: float = GONE_SECONDS) -> None:
+    until = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < until, what
         time.sleep(0.05)
 
 
 def number_in(file: Path) -> int:
-    eventually(lambda: file.exists() and file.read_text(), "it was started")
+    eventually(lambda: file.exists() and file.read_text(), "it was started", START_SECONDS)
     return int(file.read_text())
 
 
