@@ -323,7 +323,7 @@ def run_profile(
             parts = [Path(folder, f"{p}.json") for p, found in profiled.items() if found.split is not None]
             problem = None if path is None else write_trace(parts, path)
     everything = ProfileResults(opened.hardware, refused, outcomes, profiled)
-    return answer(
+    return make_profile(
         rows(asked, everything),
         everything,
         workload=origin.name,
@@ -334,7 +334,7 @@ def run_profile(
     )
 
 
-class SubmitsTrials(Protocol):
+class TrialBackend(Protocol):
     """Interface that timing needs of a backend."""
 
     def submit(self, job: Trial, /) -> Handle[Outcome]:
@@ -342,7 +342,7 @@ class SubmitsTrials(Protocol):
 
 
 def time_in_turns(
-    backend: SubmitsTrials, trials: Mapping[Precision, Trial], num_batches: int, progress: Progress
+    backend: TrialBackend, trials: Mapping[Precision, Trial], num_batches: int, progress: Progress
 ) -> dict[Precision, list[Outcome]]:
     """Return the outcomes of each precision, one per round, each in its own process; all precisions of a round see the
     same batches.
@@ -369,7 +369,7 @@ def time_in_turns(
     return outcomes
 
 
-def _run(backend: SubmitsTrials, trial: Trial, number: int, progress: Progress) -> Outcome:
+def _run(backend: TrialBackend, trial: Trial, number: int, progress: Progress) -> Outcome:
     progress.trial_started(number, trial.candidate, trial.purpose)
     started = time.monotonic()
     outcome = backend.submit(trial).result()
@@ -575,7 +575,7 @@ def _compared(row: PrecisionRow, reference: PrecisionRow, found: ProfileResults)
     )
 
 
-def answer(
+def make_profile(
     rows: tuple[PrecisionRow, ...],
     found: ProfileResults,
     *,

@@ -13,7 +13,7 @@ from search_replay import search_replay
 from autotune_amp.core.outcome import Outcome
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
-from autotune_amp.diagnostics.profile_amp import NUM_ROUNDS, AmpProfile, ProfileResults, answer, rows
+from autotune_amp.diagnostics.profile_amp import NUM_ROUNDS, AmpProfile, ProfileResults, make_profile, rows
 from autotune_amp.precision.modes import MIXED_PRECISIONS
 from autotune_amp.trial.jobs import Trial
 
@@ -69,7 +69,7 @@ def profiled(landscape: Landscape) -> AmpProfile:
         (process,) = landscape.cells[Setting(precision=precision, batch_size=header.todays_batch_size)]
         outcomes[precision] = [process.outcome] * NUM_ROUNDS
     found = ProfileResults(header.hardware, {}, outcomes, {})
-    return answer(
+    return make_profile(
         rows(header.precisions, found),
         found,
         workload=header.workload,

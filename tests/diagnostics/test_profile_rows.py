@@ -11,7 +11,15 @@ from profile_samples import HARDWARE, host_step, measured, profiled
 from autotune_amp.core.outcome import Failure, FailureKind, Outcome, Profiled
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
-from autotune_amp.diagnostics.profile_amp import AmpProfile, PrecisionRow, ProfileResults, answer, facts, rows, verdict
+from autotune_amp.diagnostics.profile_amp import (
+    AmpProfile,
+    PrecisionRow,
+    ProfileResults,
+    facts,
+    make_profile,
+    rows,
+    verdict,
+)
 
 
 def failure(kind: FailureKind = "oom") -> Failure:
@@ -86,7 +94,7 @@ def answered(optimizer_shares: dict[Precision, float], **step_seconds: float) ->
         for name, share in optimizer_shares.items()
     }
     made = ProfileResults(HARDWARE, {}, {name: [measured(s)] for name, s in seconds.items()}, taken_apart)  # type: ignore[misc]
-    return answer(
+    return make_profile(
         rows(tuple(made.outcomes), made),
         made,
         workload="made",

@@ -34,7 +34,7 @@ def taken_apart(snapshot_file: str | None = None) -> MemoryBreakdown:
         candidate=Setting(precision="fp32", batch_size=BATCH), device="cuda", torch_state=torch_state.capture()
     )
     spec = MemoryJob(device="cuda", trial=trial, snapshot_file=snapshot_file)
-    found = child.take_apart(Context(made, is_kept=False), spec, lambda message: None)
+    found = child.measure_memory(Context(made, is_kept=False), spec, lambda message: None)
     assert isinstance(found, MemoryBreakdown), found
     return found
 

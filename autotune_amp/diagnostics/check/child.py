@@ -17,7 +17,14 @@ from autotune_amp.core.job import Phase, Tell
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.workload import Workload
 from autotune_amp.diagnostics.check import reading
-from autotune_amp.diagnostics.check.findings import CheckReport, Finding, Place, WorkloadCheckJob, found, in_order
+from autotune_amp.diagnostics.check.findings import (
+    CheckReport,
+    CodeLocation,
+    Finding,
+    WorkloadCheckJob,
+    in_order,
+    make_finding,
+)
 from autotune_amp.diagnostics.check.recording import Recording, Say, raised_at
 from autotune_amp.precision import rules, torch_state
 from autotune_amp.precision.rules import AutocastDevice
@@ -33,17 +40,17 @@ SeeLoss: TypeAlias = Callable[[Tensor], object]
 NUM_SAMPLES, MOST_SAMPLES = 2, 8
 
 
-def look(context: Context, job: WorkloadCheckJob, tell: Tell) -> CheckReport | Failure:
+def check(context: Context, job: WorkloadCheckJob, tell: Tell) -> CheckReport | Failure:
     """Return the report of a check, or the `Failure` for an exception that the workload's own code raised."""
     try:
-        return _look(context, job, lambda text: tell(Phase(text)))
+        return _check(context, job, lambda text: tell(Phase(text)))
     except Exception as error:
         failure = failures.failure_from_exception(error)
         traceback.clear_frames(error.__traceback__)
         return failure
 
 
-def _look(context: Context, job: WorkloadCheckJob, say: Say) -> CheckReport:
+def _check(context: Context, job: WorkloadCheckJob, say: Say) -> CheckReport:
     say("building the model")
     torch_state.apply(job.torch_state)
     torch_state.set_flags("fp32")
@@ -100,7 +107,7 @@ def report_on(
         _take(workload, model, batch_size)  # raises if the error is the workload's own
         problem = failures.failure_from_exception(error).message
         if (rule := rules.rule_of(problem)) is not None:  # code that inspects dtypes, as torch's own may
-            findings.append(found(rule, raised_at(error)))
+            findings.append(make_finding(rule, raised_at(error)))
     return CheckReport(
         workload=workload.name,
         device=device,
@@ -129,7 +136,8 @@ def _of_weights(
     if modules := dict.fromkeys(name.rpartition(".")[0] for name, parameter in trained if parameter.is_complex()):
         why = "Complex weights are trained, whose gradients GradScaler cannot unscale."
         mend = "Keep them as pairs of real numbers, as torch.view_as_real has them, or train in bf16."
-        yield replace(found(rules.WEIGHTS, Place(), why=why, mend=mend, precisions=("fp16",)), modules=tuple(modules))
+        finding = make_finding(rules.WEIGHTS, CodeLocation(), why=why, mend=mend, precisions=("fp16",))
+        yield replace(finding, modules=tuple(modules))
     kept: dict[torch.dtype, dict[str, None]] = {}
     for name, parameter in trained:
         if parameter.is_floating_point() and parameter.dtype != torch.float32:

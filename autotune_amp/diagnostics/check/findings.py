@@ -14,7 +14,7 @@ from autotune_amp.precision.rules import RULES, AutocastDevice, Rule, Severity
 FORMAT = 1
 
 
-class Place(NamedTuple):
+class CodeLocation(NamedTuple):
     """Location of a finding: the qualified name of the module, "" outside all modules, and the source line.
 
     `file` and `line` are None if they are unknown.
@@ -88,7 +88,7 @@ class WorkloadCheckJob(Job[CheckReport], frozen=True, kw_only=True):
     """
 
     answer: ClassVar[Any] = CheckReport
-    work: ClassVar[str] = "autotune_amp.diagnostics.check.child:look"
+    work: ClassVar[str] = "autotune_amp.diagnostics.check.child:check"
 
     autocast_device: AutocastDevice
     batch_size: int | None = None
@@ -96,9 +96,9 @@ class WorkloadCheckJob(Job[CheckReport], frozen=True, kw_only=True):
     is_recorded: bool = True
 
 
-def found(
+def make_finding(
     rule: Rule,
-    place: Place,
+    place: CodeLocation,
     severity: Severity | None = None,
     *,
     why: str | None = None,

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from autotune_amp.core.config import FP16_MAX
 from autotune_amp.diagnostics.check import fixes
-from autotune_amp.diagnostics.check.findings import Finding, Place, found
+from autotune_amp.diagnostics.check.findings import CodeLocation, Finding, make_finding
 from autotune_amp.diagnostics.check.operands import NOT_IN_BF16
 from autotune_amp.precision import rules
 from autotune_amp.precision.rules import AutocastDevice
@@ -65,8 +65,8 @@ class Call(NamedTuple):
     dtypes_given: Sequence[torch.dtype]
     dtypes_made: Sequence[torch.dtype]
     error: str | None
-    place: Place
-    made_at: Place
+    place: CodeLocation
+    made_at: CodeLocation
     kept_in: frozenset[torch.dtype]
 
     @property
@@ -75,7 +75,7 @@ class Call(NamedTuple):
         return any(dtype in HALF_DTYPES for dtype in self.dtypes_made)
 
 
-def judged(call: Call, device: AutocastDevice) -> Iterator[Finding]:
+def call_findings(call: Call, device: AutocastDevice) -> Iterator[Finding]:
     """Yield the findings of a call under the autocast of `device`."""
     for finding in (
         *_errors(call),
@@ -96,10 +96,10 @@ def _errors(call: Call) -> Iterator[Finding]:
         rule = rules.MIXED_OPERANDS
     if rule is rules.BINARY_CROSS_ENTROPY:
         sigmoid = call.made_at.line if "sigmoid" in call.made_at.code.lower() else None
-        yield found(rule, call.place, mend=fixes.of_binary_cross_entropy(call.place.code, sigmoid))
+        yield make_finding(rule, call.place, mend=fixes.of_binary_cross_entropy(call.place.code, sigmoid))
     elif rule is not None and rule not in (rules.LINEAR_ALGEBRA, rules.FFT):
         is_in_fp16 = call.error is not None and NOT_IN_BF16 in call.error
-        yield found(rule, call.place, precisions=("fp16",) if is_in_fp16 else None)
+        yield make_finding(rule, call.place, precisions=("fp16",) if is_in_fp16 else None)
 
 
 def _puts_another_dtype(call: Call) -> bool:
@@ -120,7 +120,7 @@ def _decompositions(call: Call, device: AutocastDevice) -> Iterator[Finding]:
     has_error = call.error is not None and rules.rule_of(call.error) is rules.LINEAR_ALGEBRA
     is_named = device != "cpu" and _DECOMPOSITIONS.fullmatch(call.name) is not None
     if has_error or (is_named and takes_half and call.makes_half):
-        yield found(rules.LINEAR_ALGEBRA, call.place, mend=fixes.of_linear_algebra(call.place.code))
+        yield make_finding(rules.LINEAR_ALGEBRA, call.place, mend=fixes.of_linear_algebra(call.place.code))
 
 
 def _transforms(call: Call) -> Iterator[Finding]:
@@ -131,14 +131,14 @@ def _transforms(call: Call) -> Iterator[Finding]:
     if is_refused or torch.complex32 in call.dtypes_made:
         is_in_fp16 = not is_refused and all(length & (length - 1) == 0 for length in _lengths(call))
         mend = fixes.of_linear_algebra(call.place.code)
-        yield found(rules.FFT, call.place, mend=mend, precisions=("bf16",) if is_in_fp16 else None)
+        yield make_finding(rules.FFT, call.place, mend=mend, precisions=("bf16",) if is_in_fp16 else None)
 
 
 def _complex_numbers(call: Call) -> Iterator[Finding]:
     """Yield a finding for complex numbers made from half precision: fp16 has a complex dtype, bf16 has none."""
     if call.name in ("complex", "polar", "view_as_complex") and torch.complex32 in call.dtypes_made:
         why = "There are no complex numbers of bf16, and those of fp16 have hardly any operations."
-        yield found(rules.HALF_KERNELS, call.place, why=why, precisions=("bf16",))
+        yield make_finding(rules.HALF_KERNELS, call.place, why=why, precisions=("bf16",))
 
 
 def _lengths(call: Call) -> list[int]:
@@ -165,11 +165,11 @@ def _numbers(call: Call, device: AutocastDevice) -> Iterator[Finding]:
         number, code = _number(leaf), call.place.code
         is_large = FP16_MAX < abs(number) < math.inf
         if is_large and call.name in writes:
-            yield found(rules.LARGE_CONSTANT, call.place, mend=fixes.of_constant(code, number))
+            yield make_finding(rules.LARGE_CONSTANT, call.place, mend=fixes.of_constant(code, number))
         elif is_large and (call.name in _ADDS or (call.name in _PRODUCTS_BY_NUMBERS and _overflows(call))):
-            yield found(rules.LARGE_CONSTANT, call.place, "hurts")
+            yield make_finding(rules.LARGE_CONSTANT, call.place, "hurts")
         elif 0 < abs(number) <= FLUSHED and call.name in _GUARDS:
-            yield found(rules.SMALL_EPSILON, call.place, mend=fixes.of_epsilon(code, number))
+            yield make_finding(rules.SMALL_EPSILON, call.place, mend=fixes.of_epsilon(code, number))
 
 
 def _overflows(call: Call) -> bool:
@@ -192,15 +192,15 @@ def _casts(call: Call, device: AutocastDevice) -> Iterator[Finding]:
     # A dtype that is neither autocast's nor the weights' is fixed in the code, not taken from a tensor.
     is_fixed = any(dtype != LOW and dtype not in call.kept_in for dtype in asked)
     if call.name in ("half", "bfloat16") or is_fixed or (asked and _HALF_BY_NAME.search(code)):
-        yield found(rules.MANUAL_CAST, call.place, mend=fixes.without_cast(code))
+        yield make_finding(rules.MANUAL_CAST, call.place, mend=fixes.without_cast(code))
     if device == "mps" and torch.float64 in call.dtypes_made:
         why = "MPS has no float64: a cast to it raises."
-        yield found(rules.MANUAL_CAST, call.place, "breaks", why=why, mend=fixes.in_fp32(code))
+        yield make_finding(rules.MANUAL_CAST, call.place, "breaks", why=why, mend=fixes.in_fp32(code))
     if LOW in call.dtypes_made and LOW not in call.dtypes_given[:1] and call.given[0].is_floating_point():
         largest = _largest(call.given[0])
         if largest > FP16_MAX:
             why = f"Numbers of up to {largest:.3g} are cast to fp16, which ends at 65504: they become infinite."
-            yield found(rules.LARGE_CONSTANT, call.place, "hurts", why=why)
+            yield make_finding(rules.LARGE_CONSTANT, call.place, "hurts", why=why)
 
 
 def _largest(tensor: Tensor) -> float:
@@ -215,6 +215,6 @@ def _sizes(call: Call) -> Iterator[Finding]:
     weight = call.given[1].shape[:2]
     large = {size for size in weight if size >= LEAST_SIZE}
     if odd := sorted(size for size in large if size % 8):
-        yield found(rules.SIZES, call.place, mend=fixes.of_sizes(odd, 8), precisions=("fp16", "bf16"))
+        yield make_finding(rules.SIZES, call.place, mend=fixes.of_sizes(odd, 8), precisions=("fp16", "bf16"))
     elif call.name == "linear" and min(weight) >= LEAST_SIZE and (odd := sorted(size for size in large if size % 16)):
-        yield found(rules.SIZES, call.place, mend=fixes.of_sizes(odd, 16), precisions=("fp8",))
+        yield make_finding(rules.SIZES, call.place, mend=fixes.of_sizes(odd, 16), precisions=("fp8",))

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 from msgspec.structs import replace
 
 from autotune_amp.diagnostics.check import fixes
-from autotune_amp.diagnostics.check.findings import Finding, Place, found
+from autotune_amp.diagnostics.check.findings import CodeLocation, Finding, make_finding
 from autotune_amp.precision import rules
 from autotune_amp.precision.rules import Severity
 
@@ -49,9 +49,9 @@ class SourceText(NamedTuple):
             return ""
         return ".".join([self.names.get(node.id, node.id), *reversed(parts)])
 
-    def place(self, line: int) -> Place:
+    def place(self, line: int) -> CodeLocation:
         """Return the place of a line of this file."""
-        return Place(file=self.file, line=line)
+        return CodeLocation(file=self.file, line=line)
 
 
 def sources_of(objects: Iterable[Any]) -> tuple[list[SourceText], tuple[str, ...]]:
@@ -101,8 +101,8 @@ def of_weights(
     spans = [_span(function) for maker in makers for function in _reachable(maker)]
     spans += [_assignments(source, maker) for maker in makers for source in sources]
     made = (place for span in spans for place in places if (place.file, place.line) in span)
-    place = next(made, places[0] if len(set(places)) == 1 else Place())
-    one = found(
+    place = next(made, places[0] if len(set(places)) == 1 else CodeLocation())
+    one = make_finding(
         rules.WEIGHTS,
         place,
         severity,
@@ -161,7 +161,7 @@ def _imports(tree: ast.Module) -> dict[str, str]:
     return names
 
 
-def _mentions(source: SourceText, dtype: str) -> Iterator[Place]:
+def _mentions(source: SourceText, dtype: str) -> Iterator[CodeLocation]:
     """Yield the places where a file names a dtype, as ``.half()`` or ``torch.float16``."""
     method, *names = _WIDTHS[dtype]
     for node in ast.walk(source.tree):
@@ -175,18 +175,18 @@ def _reachable(maker: Any) -> Iterator[Any]:
     seen: set[CodeType] = set()
     waiting = [maker]
     for given in waiting:  # the loop appends to it
-        found = given.func if isinstance(given, functools.partial) else given
-        if inspect.isclass(found):
-            waiting += [member for member in map(_function_of, vars(found).values()) if inspect.isfunction(member)]
-        found = inspect.unwrap(found) if inspect.isfunction(found) else None
-        if found is None or found.__code__ in seen or _is_installed(found.__code__.co_filename):
+        function = given.func if isinstance(given, functools.partial) else given
+        if inspect.isclass(function):
+            waiting += [member for member in map(_function_of, vars(function).values()) if inspect.isfunction(member)]
+        function = inspect.unwrap(function) if inspect.isfunction(function) else None
+        if function is None or function.__code__ in seen or _is_installed(function.__code__.co_filename):
             continue
-        seen.add(found.__code__)
-        yield found
-        for cell in found.__closure__ or ():
+        seen.add(function.__code__)
+        yield function
+        for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # a closure variable that has no value yet
                 waiting.append(cell.cell_contents)
-        waiting += (found.__globals__[name] for name in _names(found.__code__) if name in found.__globals__)
+        waiting += (function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__)
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -232,7 +232,7 @@ def _old_names(source: SourceText) -> Iterator[Finding]:
             is_old = isinstance(node, ast.Attribute) and bool(_OLD.fullmatch(ast.unparse(node)))
         if is_old:
             place = source.place(node.lineno)  # type: ignore[attr-defined]
-            yield found(rules.OLD_INTERFACE, place, mend=fixes.of_old_name(place.code))
+            yield make_finding(rules.OLD_INTERFACE, place, mend=fixes.of_old_name(place.code))
 
 
 def _scalers(source: SourceText) -> Iterator[Finding]:
@@ -244,7 +244,7 @@ def _scalers(source: SourceText) -> Iterator[Finding]:
     for name, node in calls:
         if name.endswith("amp.GradScaler") and not any(keyword.arg == "enabled" for keyword in node.keywords):
             place = source.place(node.lineno)
-            yield found(rules.SCALER, place, mend=fixes.of_scaler(place.code))
+            yield make_finding(rules.SCALER, place, mend=fixes.of_scaler(place.code))
 
 
 def _dtype_of(source: SourceText, name: str, call: ast.Call) -> str:
@@ -276,7 +276,7 @@ def _clipping(source: SourceText, scope: ast.Module | ast.FunctionDef | ast.Asyn
             before = [name for line, name, owner, _ in methods if owner == scaler and line < clip.lineno]
             if {"scale", "backward"} & set(before) and "unscale_" not in before and step.lineno > clip.lineno:
                 line = f"{scaler}.unscale_({ast.unparse(step.args[0])})  # before this line"
-                yield found(rules.CLIPPING, source.place(clip.lineno), mend=line)
+                yield make_finding(rules.CLIPPING, source.place(clip.lineno), mend=line)
                 break
 
 

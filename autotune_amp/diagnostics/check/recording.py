@@ -31,8 +31,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autotune_amp.diagnostics.check import fixes
-from autotune_amp.diagnostics.check.findings import Finding, Place, found
-from autotune_amp.diagnostics.check.judging import CASTS, LOW, Call, judged
+from autotune_amp.diagnostics.check.findings import CodeLocation, Finding, make_finding
+from autotune_amp.diagnostics.check.judging import CASTS, LOW, Call, call_findings
 from autotune_amp.diagnostics.check.operands import OperandCheck
 from autotune_amp.precision import rules
 from autotune_amp.precision.forward_wrapper import can_be_wrapped, modules_by_name
@@ -61,7 +61,7 @@ _HERE: Final[dict[str, Callable[..., Any]]] = {
 
 class _Shadow(NamedTuple):
     fake: Tensor
-    made_at: Place
+    made_at: CodeLocation
 
 
 class Recording(TorchFunctionMode):
@@ -92,7 +92,7 @@ class Recording(TorchFunctionMode):
         self._shadows: Any = WeakTensorKeyDictionary()
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if (fake := self._faked(tensor, tensor.dtype)) is not None:
-                self._shadows[tensor] = _Shadow(fake, Place(name.rpartition(".")[0], None, None))
+                self._shadows[tensor] = _Shadow(fake, CodeLocation(name.rpartition(".")[0], None, None))
             if tensor.dtype in HALF_DTYPES:
                 self._kept_in.add(tensor.dtype)
                 tensor.data = tensor.data.float()
@@ -141,7 +141,7 @@ class Recording(TorchFunctionMode):
         self._say(f"{self.num_calls:,} calls recorded; the backward pass")
         shadow = self._shadows.get(loss)
         if shadow is not None and shadow.fake.dtype in HALF_DTYPES:
-            self.findings.append(found(rules.LOSS, shadow.made_at))
+            self.findings.append(make_finding(rules.LOSS, shadow.made_at))
 
     # -- each call ---------------------------------------------------------------------------------------------------
 
@@ -196,10 +196,10 @@ class Recording(TorchFunctionMode):
             dtypes_made=[self._dtype(tensor) for tensor in made or given[:1]],
             error=error,
             place=place,
-            made_at=Place() if first is None else first.made_at,
+            made_at=CodeLocation() if first is None else first.made_at,
             kept_in=frozenset(self._kept_in),
         )
-        self.findings += judged(call, self._device)
+        self.findings += call_findings(call, self._device)
 
     def _repeated(self, name: str, func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], str | None]:
         """Return the tensors that a call gives for the shadows, and None or the message of the error that it raises."""
@@ -324,7 +324,7 @@ class Recording(TorchFunctionMode):
         asked = self._asked.get(id(context), made_before)
         if asked is not None and self._levels[-1] is not None and not _restores_autocast(sys._getframe(2)):
             place = self._place()
-            self.findings.append(found(rules.NESTED_AUTOCAST, place, mend=fixes.of_autocast(place.code)))
+            self.findings.append(make_finding(rules.NESTED_AUTOCAST, place, mend=fixes.of_autocast(place.code)))
         self._levels.append(asked)
         self._show_level()
         return context
@@ -353,9 +353,9 @@ class Recording(TorchFunctionMode):
             severity = "breaks" if rules.rule_of(str(error)) is not None else None
         if severity is not None:
             code = kind.forward.__code__
-            place = Place(self._place().module, code.co_filename, _line_of_def(code))
+            place = CodeLocation(self._place().module, code.co_filename, _line_of_def(code))
             mend = fixes.of_function(self._device)
-            self.findings.append(found(rules.AUTOGRAD_FUNCTION, place, severity, mend=mend))
+            self.findings.append(make_finding(rules.AUTOGRAD_FUNCTION, place, severity, mend=mend))
         return result
 
     def _function_dtypes(self, kind: Any, args: Sequence[Any], dtype: torch.dtype | None) -> list[torch.dtype]:
@@ -376,12 +376,12 @@ class Recording(TorchFunctionMode):
             kind.backward(context, *map(torch.ones_like, made))
         return [leaf.dtype for leaf in made]
 
-    def _place(self) -> Place:
+    def _place(self) -> CodeLocation:
         frame = sys._getframe(1)
         while frame is not None and _is_inner(frame.f_code.co_filename):
             frame = frame.f_back  # type: ignore[assignment]
         module = self._inside[-1] if self._inside else ""
-        return Place(module, None, None) if frame is None else Place(module, frame.f_code.co_filename, frame.f_lineno)
+        return CodeLocation(module, *((None, None) if frame is None else (frame.f_code.co_filename, frame.f_lineno)))
 
     @contextmanager
     def _showing(self, dtype: torch.dtype | None, *, only_device: bool = False) -> Iterator[None]:
@@ -475,10 +475,10 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
 
 
-def raised_at(error: Exception) -> Place:
-    """Return the innermost line of the user's own code that an exception passed through, else an empty `Place`."""
+def raised_at(error: Exception) -> CodeLocation:
+    """Return the innermost line of the user's own code that an exception passed through, else an empty location."""
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    return next((Place("", file, line) for file, line in reversed(lines) if not _is_inner(file)), Place())
+    return next((CodeLocation("", file, line) for file, line in reversed(lines) if not _is_inner(file)), CodeLocation())
 
 
 def _is_inner(file: str) -> bool:

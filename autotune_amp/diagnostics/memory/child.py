@@ -31,12 +31,12 @@ MAX_PASSES = 2  # passes of an accumulation window: from the second on, gradient
 MAX_HISTORY_ENTRIES = 100_000  # entries of a snapshot, as in PyTorch's own guide
 
 
-def take_apart(context: Context, spec: MemoryJob, tell: Tell) -> MemoryBreakdown | Failure:
+def measure_memory(context: Context, spec: MemoryJob, tell: Tell) -> MemoryBreakdown | Failure:
     """Measure the memory of a training step by kind; return a `Failure` if it fails or exceeds its limit."""
-    return guarded(context, spec.trial, lambda: _take_apart(context, spec, tell))
+    return guarded(context, spec.trial, lambda: _measure(context, spec, tell))
 
 
-def _take_apart(context: Context, spec: MemoryJob, tell: Tell) -> MemoryBreakdown | Failure:
+def _measure(context: Context, spec: MemoryJob, tell: Tell) -> MemoryBreakdown | Failure:
     memory, _ = prepare(context, spec.trial)
     model = context.model(torch.device(spec.device))
     with closing(make_training(context.workload, model, spec.trial)) as training:

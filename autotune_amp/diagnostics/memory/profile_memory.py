@@ -40,7 +40,7 @@ from autotune_amp.trial.jobs import Trial
 
 DEADLINE_SECONDS = 600.0  # per process
 
-Taken = MemoryBreakdown | Failure
+MemoryResult = MemoryBreakdown | Failure
 
 
 def run_memory_profile(
@@ -74,9 +74,9 @@ def run_memory_profile(
         refused = refused_in(space) | ({} if precisions else _hopeless(opened.hardware, asked))
         first = space.baseline
 
-        def measure(setting: Setting, snapshot_file: Path | None) -> Taken:
+        def measure(setting: Setting, snapshot_file: Path | None) -> MemoryResult:
             watcher.phase(f"measuring the memory of {setting.precision}, batch size {setting.batch_size}")
-            found: Taken = backend.submit(memory_job(setting, opened, snapshot_file)).result()
+            found: MemoryResult = backend.submit(memory_job(setting, opened, snapshot_file)).result()
             return found
 
         runs: dict[Precision, PrecisionMemory] = {}
@@ -112,14 +112,14 @@ class PrecisionMemory(NamedTuple):
     None stands for a size that ran out of memory. `problem` is the reason why the last one failed otherwise.
     """
 
-    first: Taken
+    first: MemoryResult
     taken_bytes: dict[int, int | None]
     problem: str | None = None
 
 
 def measure_precision(
     setting: Setting,
-    measure: Callable[[Setting, Path | None], Taken],
+    measure: Callable[[Setting, Path | None], MemoryResult],
     limit_bytes: int | None,
     *,
     may_take_bytes: int,

@@ -81,7 +81,7 @@ class MemoryJob(Job[MemoryBreakdown], frozen=True, kw_only=True):
     """
 
     answer: ClassVar[Any] = MemoryBreakdown
-    work: ClassVar[str] = "autotune_amp.diagnostics.memory.child:take_apart"
+    work: ClassVar[str] = "autotune_amp.diagnostics.memory.child:measure_memory"
 
     trial: Trial
     snapshot_file: str | None = None

@@ -55,7 +55,8 @@ def ran(
         loss_scale=LossScale() if precision == "fp16" else None,
         torch_state=torch_state.capture(),
     )
-    return child.take_apart(Context(made, is_kept=False), MemoryJob(device="cpu", trial=trial), lambda message: None)
+    job = MemoryJob(device="cpu", trial=trial)
+    return child.measure_memory(Context(made, is_kept=False), job, lambda message: None)
 
 
 def taken_apart(*arguments: Any, **changes: Any) -> MemoryBreakdown:

@@ -16,8 +16,8 @@ from autotune_amp.core.outcome import Failure
 from autotune_amp.core.setting import Setting
 from autotune_amp.diagnostics.memory.profile_memory import (
     MOST_MEASURED,
+    MemoryResult,
     PrecisionMemory,
-    Taken,
     largest_batch,
     largest_of,
     measure_precision,
@@ -50,7 +50,7 @@ class Measured:
         )
         self.largest = largest_batch(self.runs.taken_bytes, limit_mib * MIB, most)
 
-    def _measure(self, setting: Setting, snapshot_file: Path | None) -> Taken:
+    def _measure(self, setting: Setting, snapshot_file: Path | None) -> MemoryResult:
         self.sizes.append(setting.batch_size)
         self.files.append(snapshot_file)
         taken = self._curve(setting.batch_size)
@@ -131,7 +131,7 @@ def test_where_one_size_alone_runs_nothing_is_said() -> None:
 def test_only_a_failure_for_want_of_memory_goes_on_and_a_workload_that_does_not_run_in_fp32_is_an_error() -> None:
     setting, runs = Setting(precision="fp16", batch_size=8), []
 
-    def fails(setting: Setting, snapshot_file: Path | None) -> Taken:
+    def fails(setting: Setting, snapshot_file: Path | None) -> MemoryResult:
         runs.append(setting)
         return Failure(kind="workload_error", message="mine")
 
