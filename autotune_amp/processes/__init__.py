@@ -13,7 +13,7 @@ With several devices (`--devices`, `--ray`, `--ranks`):
 
 * Trials and checks run on all of them at the same time, one on each GPU; each sees no other GPU. Running jobs are
   assumed to end as the throughput model predicts, so that the next trial is the most valuable one in addition. Four
-  slots reach a choice as good as one's in 31 to 42 % of the seconds (`studies/scale`, scripted).
+  devices reach the confirmation in 41 to 50 % of the seconds of one, with a choice as good (`studies/scale`, scripted).
 * **The promise** holds for a run alone: GPUs of one host share its CPU, PCIe and power. The confirmation runs one job
   at a time on one device, while the others are idle.
 * GPUs of another model than the first, and with `all` those that others use, are left out, with a note. Results of
