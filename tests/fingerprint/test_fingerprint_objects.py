@@ -3,10 +3,12 @@
 import _thread
 import copy
 import functools
+import importlib
 import linecache
 import logging
 import os
 import socket
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -274,3 +276,16 @@ def test_what_a_notebooks_function_imports_is_a_part(tmp_path: Path, monkeypatch
     (tmp_path / "beside.py").write_text("x = 2")
     now = parts_of(namespace["late"])
     assert {name for name in now if now[name] != before[name]} == {"source file beside.py"}
+
+
+def test_a_library_without_a_version_counts_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "unversioned.py").write_text("def work(): pass")
+    monkeypatch.syspath_prepend(folder)
+    work = importlib.import_module("unversioned").work
+    before = parts_of(work)
+    (folder / "unversioned.py").write_text("def work(): return 1")
+    now = parts_of(work)
+    assert {name for name in now if now[name] != before[name]} == {"version of unversioned"}
+    del sys.modules["unversioned"]

@@ -83,6 +83,16 @@ def test_an_answer_holds_for_what_its_trials_read(folder: Path) -> None:
         fingerprint(folder)
 
 
+def test_a_file_edited_while_the_search_runs_counts_as_its_trials_first_read_it(folder: Path) -> None:
+    (folder / "plugin.py").write_text("x = 1")
+    source, before = fingerprint(folder)
+    source.command.opened([str(folder / "plugin.py")])
+    (folder / "plugin.py").write_text("x = 2")
+    found, now = source.with_opened(before), fingerprint(folder)[1]
+    assert now.digest != found.digest
+    assert found.differences(now) == ("file plugin.py changed",)
+
+
 def test_more_files_than_are_read_for_every_answer_cannot_be_compared(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
