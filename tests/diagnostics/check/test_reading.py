@@ -12,8 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from autotune_amp.core.errors import WorkloadError
 from autotune_amp.diagnostics.check.findings import Finding
 from autotune_amp.diagnostics.check.reading import of_weights, read, sources_of
+from autotune_amp.diagnostics.check.recording import raised_at
+from autotune_amp.trial.training import checked_loss
 
 LOOP = """
 import torch
@@ -173,3 +176,10 @@ def test_of_several_workloads_that_one_function_makes_the_line_of_this_one_is_na
     assert of_weights("float16", "breaks", (), sources, [None, names["second"]]).line == 9
     assert of_weights("float16", "breaks", (), sources, []).file is None  # it may be another's
     assert of_weights("float64", "hurts", (), sources, []).line == 10  # there is no other
+
+
+def test_files_of_this_package_are_not_the_users() -> None:
+    assert sources_of([checked_loss]) == ([], ())
+    with pytest.raises(WorkloadError) as raised:
+        checked_loss(lambda model, batch: None)(nn.Linear(1, 1), None)
+    assert raised_at(raised.value).file == __file__
