@@ -67,10 +67,10 @@ class Dimension(Generic[Value]):
     If `affects` contains "numerics", each value is checked against fp32. `found_by` names the part of the search that
     tries the values: "curves", the throughput model over batch sizes; "variants", the stage that tries `choices` on the
     leading setting; None for a stage of its own. `removable` has the parts of a profiled step that a value can shorten
-    (a `profile.results.PartName`, or "convolutions"), each with the largest share of it that can go; `sets_also` names
-    the dimensions whose values are set with it, which count as its own. A trial of it takes at least `extra_seconds`
-    longer than others. If it `frees_memory`, it is tried at a larger batch size. A fallback plan keeps it unless it is
-    `left_out_of_fallbacks`.
+    (a `PartName` of `trial.step_profile.breakdown`, or "convolutions"), each with the largest share of it that can go;
+    `sets_also` names the dimensions whose values are set with it, which count as its own. A trial of it takes at least
+    `extra_seconds` longer than others. If it `frees_memory`, it is tried at a larger batch size. A fallback plan keeps
+    it unless it is `left_out_of_fallbacks`.
     """
 
     name: ClassVar[str]

@@ -149,7 +149,7 @@ class _Search:
         opened, load_before = self._open(backend)
         ledger = self._ledger(build_space(opened.hardware, opened.description, self._options), search_id)
         like = self._like(fingerprint) if asks_others and not ledger.records else None
-        planner = Planner(self._conditions(opened, backend, like), self.budget)
+        planner = Planner(self._job_defaults(opened, backend, like), self.budget)
         interruption = self._run_stages(backend, ledger, planner)
         if ledger.final_shortlist is None:
             raise self._nothing_to_choose(ledger, interruption)
@@ -299,7 +299,7 @@ class _Search:
         self._progress.note(f"Starting from what was measured {answer.origin}, for the same code: {setting}.")
         return setting
 
-    def _conditions(self, opened: OpenedWorkload, backend: Backend, like: Setting | None) -> JobDefaults:
+    def _job_defaults(self, opened: OpenedWorkload, backend: Backend, like: Setting | None) -> JobDefaults:
         hardware, description = opened.hardware, opened.description
         return JobDefaults(
             hardware=hardware,
