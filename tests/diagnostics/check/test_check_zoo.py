@@ -58,7 +58,7 @@ def note(call, device):
         shadows.append([call.name, *map(str, call.dtypes_made)])
     return []
 
-recording.judged = note
+recording.call_findings = note
 found = {}
 for case in importlib.import_module("zoo_healthy").HEALTHY:
     if "fp16" in case.is_unsupported_in:
