@@ -62,6 +62,7 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{TEMPORARY}/torchinductor_{os
 
 # Started in the background of a shell, pytest ignores Ctrl-C, and so would every command that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored likewise under nohup
 
 
 def pytest_configure(config: pytest.Config) -> None:
