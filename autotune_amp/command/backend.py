@@ -35,7 +35,7 @@ from autotune_amp.core.text import count
 from autotune_amp.processes.local import Ability, Completed, Handle, OpenResult, Slot, WorkloadBackend
 from autotune_amp.processes.process import Watcher
 from autotune_amp.processes.program import temporary_folder
-from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Check, Describe, Trial, measure_seconds
+from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Check, Describe, Trial, measurement_limit_seconds
 
 NUM_FROZEN_STEPS, MAX_SKIPS = 6, 4
 MAX_FROZEN_ENTRIES = 2_000_000
@@ -218,7 +218,9 @@ class CommandBackend(WorkloadBackend):
         as it would with any setting.
         """
         as_trial = Trial(
-            candidate=setting, device=job.device, measure_seconds=measure_seconds(job.deadline_seconds or math.inf)
+            candidate=setting,
+            device=job.device,
+            measure_seconds=measurement_limit_seconds(job.deadline_seconds or math.inf),
         )
         run_began = time.monotonic()
 

@@ -17,7 +17,7 @@ from autotune_amp.distributed import free_port
 from autotune_amp.processes.local import Ability, Completed, OpenResult, Slot, WorkloadBackend
 from autotune_amp.processes.process import ENDED, TICK_SECONDS, Watcher
 from autotune_amp.processes.slots import WorkloadSlots
-from autotune_amp.trial.jobs import Describe, Follow, Followed, Trial
+from autotune_amp.trial.jobs import Describe, FollowerMemory, FollowerTrial, Trial
 from autotune_amp.trial.judge import RunEvidence, culprit, judge
 
 GRACE_SECONDS = 2.0
@@ -155,7 +155,7 @@ class _OnRanks:
         slots = self._ranks.slots[: job.num_ranks]
         jobs = [replace(job, meeting=meeting, device=slots[0].device)]
         for rank, slot in enumerate(slots[1:], 1):
-            jobs.append(Follow(**{**following, "meeting": meeting, "rank": rank, "device": slot.device}))
+            jobs.append(FollowerTrial(**{**following, "meeting": meeting, "rank": rank, "device": slot.device}))
         self._handles = [self._ranks.submit(each, slot) for each, slot in zip(jobs, slots, strict=True)]
 
     @property
@@ -173,7 +173,7 @@ class _OnRanks:
             self._start()
             outcomes = self._outcomes()
         measured, *others = outcomes
-        followed = [found for found in others if isinstance(found, Followed)]
+        followed = [found for found in others if isinstance(found, FollowerMemory)]
         if not isinstance(measured, Measurement) or len(followed) < len(others):
             return _culprit(outcomes)
         for rank, found in enumerate(followed, 1):

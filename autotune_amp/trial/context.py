@@ -22,7 +22,7 @@ from autotune_amp.core.workload import OptimizersOfModel, Workload, WorkloadSour
 from autotune_amp.dimensions.live_training import LiveTraining
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.step_amp import needs_closure, parameters_of
-from autotune_amp.trial.memory import BuildMemory, file_bytes, watched_build
+from autotune_amp.trial.memory import BuildMemory, build_with_memory, file_bytes
 
 _NOT_LOOKED_INTO = (
     *(str, bytes, int, float, complex, type(None)),
@@ -220,7 +220,7 @@ def make_model(workload: Workload) -> nn.Module:
     return model
 
 
-def copied_model(model: nn.Module, workload: Workload) -> nn.Module:
+def copy_model(model: nn.Module, workload: Workload) -> nn.Module:
     """Return another model with the same weights. A loop is built anew: only its code knows its whole state."""
     if not isinstance(model, LoopState):
         return copy.deepcopy(model)
@@ -256,7 +256,7 @@ class Optimizers(torch.optim.Optimizer):
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
-def each(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+def users_optimizers(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
     """Return the user's own optimizers in `optimizer`."""
     return optimizer.parts if isinstance(optimizer, Optimizers) else (optimizer,)
 
@@ -369,7 +369,7 @@ class Context:
 
     def share(self, capture: Callable[[], dict[str, Any]]) -> None:
         """Build the model for children forked later. `capture` returns the torch state that they start with."""
-        self._model, self.build_memory = watched_build(lambda: make_model(self.workload))
+        self._model, self.build_memory = build_with_memory(lambda: make_model(self.workload))
         self._torch_state = capture()
 
     def build_before(self, device: str, capture: Callable[[], dict[str, Any]]) -> None:
@@ -389,12 +389,12 @@ class Context:
         if not (self.is_kept and setting.active_variants):
             return self.model(device)
         # On the device only the trial's own copy takes memory.
-        return copied_model(self.model(torch.device("cpu")), self.workload).to(device)
+        return copy_model(self.model(torch.device("cpu")), self.workload).to(device)
 
     def model(self, device: torch.device) -> nn.Module:
         """Return the model on the device, in its first state."""
         if self._model is None:
-            model, memory = watched_build(lambda: make_model(self.workload).to(device))
+            model, memory = build_with_memory(lambda: make_model(self.workload).to(device))
             if self.is_kept:
                 self._model, self.build_memory, self._torch_state = model, memory, torch_state.capture()
                 self._keep_first_state()

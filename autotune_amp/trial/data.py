@@ -52,11 +52,11 @@ def describe(data: Any) -> tuple[str, int | None, int | None]:
                 "Pass data=make_loader, a function of the batch size that returns such a loader.",
             )
         # A sampler may draw a part of the dataset, such as a rank's share, or draw samples twice.
-        num_drawn = None if isinstance(data.dataset, IterableDataset) else length(data.sampler)
-        num_samples = length(data.dataset) if num_drawn is None else num_drawn
+        num_drawn = None if isinstance(data.dataset, IterableDataset) else length_or_none(data.sampler)
+        num_samples = length_or_none(data.dataset) if num_drawn is None else num_drawn
         return f"DataLoader, {data.num_workers} workers", data.batch_size, num_samples
     if _is_dataset(data):
-        return "Dataset", None, length(data)
+        return "Dataset", None, length_or_none(data)
     return "function of the batch size", None, None
 
 
@@ -66,15 +66,15 @@ def stream(data: Any, batch_size: int) -> Stream:
     Batches come from all over an epoch if its order can be listed, from positions that are the same for every batch
     size. Raises `WorkloadError` if the data yields no batch, or none with `batch_size` samples.
     """
-    return opened(data, batch_size).stream
+    return open_data(data, batch_size).stream
 
 
-def opened(data: Any, batch_size: int, num_workers: int | None = None) -> OpenedData:
+def open_data(data: Any, batch_size: int, num_workers: int | None = None) -> OpenedData:
     """Return the stream and its loader with `num_workers` worker processes, None for the user's number."""
     if isinstance(data, DataLoader):
         # Incomplete batches are dropped, all else is kept.
         order: dict[str, Any] = {} if isinstance(data.dataset, IterableDataset) else {"sampler": data.sampler}
-        resized = rebuilt(data, batch_size=batch_size, drop_last=True, **order)
+        resized = rebuild_loader(data, batch_size=batch_size, drop_last=True, **order)
         loader = _rearranged(resized, num_workers, _shares())
     elif _is_dataset(data):
         shuffle = None if isinstance(data, IterableDataset) else True
@@ -93,7 +93,7 @@ def draws_full_batches(batches: Any, batch_size: int) -> bool:
     return type(own) is BatchSampler and own.drop_last and own.batch_size == batch_size
 
 
-def gives_batches(loader: DataLoader[Any]) -> bool:
+def has_batched_dataset(loader: DataLoader[Any]) -> bool:
     """Whether the loader's dataset returns whole batches for several indices, without samples to collate."""
     make = getattr(loader.dataset, "__getitems__", None)
     return make is not None and not isinstance(make([0]), list)
@@ -131,20 +131,20 @@ def _children(value: Any) -> Iterable[Any]:
     return () if is_plain else vars(value).values()
 
 
-def move(batch: Any, device: torch.device) -> Any:
+def move_batch(batch: Any, device: torch.device) -> Any:
     """Return the batch moved to the device: tensors, objects with a `to` method, and containers of them."""
     if hasattr(batch, "to"):
         return batch.to(device, non_blocking=True) if isinstance(batch, torch.Tensor) else batch.to(device)
     if isinstance(batch, dict):
-        return {key: move(value, device) for key, value in batch.items()}
+        return {key: move_batch(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move(value, device) for value in batch))
+        return type(batch)(*(move_batch(value, device) for value in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(move(value, device) for value in batch)
+        return type(batch)(move_batch(value, device) for value in batch)
     return batch
 
 
-def copied(sample: Any) -> Any:
+def copy_sample(sample: Any) -> Any:
     """Return a deep copy of a sample, for a collate function that modifies its arguments.
 
     Tensors are cloned: deepcopy, and a worker's queue, would take the whole storage of a tensor that is one row of it.
@@ -152,7 +152,7 @@ def copied(sample: Any) -> Any:
     return copy.deepcopy(sample, {id(tensor): tensor.clone() for _, tensor in tensors(sample)})
 
 
-def rebuilt(loader: DataLoader[Any], num_workers: int | None = None, **settings: Any) -> DataLoader[Any]:
+def rebuild_loader(loader: DataLoader[Any], num_workers: int | None = None, **settings: Any) -> DataLoader[Any]:
     """Return the user's loader with these `settings` changed and, unless None, another number of worker processes."""
     num_workers = loader.num_workers if num_workers is None else num_workers
     names = ["collate_fn", "pin_memory", "worker_init_fn", "generator"]
@@ -171,7 +171,7 @@ def _is_dataset(data: Any) -> bool:
     return hasattr(data, "__getitem__") or isinstance(data, IterableDataset)
 
 
-def length(dataset: Any) -> int | None:
+def length_or_none(dataset: Any) -> int | None:
     """Return the dataset's length, or None if it has none."""
     try:
         return len(dataset)
@@ -211,12 +211,14 @@ def _rearranged(loader: DataLoader[Any], num_workers: int | None, shares: Iterat
         return loader
     batches, samples = loader.batch_sampler, loader.sampler
     if isinstance(loader.dataset, IterableDataset):
-        return rebuilt(loader, num_workers, batch_size=loader.batch_size, drop_last=loader.drop_last or has_rest)
+        return rebuild_loader(loader, num_workers, batch_size=loader.batch_size, drop_last=loader.drop_last or has_rest)
     if type(batches) is BatchSampler:
         batches = BatchSampler(batches.sampler, batches.batch_size, drop_last=True)
     if batches is None:
-        return rebuilt(loader, num_workers, batch_size=None, sampler=Spread(samples, shares) if is_spread else samples)
-    return rebuilt(loader, num_workers, batch_sampler=Spread(batches, shares) if is_spread else batches)
+        return rebuild_loader(
+            loader, num_workers, batch_size=None, sampler=Spread(samples, shares) if is_spread else samples
+        )
+    return rebuild_loader(loader, num_workers, batch_sampler=Spread(batches, shares) if is_spread else batches)
 
 
 def _cycle(make_loader: Callable[[], Any], batch_size: int) -> Stream:
@@ -232,7 +234,7 @@ def _cycle(make_loader: Callable[[], Any], batch_size: int) -> Stream:
             num_batches += 1
             yield batch
         if num_batches == 0:
-            num_drawn = length(loader.dataset) if is_counted else None
+            num_drawn = length_or_none(loader.dataset) if is_counted else None
             given = f"its largest batch held {largest}" if largest else "it yielded no batch"
             given = f"an epoch of it holds {num_drawn}" if num_drawn is not None and num_drawn < batch_size else given
             raise WorkloadError(

@@ -75,7 +75,7 @@ def free_memory_share() -> float | None:
     return min(free, allowed - torch.cuda.max_memory_reserved()) / allowed
 
 
-def mended(failure: Failure) -> str | None:
+def suggested_fix(failure: Failure) -> str | None:
     """Return how and where the user can fix a failure, by the rule that its message matches, or None."""
     rule = rule_of(failure.message)
     if rule is None:

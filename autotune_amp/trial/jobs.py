@@ -29,7 +29,7 @@ from autotune_amp.core.outcome import (
 )
 from autotune_amp.core.recommendation import Fingerprint
 from autotune_amp.core.setting import Setting
-from autotune_amp.trial.failures import mended
+from autotune_amp.trial.failures import suggested_fix
 
 CheckKind: TypeAlias = Literal["fidelity", "calibration", "accumulation"]
 
@@ -47,7 +47,7 @@ class Trial(Job[Measurement], frozen=True, kw_only=True):
     """One isolated run of one candidate setting.
 
     `num_warmup_steps` [low, high] bounds the number of steps before the measured ones; between the bounds the warm-up
-    ends once not `is_warming`. `num_steps` [low, high] bounds the measured optimizer steps: between the bounds
+    ends once not `should_continue_warmup`. `num_steps` [low, high] bounds the measured optimizer steps: between the bounds
     measuring stops once the trimmed 95 % interval of the step time is within `interval_share` of it, or after
     `measure_seconds`. After five steps a median above `cut_step_seconds` ends the trial early. The parent enforces
     `first_step_deadline_seconds`, which includes compilation, and `step_deadline_seconds`, by killing the process.
@@ -121,7 +121,7 @@ class Trial(Job[Measurement], frozen=True, kw_only=True):
         return 1 if self.device == "cpu" else STEPS_PER_SYNC
 
 
-class Followed(msgspec.Struct, frozen=True, kw_only=True):
+class FollowerMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of a rank that took its steps beside rank 0, as in `Measurement`. `has_flushed`: its allocator had to
     flush its cache to make room.
     """
@@ -131,10 +131,10 @@ class Followed(msgspec.Struct, frozen=True, kw_only=True):
     has_flushed: bool
 
 
-class Follow(Trial, frozen=True, kw_only=True):
+class FollowerTrial(Trial, frozen=True, kw_only=True):
     """Further rank of a trial, which takes steps until rank 0 has measured enough."""
 
-    answer: ClassVar[Any] = Followed
+    answer: ClassVar[Any] = FollowerMemory
     work: ClassVar[str] = "autotune_amp.trial.worker:follow"
 
 
@@ -177,7 +177,7 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
             if not self.num_steps_before or failure.is_loading:
                 return failure
             if failure.kind in OF_THE_PRECISION:
-                next_step = mended(failure) or "Use another precision."
+                next_step = suggested_fix(failure) or "Use another precision."
                 return self._judged("unfaithful", f"{failure.kind}: {failure.message}", next_step)
             return self.unchecked(failure)
         smaller = self.candidate.batch_size // 2
@@ -190,7 +190,7 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
     ) -> Fidelity:
         """Return the *unchecked* verdict for a check that could not be made, with the reason."""
         if isinstance(why, Failure):
-            return self._judged("unchecked", f"{why.kind}: {why.message}", mended(why) or next_step)
+            return self._judged("unchecked", f"{why.kind}: {why.message}", suggested_fix(why) or next_step)
         return self._judged("unchecked", why, next_step)
 
     def _judged(self, verdict: Verdict, reason: str, next_step: str) -> Fidelity:
@@ -263,7 +263,7 @@ HOPELESS_RATIO = 1.6
 LEAST_ACCELERATOR_SECONDS = 0.25
 
 
-def measure_seconds(budget_seconds: float) -> float:
+def measurement_limit_seconds(budget_seconds: float) -> float:
     """Return the most seconds that a trial measures in a search with this budget."""
     return min(MEASURE_SECONDS, budget_seconds / NUM_TRIALS_FORESEEN)
 
@@ -278,7 +278,7 @@ def is_hopeless(spec: Trial, warmup_step_seconds: Sequence[float]) -> bool:
     return spec.cut_step_seconds is not None and min(warmup_step_seconds) > HOPELESS_RATIO * spec.cut_step_seconds
 
 
-def is_warming(
+def should_continue_warmup(
     group_seconds: Sequence[float],
     *,
     num_steps: int,
@@ -302,7 +302,7 @@ def is_warming(
     return not before or min(last) < (1 - LEAST_FALL) * min(before)
 
 
-def stop(
+def stop_reason(
     spec: Trial,
     group_seconds: Sequence[float],
     *,

@@ -27,7 +27,7 @@ class BuildMemory(NamedTuple):
     peak_bytes: int
 
 
-def watched_build(build: Callable[[], Built]) -> tuple[Built, BuildMemory]:
+def build_with_memory(build: Callable[[], Built]) -> tuple[Built, BuildMemory]:
     """Call `build` and return its result and the memory that it took."""
     _forget_peak()
     held, own = psutil.Process().memory_info().rss, _own_resident_bytes()

@@ -26,11 +26,11 @@ from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.trial import data
 from autotune_amp.trial.context import Optimizers
 from autotune_amp.trial.failures import raise_if_failed
-from autotune_amp.trial.jobs import is_warming, stop
+from autotune_amp.trial.jobs import should_continue_warmup, stop_reason
 from autotune_amp.trial.judge import MAX_SKIPS, RunEvidence, StepLosses
 from autotune_amp.trial.timing import (
     MAX_COMPILING_STEPS,
-    Report,
+    StepCallback,
     Timing,
     groups_per_burst,
     num_backoffs,
@@ -45,7 +45,9 @@ class _EnoughError(BaseException):
     """Exception that ends a loop from within. As a BaseException it passes the loop's own ``except Exception``."""
 
 
-def time_own_loop(training: Training, report: Report, count_compilations: Callable[[], int] = lambda: 0) -> Timing:
+def time_own_loop(
+    training: Training, report: StepCallback, count_compilations: Callable[[], int] = lambda: 0
+) -> Timing:
     """Run the workload's `fit` until enough steps are measured, and return their timing; `report` is called as in
     `time_steps`.
 
@@ -176,7 +178,7 @@ class _Steps:
     """Callback after each optimizer step of the loop, which measures and finally ends the loop."""
 
     def __init__(
-        self, training: Training, supply: _Supply, report: Report, count_compilations: Callable[[], int]
+        self, training: Training, supply: _Supply, report: StepCallback, count_compilations: Callable[[], int]
     ) -> None:
         self._training, self._supply, self._report = training, supply, report
         self._count_compilations = count_compilations
@@ -266,7 +268,7 @@ class _Steps:
         )
 
     def _is_warming(self) -> bool:
-        return is_warming(
+        return should_continue_warmup(
             [group.step_seconds for group in self._warm_up],
             num_steps=self._num_steps,
             warming_seconds=sum(group.step_seconds * group.num_steps for group in self._warm_up),
@@ -277,7 +279,7 @@ class _Steps:
         spec, now = self._training.spec, time.perf_counter()
         fewest, most = (math.ceil(num / spec.num_steps_per_report) for num in spec.num_steps)
         spent_compiling = sum(group.step_seconds * group.num_steps for group in self._compiled)
-        reason = stop(
+        reason = stop_reason(
             spec,
             [group.step_seconds for group in self._groups],
             is_whole=len(self._groups) >= fewest,

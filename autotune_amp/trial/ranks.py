@@ -71,7 +71,7 @@ class Peers:
 
 
 @contextmanager
-def met(spec: Trial) -> Iterator[Peers | None]:
+def join_process_group(spec: Trial) -> Iterator[Peers | None]:
     """Join the process group of a trial and yield its other ranks; None for a trial with one rank."""
     if spec.num_ranks == 1:
         yield None

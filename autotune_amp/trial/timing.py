@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.trial.failures import raise_if_failed
-from autotune_amp.trial.jobs import is_hopeless, is_warming, stop
+from autotune_amp.trial.jobs import is_hopeless, should_continue_warmup, stop_reason
 from autotune_amp.trial.judge import MAX_SKIPS, RunEvidence, StepLosses
 from autotune_amp.trial.training import BaseTraining
 
@@ -75,8 +75,8 @@ MIN_BURSTS = 2  # least number measured of loader workers' joint deliveries, if 
 # A step in which torch.compile compiled is repeated; dynamo gives up on a function after eight shapes.
 MAX_COMPILING_STEPS = 20
 
-Report = Callable[[int, float], None]
-Enter = Callable[[str], None]
+StepCallback = Callable[[int, float], None]
+PhaseCallback = Callable[[str], None]
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +99,10 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def time_steps(
-    training: BaseTraining, report: Report, enter: Enter, count_compilations: Callable[[], int] = lambda: 0
+    training: BaseTraining,
+    report: StepCallback,
+    enter: PhaseCallback,
+    count_compilations: Callable[[], int] = lambda: 0,
 ) -> Timing:
     """Warm up and measure as `training.spec` says, and return the timing. `report(number, seconds)` is called for every
     step.
@@ -138,7 +141,7 @@ def time_steps(
         report(len(groups) * spec.num_steps_per_report, groups[-1].seconds)
         now = time.perf_counter()
         num_needed = burst * (MIN_BURSTS if burst > 1 and _waits(groups) else 1)
-        reason = stop(
+        reason = stop_reason(
             spec,
             [group.seconds for group in groups],
             is_whole=len(groups) >= max(fewest, num_needed) and len(groups) % burst == 0,
@@ -174,7 +177,7 @@ def _waits(groups: list[_Timed]) -> bool:
     return sum(group.data_seconds for group in groups) > SHORT_WAIT * sum(group.seconds for group in groups)
 
 
-def _drop_loaded_ahead(training: BaseTraining, timer: _StepTimer, report: Report) -> None:
+def _drop_loaded_ahead(training: BaseTraining, timer: _StepTimer, report: StepCallback) -> None:
     """Drop batches that workers loaded ahead during the slow first steps, then take a step, which waits for new ones.
 
     Steps on those batches would not wait, even if the loader cannot keep up.
@@ -190,12 +193,12 @@ def _drop_loaded_ahead(training: BaseTraining, timer: _StepTimer, report: Report
         report(0, timer.time_compiled(1).seconds)
 
 
-def _step_on_worst(training: BaseTraining, timer: _StepTimer, enter: Enter) -> float:
+def _step_on_worst(training: BaseTraining, timer: _StepTimer, enter: PhaseCallback) -> float:
     enter("taking a step on the worst batch")
     return timer.time(1, training.worst_batch()).seconds
 
 
-def _warm_up(training: BaseTraining, timer: _StepTimer, report: Report) -> list[_Timed]:
+def _warm_up(training: BaseTraining, timer: _StepTimer, report: StepCallback) -> list[_Timed]:
     """Time the warm-up steps after the first, and return them.
 
     They go on until a loop has taken its first update and fp16's loss scale has come down, then in groups until their
@@ -211,9 +214,9 @@ def _warm_up(training: BaseTraining, timer: _StepTimer, report: Report) -> list[
         if num_done >= num_least and not steps[-1].num_skips and training.has_stepped:
             break
         if num_done >= num_least + MAX_SKIPS:
-            require_step(training, num_done)
+            raise_if_no_optimizer_step(training, num_done)
     seconds = [step.seconds for step in steps]
-    while not is_hopeless(spec, seconds) and is_warming(
+    while not is_hopeless(spec, seconds) and should_continue_warmup(
         seconds,
         num_steps=1 + sum(step.num_steps for step in steps),
         warming_seconds=time.perf_counter() - began - timer.compiling_seconds,
@@ -225,7 +228,7 @@ def _warm_up(training: BaseTraining, timer: _StepTimer, report: Report) -> list[
     return steps
 
 
-def require_step(training: BaseTraining, num_calls: int) -> None:
+def raise_if_no_optimizer_step(training: BaseTraining, num_calls: int) -> None:
     """Raise `WorkloadError` if `num_calls` calls of the workload's loop took no optimizer step."""
     if not training.has_stepped:
         raise WorkloadError(

@@ -24,7 +24,7 @@ from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.step_amp import StepAmp, has_gradients
 from autotune_amp.precision.torch_state import as_found_autocast
 from autotune_amp.trial import data
-from autotune_amp.trial.context import LoopState, Optimizers, each, make_optimizer
+from autotune_amp.trial.context import LoopState, Optimizers, make_optimizer, users_optimizers
 from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.worst_batch import worst_batches
 
@@ -45,7 +45,7 @@ class BaseTraining(ABC):
         self.model = model
         # Context of a pass whose gradients are not exchanged between ranks.
         self.no_sync: Callable[[], AbstractContextManager[object]] = nullcontext
-        self.batches, self.loader = data.opened(workload.data, spec.candidate.batch_size, spec.candidate.num_workers)
+        self.batches, self.loader = data.open_data(workload.data, spec.candidate.batch_size, spec.candidate.num_workers)
         self._taken: list[Any] = []
         self._last_batch: Any = None
         num_worst = 3 if spec.is_confirmation else 2  # the first step, one after the warm-up, a confirmation's last
@@ -149,7 +149,7 @@ class BaseTraining(ABC):
             undo()
 
     def _on_device(self, batch: Any) -> Any:
-        return batch if self.device.type == "cpu" else data.move(batch, self.device)
+        return batch if self.device.type == "cpu" else data.move_batch(batch, self.device)
 
 
 class Training(BaseTraining):
@@ -157,9 +157,9 @@ class Training(BaseTraining):
 
     def __init__(self, workload: Workload, model: nn.Module, spec: Trial) -> None:
         super().__init__(workload, model, spec)
-        self.loss = checked_loss(workload.loss)
+        self.loss = loss_with_checks(workload.loss)
         self.optimizer = make_optimizer(workload, model)
-        several = list(each(self.optimizer))
+        several = list(users_optimizers(self.optimizer))
         self.parts = (model, several if isinstance(self.optimizer, Optimizers) else self.optimizer)
         # A loop's own variable holds the last graph until the next one exists. Large freed blocks cannot be merged
         # across it: without it, a heap peaks up to 5 % lower than in a training run (studies/peak_memory).
@@ -169,7 +169,7 @@ class Training(BaseTraining):
 
     @property
     def live(self) -> LiveTraining:  # noqa: D102 - see BaseTraining
-        return LiveTraining([self.model], each(self.optimizer), self.device)
+        return LiveTraining([self.model], users_optimizers(self.optimizer), self.device)
 
     @property
     def is_in_own_loop(self) -> bool:
@@ -194,7 +194,7 @@ class Training(BaseTraining):
             self.optimizer.step()
         else:
             # GradScaler refuses to step an optimizer without gradients.
-            trained = list(filter(has_gradients, each(self.optimizer)))
+            trained = list(filter(has_gradients, users_optimizers(self.optimizer)))
             if self.workload.clip is not None:
                 for optimizer in trained:
                     self.scaler.unscale_(optimizer)
@@ -261,7 +261,7 @@ def make_training(workload: Workload, model: nn.Module, spec: Trial) -> BaseTrai
     return training
 
 
-def checked_loss(loss: Callable[[nn.Module, Any], Any] | None) -> Callable[[nn.Module, Any], Tensor]:
+def loss_with_checks(loss: Callable[[nn.Module, Any], Any] | None) -> Callable[[nn.Module, Any], Tensor]:
     """Return the workload's loss, raising `WorkloadError` unless its result is one number with a gradient."""
     assert loss is not None
 

@@ -32,13 +32,13 @@ from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.torch_state import CUDA_FLAGS
 from autotune_amp.trial import data, failures, ranks
-from autotune_amp.trial.context import Context, LoopState, each, make_optimizer
+from autotune_amp.trial.context import Context, LoopState, make_optimizer, users_optimizers
 from autotune_amp.trial.energy import EnergyMeter, counter_of
-from autotune_amp.trial.jobs import Check, Describe, Follow, Followed, Probe, Trial
+from autotune_amp.trial.jobs import Check, Describe, FollowerMemory, FollowerTrial, Probe, Trial
 from autotune_amp.trial.judge import RunEvidence, judge
 from autotune_amp.trial.memory import PeakMemory, hold_heap
 from autotune_amp.trial.own_loop import time_own_loop
-from autotune_amp.trial.timing import CompileWatch, Report, Timing, forget_compiled, time_steps
+from autotune_amp.trial.timing import CompileWatch, StepCallback, Timing, forget_compiled, time_steps
 from autotune_amp.trial.training import BaseTraining, Training, make_training
 from autotune_amp.trial.worst_batch import Scan, scan
 
@@ -54,7 +54,7 @@ def probe(context: Context, job: Probe, tell: Tell) -> Hardware:  # noqa: ARG001
     """Return the device's capabilities, measured with the caller's torch state."""
     torch_state.apply(job.torch_state)
     hardware = measure(job.device)
-    clean(torch.device(hardware.device))
+    free_cached_memory(torch.device(hardware.device))
     return hardware
 
 
@@ -74,13 +74,13 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
     if isinstance(model, LoopState):
         trained, parts = model.trained(), model.live_training(device)
     else:
-        parts = LiveTraining([model], each(make_optimizer(workload, model)), device)
+        parts = LiveTraining([model], users_optimizers(make_optimizer(workload, model)), device)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
     build_seconds = time.perf_counter() - started
     seen_batch_size = job.baseline_batch_size and (batch_size or job.baseline_batch_size)
-    as_found, is_strict = as_run(workload, model, device, state, seen_batch_size, has_tf32=job.has_tf32)
+    as_found, is_strict = users_precision(workload, model, device, state, seen_batch_size, has_tf32=job.has_tf32)
     if context.is_kept:
-        clean(device)
+        free_cached_memory(device)
     has_unused = False
     if job.is_ranked and seen_batch_size is not None and not workload.is_loop:
         has_unused = has_unused_parameters(workload, model, _trial_as_found(as_found, seen_batch_size, device, state))
@@ -113,7 +113,7 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
     )
 
 
-def as_run(
+def users_precision(
     workload: Workload,
     model: nn.Module,
     device: torch.device,
@@ -132,11 +132,11 @@ def as_run(
     found = torch_state.as_found(state, device.type, () if has_tf32 else CUDA_FLAGS)
     if batch_size is None or found[1] or not torch_state.as_found(state, device.type, _FLAG_OPERATORS)[1]:
         return found
-    used = used_flags(workload, model, _trial_as_found(found[0], batch_size, device, state))
+    used = cudnn_flags_in_use(workload, model, _trial_as_found(found[0], batch_size, device, state))
     return torch_state.as_found(state, device.type, _FLAG_OPERATORS.keys() - used)
 
 
-def used_flags(workload: Workload, model: nn.Module, spec: Trial) -> frozenset[str]:
+def cudnn_flags_in_use(workload: Workload, model: nn.Module, spec: Trial) -> frozenset[str]:
     """Return those of cuDNN's flags that affect an operator of a step with `spec`; all of them if that is unknown.
 
     It is unknown if the step fails, and for operators from outside PyTorch, which may call any others.
@@ -200,10 +200,10 @@ def _weights(parameters: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]
 
 def run(context: Context, spec: Trial, tell: Tell) -> Outcome:
     """Run one trial; an error is returned as a `Failure`."""
-    return guarded(context, spec, lambda: _measure(context, spec, tell))
+    return run_guarded(context, spec, lambda: _measure(context, spec, tell))
 
 
-def guarded(context: Context, spec: Trial | Check, action: Callable[[], Result]) -> Result | Failure:
+def run_guarded(context: Context, spec: Trial | Check, action: Callable[[], Result]) -> Result | Failure:
     """Run `action` in the caller's torch state. Errors are returned as a `Failure`; a kept worker is cleaned up."""
     num_kills_before = failures.num_oom_kills()
     try:
@@ -219,10 +219,10 @@ def guarded(context: Context, spec: Trial | Check, action: Callable[[], Result])
         return failure
     finally:
         if context.is_kept:
-            clean(torch.device(spec.device))
+            free_cached_memory(torch.device(spec.device))
 
 
-def prepare(context: Context, spec: Trial | Check) -> tuple[PeakMemory, float]:
+def prepare_process(context: Context, spec: Trial | Check) -> tuple[PeakMemory, float]:
     """Seed, start the accelerator and limit the memory. Return the memory watch and the seconds that the start took."""
     device = torch.device(spec.device)
     torch_state.seed(spec.seed + (spec.rank if isinstance(spec, Trial) else 0))  # each rank draws other samples
@@ -243,7 +243,7 @@ def _start_accelerator(device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def clean(device: torch.device) -> None:
+def free_cached_memory(device: torch.device) -> None:
     """Free compiled code, whose graphs hold memory, and the allocator's cache, before a kept worker's next trial, to
     which they would be counted.
     """
@@ -254,14 +254,14 @@ def clean(device: torch.device) -> None:
             torch.get_device_module(device).empty_cache()
 
 
-def follow(context: Context, spec: Follow, tell: Tell) -> Followed | Failure:
+def follow(context: Context, spec: FollowerTrial, tell: Tell) -> FollowerMemory | Failure:
     """Run as a further rank of a trial; an error is returned as a `Failure`."""
-    return guarded(context, spec, lambda: _follow(context, spec, tell))
+    return run_guarded(context, spec, lambda: _follow(context, spec, tell))
 
 
-def _follow(context: Context, spec: Follow, tell: Tell) -> Followed:
-    memory, _ = prepare(context, spec)
-    with ranks.met(spec) as peers:
+def _follow(context: Context, spec: FollowerTrial, tell: Tell) -> FollowerMemory:
+    memory, _ = prepare_process(context, spec)
+    with ranks.join_process_group(spec) as peers:
         assert peers is not None
         model = context.model_for(spec.candidate, torch.device(spec.device))
         with closing(make_training(context.workload, model, spec)) as training:
@@ -271,15 +271,15 @@ def _follow(context: Context, spec: Follow, tell: Tell) -> Followed:
                 peers.follow(training, memory.poll)
             peak, reserved = memory.peak_bytes()
             has_flushed = memory.num_allocator_retries() > retries
-    return Followed(peak_memory_bytes=peak, reserved_memory_bytes=reserved, has_flushed=has_flushed)
+    return FollowerMemory(peak_memory_bytes=peak, reserved_memory_bytes=reserved, has_flushed=has_flushed)
 
 
 def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
-    memory, context_seconds = prepare(context, spec)
+    memory, context_seconds = prepare_process(context, spec)
     is_build_shared = context.build_memory is not None
     started = time.perf_counter()
     with ExitStack() as stack:
-        peers = stack.enter_context(ranks.met(spec))
+        peers = stack.enter_context(ranks.join_process_group(spec))
         model = context.model_for(spec.candidate, torch.device(spec.device))
         training = stack.enter_context(closing(make_training(context.workload, model, spec)))
         build_seconds = time.perf_counter() - started
@@ -339,7 +339,7 @@ def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
 
 
 def _in_own_loop(
-    training: Training, report: Report, count_compilations: Callable[[], int]
+    training: Training, report: StepCallback, count_compilations: Callable[[], int]
 ) -> tuple[Timing | None, str | None]:
     """Return the timing of the workload's own loop, or None and why it does not run here, as with failing callbacks."""
     try:

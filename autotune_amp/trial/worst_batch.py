@@ -26,7 +26,16 @@ from autotune_amp.core.outcome import SampleSizes
 from autotune_amp.core.workload import Workload
 from autotune_amp.numerics.accumulation import tensors
 from autotune_amp.precision.torch_state import keep_generators
-from autotune_amp.trial.data import Spread, Stream, copied, gives_batches, length, num_samples, opened, rebuilt
+from autotune_amp.trial.data import (
+    Spread,
+    Stream,
+    copy_sample,
+    has_batched_dataset,
+    length_or_none,
+    num_samples,
+    open_data,
+    rebuild_loader,
+)
 
 SCAN_SECONDS, DRAW_SECONDS = 1.5, 1.0
 SAMPLES_AT_ONCE = 4  # a worker's message costs as much as a small sample, and the clock is read between messages
@@ -61,7 +70,7 @@ def scan(workload: Workload, batch_size: int) -> Scan:
     put_back = keep_generators()
     found, is_stream = Scan(), False
     try:
-        batches, loader = opened(workload.data, batch_size)
+        batches, loader = open_data(workload.data, batch_size)
         with closing(batches):
             if loader is not None:
                 # A stream with at most one worker may not be written for several, each of which would then yield all of
@@ -71,7 +80,12 @@ def scan(workload: Workload, batch_size: int) -> Scan:
             if workload.worst_batch is not None:
                 return found
             has_samples = loader is not None and loader.batch_sampler is not None and not is_stream
-            if loader is not None and has_samples and length(loader.dataset) and not gives_batches(loader):
+            if (
+                loader is not None
+                and has_samples
+                and length_or_none(loader.dataset)
+                and not has_batched_dataset(loader)
+            ):
                 indices = _indices(loader)
                 order = random.Random(0).sample(indices, min(len(indices), MAX_SCANNED_SAMPLES))  # noqa: S311 - no secret
                 sizes, problem = scan_samples(loader, order, size, SCAN_SECONDS)
@@ -115,7 +129,7 @@ def scan_samples(
     deadline = None
     settings: dict[str, Any] = {"generator": torch.Generator(), "pin_memory": False}
     alone = partial(_measured, measure, loader.collate_fn)
-    looking = rebuilt(loader, batch_size=SAMPLES_AT_ONCE, sampler=order, collate_fn=alone, **settings)
+    looking = rebuild_loader(loader, batch_size=SAMPLES_AT_ONCE, sampler=order, collate_fn=alone, **settings)
     try:
         for several in looking:
             found += several
@@ -130,7 +144,7 @@ def scan_samples(
 
 def _measured(measure: Callable[[Any], int], collate: Callable[[list[Any]], Any], samples: list[Any]) -> list[int]:
     """Return `measure` of each sample collated alone: collating may create the data, as from a file's name."""
-    return [measure(collate([copied(sample)])) for sample in samples]
+    return [measure(collate([copy_sample(sample)])) for sample in samples]
 
 
 def _indices(loader: DataLoader[Any]) -> Sequence[int]:
@@ -182,7 +196,7 @@ def worst_batches(
         # From a worker process if the loader has them, since a dataset opened here may not survive their start. A
         # generator of its own leaves the loader's next draws as they are.
         settings = {"batch_sampler": [list(islice(cycle(samples), batch_size))] * num_batches}
-        made = iter(rebuilt(loader, min(loader.num_workers, 1), generator=torch.Generator(), **settings))
+        made = iter(rebuild_loader(loader, min(loader.num_workers, 1), generator=torch.Generator(), **settings))
     else:
         return
     for batch in made:

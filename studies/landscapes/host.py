@@ -27,7 +27,7 @@ from autotune_amp.processes.devices import ConfirmingProcesses
 from autotune_amp.processes.local import Ability, Isolation, Slot
 from autotune_amp.processes.standby import MIN_CORES, MOST
 from autotune_amp.search.job_defaults import JobDefaults
-from autotune_amp.trial.jobs import Check, Trial, measure_seconds
+from autotune_amp.trial.jobs import Check, Trial, measurement_limit_seconds
 
 FORK_SECONDS = 0.07  # studies/overheads
 CONTEXT_SECONDS = 0.3  # of an accelerator, in each process: 0.16 to 0.4 s on an H200 (studies/real_card)
@@ -209,7 +209,7 @@ class HostBackend:
             spec = Trial(
                 candidate=setting,
                 device=self._landscape.header.hardware.device,
-                measure_seconds=measure_seconds(self._budget.seconds),
+                measure_seconds=measurement_limit_seconds(self._budget.seconds),
             )
             found = self.submit(spec).result()
             self._described[setting] = found

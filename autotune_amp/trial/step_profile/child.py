@@ -31,14 +31,14 @@ from autotune_amp.core.outcome import Failure, Profiled, ProfiledStep, Split
 from autotune_amp.core.precisions import Precision
 from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.precision.modes import MIXED_PRECISIONS
-from autotune_amp.trial.context import Context, LoopState, each
+from autotune_amp.trial.context import Context, LoopState, users_optimizers
 from autotune_amp.trial.failures import raise_if_failed
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
 from autotune_amp.trial.judge import MAX_SKIPS, RunEvidence, StepLosses
 from autotune_amp.trial.step_profile.breakdown import ProfileJob
-from autotune_amp.trial.timing import num_backoffs, require_step
+from autotune_amp.trial.timing import num_backoffs, raise_if_no_optimizer_step
 from autotune_amp.trial.training import BaseTraining, Training, make_training
-from autotune_amp.trial.worker import guarded, prepare
+from autotune_amp.trial.worker import prepare_process, run_guarded
 
 MARK = "autotune_amp"  # begins the names of our own marks in a trace
 NUM_PROFILED_STEPS = 3, 7  # least and most steps, after the first, which starts the profiler and does not count
@@ -50,11 +50,11 @@ Window: TypeAlias = list[Any]  # the batches of one optimizer step
 
 def profile(context: Context, spec: ProfileJob, tell: Tell) -> Profiled | Failure:
     """Profile a few steps of a training run by kind of operation; return a `Failure` if it fails."""
-    return guarded(context, spec.trial, lambda: _profile(context, spec, tell))
+    return run_guarded(context, spec.trial, lambda: _profile(context, spec, tell))
 
 
 def _profile(context: Context, spec: ProfileJob, tell: Tell) -> Profiled:
-    prepare(context, spec.trial)
+    prepare_process(context, spec.trial)
     model = context.model(torch.device(spec.device))
     with closing(make_training(context.workload, model, spec.trial)) as training:
         training.start_loading()
@@ -96,7 +96,7 @@ def warm_up(training: BaseTraining) -> None:
         steps.append(StepLosses(is_skipped=num_backoffs(training, scale) > 0))
         raise_if_failed(RunEvidence(steps=tuple(steps), goes_on=True))
         if len(steps) >= NUM_WARMUP_STEPS + MAX_SKIPS:
-            require_step(training, len(steps))
+            raise_if_no_optimizer_step(training, len(steps))
 
 
 def _traced(training: BaseTraining, trace_file: str) -> tuple[Split | None, str | None]:
@@ -142,7 +142,7 @@ def unfused_optimizer(training: BaseTraining) -> str | None:
     if isinstance(training.model, LoopState):
         optimizers = list(training.model.optimizers.values())
     elif isinstance(training, Training):
-        optimizers = list(each(training.optimizer))
+        optimizers = list(users_optimizers(training.optimizer))
     for optimizer in optimizers:
         accepts = "fused" in inspect.signature(type(optimizer)).parameters
         if accepts and not any(group.get("fused") for group in optimizer.param_groups):
