@@ -208,7 +208,7 @@ def _inputs_for_model(workload: Workload, spec: Check, model: nn.Module, batches
         make_optimizer=lambda _: model.first_optimizer(),
         loop=Loop(
             step=lambda state, batch, amp: train_step(state.held, copy.deepcopy(batch), amp),
-            forget=LoopState.forget_steps,
+            forget=LoopState.restore_python_state,
             batch_size=spec.candidate.batch_size,
         ),
     )

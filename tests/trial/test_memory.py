@@ -30,8 +30,8 @@ class System:
         self.limits: list[int] = []
         monkeypatch.setattr(memory, "_IS_LINUX", True)
         monkeypatch.setattr(memory, "_trim_heap", lambda: None)
-        monkeypatch.setattr(memory, "_forget_peak", self.reset)
-        monkeypatch.setattr(memory, "_limit_data", self.limits.append)
+        monkeypatch.setattr(memory, "_reset_peak", self.reset)
+        monkeypatch.setattr(memory, "_limit_data_segment", self.limits.append)
         monkeypatch.setattr(memory, "_peak_resident_bytes", lambda: self.peak)
         monkeypatch.setattr(memory, "_own_resident_bytes", lambda: self.anonymous)
         monkeypatch.setattr(memory, "file_bytes", lambda: self.files)

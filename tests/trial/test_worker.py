@@ -299,7 +299,7 @@ def test_what_the_jobs_own_functions_raise_is_noted_and_the_measurement_stands()
 def test_memory_above_the_limit_is_out_of_memory_wherever_it_was_taken(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_limit_data", lambda limit_bytes: None)  # nothing raises, and the tests go on
+    monkeypatch.setattr(memory, "_limit_data_segment", lambda limit_bytes: None)  # nothing raises, and the tests go on
 
     def take(*_: Any) -> Tensor:
         torch.ones(1 << 26)  # 256 MiB
