@@ -1,4 +1,4 @@
-"""Standby processes, which have loaded the workload and wait to take over from the one that runs jobs."""
+"""Standby processes: they load the workload and wait to replace the process that runs jobs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from autotune_amp.hardware import host
 from autotune_amp.processes.process import Process, ProcessEndedError, Watcher
 
 MIN_CORES = 4  # with fewer, loading beside another process would slow it down
-MEMORY_FACTOR = 2.0  # times the memory of the first process, since loading may take more for a moment
-MOST = 2  # beside the process that runs jobs: together the three of a confirmation
+MEMORY_FACTOR = 2.0  # a standby process needs this times the memory of the first: loading may take more for a moment
+MOST = 2  # with the process that runs jobs these are the three of a confirmation
 
 
 def room_for(process_bytes: int) -> int:
-    """Return how many more processes of this size fit into this host's memory; 0 if it has few cores."""
+    """Return how many more processes of this size fit into this host's memory; 0 with fewer than `MIN_CORES` cores."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     container = host.container_memory()
     free_bytes = host.available_memory_bytes()
@@ -30,31 +30,31 @@ def room_for(process_bytes: int) -> int:
 
 
 class Standby:
-    """Holder of processes that load the workload while another one runs jobs, but not while that one times steps.
+    """Holder of standby processes, which load the workload while another process runs jobs.
 
-    In a virtual machine two processes that touch new memory pages wait for each other, whatever their priorities: on an
-    H200's host a batch took 515 ms beside a process that loaded, and 4 ms after it (studies/real_card). `room_for`
-    returns how many processes of a size may be started in addition to the first.
+    They are paused while that one times steps. In a virtual machine two processes that touch new memory pages wait for
+    each other, whatever their priorities: on an H200's host a batch took 515 ms while a process loaded, and 4 ms
+    afterwards (studies/real_card). `room_for(num_bytes)` returns how many more processes of that size fit into memory.
     """
 
     def __init__(self, room_for: Callable[[int], int] = room_for) -> None:
         self._room_for = room_for
-        self.num_wanted = 0  # to be loaded before the next trial runs
+        self.num_wanted = 0  # number of processes to load before the next trial runs
         self._environment: dict[str, str] = {}
         self._are_loaded: dict[Process, bool] = {}  # whether each has loaded, the oldest first
 
     @property
     def processes(self) -> list[Process]:
-        """Return the processes that stand by or are loading to do so."""
+        """Return the processes that stand by or are still loading."""
         return list(self._are_loaded)
 
     def begin(
         self, beside: Process, environment: dict[str, str], command: dict[str, Any], data: bytes, number: int = 1
     ) -> None:
-        """Start processes until `number` stand by with these variables, if there is room for more of the size of
-        `beside`.
+        """Start processes with these variables until `number` stand by, if memory has room for more of the size of
+        `beside`, the process that runs jobs.
 
-        Each runs `command`, which is followed by raw bytes.
+        Each is sent `command`, followed by the raw bytes `data`.
         """
         if self._environment != environment:
             self.close()
@@ -121,12 +121,14 @@ class Standby:
         process.end()
 
     def _has_loaded(self, process: Process, until: float | None) -> bool:
-        """Wait for a process to load and return whether it did; one that cannot load beside another is ended."""
+        """Wait for a process to load and return whether it did. A process that cannot load is ended."""
         if self._are_loaded[process] and process.is_alive():
             return True
         try:
             answers = (process.wait(until) for _ in ("ready", "standing by"))
-            self._are_loaded[process] = process.is_alive() and not any(isinstance(one, Failure) for one in answers)
+            self._are_loaded[process] = process.is_alive() and not any(
+                isinstance(answer, Failure) for answer in answers
+            )
         except ProcessEndedError as ended:
             if ended.failure.kind == "timeout":
                 self._end(process)

@@ -239,7 +239,7 @@ def test_what_ended_on_a_killed_node_and_was_not_heard_is_lost_too(two: Opened, 
     slot = slot_on(two, "other")
     place = two.backend._at(slot)
     node = place.backend
-    assert isinstance(node, on_node.OnNode)
+    assert isinstance(node, on_node.NodeBackend)
     job = two.trial()
     place.thread.submit(node._ask, "begin", pack(("run", (job.kind(), msgspec.to_builtins(job))))).result()
     time.sleep(3.0)

@@ -18,10 +18,10 @@ from autotune_amp.processes.local import (
     Slot,
     SlotLostError,
     WorkloadBackend,
-    converted,
+    convert_result,
 )
-from autotune_amp.processes.on_ray.cluster import SILENT_SECONDS, Cluster, PlaceLostError
-from autotune_amp.processes.on_ray.messages import Told, pack
+from autotune_amp.processes.on_ray.cluster import SILENT_SECONDS, Cluster, NodeProcessLostError
+from autotune_amp.processes.on_ray.messages import CallProgress, pack
 from autotune_amp.processes.process import Watcher
 
 # Failures of the node rather than the job: it had loaded the workload before, and other nodes have room.
@@ -29,7 +29,7 @@ _OF_THE_NODE = (CANNOT_BE_LOADED, "No space left on device")
 _OF_SHARED_MEMORY = "</torch_"  # shared memory filled by a loader's workers is no full disk
 
 
-class OnNode(WorkloadBackend):
+class NodeBackend(WorkloadBackend):
     """Backend that forwards its calls to a process on a node."""
 
     def __init__(
@@ -84,7 +84,7 @@ class OnNode(WorkloadBackend):
             pass  # its processes are gone too
         self._watcher, self._is_made = heard, False
 
-    def call(self, method: str, *arguments: Any) -> Told:
+    def call(self, method: str, *arguments: Any) -> CallProgress:
         """Run a method in the node's process and pass its progress on to the watcher.
 
         Raises `SlotLostError` if the process is gone or cannot work any more.
@@ -94,7 +94,7 @@ class OnNode(WorkloadBackend):
             self.call("make", *self._how, self._slot.device)
         self._ask("begin", pack((method, arguments)))
         while True:
-            told = msgspec.msgpack.decode(self._ask("hear"), type=Told)
+            told = msgspec.msgpack.decode(self._ask("hear"), type=CallProgress)
             for number, seconds in told.steps:
                 self._watcher.step(number, seconds)
             if told.output:
@@ -121,14 +121,14 @@ class OnNode(WorkloadBackend):
         asked = self._cluster.call(str(self._slot.name), method, *arguments)
         try:
             return self._cluster.answer(asked, self._watcher.tick, SILENT_SECONDS)
-        except (PlaceLostError, RunnerError) as error:
+        except (NodeProcessLostError, RunnerError) as error:
             raise self.lost(str(error)) from error
 
 
 class _OnNode:
     """Job on a node."""
 
-    def __init__(self, backend: OnNode, job: Job[Any]) -> None:
+    def __init__(self, backend: NodeBackend, job: Job[Any]) -> None:
         self._backend, self._job = backend, job
         self.start_seconds: float | None = None
 
@@ -139,7 +139,7 @@ class _OnNode:
         found = told.answer
         if not (isinstance(found, dict) and found.get("outcome") == "failure"):
             try:
-                return converted(self._job, found)
+                return convert_result(self._job, found)
             except msgspec.ValidationError as error:
                 return Failure(kind="crash", message=f"it gave a result that cannot be read: {error}")
         failure = msgspec.convert(found, Failure)

@@ -23,7 +23,7 @@ import msgspec
 
 from autotune_amp.core.errors import ClusterLostError, InvalidRequestError
 from autotune_amp.interruption import heed
-from autotune_amp.processes.on_ray.messages import NodeShare, Opening, Reply, Request, pack
+from autotune_amp.processes.on_ray.messages import NodeSetup, NodeShare, Reply, Request, pack
 from autotune_amp.processes.process import TICK_SECONDS
 
 SILENT_SECONDS = 30.0  # a node that is silent this long is lost: calls are answered within half a second
@@ -38,7 +38,7 @@ _DRIVER = (
 _SET_BY_RAY = ("OMP_NUM_THREADS",)
 
 
-class PlaceLostError(Exception):
+class NodeProcessLostError(Exception):
     """Raised when a process on a node is gone."""
 
 
@@ -79,7 +79,7 @@ class Cluster:
         theirs.close()
         self._thread = threading.Thread(target=self._hear, daemon=True)
         self._thread.start()
-        opening = Opening(
+        opening = NodeSetup(
             target=target,
             packed=packed,
             num_ranks=num_ranks,
@@ -89,7 +89,7 @@ class Cluster:
             connecting = self.ask("connect", pack((self.address, self._directory, self._excludes)))
             self.answer(connecting, tick, CONNECT_SECONDS)
             self.answer(self.ask("open", pack(opening)), tick, CONNECT_SECONDS)
-        except (PlaceLostError, ClusterLostError) as error:
+        except (NodeProcessLostError, ClusterLostError) as error:
             self._said.seek(0)
             said = self._said.read().decode(errors="replace").strip().splitlines()
             raise InvalidRequestError(
@@ -139,7 +139,7 @@ class Cluster:
         return future
 
     def answer(self, future: Future[bytes], tick: Callable[[], None], limit_seconds: float = math.inf) -> bytes:
-        """Wait for a future's result. Raises our own errors, and `PlaceLostError` if there is no result in time."""
+        """Wait for a future's result. Raises our own errors, and `NodeProcessLostError` if there is no result in time."""
         until = time.monotonic() + limit_seconds
         while True:
             heed()
@@ -150,7 +150,7 @@ class Cluster:
                 if future.done():
                     raise
             if time.monotonic() > until:
-                raise PlaceLostError(f"it did not answer within {limit_seconds:.0f} s")
+                raise NodeProcessLostError(f"it did not answer within {limit_seconds:.0f} s")
 
     def pause(self, tick: Callable[[], None]) -> None:
         """Wait one tick."""
@@ -187,7 +187,7 @@ class Cluster:
             if reply.error is not None:
                 future.set_exception(reply.error.opened())
             elif reply.lost is not None:
-                future.set_exception(PlaceLostError(reply.lost))
+                future.set_exception(NodeProcessLostError(reply.lost))
             else:
                 future.set_result(reply.body)
         with self._lock:

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.processes.on_ray.messages import Node, NodeShare, RemoteError, Reply, Request, pack
-from autotune_amp.processes.on_ray.node import Worker
+from autotune_amp.processes.on_ray.node import NodeActor
 
 _MAX_CHARACTERS = 600
 _COLOURS = re.compile("\x1b\\[[0-9;]*m")
@@ -94,7 +94,7 @@ class Driver:
         place, device = msgspec.msgpack.decode(request.body, type=tuple[NodeShare, str])
         there = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
         options = {"num_gpus": place.num_gpus, "num_cpus": place.num_cpus, "scheduling_strategy": there}
-        actor = ray.remote(Worker).options(**options, max_restarts=0, max_concurrency=2).remote(self._opening)
+        actor = ray.remote(NodeActor).options(**options, max_restarts=0, max_concurrency=2).remote(self._opening)
         self._actors[place.name] = actor
         self._when_done(request.number, actor.about.remote(device))
 

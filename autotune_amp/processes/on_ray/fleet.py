@@ -11,8 +11,8 @@ import msgspec
 from autotune_amp.core.errors import AutotuneAmpError, RunnerError
 from autotune_amp.core.hardware import LEAST_MEMORY_SHARE, DeviceIdentity
 from autotune_amp.processes.local import Slot
-from autotune_amp.processes.on_ray.cluster import Cluster, PlaceLostError
-from autotune_amp.processes.on_ray.messages import About, Node, NodeShare
+from autotune_amp.processes.on_ray.cluster import Cluster, NodeProcessLostError
+from autotune_amp.processes.on_ray.messages import Node, NodeShare, ProcessDescription
 
 LOOK_SECONDS = 2.0  # between requests for new nodes
 CARDS_SECONDS = 10.0  # time to wait for nodes with GPUs before nodes without are used
@@ -29,9 +29,9 @@ class Fleet:
         self._device = device
         self._num_ranks = num_ranks
         self.note = note
-        self.first: About | None = None
+        self.first: ProcessDescription | None = None
         self._known: set[str] = set()  # node IDs
-        self._up: dict[str, About] = {}  # places that were not compared yet
+        self._up: dict[str, ProcessDescription] = {}  # places that were not compared yet
         self._names: dict[str, None] = {}  # in the order of finding them, the head first
         self._starting: dict[str, Future[bytes]] = {}
         self._looking: Future[bytes] | None = None
@@ -53,15 +53,19 @@ class Fleet:
         self._look()
         for name in [name for name, about in self._starting.items() if about.done()]:
             try:
-                self._up[name] = msgspec.msgpack.decode(self._starting.pop(name).result(), type=About)
-            except (PlaceLostError, AutotuneAmpError, msgspec.MsgspecError) as error:  # or a message of another version
+                self._up[name] = msgspec.msgpack.decode(self._starting.pop(name).result(), type=ProcessDescription)
+            except (
+                NodeProcessLostError,
+                AutotuneAmpError,
+                msgspec.MsgspecError,
+            ) as error:  # or a message of another version
                 self.leave_out(name, str(error))
         if self.first is None:
             return []
         found = []
         for name in [name for name in self._names if name in self._up]:
             about = self._up.pop(name)
-            problem = unlike(self.first, about)
+            problem = incompatibility(self.first, about)
             if problem is None:
                 found.append(Slot(_device(about.identity), name, is_here=False))
             else:
@@ -71,7 +75,7 @@ class Fleet:
     def begin(self) -> list[Slot]:
         """Choose the most common kind of place as the reference, and return the places of that kind that are up."""
         kinds = [self._up[name] for name in self._names if name in self._up]
-        self.first = max(kinds, key=lambda kind: sum(unlike(kind, other) is None for other in kinds))
+        self.first = max(kinds, key=lambda kind: sum(incompatibility(kind, other) is None for other in kinds))
         return self.arrived()
 
     def leave_out(self, name: str, problem: str) -> None:
@@ -88,7 +92,7 @@ class Fleet:
             looked, self._looking = self._looking, None
             try:
                 nodes = msgspec.msgpack.decode(looked.result(), type=list[Node])
-            except (RunnerError, PlaceLostError):  # Ray cannot answer now
+            except (RunnerError, NodeProcessLostError):  # Ray cannot answer now
                 return
             in_order = sorted(nodes, key=lambda node: (not node.is_head, node.host, node.node_id))
             new = [node for node in in_order if node.node_id not in self._known]
@@ -121,7 +125,7 @@ class Fleet:
         return name
 
 
-def unlike(first: About, other: About) -> str | None:
+def incompatibility(first: ProcessDescription, other: ProcessDescription) -> str | None:
     """Return why results of the other place cannot be compared with those of the first, or None if they can. Pure."""
     ours, theirs = first.identity, other.identity
     pairs = [

@@ -30,7 +30,7 @@ class NodeShare(msgspec.Struct, frozen=True, kw_only=True):
     num_cpus: int
 
 
-class Opening(msgspec.Struct, frozen=True, kw_only=True):
+class NodeSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Data that a node needs to run jobs.
 
     It is the workload as a target or packed, the number of ranks of a trial, and environment variables as they are
@@ -43,7 +43,7 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str | None]
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class CallProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of a call on a node: new steps (number, seconds), printed output, and finally its answer or the error it
     raised.
 
@@ -80,7 +80,7 @@ class RemoteError(msgspec.Struct, frozen=True, kw_only=True):
         return kind(self.message, self.next_step)
 
 
-class About(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Description of a node's process: its device and versions."""
 
     identity: DeviceIdentity

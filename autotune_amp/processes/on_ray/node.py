@@ -15,9 +15,9 @@ import msgspec
 from autotune_amp import __version__
 from autotune_amp.core.job import find_job
 from autotune_amp.hardware import identify
-from autotune_amp.processes.devices import on_ranks, rank_slots
+from autotune_amp.processes.devices import make_ranked_backend, rank_slots
 from autotune_amp.processes.local import Isolation, LocalBackend, Payload, WorkloadBackend
-from autotune_amp.processes.on_ray.messages import About, Opening, RemoteError, Told, pack
+from autotune_amp.processes.on_ray.messages import CallProgress, NodeSetup, ProcessDescription, RemoteError, pack
 from autotune_amp.processes.process import Watcher
 
 HEAR_SECONDS = 0.5  # interval of asking a running job for progress: one call for each step would slow it down
@@ -46,11 +46,11 @@ class _Ear(Watcher):
         self.printed.append(text)
 
 
-class Worker:
+class NodeActor:
     """Actor on a node. Every method takes and returns msgpack bytes, and none waits for a job's end."""
 
     def __init__(self, opening: bytes) -> None:
-        self._opening = msgspec.msgpack.decode(opening, type=Opening)
+        self._opening = msgspec.msgpack.decode(opening, type=NodeSetup)
         for name, value in self._opening.environment.items():
             os.environ.pop(name, None)
             if value is not None:
@@ -67,7 +67,9 @@ class Worker:
 
     def about(self, device: str) -> bytes:
         """Return a description of the process: device and versions."""
-        return pack(About(identity=identify(device), version=__version__, python=platform.python_version()))
+        return pack(
+            ProcessDescription(identity=identify(device), version=__version__, python=platform.python_version())
+        )
 
     def begin(self, call: bytes) -> None:
         """Start one of the methods below, by its name and arguments."""
@@ -82,7 +84,7 @@ class Worker:
         is_over = self._work.done()  # checked before the progress is taken
         steps, self._ear.steps = self._ear.steps, []
         printed, self._ear.printed = self._ear.printed, []
-        told = Told(steps=steps, output="".join(printed), is_over=is_over)
+        told = CallProgress(steps=steps, output="".join(printed), is_over=is_over)
         if not is_over:
             return pack(told)
         backend, error = self._backend, self._work.exception()
@@ -113,7 +115,7 @@ class Worker:
 
         if num_ranks > 1:
             ranks = rank_slots(num_ranks, identify(device).type)
-            self._backend = on_ranks(ranks, start, self._ear, isolation, environment)
+            self._backend = make_ranked_backend(ranks, start, self._ear, isolation, environment)
         else:
             self._backend = start(self._ear, isolation, environment)
 

@@ -15,9 +15,9 @@ from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, Work
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import Fingerprint
-from autotune_amp.processes.devices import ConfirmingProcesses, WatcherOf
+from autotune_amp.processes.devices import ConfirmingProcesses, WatcherFactory
 from autotune_amp.processes.local import Isolation, OpenResult, Payload, Slot, SlotLostError, WorkloadBackend
-from autotune_amp.processes.on_ray.backend import OnNode
+from autotune_amp.processes.on_ray.backend import NodeBackend
 from autotune_amp.processes.on_ray.cluster import Cluster
 from autotune_amp.processes.on_ray.fleet import Fleet
 from autotune_amp.processes.process import Watcher
@@ -43,7 +43,11 @@ class RaySlots(WorkloadSlots):
     """
 
     def __init__(
-        self, fleet: Fleet, slots: Sequence[Slot], make: Callable[[Slot, Watcher], OnNode], watcher_of: WatcherOf
+        self,
+        fleet: Fleet,
+        slots: Sequence[Slot],
+        make: Callable[[Slot, Watcher], NodeBackend],
+        watcher_of: WatcherFactory,
     ) -> None:
         super().__init__(slots, make, watcher_of)
         self._fleet = fleet
@@ -208,7 +212,7 @@ class RayDevices:
         device: str,
         num_ranks: int,
         payload: Payload,
-        watcher_of: WatcherOf,
+        watcher_of: WatcherFactory,
         note: Callable[[str], None],
     ) -> None:
         self.device = "cpu" if device == "cpu" else "auto"
@@ -284,5 +288,7 @@ class RayDevices:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.close()
 
-    def _on_node(self, slot: Slot, heard: Watcher, isolation: Isolation | None, environment: dict[str, str]) -> OnNode:
-        return OnNode(self._cluster, slot, isolation, environment, heard)
+    def _on_node(
+        self, slot: Slot, heard: Watcher, isolation: Isolation | None, environment: dict[str, str]
+    ) -> NodeBackend:
+        return NodeBackend(self._cluster, slot, isolation, environment, heard)

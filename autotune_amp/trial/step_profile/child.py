@@ -88,7 +88,7 @@ def _step(training: BaseTraining, window: Window) -> None:
 
 
 def warm_up(training: BaseTraining) -> None:
-    """Take warm-up steps as a trial does: until fp16's loss scale stops falling and a loop has stepped its optimizer."""
+    """Take warm-up steps as a trial does: until fp16's loss scale stops falling and a loop has taken a step."""
     steps: list[StepLosses] = []
     while len(steps) < NUM_WARMUP_STEPS or steps[-1].is_skipped or not training.has_stepped:
         scale = training.loss_scale()
