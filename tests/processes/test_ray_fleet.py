@@ -14,7 +14,7 @@ from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.local import Slot, SlotLostError
 from autotune_amp.processes.on_ray import fleet
-from autotune_amp.processes.on_ray.backend import NodeBackend, _OnNode
+from autotune_amp.processes.on_ray.backend import NodeBackend, _NodeHandle
 from autotune_amp.processes.on_ray.cluster import Cluster, NodeProcessLostError
 from autotune_amp.processes.on_ray.fleet import Fleet, incompatibility
 from autotune_amp.processes.on_ray.messages import CallProgress, Node, NodeShare, ProcessDescription, pack
@@ -101,8 +101,8 @@ class Searching:
 
     def look(self) -> list[str | None]:
         """The names of what has come up since the last look."""
-        self.now += fleet.LOOK_SECONDS + 0.1
-        return [slot.name for _ in range(3) for slot in self.fleet.arrived()]
+        self.now += fleet.NODE_REQUEST_SECONDS + 0.1
+        return [slot.name for _ in range(3) for slot in self.fleet.take_started_slots()]
 
 
 def test_the_most_common_kind_is_the_first_and_the_head_where_all_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_where_no_cards_come_auto_is_the_cpu(monkeypatch: pytest.MonkeyPatch) ->
     cluster.add("a")
     searching = Searching(cluster, monkeypatch, device="auto")
     searching.look()
-    searching.now += fleet.CARDS_SECONDS
+    searching.now += fleet.GPU_WAIT_SECONDS
     searching.look()
     assert [slot.device for slot in searching.fleet.begin()] == ["cpu"]
 
@@ -182,7 +182,7 @@ def test_a_full_disk_gives_a_node_up_and_full_shared_memory_does_not(message: st
     failure = {"outcome": "failure", "kind": "crash", "message": message}
     cluster.answer.return_value = pack(CallProgress(steps=[], output="", is_over=True, answer=failure))
     node = NodeBackend(cluster, Slot("cpu", "10.0.0.7"), None, {}, Watcher())
-    handle = _OnNode(node, Trial(candidate=Setting(precision="fp32", batch_size=1), device="cpu"))
+    handle = _NodeHandle(node, Trial(candidate=Setting(precision="fp32", batch_size=1), device="cpu"))
     if is_lost:
         with pytest.raises(SlotLostError, match="No space left"):
             handle.result()
