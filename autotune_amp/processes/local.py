@@ -231,10 +231,8 @@ class LocalBackend(WorkloadBackend):
         # only a template can build for its children
         if self.isolation == "forked":
             return _LOCAL_ABILITIES | {"share_build"}
-        is_gpu, process = (
-            self._device != "cpu",
-            self._process,
-        )  # on a CPU each run of a confirmation has its own process
+        # Runs of a confirmation share a process on a GPU only; on a CPU each has its own.
+        is_gpu, process = self._device != "cpu", self._process
         has_room = is_gpu and process is not None and self._standby.has_room(process)
         return _LOCAL_ABILITIES | {"load_together"} if has_room else _LOCAL_ABILITIES
 
@@ -292,8 +290,8 @@ class LocalBackend(WorkloadBackend):
 
         return _within(deadline_seconds, open_and_take_over)
 
-    def submit(self, job: Job[ResultType], slot: Slot | None = None) -> Submitted[ResultType]:  # noqa: D102 - see Backend
-        return Submitted(self, job, () if slot is None else slot.cpus)
+    def submit(self, job: Job[ResultType], slot: Slot | None = None) -> LocalHandle[ResultType]:  # noqa: D102 - see Backend
+        return LocalHandle(self, job, () if slot is None else slot.cpus)
 
     def start(self, job: Job[Any], until: float | None, cpus: Sequence[int]) -> float | None:
         """Start a job in a process, limited to these CPUs if given. Return the seconds its process took to start, None
@@ -437,7 +435,7 @@ def _too_slow(seconds: float) -> str:
     return f"the workload takes more than {duration(seconds)} to load"
 
 
-class Submitted(Generic[ResultType]):
+class LocalHandle(Generic[ResultType]):
     """Handle of a job in a process of this host. After a failure it runs the job that `Job.after` returns instead."""
 
     def __init__(self, backend: LocalBackend, job: Job[ResultType], cpus: Sequence[int]) -> None:

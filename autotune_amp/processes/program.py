@@ -59,7 +59,7 @@ class Program:
             "when_orphaned": when_orphaned,
         }
         try:
-            self.popen: subprocess.Popen[bytes] = subprocess.Popen(  # noqa: S603 - our own program, and what it is to start
+            self.popen: subprocess.Popen[bytes] = subprocess.Popen(  # noqa: S603 - the keeper, with the program to start
                 [sys.executable, "-I", keeper.__file__, json.dumps(settings), *arguments],
                 env={**_inductor_cache_variable(), **environment, "TMPDIR": str(folder)},
                 start_new_session=True,  # Ctrl-C at the terminal is handled by this process alone

@@ -16,7 +16,7 @@ from autotune_amp.processes.local import Ability, CompletedHandle, OpenResult, S
 from autotune_amp.processes.process import ENDED, TICK_SECONDS, Watcher
 from autotune_amp.processes.slots import WorkloadSlots
 from autotune_amp.trial.jobs import Describe, FollowerMemory, FollowerTrial, Trial
-from autotune_amp.trial.judge import RunEvidence, culprit, judge
+from autotune_amp.trial.judge import RunEvidence, causing_failure, judge
 
 GRACE_SECONDS = 2.0
 MAX_START_ATTEMPTS = 3  # another process may take the free port first
@@ -177,7 +177,7 @@ class _RankedHandle:
         measurement, *others = outcomes
         follower_memories = [outcome for outcome in others if isinstance(outcome, FollowerMemory)]
         if not isinstance(measurement, Measurement) or len(follower_memories) < len(others):
-            return _causing_failure(outcomes)
+            return _causing_failure_of_ranks(outcomes)
         for rank, outcome in enumerate(follower_memories, 1):
             evidence = RunEvidence(
                 memory_bytes=outcome.reserved_memory_bytes,
@@ -217,15 +217,15 @@ class _RankedHandle:
         outcomes = [handle.result() for handle in self._handles if handle not in running]
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
         if failures:
-            return culprit(failures)
+            return causing_failure(failures)
         return None if self._handles[0] in running else _LATE_RANK_FAILURE
 
 
-def _causing_failure(outcomes: Sequence[Any]) -> Failure:
+def _causing_failure_of_ranks(outcomes: Sequence[Any]) -> Failure:
     """Return the failure that caused those of the other ranks, with its rank in the message."""
     failures = [(rank, failure) for rank, failure in enumerate(outcomes) if isinstance(failure, Failure)]
     not_ended_here = [(rank, failure) for rank, failure in failures if failure.message != ENDED] or failures
-    cause = culprit(failure for _, failure in not_ended_here)
+    cause = causing_failure(failure for _, failure in not_ended_here)
     rank = next(rank for rank, failure in not_ended_here if failure is cause)
     if rank:
         return failure_of_rank(cause, rank, len(outcomes))

@@ -204,7 +204,7 @@ def _has_index(device: str) -> bool:
     return bool(parse(device)[1])
 
 
-# -- a process that stands by ------------------------------------------------------------------------------------------
+# -- priority of a standby process -------------------------------------------------------------------------------------
 
 _LOWEST_PRIORITY = 19
 _priority_before: list[int] = []  # while the priority is lowered
@@ -342,7 +342,7 @@ def _fork(server: Server, command: dict[str, Any], folder: str) -> int:
 
 
 def _wait_for_child(channel: ParentChannel, pid: int, user_pids: set[int]) -> int | None:
-    """Wait for the child's end, killing it on request; return its exit status, None if the parent is gone.
+    """Wait for the child's end, killing it on request; return its exit status, None if the parent has ended.
 
     `user_pids` are the ids of processes that the user's code started while it was loaded; every trial uses them.
     """
@@ -374,7 +374,7 @@ def _wait_for_child(channel: ParentChannel, pid: int, user_pids: set[int]) -> in
 
 
 def run_worker(channel: ParentChannel, server: Server, *, is_loaded: bool) -> None:
-    """Load, or stand by, then run jobs in this process while a thread watches for the parent's end."""
+    """Load the workload or stand by, then run jobs in this process. A thread ends the process when the parent ends."""
     commands: queue.Queue[dict[str, Any]] = queue.Queue()
 
     def listen() -> None:
@@ -405,7 +405,7 @@ def _kill_group(pid: int) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Make the kernel kill this process when its parent is gone, whatever it is doing then (Linux only)."""
+    """Make the kernel kill this process when its parent ends (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it ended before the call
@@ -415,7 +415,7 @@ def _die_with(parent: int) -> None:
 def main(mode: str) -> None:
     """Serve the parent until it closes the input, as a template (``forked``) or as a worker (``kept``).
 
-    If the parent is gone, the keeper of this process ends it.
+    When the parent ends, the keeper of this process ends it.
     """
     channel = ParentChannel()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a text stream, as Python starts with

@@ -212,7 +212,7 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
         )
 
 
-class Probe(Job[Hardware], frozen=True, kw_only=True):
+class ProbeJob(Job[Hardware], frozen=True, kw_only=True):
     """Job that measures the capabilities of the device."""
 
     answer: ClassVar[Any] = Hardware

@@ -134,11 +134,11 @@ def judge(evidence: RunEvidence) -> Failure | None:
     if evidence.has_ended:
         return _failure_from_exit(evidence)
     if evidence.num_ooms:
-        return Failure(kind="oom", message=f"it ran out of memory {evidence.num_ooms} times and went on")
+        return Failure(kind="oom", message=f"it ran out of memory {evidence.num_ooms} times, but continued")
     limit_bytes = evidence.memory_limit_bytes
     if limit_bytes is not None and evidence.memory_bytes > limit_bytes:
         used, limit = (f"{num_bytes / 2**20:.0f} MiB" for num_bytes in (evidence.memory_bytes, limit_bytes))
-        return Failure(kind="oom", message=f"it took {used}, over the limit of {limit}")
+        return Failure(kind="oom", message=f"it used {used}, over the limit of {limit}")
     if evidence.has_flushed:
         return Failure(kind="oom", message="the allocator had to flush its cache to make room: memory is full")
     if evidence.overdue is not None:
@@ -148,7 +148,7 @@ def judge(evidence: RunEvidence) -> Failure | None:
     return _failure_from_steps(evidence.steps, goes_on=evidence.goes_on)
 
 
-def culprit(failures: Iterable[Failure]) -> Failure:
+def causing_failure(failures: Iterable[Failure]) -> Failure:
     """Return the failure that caused the others; of several that are equally likely the first.
 
     A rank that runs out of memory, raises or dies makes all others lose a connection, wait, or be terminated.
@@ -205,10 +205,10 @@ def _failure_from_exit(evidence: RunEvidence) -> Failure:
     """Return the failure for a process that exited without sending a result, judged by its exit status and output."""
     status, output = evidence.exit_status, evidence.output or ""
     when = f" {evidence.activity}" if evidence.activity else ""
-    is_killed = status in (None, -signal.SIGKILL, 128 + signal.SIGKILL)  # as a shell says it
+    is_killed = status in (None, -signal.SIGKILL, 128 + signal.SIGKILL)  # as a shell returns it
     if is_killed and evidence.is_oom_killed:
         kind: FailureKind = "oom"
-        message = f"the kernel ended {evidence.process} for want of memory{when}"
+        message = f"the kernel killed {evidence.process} because memory ran out{when}"
     elif status != 0 and _is_any_in((*_OOM_TEXTS, "memoryerror"), output):
         kind, message = "oom", f"the output of {evidence.process} says that memory ran out{when}"
     else:

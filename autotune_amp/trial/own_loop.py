@@ -78,7 +78,7 @@ def time_own_loop(
     ):
         fit(fitting)
     training.model.to(training.device)  # a loop may have moved it
-    if training.workload.checkpoint is not None:  # a checkpoint saves the optimizer's state, and the loop's is gone
+    if training.workload.checkpoint is not None:  # a checkpoint saves the optimizer's state, and the loop's was freed
         training.forward_backward(training.next_batch())
         training.update()
     return steps.timing()

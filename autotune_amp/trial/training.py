@@ -73,7 +73,7 @@ class BaseTraining(ABC):
     def live(self) -> LiveTraining:
         """Return the models, optimizers and device that variants change."""
 
-    def change(self, variant: Variant, value: str) -> None:
+    def apply_variant(self, variant: Variant, value: str) -> None:
         """Apply a variant's value to the model, the optimizers and the process until `close`."""
         if (undo := variant.change_once(value, self.live)) is not None:
             self._undo.append(undo)

@@ -34,7 +34,7 @@ from autotune_amp.precision.torch_state import CUDA_FLAGS
 from autotune_amp.trial import data, failures, ranks
 from autotune_amp.trial.context import Context, LoopState, make_optimizer, users_optimizers
 from autotune_amp.trial.energy import EnergyMeter, find_counter
-from autotune_amp.trial.jobs import Check, Describe, FollowerMemory, FollowerTrial, Probe, Trial
+from autotune_amp.trial.jobs import Check, Describe, FollowerMemory, FollowerTrial, ProbeJob, Trial
 from autotune_amp.trial.judge import RunEvidence, judge
 from autotune_amp.trial.memory import PeakMemory, hold_heap
 from autotune_amp.trial.own_loop import time_own_loop
@@ -50,7 +50,7 @@ Result = TypeVar("Result")
 # -- jobs before the first trial ---------------------------------------------------------------------------------------
 
 
-def probe(context: Context, job: Probe, tell: Tell) -> Hardware:  # noqa: ARG001 - it has no progress to send
+def probe(context: Context, job: ProbeJob, tell: Tell) -> Hardware:  # noqa: ARG001 - it has no progress to send
     """Return the device's capabilities, measured with the caller's torch state."""
     torch_state.apply(job.torch_state)
     hardware = measure(job.device)

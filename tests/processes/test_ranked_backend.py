@@ -26,7 +26,7 @@ from autotune_amp.distributed import free_port
 from autotune_amp.processes.devices import rank_slots
 from autotune_amp.processes.local import Isolation, LocalBackend, Payload
 from autotune_amp.processes.process import ENDED
-from autotune_amp.processes.ranks import GRACE_SECONDS, RankedBackend, RankGrace, _causing_failure
+from autotune_amp.processes.ranks import GRACE_SECONDS, RankedBackend, RankGrace, _causing_failure_of_ranks
 from autotune_amp.trial.jobs import Check, Describe, Trial
 from autotune_amp.trial.training import Training
 
@@ -322,7 +322,7 @@ LOST = failure("workload_error", "RuntimeError: [gloo/transport/tcp/pair.cc] Con
     ],
 )
 def test_the_culprit_is_the_rank_whose_failure_is_its_own(outcomes: list[Failure], expected: tuple[str, str]) -> None:
-    found = _causing_failure(outcomes)
+    found = _causing_failure_of_ranks(outcomes)
     assert (found.kind, found.message) == expected
 
 

@@ -87,7 +87,7 @@ class NodeBackend(WorkloadBackend):
     def call(self, method: str, *arguments: Any) -> CallProgress:
         """Run a method in the node's process and pass its progress on to the watcher.
 
-        Raises `SlotLostError` if the process is gone or cannot work any more.
+        Raises `SlotLostError` if the process has ended or cannot run jobs any more.
         """
         if not self._has_backend:
             self._has_backend = True

@@ -68,7 +68,7 @@ class Cluster:
         self._driver_output = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
         self._socket, driver_socket = socket.socketpair()
         self._connection = Connection(os.dup(self._socket.fileno()))
-        self._popen = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+        self._popen = subprocess.Popen(  # noqa: S603 - this interpreter and a module of this package
             [sys.executable, "-c", _DRIVER, json.dumps(sys.path), str(driver_socket.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=self._driver_output,
