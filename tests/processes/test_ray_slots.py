@@ -241,12 +241,12 @@ def test_what_ended_on_a_killed_node_and_was_not_heard_is_lost_too(two: Opened, 
     node = place.backend
     assert isinstance(node, on_node.NodeBackend)
     job = two.trial()
-    place.thread.submit(node._ask, "begin", pack(("run", (job.kind(), msgspec.to_builtins(job))))).result()
+    place.thread.submit(node._ask, "start_call", pack(("run", (job.kind(), msgspec.to_builtins(job))))).result()
     time.sleep(3.0)
     nodes.kill(nodes.other)
     time.sleep(5.0)  # its processes see that they are alone
     with pytest.raises(SlotLostError):
-        place.thread.submit(node._ask, "hear").result()
+        place.thread.submit(node._ask, "take_progress").result()
 
 
 def test_when_the_last_node_is_lost_another_one_is_waited_for(

@@ -92,9 +92,9 @@ class NodeBackend(WorkloadBackend):
         if not self._has_backend:
             self._has_backend = True
             self.call("make", *self._make_arguments, self._slot.device)
-        self._ask("begin", pack((method, arguments)))
+        self._ask("start_call", pack((method, arguments)))
         while True:
-            progress = msgspec.msgpack.decode(self._ask("hear"), type=CallProgress)
+            progress = msgspec.msgpack.decode(self._ask("take_progress"), type=CallProgress)
             for number, seconds in progress.steps:
                 self._watcher.step(number, seconds)
             if progress.output:

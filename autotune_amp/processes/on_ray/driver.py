@@ -96,7 +96,7 @@ class Driver:
         options = {"num_gpus": share.num_gpus, "num_cpus": share.num_cpus, "scheduling_strategy": scheduling}
         actor = ray.remote(NodeActor).options(**options, max_restarts=0, max_concurrency=2).remote(self._opening)
         self._actors[share.name] = actor
-        self._when_done(request.number, actor.about.remote(device))
+        self._when_done(request.number, actor.describe.remote(device))
 
     def _call(self, request: Request) -> None:
         """Call a method of an actor."""

@@ -65,19 +65,19 @@ class NodeActor:
         self._backend: WorkloadBackend | None = None
         self._start_seconds: float | None = None
 
-    def about(self, device: str) -> bytes:
+    def describe(self, device: str) -> bytes:
         """Return a description of the process: device and versions."""
         return pack(
             ProcessDescription(identity=identify(device), version=__version__, python=platform.python_version())
         )
 
-    def begin(self, call: bytes) -> None:
+    def start_call(self, call: bytes) -> None:
         """Start one of the methods below, by its name and arguments."""
         method, arguments = msgspec.msgpack.decode(call)
         self._start_seconds = None
         self._work = self._thread.submit(getattr(self, f"_{method}"), *arguments)
 
-    def hear(self) -> bytes:
+    def take_progress(self) -> bytes:
         """Return the progress since the last call of this method, after waiting briefly for the end."""
         assert self._work is not None
         wait([self._work], PROGRESS_SECONDS)
