@@ -291,7 +291,7 @@ def test_what_the_jobs_own_functions_raise_is_noted_and_the_measurement_stands()
     assert not folders[0].exists()
     late = Job(evaluate=never).run(ending_seconds=0.0)
     assert isinstance(late, Measurement)
-    assert "want of time" in (late.ending_problem or "")
+    assert "no time was left" in (late.ending_problem or "")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process start its peak memory anew")

@@ -227,5 +227,5 @@ def test_the_worst_batch_is_of_the_samples_named_collated_by_one_worker_of_the_l
     assert torch.equal(first, second)
     assert os.getpid() not in first
     for given in (None, torch.zeros(3, 2)):
-        with pytest.raises(WorkloadError, match=r"worst batch of 8 samples and gave [03]"):
+        with pytest.raises(WorkloadError, match=r"called with batch size 8 and returned [03] samples"):
             worst(lambda size, given=given: given, None, (), 8)
