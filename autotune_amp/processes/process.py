@@ -163,7 +163,7 @@ class Process:
         answer: Result | RequestFailure | RequestError | None = None
         so_far: Any = None
         is_ready = False
-        allowed_seconds = limit = resume_beside_at = None
+        allowed_seconds = step_deadline = resume_beside_at = None
         phase = "building the workload"
         self._tail.clear()
         self._num_oom_kills = num_oom_kills()
@@ -204,7 +204,7 @@ class Process:
                 case ChildExit():
                     self._drain_output()
             if event is not None and not isinstance(event, PartialResult):
-                limit = None if allowed_seconds is None else now + allowed_seconds
+                step_deadline = None if allowed_seconds is None else now + allowed_seconds
             if beside is not None and resume_beside_at is not None and now > resume_beside_at:
                 beside.go_on()
                 resume_beside_at = None
@@ -213,7 +213,7 @@ class Process:
                 overdue = ENDED
             elif until is not None and now > until:
                 overdue = f"it was still {phase} when its time was up"
-            elif limit is not None and now > limit:
+            elif step_deadline is not None and now > step_deadline:
                 overdue = f"a step took longer than {allowed_seconds:.1f} s ({phase})"
             has_exited = isinstance(event, ChildExit)
             if overdue is not None and ends_with_exit and not has_exited:

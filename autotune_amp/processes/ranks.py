@@ -145,7 +145,7 @@ class _RankedHandle:
 
     def __init__(self, ranks: WorkloadSlots, job: Trial) -> None:
         self._ranks, self._job = ranks, job
-        self._over = [ranks.over(slot) for slot in ranks.slots[: job.num_ranks]]
+        self._end_events = [ranks.end_event(slot) for slot in ranks.slots[: job.num_ranks]]
         self._start()
 
     def _start(self) -> None:
@@ -206,11 +206,11 @@ class _RankedHandle:
                     break
                 self._ranks.wait_seconds(running[0].future, TICK_SECONDS)
         finally:
-            for over in self._over:
-                over.set()
+            for end_event in self._end_events:
+                end_event.set()
         outcomes = [handle.result() for handle in self._handles]
-        for over in self._over:
-            over.clear()
+        for end_event in self._end_events:
+            end_event.clear()
         return outcomes
 
     def _failure_so_far(self, running: Sequence[Any]) -> Failure | None:

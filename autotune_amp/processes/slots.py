@@ -41,14 +41,14 @@ class _ThreadWatcher(Watcher):
 
     def __init__(self, watcher: Watcher, calls: queue.SimpleQueue[Callable[[], None]], is_closed: threading.Event):
         self._watcher, self._calls, self._is_closed = watcher, calls, is_closed
-        self.over = threading.Event()  # set while the result of the slot's job is not needed any more
+        self.end_event = threading.Event()  # set while the result of the slot's job is not needed any more
 
     def tick(self) -> None:
         if self._is_closed.is_set():
             raise _ClosedError
 
     def is_over(self) -> bool:
-        return self.over.is_set()
+        return self.end_event.is_set()
 
     def step(self, num_steps: int, step_seconds: float) -> None:
         self._calls.put(partial(self._watcher.step, num_steps, step_seconds))
@@ -121,9 +121,9 @@ class Slots(Generic[S]):
         """Return the backend of the first slot."""
         return self._runner_at(self.slots[0]).backend
 
-    def over(self, slot: Slot) -> threading.Event:
+    def end_event(self, slot: Slot) -> threading.Event:
         """Return the event that ends the slot's job when set, since its result is not needed any more."""
-        return self._runner_at(slot).watcher.over
+        return self._runner_at(slot).watcher.end_event
 
     def submit(self, job: Any, slot: Slot | None = None) -> _SlotHandle:
         """Start a job on a slot; with None on the first one, without limiting it to the slot's CPUs."""

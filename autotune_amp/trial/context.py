@@ -383,19 +383,21 @@ class Context:
         assert self._workload is not None, "open() comes first"
         return self._workload
 
-    def share(self, capture: Callable[[], dict[str, Any]]) -> None:
-        """Build the model for children forked later. `capture` returns the torch state that they start with."""
+    def share(self, capture_torch_state: Callable[[], dict[str, Any]]) -> None:
+        """Build the model for children forked later. They start with the torch state that `capture_torch_state` returns
+        after it.
+        """
         self._model, self.build_memory = build_with_memory(lambda: make_model(self.workload))
-        self._torch_state = capture()
+        self._torch_state = capture_torch_state()
 
-    def build_before(self, device: str, capture: Callable[[], dict[str, Any]]) -> None:
+    def build_before(self, device: str, capture_torch_state: Callable[[], dict[str, Any]]) -> None:
         """Build the model before the first job, unless the user's code would put it on the accelerator.
 
         Loops are not built beforehand for an accelerator, since their `build` mostly does so.
         """
         if device != "cpu" and self.workload.is_loop:
             return
-        self.share(capture)
+        self.share(capture_torch_state)
         assert self._model is not None
         if any(tensor.device.type != "cpu" for tensor in chain(self._model.parameters(), self._model.buffers())):
             self._model = self.build_memory = None

@@ -40,7 +40,7 @@ class EnergyMeter:
         self._num_steps = 0
 
     def step(self, number: int, num_compilations: int = 0) -> None:
-        """Record that `number` measured steps are done, 0 while warming up. Steps that compiled are not counted."""
+        """Record that `number` measured steps are done, 0 while warming up. Steps with a compilation do not count."""
         if self._counter is None:
             return
         moment = time.perf_counter()

@@ -32,7 +32,7 @@ from autotune_amp.trial.timing import (
     MAX_COMPILING_STEPS,
     StepCallback,
     Timing,
-    groups_per_burst,
+    groups_per_loader_round,
     num_backoffs,
     step_losses,
 )
@@ -229,8 +229,8 @@ class _OwnLoopTimer:
         """Return the timing of the measured steps. Raises `JudgedError` and `WorkloadError` as in `time_own_loop`."""
         raise_if_failed(RunEvidence(steps=tuple(self._losses)))
         spec = self._training.spec
-        burst = groups_per_burst(self._training)
-        groups = self._groups[: len(self._groups) // burst * burst] or self._groups
+        round_size = groups_per_loader_round(self._training)
+        groups = self._groups[: len(self._groups) // round_size * round_size] or self._groups
         if not groups:
             raise WorkloadError(
                 f"{self._training.workload.trainer} ended its training after {self._num_steps} steps, before any was "
@@ -246,12 +246,12 @@ class _OwnLoopTimer:
         num_skips = sum(group.num_skips for group in groups)
         num_steps = sum(group.num_steps for group in groups)
         num_samples = sum(group.num_samples for group in groups)
-        share = num_samples / (num_steps * spec.candidate.effective_batch_size)
+        mean_share_of_batch = num_samples / (num_steps * spec.candidate.effective_batch_size)
         return Timing(
             first_step_seconds=self._first_step_seconds,
-            raw_step_seconds=tuple(group.step_seconds / share for group in groups),
+            raw_step_seconds=tuple(group.step_seconds / mean_share_of_batch for group in groups),
             num_steps_together=spec.num_steps_per_report,
-            data_seconds=sum(group.data_seconds for group in groups) / num_steps / share,
+            data_seconds=sum(group.data_seconds for group in groups) / num_steps / mean_share_of_batch,
             update_seconds=None,
             num_skips=num_skips,
             last_loss=self._loss,
@@ -278,13 +278,13 @@ class _OwnLoopTimer:
 
     def _end_if_enough(self) -> None:
         spec, now = self._training.spec, time.perf_counter()
-        fewest, most = (math.ceil(num / spec.num_steps_per_report) for num in spec.num_steps)
+        min_groups, max_groups = (math.ceil(num / spec.num_steps_per_report) for num in spec.num_steps)
         spent_compiling = sum(group.step_seconds * group.num_steps for group in self._compiled)
         reason = stop_reason(
             spec,
             [group.step_seconds for group in self._groups],
-            is_whole=len(self._groups) >= fewest,
-            is_most=len(self._groups) >= most,
+            is_whole=len(self._groups) >= min_groups,
+            is_most=len(self._groups) >= max_groups,
             measure_seconds=math.inf if spec.measure_seconds is None else spec.measure_seconds,
             measuring_seconds=now - self._groups[0].before.seconds - spent_compiling,
             training_seconds=now - self._began.seconds,

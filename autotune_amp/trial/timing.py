@@ -72,7 +72,7 @@ def forget_compiled() -> None:
 
 
 SHORT_WAIT = 0.1  # share of a step; a shorter wait for data does not change how a step is measured
-MIN_BURSTS = 2  # if steps wait for data, measure at least so many rounds in which every loader worker delivers a batch
+MIN_LOADER_ROUNDS = 2  # if steps wait for data, measure at least so many rounds (`groups_per_loader_round`)
 # A step in which torch.compile compiled is repeated; dynamo gives up on a function after eight shapes.
 MAX_COMPILING_STEPS = 20
 
@@ -116,11 +116,11 @@ def time_steps(
     """
     spec = training.spec
     timer = _StepTimer(training, count_compilations)
-    began = time.perf_counter()
+    training_began = time.perf_counter()
     training.start_loading()
     worst = training.worst_batch()
     has_worst = worst is not None
-    first_step_seconds = time.perf_counter() - began + timer.time(1, worst).seconds
+    first_step_seconds = time.perf_counter() - training_began + timer.time(1, worst).seconds
     del worst  # it may be large
     report(0, first_step_seconds)
     warm_up = _warm_up(training, timer, report)
@@ -130,29 +130,31 @@ def time_steps(
         report(0, _step_on_worst(training, timer, start_phase))
     _drop_loaded_ahead(training, timer, report)
     timer.compiling_seconds = 0.0
-    started = time.perf_counter()
+    measuring_began = time.perf_counter()
     timer.forget_steps()
     groups: list[_TimedSteps] = []
     reason = None
-    burst = groups_per_burst(training)
-    fewest, most = (math.ceil(num_steps / spec.num_steps_per_report / burst) * burst for num_steps in spec.num_steps)
-    most = max(most, MIN_BURSTS * burst) if burst > 1 else most
+    round_size = groups_per_loader_round(training)
+    min_groups, max_groups = (
+        math.ceil(num_steps / spec.num_steps_per_report / round_size) * round_size for num_steps in spec.num_steps
+    )
+    max_groups = max(max_groups, MIN_LOADER_ROUNDS * round_size) if round_size > 1 else max_groups
     limit_seconds = math.inf if spec.measure_seconds is None else spec.measure_seconds
     while reason is None:
         groups.append(timer.time_compiled(spec.num_steps_per_report))
         report(len(groups) * spec.num_steps_per_report, groups[-1].seconds)
         now = time.perf_counter()
-        num_needed = burst * (MIN_BURSTS if burst > 1 and _is_waiting_for_data(groups) else 1)
+        num_needed_groups = round_size * (MIN_LOADER_ROUNDS if round_size > 1 and _is_waiting_for_data(groups) else 1)
         reason = stop_reason(
             spec,
             [group.seconds for group in groups],
-            is_whole=len(groups) >= max(fewest, num_needed) and len(groups) % burst == 0,
-            is_most=len(groups) >= most,
-            measure_seconds=limit_seconds * (num_needed / burst if len(groups) < num_needed else 1),
-            measuring_seconds=now - started - timer.compiling_seconds,
-            training_seconds=now - began,
+            is_whole=len(groups) >= max(min_groups, num_needed_groups) and len(groups) % round_size == 0,
+            is_most=len(groups) >= max_groups,
+            measure_seconds=limit_seconds * (num_needed_groups / round_size if len(groups) < num_needed_groups else 1),
+            measuring_seconds=now - measuring_began - timer.compiling_seconds,
+            training_seconds=now - training_began,
         )
-    num_kept = len(groups) // burst * burst or len(groups)
+    num_kept = len(groups) // round_size * round_size or len(groups)
     groups = groups[:num_kept]
     seconds_without_wait = None
     if training.device.type != "cpu" and reason != "cut" and _is_waiting_for_data(groups):
@@ -164,11 +166,12 @@ def time_steps(
     return timer.result(first_step_seconds, groups, was_cut=was_cut, seconds_without_wait=seconds_without_wait)
 
 
-def groups_per_burst(training: BaseTraining) -> int:
-    """Return the least number of timed groups of steps that take the same number of batches from each loader worker.
+def groups_per_loader_round(training: BaseTraining) -> int:
+    """Return the least number of timed groups of steps, called a round, that take equally many batches from each loader
+    worker.
 
-    Workers that start together deliver at the same time, and then one step waits for all of them. Whole rounds contain
-    such steps in their true proportion.
+    Workers that start together deliver at the same time, and then one step waits for all of them. Only whole rounds
+    contain such steps in their true proportion.
     """
     num_batches = training.spec.num_timed_micro_batches * training.spec.num_steps_per_report
     num_workers = training.num_loader_workers or 1
