@@ -231,7 +231,7 @@ class LocalBackend(WorkloadBackend):
         # only a template can build for its children
         if self.isolation == "forked":
             return _LOCAL_ABILITIES | {"share_build"}
-        # Runs of a confirmation share a process on a GPU only; on a CPU each has its own.
+        # On a CPU each run of a confirmation has its own process, so they are not loaded together.
         is_gpu, process = self._device != "cpu", self._process
         has_room = is_gpu and process is not None and self._standby.has_room(process)
         return _LOCAL_ABILITIES | {"load_together"} if has_room else _LOCAL_ABILITIES
@@ -340,7 +340,7 @@ class LocalBackend(WorkloadBackend):
                 self.close()
             return ended.failure, None if ended.so_far is None else convert_result(job, ended.so_far)
         finally:
-            self._standby.go_on()
+            self._standby.resume()
         if isinstance(value, dict) and value.get("outcome") == "failure":
             value = msgspec.convert(value, Failure)
         if job.is_alone or (self.isolation == "kept" and isinstance(value, Failure)):

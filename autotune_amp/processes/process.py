@@ -81,9 +81,9 @@ class PausableProcess(Protocol):
     """Interface of a process, or of several, that can be paused while another process takes steps."""
 
     def pause(self) -> None:
-        """Pause until `go_on`."""
+        """Pause until `resume`."""
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Continue."""
 
 
@@ -131,19 +131,19 @@ class Process:
         except BrokenPipeError:
             pass  # the process has ended; `wait` reports how
 
-    def send_beside(self, message: dict[str, Any], data: bytes) -> None:
+    def send_in_background(self, message: dict[str, Any], data: bytes) -> None:
         """Write a message in a thread, without waiting until the process has started and reads it."""
         writer = threading.Thread(target=self.send, args=(message, data), daemon=True)
         self._threads.append(writer)
         writer.start()
 
     def pause(self) -> None:
-        """Pause the process until `go_on`, on systems where a paused process ends with its parent too."""
+        """Pause the process until `resume`, on systems where a paused process ends with its parent too."""
         self._program.pause()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Let the process continue."""
-        self._program.go_on()
+        self._program.resume()
 
     def wait(
         self,
@@ -206,7 +206,7 @@ class Process:
             if event is not None and not isinstance(event, PartialResult):
                 step_deadline = None if allowed_seconds is None else now + allowed_seconds
             if beside is not None and resume_beside_at is not None and now > resume_beside_at:
-                beside.go_on()
+                beside.resume()
                 resume_beside_at = None
             overdue = None
             if self.watcher.is_over():

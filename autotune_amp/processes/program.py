@@ -95,14 +95,14 @@ class Program:
         return []
 
     def pause(self) -> None:
-        """Pause the program until `go_on`.
+        """Pause the program until `resume`.
 
         Only on Linux: elsewhere a paused program would outlive this process, so nothing is done.
         """
         if sys.platform == "linux":
             self.popen.send_signal(keeper.PAUSE)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Continue a program after `pause`."""
         if sys.platform == "linux":
             self.popen.send_signal(keeper.GO_ON)

@@ -65,7 +65,7 @@ class Standby:
         missing = min(number, MOST) - len(self._are_loaded)
         for _ in range(min(missing, self._room_beside(beside)) if missing > 0 else 0):
             process = Process("kept", environment, Watcher())
-            process.send_beside(command, data)
+            process.send_in_background(command, data)
             self._are_loaded[process] = False
 
     def has_room(self, process: Process) -> bool:
@@ -95,14 +95,14 @@ class Standby:
                 self._has_loaded(process, until)
 
     def pause(self) -> None:
-        """Pause loading until `go_on`."""
+        """Pause loading until `resume`."""
         for process in self.processes:
             process.pause()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Resume loading."""
         for process in self.processes:
-            process.go_on()
+            process.resume()
 
     def close(self) -> None:
         """End the processes."""
