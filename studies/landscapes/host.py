@@ -25,7 +25,7 @@ from autotune_amp.core.outcome import CheckOutcome, Failure, Fidelity, Measureme
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.devices import ConfirmingProcesses
 from autotune_amp.processes.local import Ability, Isolation, Slot
-from autotune_amp.processes.standby import MIN_CORES, MOST
+from autotune_amp.processes.standby import MIN_CORES, MAX_PROCESSES
 from autotune_amp.search.job_defaults import JobDefaults
 from autotune_amp.trial.jobs import Check, Trial, measurement_limit_seconds
 
@@ -134,7 +134,7 @@ class Processes:
         if self._num_loaded:
             self._num_loaded -= 1
             return HAND_OVER_SECONDS, 0.0
-        is_first, self._num_loaded = self._num_loaded is None, MOST if self._num_loaded is None else 0
+        is_first, self._num_loaded = self._num_loaded is None, MAX_PROCESSES if self._num_loaded is None else 0
         waited, building = self.take({})
         self._stands_by_at = None
         return (max(waited + building, self.host.load_seconds), 0.0) if is_first else (waited, building)

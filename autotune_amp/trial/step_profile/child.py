@@ -110,8 +110,8 @@ def _trace_steps(training: BaseTraining, trace_file: str) -> tuple[Split | None,
     # Otherwise CUPTI stays active, and slows later jobs of a kept process by a third (studies/real_card).
     os.environ.setdefault("TEARDOWN_CUPTI", "1")
     started = time.perf_counter()
-    # Events that are to outlive a cycle become Python objects at its end: for a Llama of 12 layers ten times the size
-    # of the trace itself. There is only one cycle.
+    # Ignore the advice to keep events beyond a cycle (acc_events). There is only one cycle, and kept events become
+    # Python objects: for a Llama of 12 layers ten times the size of the trace itself.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning: Profiler clears events at the end of each cycle")
         profiler = torch.profiler.profile(activities=activities, record_shapes=True)
@@ -160,7 +160,7 @@ def count_flops(step: Callable[[], object], device_type: str) -> tuple[int | Non
     attention = sdpa_kernel(SDPBackend.MATH) if device_type == "cpu" else nullcontext()
     try:
         with torch.compiler.set_stance("force_eager"), attention, counter, warnings.catch_warnings():
-            # Caused by the counter's own hooks, which a module that torch.compile wrapped warns of and calls twice.
+            # A compiled module warns of the counter's own global hooks.
             warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
             step()
     except Exception as error:  # the counter's dispatch mode does not support every model
