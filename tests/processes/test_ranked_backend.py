@@ -263,7 +263,7 @@ def test_the_description_says_so(shared: Opened) -> None:
 
 def test_a_loop_of_its_own_is_refused_by_what_would_do(tmp_path: Path) -> None:
     made = Opened(tmp_path, function="loop")
-    with made.backend, pytest.raises(WorkloadError, match="ranks trains") as raised:
+    with made.backend, pytest.raises(WorkloadError, match="ranks is for a workload") as raised:
         made.backend.submit(Describe(device="cpu", torch_state=made.state)).result()
     assert "torchrun" in raised.value.next_step
 
