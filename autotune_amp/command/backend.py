@@ -32,10 +32,10 @@ from autotune_amp.core.job import Deadlines, Job
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count
-from autotune_amp.processes.local import Ability, Completed, Handle, OpenResult, Slot, WorkloadBackend
+from autotune_amp.processes.local import Ability, CompletedHandle, Handle, OpenResult, Slot, WorkloadBackend
 from autotune_amp.processes.process import Watcher
 from autotune_amp.processes.program import temporary_folder
-from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Check, Describe, Trial, measure_seconds
+from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Check, Describe, Trial, measurement_limit_seconds
 
 NUM_FROZEN_STEPS, MAX_SKIPS = 6, 4
 MAX_FROZEN_ENTRIES = 2_000_000
@@ -119,11 +119,11 @@ class CommandBackend(WorkloadBackend):
         `Backend`.
         """
         if isinstance(job, Describe):
-            return Completed(self._describe(job))
+            return CompletedHandle(self._describe(job))
         if isinstance(job, Check):
-            return Completed(self._check(job))
+            return CompletedHandle(self._check(job))
         if isinstance(job, Trial):
-            return Completed(self._measure(job))
+            return CompletedHandle(self._measure(job))
         return self._local.submit(job)
 
     def share_build(self, job: Job[Any], deadline_seconds: float) -> str | None:  # noqa: ARG002 - Backend's signature
@@ -218,7 +218,9 @@ class CommandBackend(WorkloadBackend):
         as it would with any setting.
         """
         as_trial = Trial(
-            candidate=setting, device=job.device, measure_seconds=measure_seconds(job.deadline_seconds or math.inf)
+            candidate=setting,
+            device=job.device,
+            measure_seconds=measurement_limit_seconds(job.deadline_seconds or math.inf),
         )
         run_began = time.monotonic()
 

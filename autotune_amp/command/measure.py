@@ -14,7 +14,7 @@ from autotune_amp.core.outcome import Description, Failure, Measurement
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.ranks import failure_of_rank
-from autotune_amp.trial.jobs import MAX_FALLING_SECONDS, NUM_WARMUP_STEPS, Trial, stop
+from autotune_amp.trial.jobs import MAX_FALLING_SECONDS, NUM_WARMUP_STEPS, Trial, stop_reason
 from autotune_amp.trial.judge import RunEvidence, judge
 
 MIN_NUM_INTERVALS = 2
@@ -40,7 +40,7 @@ def is_enough(heard: RunEvents, trial: Trial, began: float) -> bool:
     low, high = trial.num_steps
     num_steps = sum(one.num_steps for one in intervals)
     measuring_seconds = sum(one.step_seconds * one.num_steps for one in intervals)
-    why = stop(
+    why = stop_reason(
         trial,
         [one.step_seconds for one in intervals],
         is_whole=num_steps >= low,

@@ -12,7 +12,7 @@ import msgspec
 
 from autotune_amp.command import messages
 from autotune_amp.command.messages import Message, Step
-from autotune_amp.trial.jobs import MAX_WARMUP_STEPS, NUM_WARMUP_STEPS, is_warming
+from autotune_amp.trial.jobs import MAX_WARMUP_STEPS, NUM_WARMUP_STEPS, should_continue_warmup
 from autotune_amp.trial.judge import MAX_SKIPS, StepLosses
 
 LIMITS_OF_WARMUP_STEPS = 2, MAX_WARMUP_STEPS  # no trial of a command is ended during its warm-up
@@ -150,7 +150,7 @@ class Rank:
                 seconds = pace[j].time - pace[i].time
                 group_seconds.append(seconds / (j - i))
                 warming_seconds += seconds
-            if group_seconds and not is_warming(
+            if group_seconds and not should_continue_warmup(
                 group_seconds, num_steps=j + 1, warming_seconds=warming_seconds, limits=LIMITS_OF_WARMUP_STEPS
             ):
                 return j + 1

@@ -19,7 +19,7 @@ from autotune_amp.core.outcome import Failure
 from autotune_amp.core.text import count
 from autotune_amp.processes.ranks import failure_of_rank
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
-from autotune_amp.trial.judge import RaisedError, RunEvidence, culprit, judge
+from autotune_amp.trial.judge import RaisedError, RunEvidence, causing_failure, judge
 
 # Errors that launchers raise about their ranks: they are the cause only if no rank reports an error.
 _LAUNCHERS_ERRORS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException")
@@ -54,7 +54,7 @@ def verdict(
     if refused := heard.first(Refused):
         return _of_refused(refused)
     if _is_fatal(heard, seen):
-        return culprit(_of_errors(heard, seen))
+        return causing_failure(_of_errors(heard, seen))
     for rank in heard.ranks.values():
         num_ooms = max((step.num_ooms for step in rank.steps), default=0)
         if failure := judge(RunEvidence(num_ooms=num_ooms)):
@@ -203,7 +203,7 @@ def _overdue(heard: RunEvents, seen: RunState, deadlines: Deadlines) -> Failure 
     else:
         return None
     if heard.of(Error) and not heard.ranks:
-        return culprit(_of_errors(heard, seen))
+        return causing_failure(_of_errors(heard, seen))
     if not heard.ranks:
         message += f": {_unseen(heard)}"
     elif not heard.is_whole:

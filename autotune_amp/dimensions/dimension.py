@@ -170,7 +170,7 @@ class Variant(Dimension[str]):
 
     def apply(self, training: Any, value: str) -> None:  # noqa: D102 - see Dimension
         if value != self.default:
-            training.change(self, value)
+            training.apply_variant(self, value)
 
     def export(self, value: str, target: str) -> Sequence[str] | None:  # noqa: D102 - see Dimension
         is_to_set = target == "torch" and value != self.default

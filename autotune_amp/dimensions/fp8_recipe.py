@@ -54,7 +54,7 @@ class _Fp8Recipe(Variant):
 
     def apply(self, training: Any, value: str) -> None:
         if training.spec.candidate.precision == "fp8":
-            training.change(self, value)
+            training.apply_variant(self, value)
 
     def on(self, setting: AnySetting, value: str) -> AnySetting:
         compiled = setting if setting.is_compiled else COMPILE.on(setting, "default")

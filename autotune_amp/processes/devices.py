@@ -1,4 +1,4 @@
-"""Devices of this host that a search runs on: which exist, and the backends that run its jobs on them."""
+"""Devices of this host that a search runs on, and the backends that run its jobs on them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from autotune_amp.trial.jobs import Trial
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Function that starts a backend of the workload. Its arguments: the watcher, the isolation, variables added to the
-# caller's, the slot, and the standby for its next process.
-Start: TypeAlias = Callable[
+# Function that makes a backend of the workload. Its arguments: the watcher, the isolation, environment variables added
+# to the caller's, the slot, and the standby process holder.
+BackendFactory: TypeAlias = Callable[
     [Watcher, Isolation | None, dict[str, str] | None, Slot | None, Standby | None], WorkloadBackend
 ]
-WatcherOf: TypeAlias = Callable[[Slot], Watcher]
+WatcherFactory: TypeAlias = Callable[[Slot], Watcher]
 
 
 class Devices:
@@ -43,12 +43,12 @@ class Devices:
     def __init__(
         self,
         device: str,
-        start: Start,
-        watcher_of: WatcherOf,
-        gpus: FoundGpus | None = None,
+        start: BackendFactory,
+        watcher_of: WatcherFactory,
+        gpus: GpuSlots | None = None,
         num_ranks: int = 1,
     ) -> None:
-        self._slots, self.notes = gpus or FoundGpus(())
+        self._slots, self.notes = gpus or GpuSlots(())
         self._first = device
         # The device that jobs name before the probe finds its index.
         self.device = self._slots[0].device if self._slots else device
@@ -66,21 +66,21 @@ class Devices:
     def backend(self) -> WorkloadBackend:
         """Return the backend for the jobs before the confirmation.
 
-        On a GPU one process is kept, since each fork would start the driver, import and build anew; on a CPU jobs are
-        forked if that is sound.
+        On a GPU one process is kept, since a new one would start the driver and load the workload again; on a CPU jobs
+        are forked if the workload allows it.
         """
         if self.num_slots > 1:
             return WorkloadSlots(
-                self._slots, lambda slot, heard: self._start(heard, "kept", None, slot, None), self._watcher_of
+                self._slots, lambda slot, watcher: self._start(watcher, "kept", None, slot, None), self._watcher_of
             )
-        return self._begin(None if self._ranks or self.identity().type == "cpu" else "kept", None)
+        return self._make_backend(None if self._ranks or self.identity().type == "cpu" else "kept", None)
 
     def confirming(self, device: str, *, are_shared: bool, num_rounds: int) -> ConfirmingProcesses:
-        """Return the backend for the confirmation, on the device that the probe found; `num_rounds` are planned."""
+        """Return the backend for the confirmation, which has `num_rounds`, on the device that the probe returned."""
         if self._standby is not None and are_shared:
             self._standby.num_wanted = max(0, num_rounds - 1)
         slot = self._slots[0] if self.num_slots > 1 else Slot(device)
-        return ConfirmingProcesses(partial(self._begin, "kept"), slot, are_shared=are_shared)
+        return ConfirmingProcesses(partial(self._make_backend, "kept"), slot, are_shared=are_shared)
 
     def close(self) -> None:
         """End the standby process."""
@@ -93,28 +93,30 @@ class Devices:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.close()
 
-    def _begin(self, isolation: Isolation | None, environment: dict[str, str] | None) -> WorkloadBackend:
+    def _make_backend(self, isolation: Isolation | None, environment: dict[str, str] | None) -> WorkloadBackend:
         watcher = self._watcher_of(self._slots[0] if self.num_slots > 1 else Slot(self.device))
         if self._ranks:
-            return on_ranks(self._ranks, self._start, watcher, isolation, environment)
+            return make_ranked_backend(self._ranks, self._start, watcher, isolation, environment)
         return self._start(watcher, isolation, environment, self._slots[0] if self._slots else None, self._standby)
 
 
-def on_ranks(
+def make_ranked_backend(
     ranks: Sequence[Slot],
-    start: Start,
+    start: BackendFactory,
     watcher: Watcher,
     isolation: Isolation | None,
     environment: dict[str, str] | None,
 ) -> WorkloadBackend:
     """Return a backend whose trials run on all these ranks."""
-    return RankedBackend(ranks, lambda rank, heard: start(heard, isolation, environment, rank, None), watcher)
+    return RankedBackend(
+        ranks, lambda rank, rank_watcher: start(rank_watcher, isolation, environment, rank, None), watcher
+    )
 
 
 class ConfirmingProcesses:
     """Processes for the confirmation's trials: one for each trial, or with `are_shared` one for each round.
 
-    `make` starts a backend with these variables whose processes are kept.
+    `make` returns a backend of kept processes with the given environment variables.
     """
 
     def __init__(self, make: Callable[[dict[str, str]], Backend], slot: Slot, *, are_shared: bool) -> None:
@@ -124,9 +126,9 @@ class ConfirmingProcesses:
         self._round: int | None = None
         self._current: Backend | None = None
 
-    def submit(self, job: Trial, slot: Slot | None = None) -> Handle[Any]:  # noqa: ARG002 - there is one
+    def submit(self, job: Trial, slot: Slot | None = None) -> Handle[Any]:  # noqa: ARG002 - there is only one
         """Start a trial."""
-        is_of_round = job.round == self._round or job.purpose == "outlook"  # an outlook confirms nothing
+        is_of_round = job.round == self._round or job.purpose == "outlook"  # an outlook belongs to no round
         if self._current is None or not self._are_shared or not is_of_round:
             self.close()
             self._current = self._make(job.environment)
@@ -143,8 +145,8 @@ class ConfirmingProcesses:
             self._current.close()
 
 
-class FoundGpus(NamedTuple):
-    """Slots of the GPUs that a search may use, with notes on those that it may not."""
+class GpuSlots(NamedTuple):
+    """Slots of the GPUs that a search uses, with notes on GPUs that are left out or shared with other processes."""
 
     slots: tuple[Slot, ...]
     notes: tuple[str, ...] = ()
@@ -160,7 +162,7 @@ def rank_slots(num_ranks: int, device: str) -> tuple[Slot, ...]:
     return tuple(Slot(slot.name or "", slot.name) for slot in find_gpus(range(num_ranks), "--ranks").slots)
 
 
-def find_gpus(devices: Sequence[int] | Literal["all"], option: str = "--devices") -> FoundGpus:
+def find_gpus(devices: Sequence[int] | Literal["all"], option: str = "--devices") -> GpuSlots:
     """Return a slot for each NVIDIA GPU given by its index among the visible ones, or for all that are like the first.
 
     With "all", GPUs of another model or with other computing processes are left out. Raises `InvalidRequestError` if a
@@ -170,20 +172,20 @@ def find_gpus(devices: Sequence[int] | Literal["all"], option: str = "--devices"
     if not uuids:
         raise InvalidRequestError(
             f"{option} needs NVIDIA GPUs, and NVML sees none that CUDA may use here.",
-            f"Leave {option} out, or look with nvidia-smi and at CUDA_VISIBLE_DEVICES.",
+            f"Leave {option} out, or check nvidia-smi and CUDA_VISIBLE_DEVICES.",
         )
     numbers = range(len(uuids)) if devices == "all" else devices
     if absent := [number for number in numbers if number >= len(uuids)]:
         raise InvalidRequestError(
             f"{option} asks for GPU {absent[0]}, and CUDA sees {len(uuids)} here, counted from 0.",
-            "Give no more than there are.",
+            f"Give indices from 0 to {len(uuids) - 1}.",
         )
     slots, notes = [], []
-    models = {number: _model(uuids[number]) for number in numbers}
+    models = {number: _gpu_model(uuids[number]) for number in numbers}
     first = models[numbers[0]]
     if first is None and len(models) > 1:
         raise InvalidRequestError(
-            f"{option}: NVML does not say what these GPUs are, so that their results cannot be compared.",
+            f"{option}: NVML does not return the models of these GPUs, so that their results cannot be compared.",
             "Search on one of them, with --device cuda:N.",
         )
     for number in numbers:
@@ -202,12 +204,12 @@ def find_gpus(devices: Sequence[int] | Literal["all"], option: str = "--devices"
             notes += [f"cuda:{number}: {other}" for other in others]
         else:
             notes.append(f"cuda:{number} is left out: it {problem.rstrip('.')}.")
-    return FoundGpus(tuple(slots), tuple(notes))
+    return GpuSlots(tuple(slots), tuple(notes))
 
 
-def _model(uuid: str) -> str | None:
-    found = nvml.identity(0, uuid)
-    return None if found is None else found.name
+def _gpu_model(uuid: str) -> str | None:
+    identity = nvml.identity(0, uuid)
+    return None if identity is None else identity.name
 
 
 def cpu_shares(num_ranks: int) -> tuple[Slot, ...]:
@@ -215,18 +217,18 @@ def cpu_shares(num_ranks: int) -> tuple[Slot, ...]:
 
     Raises `InvalidRequestError` if there are fewer CPUs than ranks.
     """
-    cpus = _by_core()
+    cpus = _cpus_by_core()
     if num_ranks > len(cpus):
         raise InvalidRequestError(
             f"--ranks is {num_ranks}, and this process may use {len(cpus)} CPUs.",
             f"Give --ranks {len(cpus)} or fewer.",
         )
-    each = len(cpus) // num_ranks
-    shares = [tuple(sorted(cpus[number * each : (number + 1) * each])) for number in range(num_ranks)]
-    return tuple(Slot("cpu", f"cpu {_ranges(share)}", cpus=share) for share in shares)
+    num_cpus = len(cpus) // num_ranks
+    shares = [tuple(sorted(cpus[number * num_cpus : (number + 1) * num_cpus])) for number in range(num_ranks)]
+    return tuple(Slot("cpu", f"cpu {_ranges_text(share)}", cpus=share) for share in shares)
 
 
-def _by_core() -> list[int]:
+def _cpus_by_core() -> list[int]:
     """Return the CPUs of this process, with those of the same core next to each other."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
@@ -240,7 +242,7 @@ def _by_core() -> list[int]:
     return sorted(allowed, key=core)
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def _ranges_text(numbers: Sequence[int]) -> str:
     """Return sorted numbers as a text like 0-3,8."""
     runs: list[list[int]] = []
     for number in numbers:

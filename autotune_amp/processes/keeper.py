@@ -1,7 +1,7 @@
-"""Keeper: the process between a parent and a program, which starts the program and kills all its descendants.
+"""Keeper: a process between a parent and a program, which starts the program and kills all its descendants.
 
-It kills them when the program ends, when the parent asks for it, and when the parent is gone, even if killed. It makes
-the folder for temporary files itself before the program starts, so that no folder is left without a keeper. On Linux,
+It kills them when the program ends, when the parent asks for it, and when the parent has ended or was killed. It makes
+the folder for temporary files itself, so that there is always a keeper to remove it. On Linux,
 orphaned descendants of the program become the keeper's children, whatever their session or environment, so that none
 can escape. This file is run by its path, since the keeper must be up within milliseconds.
 """
@@ -27,68 +27,67 @@ CANNOT_START = 126  # exit status of a program that cannot be started, as in a s
 END_SECONDS = 30.0  # a process may have to free the memory of a whole device
 # Signals from the parent: end the program, pause it, start it or let it continue.
 END, PAUSE, GO_ON = signal.SIGUSR1, signal.SIGTSTP, signal.SIGCONT
-# Signals that end every process of a job, as Slurm and a terminal send them: clean-up is still due.
-_OF_THE_JOB = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_ORPHANED = signal.SIGUSR2  # from the kernel, when the thread that started this process is gone
+# Signals that Slurm or a terminal sends to every process of a job. The keeper ignores them, to clean up afterwards.
+_JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_ORPHANED = signal.SIGUSR2  # sent by the kernel when the thread that started this process has ended
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_EXIT_SECONDS = 10.0  # a process is gone within this time after its first thread
-_LOOK_SECONDS = 1.0  # between two checks that the parent exists, if no signal tells
+_EXIT_SECONDS = 10.0  # a process ends within this time after its main thread
+_PARENT_CHECK_SECONDS = 1.0  # interval of checking that the parent exists, where no signal reports its end
 
 
 def keep(
     mark: str, parent: int, folders: Sequence[str], when_orphaned: Sequence[Any] | None, arguments: Sequence[str]
 ) -> int:
-    """Make the first of `folders`, run a program once `GO_ON` comes, until it ends or has to be ended; return its exit
-    status, negative for a signal, 0 if it was ended.
+    """Make the first of `folders`, start the program on the signal `GO_ON`, and wait until it ends or has to be ended.
 
-    `mark` is the value of the variable by which the program's descendants are found, `parent` the parent's process id.
-    If the parent is gone and cannot clean up itself, call `when_orphaned` (a module, the name of a function in it, and
-    the function's arguments) and remove `folders`.
+    Return its exit status, negative for a signal, 0 if it was ended. `mark` is the value of the environment variable by
+    which the program's descendants are found, `parent` the parent's process id. If the parent has ended, call
+    `when_orphaned` (a module, the name of a function in it, and the function's arguments) and remove `folders`.
     """
-    woken, wakes = os.pipe()
-    os.set_blocking(wakes, False)
-    signal.set_wakeup_fd(wakes)
+    wakeup_read, wakeup_write = os.pipe()
+    os.set_blocking(wakeup_write, False)
+    signal.set_wakeup_fd(wakeup_write)
     for number in (signal.SIGCHLD, END, PAUSE, GO_ON, _ORPHANED):
         signal.signal(number, lambda *_: None)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _ORPHANED, 0, 0, 0)
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _OF_THE_JOB}
-    Path(folders[0]).mkdir(mode=0o700)  # which tells the parent that its signals are heard
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _JOB_SIGNALS}
+    Path(folders[0]).mkdir(mode=0o700)  # the parent waits for it before it sends signals
     program: int | None = None
     process_tree: Any = None
     shared_before: Iterable[str] = ()
-    status, is_asked, is_orphaned = None, False, False
-    while status is None and not (is_asked or is_orphaned) and os.getppid() == parent:
-        if woken in select.select([woken], [], [], _LOOK_SECONDS)[0]:
-            for asked in os.read(woken, 1 << 10):
-                is_asked |= asked == END
-                is_orphaned |= asked == _ORPHANED
-                if program is not None and asked in (PAUSE, GO_ON):
-                    os.kill(program, signal.SIGSTOP if asked == PAUSE else GO_ON)
-                elif asked == GO_ON and not is_asked:
+    status, is_end_requested, is_orphaned = None, False, False
+    while status is None and not (is_end_requested or is_orphaned) and os.getppid() == parent:
+        if wakeup_read in select.select([wakeup_read], [], [], _PARENT_CHECK_SECONDS)[0]:
+            for signal_number in os.read(wakeup_read, 1 << 10):
+                is_end_requested |= signal_number == END
+                is_orphaned |= signal_number == _ORPHANED
+                if program is not None and signal_number in (PAUSE, GO_ON):
+                    os.kill(program, signal.SIGSTOP if signal_number == PAUSE else GO_ON)
+                elif signal_number == GO_ON and not is_end_requested:
                     program = _start(mark, arguments, handlers)
-                    _leave_streams()
+                    _detach_streams()
                     from autotune_amp.processes import process_tree  # imported while the program starts
 
                     shared_before = process_tree.shared_memory()
-        status = None if program is None else _reaped(program)
+        status = None if program is None else _reap_children(program)
     if program is not None:
-        _end(process_tree, mark, shared_before)
+        _kill_descendants(process_tree, mark, shared_before)
     until = time.monotonic() + _EXIT_SECONDS
     while is_orphaned and os.getppid() == parent and time.monotonic() < until:
         time.sleep(0.01)
     if os.getppid() != parent:
         if when_orphaned is not None and program is not None:
-            module, name, *given = when_orphaned
-            getattr(importlib.import_module(module), name)(*given)
+            module, name, *function_arguments = when_orphaned
+            getattr(importlib.import_module(module), name)(*function_arguments)
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
     return status or 0
 
 
-def _leave_streams() -> None:
-    """Detach from the program's input and output, which then close with it; the keeper's errors go to its stderr."""
+def _detach_streams() -> None:
+    """Close the program's input and output here, so that they close with the program. Keep stderr for errors."""
     with Path(os.devnull).open("r+b") as null:
         for number in (0, 1):
             os.dup2(null.fileno(), number)
@@ -107,8 +106,8 @@ def _start(mark: str, arguments: Sequence[str], handlers: Mapping[signal.Signals
                 os._exit(CANNOT_START)
         for number in (signal.SIGCHLD, signal.SIGPIPE, END, PAUSE, GO_ON, _ORPHANED):
             signal.signal(number, signal.SIG_DFL)
-        for of_the_job, handler in handlers.items():
-            signal.signal(of_the_job, handler)  # ignored still if the parent ignores it
+        for number, handler in handlers.items():
+            signal.signal(number, handler)  # ignored still if the parent ignores it
         os.environ["AUTOTUNE_AMP_PROCESS"] = mark
         os.execvp(arguments[0], list(arguments))  # noqa: S606 - the user's own command
     except Exception as error:
@@ -117,50 +116,52 @@ def _start(mark: str, arguments: Sequence[str], handlers: Mapping[signal.Signals
         os._exit(CANNOT_START)
 
 
-def _reaped(program: int) -> int | None:
+def _reap_children(program: int) -> int | None:
     """Reap all children that have ended; return the program's exit status if it is among them, else None."""
     status = None
     with suppress(ChildProcessError):
         while True:
-            pid, ended = os.waitpid(-1, os.WNOHANG)
+            pid, wait_status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 break
-            status = os.waitstatus_to_exitcode(ended) if pid == program else status
+            status = os.waitstatus_to_exitcode(wait_status) if pid == program else status
     return status
 
 
-def _end(process_tree: Any, mark: str, shared_before: Iterable[str]) -> None:
+def _kill_descendants(process_tree: Any, mark: str, shared_before: Iterable[str]) -> None:
     """Kill all descendants of the program at once, by a signal that they cannot handle, and free their shared memory.
 
     `shared_before` are the names of shared memory that existed before, which is kept.
     """
     import psutil
 
-    shared: set[str] = set()
+    shared_names: set[str] = set()
     until = time.monotonic() + END_SECONDS
-    num_empty = 0  # rounds that found no process; two, since one that is just executing a program shows no mark
+    num_empty = (
+        0  # consecutive rounds without a process: two, since a process that is executing a program shows no mark
+    )
     while num_empty < 2 and time.monotonic() < until:
-        _reaped(0)
-        found = {*psutil.Process().children(recursive=True), *process_tree.marked(mark)}
-        num_empty = 0 if found else num_empty + 1
-        for process in found:
+        _reap_children(0)
+        processes = {*psutil.Process().children(recursive=True), *process_tree.find_marked_processes(mark)}
+        num_empty = 0 if processes else num_empty + 1
+        for process in processes:
             with suppress(psutil.Error):
-                process.suspend()  # so that none shares more memory, or reacts to another's end
-        shared |= process_tree.shared_memory_of(found).difference(shared_before)
-        for process in found:
+                process.suspend()  # so that it does not share more memory, or react to the end of another one
+        shared_names |= process_tree.shared_memory_of(processes).difference(shared_before)
+        for process in processes:
             with suppress(psutil.Error):
                 process.kill()
         time.sleep(0.01)
-    for name in shared - process_tree.shared_memory_of(psutil.process_iter()):
+    for name in shared_names - process_tree.shared_memory_of(psutil.process_iter()):
         with suppress(OSError):
             (process_tree.SHARED_MEMORY / name).unlink()
 
 
 def main(settings: str, *arguments: str) -> None:
     """Run a program under this keeper, and exit with the status or the signal of the program."""
-    known = json.loads(settings)
-    sys.path[:] = known["path"]
-    status = keep(known["mark"], known["parent"], known["folders"], known["when_orphaned"], arguments)
+    options = json.loads(settings)
+    sys.path[:] = options["path"]
+    status = keep(options["mark"], options["parent"], options["folders"], options["when_orphaned"], arguments)
     if status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with suppress(OSError):  # SIGKILL has no handler

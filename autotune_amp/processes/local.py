@@ -1,4 +1,4 @@
-"""Backend interface, and the backend of this machine, whose jobs run in forked or kept processes. No torch."""
+"""Interface of backends, and the backend whose jobs run in forked or kept processes of this host. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,25 +23,27 @@ from autotune_amp.trial.jobs import Check, Trial
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Found = TypeVar("Found")
-Found_co = TypeVar("Found_co", covariant=True)
+ResultType = TypeVar("ResultType")
+ResultTypeCo = TypeVar("ResultTypeCo", covariant=True)
 Value = TypeVar("Value")
 Isolation: TypeAlias = Literal["forked", "kept"]
-# fidelity, calibration, accumulation, profile: it runs such jobs; later: fidelity on trained weights too. share_build:
-# it can build the model once for all jobs. energy: its trials measure the device's energy. load_together: it can load
-# the processes of a confirmation at the same time.
+# fidelity, calibration, accumulation, profile: it runs such jobs; later: also checks of fidelity on trained weights.
+# share_build: it can build the model once for all jobs. energy: its trials measure the device's energy. load_together:
+# it can load the processes of a confirmation at the same time.
 Ability: TypeAlias = Literal[
     "fidelity", "later", "calibration", "accumulation", "profile", "share_build", "energy", "load_together"
 ]
 
-_LOCAL: frozenset[Ability] = frozenset({"fidelity", "later", "calibration", "accumulation", "profile", "energy"})
+_LOCAL_ABILITIES: frozenset[Ability] = frozenset(
+    {"fidelity", "later", "calibration", "accumulation", "profile", "energy"}
+)
 CANNOT_BE_LOADED = "cannot be loaded"
-_CLOCK_TICK = 1e-6  # seconds: waiting for a ready process is short, but not 0.0
+_MIN_START_SECONDS = 1e-6  # start of a process that was ready; 0.0 means that it had run a job before
 TRIAL_ENVIRONMENT = {
     "AUTOTUNE_AMP_TRIAL": "1",
-    # User code asks torch.cuda.is_available() on import. If the CUDA runtime answered, no forked child could use it.
+    # torch.cuda.is_available() on import would start the CUDA runtime, which no forked child could use then; NVML not.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    # Experiment trackers that a variable turns off: a trial is not a run of the user's.
+    # Turn off experiment trackers: a trial must not appear among the user's own runs.
     "WANDB_MODE": "disabled",
     "COMET_MODE": "DISABLED",  # for Transformers' callback; the next one is comet_ml's own
     "COMET_AUTO_LOG_DISABLE": "true",
@@ -77,7 +79,7 @@ class Slot(NamedTuple):
 
 
 class SlotLostError(Exception):
-    """Raised when a slot is gone, with its job, whose outcome is unknown."""
+    """Raised when a slot cannot be used any more. The outcome of its job is unknown."""
 
     def __init__(self, slot: Slot, reason: str) -> None:
         super().__init__(reason)
@@ -85,31 +87,30 @@ class SlotLostError(Exception):
         self.reason = reason
 
 
-class Handle(Protocol[Found_co]):
+class Handle(Protocol[ResultTypeCo]):
     """Interface of a submitted job."""
 
-    def result(self) -> Found_co | Failure:
-        """Wait for the result or failure. Raises our own errors that the job does not handle, and `SlotLostError`."""
+    def result(self) -> ResultTypeCo | Failure:
+        """Wait for the result or failure. Raises errors that the job does not handle, and `SlotLostError`."""
 
     @property
     def start_seconds(self) -> float | None:
-        """Return the seconds waited for its process: 0.0 only if it had run a job before, None if it was forked."""
+        """Return the seconds that its process took to start: 0.0 only if it had run a job before, None if forked."""
 
 
-class Completed(NamedTuple):
-    """Handle of a job that was run when it was submitted."""
+class CompletedHandle(NamedTuple):
+    """Handle of a job that ended before `submit` returned."""
 
-    found: Any
+    outcome: Any
     start_seconds: float | None = None
 
     def result(self) -> Any:
         """Return the result of the job."""
-        return self.found
+        return self.outcome
 
 
 class Backend(Protocol):
-    """Interface for running jobs of one workload, isolated from each other. A failure is a result, and later jobs still
-    run.
+    """Interface for running jobs of one workload, isolated from each other: after a failed job, others still run.
 
     As a context manager it ends all processes that it started.
     """
@@ -126,17 +127,17 @@ class Backend(Protocol):
     def is_build_shared(self) -> bool:
         """Whether the model is built once for all jobs."""
 
-    def submit(self, job: Job[Found], slot: Slot | None = None) -> Handle[Found]:
-        """Start a job on a free slot; None is the first."""
+    def submit(self, job: Job[ResultType], slot: Slot | None = None) -> Handle[ResultType]:
+        """Start a job on a free slot, the first if None."""
 
     def wait(self, handles: Sequence[Handle[Any]]) -> Handle[Any]:
-        """Wait until one of the jobs is over and return it. If they run one at a time, `result` does the waiting."""
+        """Wait until one of the jobs has ended and return it. This default suits one slot, where `result` waits."""
         return handles[0]
 
-    def share_build(self, job: Job[Found], deadline_seconds: float) -> str | None:
+    def share_build(self, job: Job[ResultType], deadline_seconds: float) -> str | None:
         """Build the model once, as `job` would, for all later jobs.
 
-        Return None, or why it is impossible; then close the backend, or keep a process.
+        Return None, or why it is impossible; the caller then has to `close` the backend or call `keep`.
         """
 
     def keep(self) -> None:
@@ -159,10 +160,10 @@ class WorkloadBackend(Backend, Protocol):
         """Load the workload and return the torch state afterwards. Raises `WorkloadError` if it cannot be loaded."""
 
     def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> OpenResult:
-        """Call the workload's function once on the device; with `num_threads` None its code sets the number."""
+        """Call the workload's function once on the device. With `num_threads` None its code sets the thread number."""
 
     def open_others(self, deadline_seconds: float) -> None:
-        """Load and call the workload on the other slots too."""
+        """Load and call the workload on the other slots."""
         del deadline_seconds
 
 
@@ -175,14 +176,14 @@ class Payload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def can_fork() -> bool:
-    """Return whether trials can be forked: on Linux, which has pidfd and the parent-death signal."""
+    """Whether trials can be forked: only on Linux, which has pidfd and the parent-death signal."""
     return sys.platform == "linux" and hasattr(os, "pidfd_open")
 
 
 class OpenResult(NamedTuple):
     """Torch state after the user's function was called, and why jobs cannot be forked, None if they can.
 
-    `ready_seconds` is the time that a fresh process takes up to here, None if this process is fresh itself.
+    `ready_seconds` is the time in which a fresh process gets ready for jobs, None if every job has a fresh process.
     """
 
     torch_state: dict[str, Any]
@@ -193,10 +194,9 @@ class OpenResult(NamedTuple):
 class LocalBackend(WorkloadBackend):
     """`Backend` whose jobs run in processes of their own on this host.
 
-    `isolation`: ``forked`` from a template that holds the workload, or ``kept`` in one worker until a job fails or has
-    to be alone; with None jobs are forked if that is sound, else kept. `environment` is added to the caller's. With
-    several slots, jobs see only the GPU of their `slot`. A new worker is taken from `standby`, which loads another one
-    while jobs run.
+    `isolation`: ``forked`` from a template that has loaded the workload, or ``kept`` in one worker until a job fails or
+    has to be alone; with None jobs are forked if the workload allows it. `environment` is added to the caller's. With a
+    `slot`, jobs see only its GPU. A new worker is taken from `standby`, which loads another one while jobs run.
     """
 
     def __init__(
@@ -212,8 +212,8 @@ class LocalBackend(WorkloadBackend):
         self._payload = payload
         self._watcher = watcher
         inherited = {name: value for name, value in os.environ.items() if not is_from_launcher(name)}
-        of_slot = {} if slot is None else slot.environment
-        self._environment = {**inherited, **TRIAL_ENVIRONMENT, **(environment or {}), **of_slot}
+        slot_environment = {} if slot is None else slot.environment
+        self._environment = {**inherited, **TRIAL_ENVIRONMENT, **(environment or {}), **slot_environment}
         self._standby = standby or Standby(room_for=lambda _: 0)
         self._process: Process | None = None
         self._has_run = False  # whether this process has run a job
@@ -230,10 +230,11 @@ class LocalBackend(WorkloadBackend):
     def abilities(self) -> frozenset[Ability]:  # noqa: D102 - see Backend
         # only a template can build for its children
         if self.isolation == "forked":
-            return _LOCAL | {"share_build"}
-        is_card, process = self._device != "cpu", self._process  # on a CPU each confirming run has its own
-        has_room = is_card and process is not None and self._standby.has_room(process)
-        return _LOCAL | {"load_together"} if has_room else _LOCAL
+            return _LOCAL_ABILITIES | {"share_build"}
+        # On a CPU each run of a confirmation has its own process, so they are not loaded together.
+        is_gpu, process = self._device != "cpu", self._process
+        has_room = is_gpu and process is not None and self._standby.has_room(process)
+        return _LOCAL_ABILITIES | {"load_together"} if has_room else _LOCAL_ABILITIES
 
     @property
     def slots(self) -> Sequence[Slot]:  # noqa: D102 - see Backend
@@ -253,7 +254,7 @@ class LocalBackend(WorkloadBackend):
 
         def share(until: float) -> str | None:
             self._ready_process(until)
-            reason: str | None = self._expect(command, until)
+            reason: str | None = self._request(command, until)
             return reason
 
         try:
@@ -289,8 +290,8 @@ class LocalBackend(WorkloadBackend):
 
         return _within(deadline_seconds, open_and_take_over)
 
-    def submit(self, job: Job[Found], slot: Slot | None = None) -> Submitted[Found]:  # noqa: D102 - see Backend
-        return Submitted(self, job, () if slot is None else slot.cpus)
+    def submit(self, job: Job[ResultType], slot: Slot | None = None) -> LocalHandle[ResultType]:  # noqa: D102 - see Backend
+        return LocalHandle(self, job, () if slot is None else slot.cpus)
 
     def start(self, job: Job[Any], until: float | None, cpus: Sequence[int]) -> float | None:
         """Start a job in a process, limited to these CPUs if given. Return the seconds its process took to start, None
@@ -305,24 +306,24 @@ class LocalBackend(WorkloadBackend):
         command = {"cmd": "run", "kind": job.kind(), "job": msgspec.to_builtins(job), "cpus": cpus}
         process = self._ready_process(until)
         if isinstance(job, Trial) and (number := self._standby.num_wanted):
-            self._have_stand_by(process, job, number)
-            now = time.monotonic()  # a process that never finishes loading leaves half the time
+            self._begin_standby(process, job, number)
+            now = time.monotonic()  # half of the time is left if a process never finishes loading
             self._standby.load(self._watcher, None if until is None else (now + until) / 2)
         process.send(command)
         if self.isolation == "forked":
             return None
-        start_seconds = 0.0 if self._has_run else max(_CLOCK_TICK, time.monotonic() - began)
+        start_seconds = 0.0 if self._has_run else max(_MIN_START_SECONDS, time.monotonic() - began)
         self._has_run = True
         if not job.is_alone and (isinstance(job, Check) or (isinstance(job, Trial) and job.purpose == "search")):
-            self._have_stand_by(process, job, 1)
+            self._begin_standby(process, job, 1)
         return start_seconds
 
-    def _have_stand_by(self, process: Process, job: Trial | Check, number: int) -> None:
+    def _begin_standby(self, process: Process, job: Trial | Check, number: int) -> None:
         command = {"cmd": "stand_by", "device": job.device, "state": job.torch_state, "seed": job.seed}
         command |= self._load_arguments
         self._standby.begin(process, self._environment, command, self._payload.packed, number)
 
-    def finish(self, job: Job[Found], until: float | None) -> tuple[Found | Failure, Found | None]:
+    def finish(self, job: Job[ResultType], until: float | None) -> tuple[ResultType | Failure, ResultType | None]:
         """Return the job's result or failure, and with a failure that ended the process also its result so far.
 
         The process has to be ready by `until`.
@@ -335,11 +336,11 @@ class LocalBackend(WorkloadBackend):
             self.close()
             raise
         except ProcessEndedError as ended:
-            if self.isolation != "forked":  # a template outlives its children; if not, the next job notices
+            if self.isolation != "forked":  # a template outlives its children; the next job checks that
                 self.close()
-            return ended.failure, None if ended.so_far is None else converted(job, ended.so_far)
+            return ended.failure, None if ended.so_far is None else convert_result(job, ended.so_far)
         finally:
-            self._standby.go_on()
+            self._standby.resume()
         if isinstance(value, dict) and value.get("outcome") == "failure":
             value = msgspec.convert(value, Failure)
         if job.is_alone or (self.isolation == "kept" and isinstance(value, Failure)):
@@ -347,23 +348,23 @@ class LocalBackend(WorkloadBackend):
         if isinstance(value, Failure):
             return value, None
         try:
-            return converted(job, value), None
+            return convert_result(job, value), None
         except msgspec.ValidationError as error:  # such as null in the place of a number
-            return Failure(kind="crash", message=f"it gave a result that cannot be read: {error}"), None
+            return Failure(kind="crash", message=f"its result cannot be read: {error}"), None
 
     def _ready_process(self, until: float | None) -> Process:
         if self._process is None or not self._process.is_alive():
             self.close()
-            if not self._has_taken_standby(until):
+            if not self._switch_to_standby(until):
                 self._load(until)
                 self._open(until)
             if self._share_command is not None:
-                self._expect(self._share_command, until)
+                self._request(self._share_command, until)
         assert self._process is not None
         return self._process
 
-    def _has_taken_standby(self, until: float | None) -> bool:
-        """Switch to the standby process once it has loaded. Return False if there is none or it fails to load."""
+    def _switch_to_standby(self, until: float | None) -> bool:
+        """Wait for the standby process to load and use it. Return False if there is none or it fails to load."""
         if self.isolation == "forked":
             return False
         self._process, self._has_run = self._standby.take(self._environment, self._watcher, until), False
@@ -376,7 +377,7 @@ class LocalBackend(WorkloadBackend):
         return True
 
     def _take_over(self, until: float | None) -> None:
-        self._expect({"cmd": "take_over", "device": self._device}, until)
+        self._request({"cmd": "take_over", "device": self._device}, until)
 
     @property
     def _load_arguments(self) -> dict[str, Any]:
@@ -385,14 +386,17 @@ class LocalBackend(WorkloadBackend):
 
     def _load(self, until: float | None) -> Any:
         self._process, self._has_run = Process(self.isolation, self._environment, self._watcher), False
-        self._expect(None, until)  # wait for ready: writing to a process that never reads would block
-        return self._expect({"cmd": "load", **self._load_arguments}, until, self._payload.packed)
+        self._request(None, until)  # wait for ready: writing to a process that never reads would block
+        return self._request({"cmd": "load", **self._load_arguments}, until, self._payload.packed)
 
     def _open(self, until: float | None) -> Any:
-        return self._expect({"cmd": "open", "device": self._device, "num_threads": self._num_threads}, until)
+        return self._request({"cmd": "open", "device": self._device, "num_threads": self._num_threads}, until)
 
-    def _expect(self, command: dict[str, Any] | None, until: float | None, data: bytes = b"") -> Any:
-        """Return the answer of the process. Raises `ProcessEndedError` if there is none by `until`."""
+    def _request(self, command: dict[str, Any] | None, until: float | None, data: bytes = b"") -> Any:
+        """Send a command to the process and return its answer. Raises `ProcessEndedError` if there is none by `until`.
+
+        Raises `WorkloadError` if the workload fails to load. With `command` None wait for the first message.
+        """
         assert self._process is not None
         try:
             if command is not None:
@@ -409,7 +413,7 @@ class LocalBackend(WorkloadBackend):
         details = f"\n{value.details.rstrip()}" if value.details else ""
         raise WorkloadError(
             f"{self._payload.target or 'The workload'} {CANNOT_BE_LOADED}: {value.message}.{details}",
-            "Import it and call it in a Python of its own, and fix what that raises.",
+            "Import it and call it in a new Python process, and fix the error that it raises.",
         )
 
 
@@ -422,8 +426,8 @@ def _within(seconds: float, load: Callable[[float], Value]) -> Value:
         return load(time.monotonic() + seconds)
     except ProcessEndedError:
         raise BudgetTooSmallError(
-            f"The workload takes more than the {duration(max(seconds, 0.0))} of the budget that were left to load it.",
-            "Give a --budget of several times what importing and calling it takes.",
+            f"Loading the workload takes more than the {duration(max(seconds, 0.0))} left of the budget.",
+            "Use a --budget of several times the time that importing and calling it takes.",
         ) from None
 
 
@@ -431,17 +435,17 @@ def _too_slow(seconds: float) -> str:
     return f"the workload takes more than {duration(seconds)} to load"
 
 
-class Submitted(Generic[Found]):
-    """Job in a process of this machine, followed by the job that it requests after a failure."""
+class LocalHandle(Generic[ResultType]):
+    """Handle of a job in a process of this host. After a failure it runs the job that `Job.after` returns instead."""
 
-    def __init__(self, backend: LocalBackend, job: Job[Found], cpus: Sequence[int]) -> None:
+    def __init__(self, backend: LocalBackend, job: Job[ResultType], cpus: Sequence[int]) -> None:
         seconds = job.loading_seconds
         self._until = None if seconds is None else time.monotonic() + seconds
         self._backend = backend
         self._cpus = cpus
         self._start(job)
 
-    def _start(self, job: Job[Found]) -> None:
+    def _start(self, job: Job[ResultType]) -> None:
         self._job = job
         self._problem: Failure | AutotuneAmpError | None = None
         self.start_seconds: float | None = None
@@ -452,27 +456,27 @@ class Submitted(Generic[Found]):
         except AutotuneAmpError as error:
             self._problem = error
 
-    def result(self) -> Found | Failure:
+    def result(self) -> ResultType | Failure:
         """Wait for the result, running the follow-up job after a failure."""
         while True:
             problem, so_far = self._problem, None
             if problem is None:
                 try:
-                    found, so_far = self._backend.finish(self._job, self._until)
-                    if not isinstance(found, Failure):
-                        return found
-                    problem = found
+                    outcome, so_far = self._backend.finish(self._job, self._until)
+                    if not isinstance(outcome, Failure):
+                        return outcome
+                    problem = outcome
                 except AutotuneAmpError as error:
                     problem = error
             if isinstance(problem, Failure) and problem.is_loading:
                 problem = replace(problem, message=_too_slow(self._job.loading_seconds or 0.0))
-            follows = self._job.after(problem, so_far)
-            if not isinstance(follows, Job):
-                return follows
-            self._start(follows)  # in another process: remains of a failed allocation must not count
+            next_result = self._job.after(problem, so_far)
+            if not isinstance(next_result, Job):
+                return next_result
+            self._start(next_result)  # in another process, since memory of a failed allocation must not count
 
 
-def converted(job: Job[Found], value: Any) -> Found:
+def convert_result(job: Job[ResultType], value: Any) -> ResultType:
     """Return a job's result converted from plain data."""
-    found: Found = msgspec.convert(value, type=job.answer, str_keys=True)  # JSON has no integer keys
-    return found
+    result: ResultType = msgspec.convert(value, type=job.answer, str_keys=True)  # JSON has no integer keys
+    return result

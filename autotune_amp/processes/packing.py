@@ -1,4 +1,4 @@
-"""Conversion of a live workload to bytes for another process, with errors that name parts that cannot be sent."""
+"""Conversion of a live workload to bytes for another process; errors name the part that cannot be sent."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.workload import Workload, WorkloadSource, type_name
 
-_ONE_DEVICE = "Pass the bare model: one device is measured, without the exchange of gradients."
+_ONE_DEVICE = "Pass the model without its wrapper: a trial runs on one device, without exchange of gradients."
 _IN_A_FUNCTION = "Make it inside a function that the trial calls (model, data and optimizer may all be functions)."
 _NOT_IN_PLACE = "Call compile() inside a function that makes the model, or pass torch.compile(model)."
 
 # Objects tied to a process group, which a trial does not have; FSDP consists of them. Looked up only if imported.
-_OF_A_GROUP = (("torch.distributed.tensor", "DTensor"), ("torch.distributed", "ProcessGroup"))
+_PROCESS_GROUP_TYPES = (("torch.distributed.tensor", "DTensor"), ("torch.distributed", "ProcessGroup"))
 
 
 def pack(source: WorkloadSource) -> bytes:
@@ -59,8 +59,8 @@ def _pickle_module() -> Any:
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader
 
-    found = (getattr(sys.modules.get(module), name, None) for module, name in _OF_A_GROUP)
-    of_a_group = tuple(kind for kind in found if isinstance(kind, type))
+    types_or_none = (getattr(sys.modules.get(module), name, None) for module, name in _PROCESS_GROUP_TYPES)
+    process_group_types = tuple(kind for kind in types_or_none if isinstance(kind, type))
     texts: dict[str, str] = {}  # by file; pickled once as long as it is one object
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it ships no types
@@ -71,13 +71,17 @@ def _pickle_module() -> Any:
                 return _code_of_file, (file, text, *self.dispatch_table[types.CodeType](obj)[:2])
             if isinstance(obj, DataLoader) and obj._iterator is not None:
                 return copyreg.__newobj__, (type(obj),), {**vars(obj), "_iterator": None}  # type: ignore[attr-defined]
-            if isinstance(obj, of_a_group):
+            if isinstance(obj, process_group_types):
                 raise WorkloadError(f"a {type_name(obj)} needs the process group of this process", _ONE_DEVICE)
             compiled = vars(obj).get("_compiled_call_impl") if isinstance(obj, nn.Module) else None
-            if not isinstance(compiled, types.MethodType | None):  # with disable=True it is a method, which is no loss
-                raise WorkloadError(f"a {type_name(obj)} compiled in place loses that in a copy", _NOT_IN_PLACE)
+            if not isinstance(
+                compiled, types.MethodType | None
+            ):  # with compile(disable=True) it is a method, and nothing is lost
+                raise WorkloadError(
+                    f"a {type_name(obj)} compiled in place cannot be copied in its compiled form", _NOT_IN_PLACE
+                )
             if isinstance(obj, DistributedDataParallel):
-                return _same, (obj.module,)
+                return _identity, (obj.module,)
             return super().reducer_override(obj)
 
     return types.SimpleNamespace(__name__="cloudpickle", Pickler=Pickler)
@@ -94,7 +98,8 @@ def _code_of_file(file: str, text: str, make: Any, arguments: tuple[Any, ...]) -
     return code.replace(co_filename=file)
 
 
-def _same(value: Any) -> Any:
+def _identity(value: Any) -> Any:
+    """Return `value`, as the reconstructor in a pickle."""
     return value
 
 

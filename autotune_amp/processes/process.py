@@ -1,4 +1,4 @@
-"""Parent side of one server process: its messages, its printed output, and how it ends. No torch."""
+"""Server process as its parent sees it: its messages, its printed output, and how it ended. Imports no torch."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from autotune_amp.trial.judge import RunEvidence, judge
 _NO_DEADLINES = Deadlines()
 _DECODER: msgspec.json.Decoder[JobEvent] = msgspec.json.Decoder(JobEvent)
 TICK_SECONDS = 0.1
-ENDED = "it was ended, as nobody waits for it"
+ENDED = "it was ended: its result is not needed any more"
 _OUTPUT_TAIL_CHARACTERS = 4000
-_EXIT_SECONDS = 10.0
-MAX_PAUSE_SECONDS = 10.0  # pause without a step, if nothing predicts a step's time
-_SIGNAL_SECONDS = 1.0
+_EXIT_SECONDS = 10.0  # time for a forked child to exit after its answer
+MAX_PAUSE_SECONDS = 10.0  # longest pause of a standby process without a step, if steps have no deadline
+_SIGNAL_SECONDS = 1.0  # after a signal to the whole job, this process gets its own within this time
 _SERVER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from autotune_amp.processes.server import main; main(sys.argv[2])"
@@ -55,16 +55,16 @@ _SERVER = (
 
 
 class Watcher:
-    """Interface for events of a backend while it waits. The base class ignores them."""
+    """Interface that receives the events of a running job. This base class ignores them."""
 
     def tick(self) -> None:
-        """Handle the passing of time; called at least every TICK_SECONDS."""
+        """Do periodic work; called at least every TICK_SECONDS while a backend waits."""
 
     def step(self, num_steps: int, step_seconds: float) -> None:
         """Handle a finished training step. `num_steps` is 0 during the warm-up."""
 
     def activity(self, text: str) -> None:
-        """Handle a text about the present activity of the process."""
+        """Handle a description of the present phase of the job, such as "evaluating"."""
 
     def output(self, text: str) -> None:
         """Handle text printed by the user's own code."""
@@ -74,16 +74,16 @@ class Watcher:
         return False
 
     def ending(self) -> None:
-        """Handle that the process and its descendants are about to be killed."""
+        """Handle the event that the process and its descendants are about to be killed."""
 
 
-class Pausable(Protocol):
-    """Interface of something that runs beside a process and can be paused."""
+class PausableProcess(Protocol):
+    """Interface of a process, or of several, that can be paused while another process takes steps."""
 
     def pause(self) -> None:
-        """Pause until `go_on`."""
+        """Pause until `resume`."""
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Continue."""
 
 
@@ -93,7 +93,7 @@ class ProcessEndedError(Exception):
     def __init__(self, failure: Failure, so_far: Any = None) -> None:
         super().__init__(failure.message)
         self.failure = failure
-        self.so_far = so_far  # its result so far, None for nothing
+        self.so_far = so_far  # its partial result, None without one
 
 
 class Process:
@@ -102,14 +102,14 @@ class Process:
     def __init__(self, mode: str, environment: dict[str, str], watcher: Watcher) -> None:
         self.watcher = watcher  # receives its events from now on
         self._events: queue.Queue[JobEvent] = queue.Queue()
-        self._printed: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._output_chunks: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._tail: deque[str] = deque(maxlen=64)
         self._num_oom_kills = 0
         arguments, pipe = [sys.executable, "-c", _SERVER, json.dumps(sys.path), mode], subprocess.PIPE
         self._program = Program(arguments, environment, new_folder(), stdin=pipe, stdout=pipe, stderr=pipe)
         self._program.start()
         self._popen: subprocess.Popen[bytes] = self._program.popen
-        self._threads = [threading.Thread(target=f, daemon=True) for f in (self._hear, self._overhear)]
+        self._threads = [threading.Thread(target=f, daemon=True) for f in (self._read_events, self._read_output)]
         for thread in self._threads:
             thread.start()
 
@@ -119,7 +119,7 @@ class Process:
         return next((process.pid for process in self._program.processes()), None)
 
     def is_alive(self) -> bool:
-        """Return whether it runs. Messages of a killed process end before the system reports its end."""
+        """Return whether the process runs and its messages are read. The messages of a killed process end first."""
         return self._popen.poll() is None and self._threads[0].is_alive()
 
     def send(self, message: dict[str, Any], data: bytes = b"") -> None:
@@ -129,21 +129,21 @@ class Process:
             self._popen.stdin.write(msgspec.json.encode(message) + b"\n" + data)
             self._popen.stdin.flush()
         except BrokenPipeError:
-            pass  # it died; `wait` reports how
+            pass  # the process has ended; `wait` reports how
 
-    def send_beside(self, message: dict[str, Any], data: bytes) -> None:
+    def send_in_background(self, message: dict[str, Any], data: bytes) -> None:
         """Write a message in a thread, without waiting until the process has started and reads it."""
         writer = threading.Thread(target=self.send, args=(message, data), daemon=True)
         self._threads.append(writer)
         writer.start()
 
     def pause(self) -> None:
-        """Stop the process until `go_on`, on systems where it would still end with its parent."""
+        """Pause the process until `resume`, on systems where a paused process ends with its parent too."""
         self._program.pause()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Let the process continue."""
-        self._program.go_on()
+        self._program.resume()
 
     def wait(
         self,
@@ -151,20 +151,19 @@ class Process:
         deadlines: Deadlines = _NO_DEADLINES,
         *,
         ends_with_exit: bool = False,
-        beside: Pausable | None = None,
+        beside: PausableProcess | None = None,
     ) -> Any:
-        """Return the answer to the last message. Raises `ProcessEndedError` if there is none, whoever ended the
-        process.
+        """Return the answer to the last message. Raises `ProcessEndedError` if the process ends first, or is ended
+        here.
 
-        `until` is a time on the monotonic clock before which the process has to be ready for its job, which has the
-        `deadlines` from then on. A template's children answer and then exit; with `ends_with_exit` wait for the exit
-        too. `beside` is paused while the process takes steps, except in a step that takes long: it may wait for
-        `beside`.
+        The process has to be ready for its job before `until`, a time on the monotonic clock; then the job's
+        `deadlines` apply. With `ends_with_exit` the answer comes from a template's child: wait for its exit too.
+        `beside` is paused while the process takes steps; it continues during a long step, which may be waiting for it.
         """
         answer: Result | RequestFailure | RequestError | None = None
         so_far: Any = None
         is_ready = False
-        allowed = limit = goes_on_at = None
+        allowed_seconds = step_deadline = resume_beside_at = None
         phase = "building the workload"
         self._tail.clear()
         self._num_oom_kills = num_oom_kills()
@@ -178,52 +177,56 @@ class Process:
                     is_ready = True
                     until = None if deadlines.whole_seconds is None else now + deadlines.whole_seconds
                 case FirstStep():
-                    phase, allowed = "in the first step", deadlines.first_step_seconds
-                case Compilation() if allowed is not None:
-                    # Half of the rest, since the compiler's cache may have sped up the steps that the deadlines are
-                    # based on.
+                    phase, allowed_seconds = "in the first step", deadlines.first_step_seconds
+                case Compilation() if allowed_seconds is not None:
+                    # Half of the remaining time: the deadlines are based on steps that the compiler's cache may have
+                    # sped up.
                     left_seconds = math.inf if until is None else until - now
-                    allowed = deadlines.compiling_seconds or max(deadlines.first_step_seconds or 0.0, left_seconds / 2)
+                    allowed_seconds = deadlines.compiling_seconds or max(
+                        deadlines.first_step_seconds or 0.0, left_seconds / 2
+                    )
                     phase = "compiling"
                 case Phase():
-                    phase, allowed = event.name, event.seconds
+                    phase, allowed_seconds = event.name, event.seconds
                     self.watcher.activity(phase)
                 case PartialResult():
                     so_far = event.value
                 case StepDone():
                     phase = f"after step {event.number}" if event.number else "warming up"
-                    allowed = deadlines.step_seconds
+                    allowed_seconds = deadlines.step_seconds
                     if beside is not None:
                         beside.pause()
-                        goes_on_at = now + (MAX_PAUSE_SECONDS if allowed is None else allowed / 2)
+                        resume_beside_at = now + (MAX_PAUSE_SECONDS if allowed_seconds is None else allowed_seconds / 2)
                     self.watcher.step(event.number, event.seconds)
                 case Result() | RequestFailure() | RequestError():
-                    answer, allowed = event, None
+                    answer, allowed_seconds = event, None
                     until = now + _EXIT_SECONDS
                 case ChildExit():
                     self._drain_output()
             if event is not None and not isinstance(event, PartialResult):
-                limit = None if allowed is None else now + allowed
-            if beside is not None and goes_on_at is not None and now > goes_on_at:
-                beside.go_on()
-                goes_on_at = None
+                step_deadline = None if allowed_seconds is None else now + allowed_seconds
+            if beside is not None and resume_beside_at is not None and now > resume_beside_at:
+                beside.resume()
+                resume_beside_at = None
             overdue = None
             if self.watcher.is_over():
                 overdue = ENDED
             elif until is not None and now > until:
                 overdue = f"it was still {phase} when its time was up"
-            elif limit is not None and now > limit:
-                overdue = f"a step took longer than {allowed:.1f} s ({phase})"
+            elif step_deadline is not None and now > step_deadline:
+                overdue = f"a step took longer than {allowed_seconds:.1f} s ({phase})"
             has_exited = isinstance(event, ChildExit)
             if overdue is not None and ends_with_exit and not has_exited:
                 self._kill_child()
             if answer is not None and (not ends_with_exit or has_exited or overdue is not None):
-                return _value(answer)
+                return _value_or_error(answer)
             if isinstance(event, ChildExit):
                 raise ProcessEndedError(self._failure(event.status, phase), so_far)
             if overdue is not None:
                 is_loading = not is_ready and overdue != ENDED
-                raise ProcessEndedError(_judged(RunEvidence(overdue=overdue, is_loading=is_loading)), so_far)
+                raise ProcessEndedError(
+                    _failure_from_evidence(RunEvidence(overdue=overdue, is_loading=is_loading)), so_far
+                )
 
     def _next_event(self) -> JobEvent | None:
         """Return the next event, None if none came within a tick."""
@@ -238,10 +241,10 @@ class Process:
     def _drain_output(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                self.watcher.output(self._printed.get_nowait())
+                self.watcher.output(self._output_chunks.get_nowait())
 
     def _kill_child(self) -> None:
-        """Make the template kill its child; a template that does not answer is killed itself."""
+        """Have the template kill its child; kill the template itself if it does not answer."""
         self.send({"cmd": "kill"})
         try:
             while not isinstance(self._events.get(timeout=KILL_SECONDS), (ChildExit, EndOfEvents)):
@@ -250,7 +253,7 @@ class Process:
             self._program.end()
 
     def _failure(self, status: int, phase: str) -> Failure:
-        if status == -signal.SIGTERM:  # Slurm ends a job by a signal to every process: ours is on its way
+        if status == -signal.SIGTERM:  # Slurm signals every process of a job: wait for the signal to this one
             time.sleep(_SIGNAL_SECONDS)
         evidence = RunEvidence(
             has_ended=True,
@@ -259,7 +262,7 @@ class Process:
             output="".join(self._tail)[-_OUTPUT_TAIL_CHARACTERS:] or None,
             is_oom_killed=num_oom_kills() > self._num_oom_kills,
         )
-        return _judged(evidence)
+        return _failure_from_evidence(evidence)
 
     def _end_status(self) -> int:
         self._popen.wait()
@@ -279,28 +282,28 @@ class Process:
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
 
-    def _hear(self) -> None:
+    def _read_events(self) -> None:
         assert self._popen.stdout is not None
         for line in self._popen.stdout:
             with contextlib.suppress(msgspec.MsgspecError):  # an incomplete line of a killed process
                 self._events.put(decode(line, _DECODER))
         self._events.put(EndOfEvents())
 
-    def _overhear(self) -> None:
+    def _read_output(self) -> None:
         assert self._popen.stderr is not None
         while chunk := os.read(self._popen.stderr.fileno(), 1 << 16):
             text = chunk.decode(errors="replace")
             self._tail.append(text)
-            self._printed.put(text)
+            self._output_chunks.put(text)
 
 
-def _judged(evidence: RunEvidence) -> Failure:
+def _failure_from_evidence(evidence: RunEvidence) -> Failure:
     failure = judge(evidence)
-    assert failure is not None  # it has ended, or is overdue
+    assert failure is not None  # the evidence is an ended or overdue process
     return failure
 
 
-def _value(answer: Result | RequestFailure | RequestError) -> Any:
+def _value_or_error(answer: Result | RequestFailure | RequestError) -> Any:
     match answer:
         case Result():
             return answer.value

@@ -25,16 +25,16 @@ from autotune_amp.processes.process_tree import KILL_SECONDS, kill_marked
 # Longest path of the folder for temporary files. A socket's path has 107 bytes at most (103 on macOS), of which names
 # inside a program's own folder, such as those of multiprocessing's sockets, take 60.
 _MAX_PATH_BYTES = 40
-_LOOK_SECONDS = 0.002
+_POLL_SECONDS = 0.002
 
 
 class Program:
     """Program that runs under a keeper, with a folder of its own for temporary files.
 
-    The keeper is started at once and makes `folder` (see `new_folder`); the program begins with `start`. `popen` is the
-    keeper's process, with the exit status and the streams of the program. If this process is gone, the keeper calls
-    `when_orphaned` (a module, the name of a function in it, and the function's arguments) for a program that was
-    started, then removes `folder` and the further `folders`. Raises `RunnerError` if no process can be started.
+    The keeper is started at once and makes `folder` (see `new_folder`); `start` starts the program. `popen` is the
+    keeper's process, with the exit status and the streams of the program. If this process ends first, the keeper calls
+    `when_orphaned` (a module, the name of a function in it, and the function's arguments) if the program was started,
+    then removes `folder` and the further `folders`. Raises `RunnerError` if no process can be started.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class Program:
             "when_orphaned": when_orphaned,
         }
         try:
-            self.popen: subprocess.Popen[bytes] = subprocess.Popen(  # noqa: S603 - our own program, and what it is to start
+            self.popen: subprocess.Popen[bytes] = subprocess.Popen(  # noqa: S603 - the keeper, with the program to start
                 [sys.executable, "-I", keeper.__file__, json.dumps(settings), *arguments],
-                env={**_compilers_cache(), **environment, "TMPDIR": str(folder)},
-                start_new_session=True,  # Ctrl-C at the terminal is ours to handle
+                env={**_inductor_cache_variable(), **environment, "TMPDIR": str(folder)},
+                start_new_session=True,  # Ctrl-C at the terminal is handled by this process alone
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
@@ -75,11 +75,11 @@ class Program:
             while not folder.exists():
                 if self.popen.poll() is not None:
                     raise RunnerError(
-                        f"The process that keeps a trial ended with status {self.popen.returncode} before it made "
+                        f"The process that starts a trial ended with status {self.popen.returncode} before it made "
                         f"{folder}.",
-                        f"See that {folder.parent} can be written to, or set TMPDIR to a folder that can.",
+                        f"Make {folder.parent} writable, or set TMPDIR to a writable folder.",
                     )
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
         except BaseException:
             self.close()
             raise
@@ -95,14 +95,14 @@ class Program:
         return []
 
     def pause(self) -> None:
-        """Pause the program until `go_on`.
+        """Pause the program until `resume`.
 
         Only on Linux: elsewhere a paused program would outlive this process, so nothing is done.
         """
         if sys.platform == "linux":
             self.popen.send_signal(keeper.PAUSE)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Continue a program after `pause`."""
         if sys.platform == "linux":
             self.popen.send_signal(keeper.GO_ON)
@@ -115,7 +115,7 @@ class Program:
         except subprocess.TimeoutExpired:
             self.popen.kill()
             self.popen.wait()
-        if self.popen.returncode:  # perhaps the keeper was killed itself, or has failed
+        if self.popen.returncode:  # the keeper may have failed, or was killed itself
             kill_marked(self._mark)
 
     def close(self) -> None:
@@ -126,24 +126,24 @@ class Program:
 
 def new_folder() -> Path:
     """Return a path for the folder of a program, which does not exist yet and is short enough for sockets in it."""
-    usual = tempfile.gettempdir()
-    parent = usual if len(os.fsencode(usual)) <= _MAX_PATH_BYTES else "/tmp"  # noqa: S108 - a folder of its own
+    default = tempfile.gettempdir()
+    parent = default if len(os.fsencode(default)) <= _MAX_PATH_BYTES else "/tmp"  # noqa: S108 - a folder of its own
     return Path(parent, f"amp-{uuid.uuid4().hex[:12]}")
 
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Return a new folder that is removed at the end of the context, even if this process is killed in it."""
+    """Yield a new folder, which is removed at the end of the context, also if this process is killed meanwhile."""
     folder = new_folder()
     null = subprocess.DEVNULL
-    holder = Program((), os.environ, folder, stdin=null, stdout=null, stderr=null)
+    program = Program((), os.environ, folder, stdin=null, stdout=null, stderr=null)
     try:
         yield folder
     finally:
-        holder.close()
+        program.close()
 
 
-def _compilers_cache() -> dict[str, str]:
+def _inductor_cache_variable() -> dict[str, str]:
     """Return the variable that keeps the cache of torch's compiler in the usual place.
 
     By default the cache is below TMPDIR, and would be removed with the folder of the program.

@@ -1,9 +1,9 @@
-"""Process that runs trials or forks them. Started by process.py; messages are lines of JSON.
+"""Server process that runs jobs or forks a child for each. Started by process.py; messages are lines of JSON.
 
 As a *template* (Linux) it loads the workload once with one thread and forks a child for each job; as a *worker* it runs
-jobs itself, one after the other. A worker may stand by first: it loads and builds with one thread, at low priority,
-without the accelerator, and waits to take over from another one. The parent writes to its standard input and reads its
-original standard output; printed output of the user's code goes to standard error.
+jobs itself, one after the other. A worker may stand by first: it loads the workload with one thread, at low priority,
+without the accelerator, and waits for `take_over`. The parent writes to its standard input and reads its original
+standard output; printed output of the user's code goes to standard error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 import msgspec
 import psutil
 import torch
-import torch._dynamo  # optimizers import it, which takes a second that no trial should spend again
+import torch._dynamo  # optimizers import it: one second, spent once here instead of in each forked trial
 
 from autotune_amp.core import workload
 from autotune_amp.core.errors import AutotuneAmpError
@@ -49,7 +49,8 @@ from autotune_amp.trial.worker import raise_oom_score
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _set_num_threads = torch.set_num_threads
-_CANARY_SECONDS, _ACCELERATOR_CANARY_SECONDS = 10.0, 60.0  # the latter includes starting the driver
+# Time limits of a forked child that tests what works; on an accelerator it starts the driver.
+_FORK_TEST_SECONDS, _ACCELERATOR_FORK_TEST_SECONDS = 10.0, 60.0
 
 
 class ParentChannel:
@@ -79,14 +80,14 @@ class ParentChannel:
 
 
 class Server:
-    """Command handler that loads the workload and runs jobs."""
+    """Handler of the parent's commands: each public method but `handle` is one."""
 
     def __init__(self, channel: ParentChannel, *, is_template: bool) -> None:
         self._channel = channel
         self._is_template = is_template
         self._origin = ""
         self._context: Any = None
-        self._num_threads: int | None = None  # requested by the user's code, while only one is used
+        self._num_threads: int | None = None  # number set by the user's code, while this process is held at one
 
     def handle(self, command: dict[str, Any]) -> None:
         """Run one command in this process and send its result or error. The user's code may raise anything."""
@@ -103,22 +104,21 @@ class Server:
         self._channel.send(answer)
 
     def load(self, target: str | None, path: list[str], num_packed_bytes: int) -> dict[str, Any]:
-        """Import or unpack the workload, and return the torch state then. A function is only called by `open`."""
+        """Import or unpack the workload, and return the torch state afterwards. Only `open` calls a function."""
         sys.path[:] = path
         self._origin = target or "workload"
         packed = self._channel.input.read(num_packed_bytes)
         if self._is_template:
-            self._hold_threads()
-            _note_starts()
+            self._limit_to_one_thread()
+            _record_accelerator_starts()
         source = workload.import_target(target) if target else packing.unpack(packed)
         self._context = Context(source, is_template=self._is_template)
         return self._torch_state()
 
     def open(self, device: str, num_threads: int | None) -> dict[str, Any]:
-        """Call the user's function once. Return the torch state afterwards, and why forked children could not work, or
-        None.
+        """Call the user's function once. Return the torch state afterwards, and why jobs cannot be forked, or None.
 
-        `num_threads` is the number for trials; None is the one set by the user's code.
+        `num_threads` is the number for trials; with None it is the number set by the user's code.
         """
         if not self._is_template:  # a template must not use an accelerator
             make_current(device)
@@ -130,91 +130,90 @@ class Server:
         return {"torch_state": state, "why_not_forked": reason}
 
     def stand_by(self, device: str, state: dict[str, Any], seed: int, **load: Any) -> None:
-        """Do everything before a job that does not need the device."""
+        """Load the workload and build the model, as far as that does not need the device."""
         _lower_priority()
-        self._hold_threads()
+        self._limit_to_one_thread()
         self.load(**load)
-        if not _needs_choosing(device):
+        if not _has_index(device):
             self._context.open(self._origin)
             torch_state.apply(state)
             torch_state.seed(seed)
             self._context.build_before(device, self._torch_state)
 
     def take_over(self, device: str) -> None:
-        """Run jobs in this process from now on: it stood by, or is a template that cannot be forked."""
-        _put_priority_back()
+        """Run jobs in this process from now on. It has stood by, or is a template from which jobs cannot be forked."""
+        _restore_priority()
         torch.set_num_threads = _set_num_threads
         if self._num_threads is not None:
             _set_num_threads(self._num_threads)
         gc.unfreeze()
         self._is_template, self._num_threads = False, None
         self._context.become_worker()
-        if _needs_choosing(device):
+        if _has_index(device):
             make_current(device)
             self._context.open(self._origin)
 
     def share(self, device: str, state: dict[str, Any], seed: int) -> str | None:
-        """Build the model once, as a trial would, for all children. Return why they could not work then, or None."""
-        self._hold_threads()
+        """Build the model once, as a trial would, for all children. Return why jobs cannot be forked then, or None."""
+        self._limit_to_one_thread()
         torch_state.apply(state)
         torch_state.seed(seed)
         self._context.share(self._torch_state)
         return self._why_not_fork(device, self._num_threads or 1, "building")
 
     def run(self, kind: str, job: dict[str, Any], cpus: Sequence[int]) -> Any:
-        """Run a job in this process, limited to these CPUs and that many threads if given."""
+        """Run a job in this process. With `cpus`, limit it to these CPUs and as many threads."""
         if cpus:
             state = job["torch_state"]
             if "num_threads" in state:
                 state["num_threads"] = min(state["num_threads"], len(cpus))
             if hasattr(os, "sched_setaffinity"):
                 os.sched_setaffinity(0, cpus)
-        found = find_job(kind, job)
-        self._context.is_kept = not (self._is_template or found.is_alone)
-        if not found.builds_first:
+        typed_job = find_job(kind, job)
+        self._context.is_kept = not (self._is_template or typed_job.is_alone)
+        if not typed_job.builds_first:
             self._channel.send(Ready())
-        return found.run(self._context, self._channel.send)
+        return typed_job.run(self._context, self._channel.send)
 
     def _torch_state(self) -> dict[str, Any]:
         state = torch_state.capture()
         return state if self._num_threads is None else {**state, "num_threads": self._num_threads}
 
-    def _hold_threads(self) -> None:
-        """Use a single thread while the user's code runs here, and record the number that it sets for the trials.
+    def _limit_to_one_thread(self) -> None:
+        """Use a single thread while the user's code runs here, and record the number of threads that it sets.
 
-        A thread pool does not survive a fork, so that children would hang on it, and a standby process leaves the other
-        cores to the measurement.
+        Forked children would hang on a thread pool, and a standby process must leave the other cores to measurements.
         """
 
-        def note(num_threads: int) -> None:
+        def record_num_threads(num_threads: int) -> None:
             self._num_threads = num_threads
 
         self._num_threads = torch.get_num_threads()
         _set_num_threads(1)
-        torch.set_num_threads = note  # type: ignore[assignment]  # the same but for a name
+        torch.set_num_threads = record_num_threads  # type: ignore[assignment]  # its argument has another name
 
     def _why_not_fork(self, device: str, num_threads: int, done: str) -> str | None:
         torch.set_num_threads = _set_num_threads
-        reason = why_not_fork(device, num_threads, done)
+        reason = reason_not_to_fork(device, num_threads, done)
         gc.freeze()  # a collection in a child would copy every page that holds an object
         return reason
 
 
-def _needs_choosing(device: str) -> bool:
-    """Return whether "cuda" means this device only after making it current, which starts its driver."""
+def _has_index(device: str) -> bool:
+    """Whether the device has an index: "cuda" means it only after making it current, which starts its driver."""
     return bool(parse(device)[1])
 
 
-# -- a process that stands by ------------------------------------------------------------------------------------------
+# -- priority of a standby process -------------------------------------------------------------------------------------
 
 _LOWEST_PRIORITY = 19
 _priority_before: list[int] = []  # while the priority is lowered
 
 
 def _lower_priority() -> None:
-    """Lower this process's priority, if the system allows to undo it: Linux does not without CAP_SYS_NICE.
+    """Lower this process's priority, if that can be undone: on Linux only with CAP_SYS_NICE.
 
-    This is tried out on a thread, which has a priority of its own.
+    A thread, which has its own priority, tries it first.
     """
     own = os.getpriority(os.PRIO_PROCESS, 0) if sys.platform == "linux" else _LOWEST_PRIORITY
     can_undo: list[bool] = []
@@ -234,8 +233,8 @@ def _lower_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, _LOWEST_PRIORITY)
 
 
-def _put_priority_back() -> None:
-    """Restore the priority of every thread, including those started meanwhile, which inherited the lower one."""
+def _restore_priority() -> None:
+    """Restore the priority of every thread. Threads started meanwhile have inherited the lower one."""
     while _priority_before:
         own = _priority_before.pop()
         for thread in Path("/proc/self/task").iterdir():
@@ -249,22 +248,22 @@ def _put_priority_back() -> None:
 _started_at: dict[str, str] = {}
 
 
-def _note_starts() -> None:
-    """Record the line of code that starts an accelerator, mostly in a package that looks at the GPU on import."""
+def _record_accelerator_starts() -> None:
+    """Record the line of code that starts an accelerator, as some packages do on import."""
 
-    def note(device_type: str) -> None:
-        ours = f"{Path(torch.__file__).parent}{os.sep}", "<frozen"
-        frames = [frame for frame in traceback.extract_stack()[:-1] if not frame.filename.startswith(ours)]
+    def record_caller(device_type: str) -> None:
+        torch_files = f"{Path(torch.__file__).parent}{os.sep}", "<frozen"
+        frames = [frame for frame in traceback.extract_stack()[:-1] if not frame.filename.startswith(torch_files)]
         _started_at[device_type] = f", by {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
     for device_type in ("cuda", "xpu"):
-        getattr(torch, device_type)._lazy_call(partial(note, device_type))
+        getattr(torch, device_type)._lazy_call(partial(record_caller, device_type))
 
 
-def why_not_fork(device: str, num_threads: int, done: str) -> str | None:
-    """Return why a child of this process could not use the accelerator and all threads, or None, by trying it.
+def reason_not_to_fork(device: str, num_threads: int, done: str) -> str | None:
+    """Return why a forked child of this process cannot use the accelerator and all threads; None if one succeeds in it.
 
-    `done` names the last action with the workload, for the message.
+    `done` names the last action with the workload in the message: "loading" or "building".
     """
     for device_type in ("cuda", "xpu"):
         if getattr(torch, device_type).is_initialized():
@@ -272,11 +271,11 @@ def why_not_fork(device: str, num_threads: int, done: str) -> str | None:
     is_cpu = identify(device).type == "cpu"
     pid = os.fork()
     if pid == 0:
-        os._exit(_try_everything(device, num_threads))
-    deadline = time.monotonic() + (_CANARY_SECONDS if is_cpu else _ACCELERATOR_CANARY_SECONDS)
+        os._exit(_fork_test_status(device, num_threads))
+    deadline = time.monotonic() + (_FORK_TEST_SECONDS if is_cpu else _ACCELERATOR_FORK_TEST_SECONDS)
     while time.monotonic() < deadline:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
+        ended_pid, status = os.waitpid(pid, os.WNOHANG)
+        if ended_pid:
             return None if status == 0 else "a forked child could not use the accelerator or all threads"
         time.sleep(0.002)
     os.kill(pid, signal.SIGKILL)
@@ -284,8 +283,8 @@ def why_not_fork(device: str, num_threads: int, done: str) -> str | None:
     return f"{done} the workload started threads in its process, and a forked child hung on them"
 
 
-def _try_everything(device: str, num_threads: int) -> int:
-    """Return 0, in a forked child, if the thread pool and the accelerator (if any) can be used, else 1."""
+def _fork_test_status(device: str, num_threads: int) -> int:
+    """Use the thread pool and the accelerator, if any. Return 0, or 1 after an error: a forked child's exit status."""
     try:
         torch.set_num_threads(num_threads)
         torch.ones(1 << 20).add_(1).sum()
@@ -300,13 +299,13 @@ def _try_everything(device: str, num_threads: int) -> int:
 
 
 def run_template(channel: ParentChannel, server: Server) -> bool:
-    """Fork and watch a child for each job. Return whether this process has to run jobs itself from now on."""
+    """Fork a child for each job and wait for it. Return whether this process has to run jobs itself from now on."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # to end a trial's orphans
     while (command := channel.read()) is not None:
         if command["cmd"] == "run":
-            own = {process.pid for process in psutil.Process().children(recursive=True)}
+            user_pids = {process.pid for process in psutil.Process().children(recursive=True)}
             folder = tempfile.mkdtemp(prefix="")  # a socket's path allows no long names
-            status = _watch(channel, _fork(server, command, folder), own)
+            status = _wait_for_child(channel, _fork(server, command, folder), user_pids)
             shutil.rmtree(folder, ignore_errors=True)
             if status is None:
                 return False
@@ -315,13 +314,13 @@ def run_template(channel: ParentChannel, server: Server) -> bool:
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
             server.handle(command)
             return True
-        elif command["cmd"] != "kill":  # else for a child that has just ended
+        elif command["cmd"] != "kill":  # a "kill" that comes now was meant for a child that has just ended
             server.handle(command)
     return False
 
 
 def _fork(server: Server, command: dict[str, Any], folder: str) -> int:
-    """Run the command in a child, with its temporary files in `folder`; returns the child's number."""
+    """Run the command in a child, with its temporary files in `folder`. Return the child's process id."""
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
@@ -342,15 +341,15 @@ def _fork(server: Server, command: dict[str, Any], folder: str) -> int:
     os._exit(0)
 
 
-def _watch(channel: ParentChannel, pid: int, own: set[int]) -> int | None:
-    """Wait for the child's end, killing it on request; return its exit status, None if the parent is gone.
+def _wait_for_child(channel: ParentChannel, pid: int, user_pids: set[int]) -> int | None:
+    """Wait for the child's end, killing it on request; return its exit status, None if the parent has ended.
 
-    `own` are processes that the user's code started while it was loaded; every trial uses them.
+    `user_pids` are the ids of processes that the user's code started while it was loaded; every trial uses them.
     """
 
     def of_the_trial() -> list[psutil.Process]:
-        # Including orphans of the child, which we inherit as the subreaper.
-        return [process for process in psutil.Process().children(recursive=True) if process.pid not in own]
+        # Including orphans of the child, which become children of this subreaper.
+        return [process for process in psutil.Process().children(recursive=True) if process.pid not in user_pids]
 
     pidfd = os.pidfd_open(pid)
     is_parent_there = True
@@ -363,11 +362,11 @@ def _watch(channel: ParentChannel, pid: int, own: set[int]) -> int | None:
     os.close(pidfd)
     _kill_group(pid)  # its loader workers; before it is reaped, while its process ID is still its own
     _, status = os.waitpid(pid, 0)
-    left = of_the_trial()
-    for process in left:
+    remaining = of_the_trial()
+    for process in remaining:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(left, timeout=5)
+    psutil.wait_procs(remaining, timeout=5)
     return os.waitstatus_to_exitcode(status) if is_parent_there else None
 
 
@@ -375,7 +374,7 @@ def _watch(channel: ParentChannel, pid: int, own: set[int]) -> int | None:
 
 
 def run_worker(channel: ParentChannel, server: Server, *, is_loaded: bool) -> None:
-    """Load, or stand by, then run jobs in this process while a thread watches for the parent's end."""
+    """Load the workload or stand by, then run jobs in this process. A thread ends the process when the parent ends."""
     commands: queue.Queue[dict[str, Any]] = queue.Queue()
 
     def listen() -> None:
@@ -395,7 +394,8 @@ def run_worker(channel: ParentChannel, server: Server, *, is_loaded: bool) -> No
 def _enter_trial() -> None:
     raise_oom_score()
     if sys.platform == "linux":
-        # A loader's workers cannot pickle classes of the user's __main__, which exists only as our copy.
+        # Spawned loader workers could not unpickle classes of the user's __main__, which is only a copy in this
+        # process.
         multiprocessing.set_start_method("fork", force=True)
 
 
@@ -405,18 +405,20 @@ def _kill_group(pid: int) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Make the kernel kill this process when its parent is gone, whatever it is doing then (Linux only)."""
+    """Make the kernel kill this process when its parent ends (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # gone before the call
+        if os.getppid() != parent:  # it ended before the call
             os._exit(1)
 
 
 def main(mode: str) -> None:
-    """Serve until our input is closed, as template of ``forked`` children or as ``kept`` worker. If the parent is gone,
-    the keeper of this process ends it."""
+    """Serve the parent until it closes the input, as a template (``forked``) or as a worker (``kept``).
+
+    When the parent ends, the keeper of this process ends it.
+    """
     channel = ParentChannel()
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a text stream: nobody replaced it yet
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a text stream, as Python starts with
     is_template = mode == "forked"
     server = Server(channel, is_template=is_template)
     channel.send(Result("ready"))

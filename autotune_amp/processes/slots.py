@@ -1,4 +1,4 @@
-"""Backends on several slots, each served by a thread of its own."""
+"""Backend of several slots: a backend and a thread for each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autotune_amp.processes.process import TICK_SECONDS, Watcher
 T = TypeVar("T")
 
 
-class OnOneSlot(Protocol):
+class SlotBackend(Protocol):
     """Interface for running the jobs of a slot, one at a time."""
 
     def submit(self, job: Any, slot: Slot | None, /) -> Handle[Any]:
@@ -29,26 +29,26 @@ class OnOneSlot(Protocol):
         """End every process."""
 
 
-S = TypeVar("S", bound=OnOneSlot)
+S = TypeVar("S", bound=SlotBackend)
 
 
 class _ClosedError(Exception):
-    """Exception that ends a thread's waiting."""
+    """Raised in a slot's thread, to end its waiting when the slots are closed."""
 
 
-class _InThread(Watcher):
-    """Watcher in a slot's thread, which passes calls on to the main thread and stops waiting on closing."""
+class _ThreadWatcher(Watcher):
+    """Watcher in a slot's thread, which passes calls on to the main thread, and ends the wait when slots are closed."""
 
     def __init__(self, watcher: Watcher, calls: queue.SimpleQueue[Callable[[], None]], is_closed: threading.Event):
         self._watcher, self._calls, self._is_closed = watcher, calls, is_closed
-        self.over = threading.Event()  # while it is set nobody waits for the slot's job
+        self.end_event = threading.Event()  # set while the result of the slot's job is not needed any more
 
     def tick(self) -> None:
         if self._is_closed.is_set():
             raise _ClosedError
 
     def is_over(self) -> bool:
-        return self.over.is_set()
+        return self.end_event.is_set()
 
     def step(self, num_steps: int, step_seconds: float) -> None:
         self._calls.put(partial(self._watcher.step, num_steps, step_seconds))
@@ -57,21 +57,21 @@ class _InThread(Watcher):
         self._calls.put(partial(self._watcher.output, text))
 
     def ending(self) -> None:
-        self._watcher.ending()  # directly, since it looks at processes that are about to be killed
+        self._watcher.ending()  # at once, since it reads from processes that are about to be killed
 
 
 class _SlotRunner(Generic[S]):
-    """Slot with its backend and the thread that waits for its jobs."""
+    """Thread that runs the jobs of a slot on the slot's backend."""
 
-    def __init__(self, slot: Slot, watcher: _InThread, backend: S) -> None:
+    def __init__(self, slot: Slot, watcher: _ThreadWatcher, backend: S) -> None:
         self.slot = slot
         self.watcher = watcher
         self.backend = backend
         self.thread = ThreadPoolExecutor(1, f"slot {slot.name}")
 
 
-class _Job:
-    """Job on a slot, run to its end by the slot's thread."""
+class _SlotHandle:
+    """Handle of a job that a slot's thread runs."""
 
     def __init__(self, slots: Slots[Any], future: Future[tuple[Any, float | None]]) -> None:
         self._slots = slots
@@ -83,15 +83,15 @@ class _Job:
 
     @property
     def start_seconds(self) -> float | None:
-        """See `Handle`. Known once the job is over; None if its slot was lost."""
+        """See `Handle`. Available once the job has ended; None if its slot was lost."""
         return None if self.future.exception() is not None else self.future.result()[1]
 
 
 class Slots(Generic[S]):
-    """Backends on several slots, one made by `make` for each. `watcher_of` returns the watcher of a slot.
+    """Backends of several slots, each made by `make`. `watcher_of` returns the watcher of a slot.
 
-    Every slot has a thread for as long as this is open: on Linux a process ends with the thread that started it.
-    Watchers are called in the main thread while it waits. Closing it, also as a context manager, ends all jobs.
+    Every slot keeps one thread until `close`: on Linux a process is killed when the thread that started it ends.
+    Watchers are called in the main thread while it waits. `close`, also as a context manager, ends all jobs.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Slots(Generic[S]):
         self._tick = watcher_of(slots[0]).tick
 
     def _make_runner(self, slot: Slot) -> _SlotRunner[S]:
-        watcher = _InThread(self._watcher_of(slot), self._calls, self._is_closed)
+        watcher = _ThreadWatcher(self._watcher_of(slot), self._calls, self._is_closed)
         return _SlotRunner(slot, watcher, self._make(slot, watcher))
 
     @property
@@ -119,93 +119,96 @@ class Slots(Generic[S]):
     @property
     def first(self) -> S:
         """Return the backend of the first slot."""
-        return self._at(self.slots[0]).backend
+        return self._runner_at(self.slots[0]).backend
 
-    def over(self, slot: Slot) -> threading.Event:
-        """Return the event to set when nobody waits for the slot's job any more, which ends the job."""
-        return self._at(slot).watcher.over
+    def end_event(self, slot: Slot) -> threading.Event:
+        """Return the event that ends the slot's job when set, since its result is not needed any more."""
+        return self._runner_at(slot).watcher.end_event
 
-    def submit(self, job: Any, slot: Slot | None = None) -> _Job:
-        """Start a job. Without a slot it runs on the first one, not limited to its share of the CPU."""
-        runner = self._at(self.slots[0] if slot is None else slot)
-        return _Job(self, self._begin(runner, partial(_run, runner.backend, job, slot)))
+    def submit(self, job: Any, slot: Slot | None = None) -> _SlotHandle:
+        """Start a job on a slot; with None on the first one, without limiting it to the slot's CPUs."""
+        runner = self._runner_at(self.slots[0] if slot is None else slot)
+        return _SlotHandle(self, self._run_in_thread(runner, partial(_run, runner.backend, job, slot)))
 
-    def _at(self, slot: Slot) -> _SlotRunner[S]:
+    def _runner_at(self, slot: Slot) -> _SlotRunner[S]:
         return next(runner for runner in self._runners if runner.slot == slot)
 
     def wait(self, handles: Sequence[Any]) -> Any:
-        """Wait until one of the jobs is over."""
+        """Wait until one of the jobs has ended, and return it."""
         while True:
             for handle in handles:
                 if handle.future.done():
                     return handle
-            self._hear()
+            self._handle_calls()
 
     def wait_for(self, future: Future[T]) -> T:
         """Return the result of a slot's thread, or raise its error. A lost slot is removed."""
         self.wait_seconds(future, math.inf)
-        self._pass_on(0.0)
+        self._run_calls(0.0)
         try:
             return future.result()
         except SlotLostError as lost:
-            self._drop(lost.slot, f"it is lost: {lost.reason}")
+            self._remove(lost.slot, f"it is lost: {lost.reason}")
             raise
 
-    def _drop(self, slot: Slot, problem: str) -> None:
+    def _remove(self, slot: Slot, problem: str) -> None:
         """Remove a slot."""
         for runner in [runner for runner in self._runners if runner.slot == slot]:
             self._runners.remove(runner)
             runner.thread.shutdown()
-        self._require_one(problem)
+        self._raise_if_no_slot(problem)
 
-    def _require_one(self, problem: str) -> None:
+    def _raise_if_no_slot(self, problem: str) -> None:
         """Raise `ClusterLostError`, with the last slot's problem, if no slot is left."""
         if not self.slots:
             raise ClusterLostError(
-                f"No node of the cluster is left; of the last one: {problem}",
-                "Start one, then the same command: it goes on with what was measured.",
+                f"No node of the cluster is left. The last one was left out: {problem}",
+                "Start a node, then run the same command again: it resumes with the results so far.",
             )
 
     def wait_seconds(self, future: Future[Any], seconds: float) -> None:
         """Wait for the future, for at most this many seconds."""
         until = time.monotonic() + seconds
         while not future.done() and time.monotonic() < until:
-            self._hear()
+            self._handle_calls()
 
-    def on_each(self, ask: Callable[[S], T]) -> list[T]:
-        """Call `ask` with each backend in its thread, all at the same time, and return the results."""
-        futures = [self._begin(self._at(slot), partial(ask, self._at(slot).backend)) for slot in self.slots]
+    def on_each(self, function: Callable[[S], T]) -> list[T]:
+        """Call `function` with each backend in its thread, all at the same time, and return the results."""
+        futures = [
+            self._run_in_thread(self._runner_at(slot), partial(function, self._runner_at(slot).backend))
+            for slot in self.slots
+        ]
         return [self.wait_for(future) for future in futures]
 
-    def on_first(self, ask: Callable[[S], T]) -> T:
-        """Call `ask` with the first slot's backend in its thread, and return the result."""
-        runner = self._at(self.slots[0])
-        return self.wait_for(self._begin(runner, partial(ask, runner.backend)))
+    def on_first(self, function: Callable[[S], T]) -> T:
+        """Call `function` with the first slot's backend in its thread, and return the result."""
+        runner = self._runner_at(self.slots[0])
+        return self.wait_for(self._run_in_thread(runner, partial(function, runner.backend)))
 
     def close(self) -> None:
         """End all jobs. No job can be started afterwards."""
         if self._is_closed.is_set():
             return
         self._is_closed.set()
-        ended = [runner.thread.submit(runner.backend.close) for runner in self._runners]
+        closings = [runner.thread.submit(runner.backend.close) for runner in self._runners]
         for runner in self._runners:
             runner.thread.shutdown()
-        self._pass_on(0.0)
-        for future in ended:
+        self._run_calls(0.0)
+        for future in closings:
             future.result()
 
-    def _begin(self, runner: _SlotRunner[S], work: Callable[[], T]) -> Future[T]:
+    def _run_in_thread(self, runner: _SlotRunner[S], work: Callable[[], T]) -> Future[T]:
         future = runner.thread.submit(work)
         future.add_done_callback(lambda _: self._calls.put(lambda: None))
         return future
 
-    def _hear(self) -> None:
-        """Handle calls from the threads, waiting for one tick at most."""
-        self._pass_on(TICK_SECONDS)
+    def _handle_calls(self) -> None:
+        """Run the calls that the threads have queued, waiting for one tick at most."""
+        self._run_calls(TICK_SECONDS)
         heed()
         self._tick()
 
-    def _pass_on(self, seconds: float) -> None:
+    def _run_calls(self, seconds: float) -> None:
         try:
             self._calls.get(timeout=seconds)()
             while True:
@@ -214,7 +217,7 @@ class Slots(Generic[S]):
             pass
 
 
-def _run(backend: OnOneSlot, job: Any, slot: Slot | None) -> tuple[Any, float | None]:
+def _run(backend: SlotBackend, job: Any, slot: Slot | None) -> tuple[Any, float | None]:
     handle = backend.submit(job, slot)
     return handle.result(), handle.start_seconds
 
@@ -234,7 +237,7 @@ class WorkloadSlots(Slots[WorkloadBackend], WorkloadBackend):
         return self.on_first(lambda backend: backend.load(deadline_seconds))
 
     def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> OpenResult:  # noqa: D102 - see WorkloadBackend
-        self._asked = device, num_threads
+        self._open_arguments = device, num_threads
         opened = self.on_first(lambda backend: backend.open(device, num_threads, deadline_seconds))
         self._can_fork = opened.why_not_forked is None
         return opened
@@ -244,15 +247,18 @@ class WorkloadSlots(Slots[WorkloadBackend], WorkloadBackend):
 
         def open_one(backend: WorkloadBackend) -> OpenResult:
             backend.load(deadline_seconds)
-            return backend.open(*self._asked, deadline_seconds)
+            return backend.open(*self._open_arguments, deadline_seconds)
 
-        runners = [self._at(slot) for slot in self.slots[1:]]
-        others = [self.wait_for(each) for each in [self._begin(p, partial(open_one, p.backend)) for p in runners]]
+        runners = [self._runner_at(slot) for slot in self.slots[1:]]
+        others = [
+            self.wait_for(future)
+            for future in [self._run_in_thread(runner, partial(open_one, runner.backend)) for runner in runners]
+        ]
         if not self._can_fork or any(opened.why_not_forked for opened in others):
             self.keep()
 
     def share_build(self, job: Any, deadline_seconds: float) -> str | None:
-        """See `Backend`. Builds on every slot; returns the first reason against it."""
+        """See `Backend`. Builds on every slot, and returns the first reason why one cannot."""
         reasons = self.on_each(lambda backend: backend.share_build(job, deadline_seconds))
         return next((reason for reason in reasons if reason is not None), None)
 

@@ -1,4 +1,4 @@
-"""Standby processes, which have loaded the workload and wait to take over from the one that runs jobs."""
+"""Standby processes: they load the workload and wait to replace the process that runs jobs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from autotune_amp.hardware import host
 from autotune_amp.processes.process import Process, ProcessEndedError, Watcher
 
 MIN_CORES = 4  # with fewer, loading beside another process would slow it down
-MEMORY_FACTOR = 2.0  # times the memory of the first process, since loading may take more for a moment
-MOST = 2  # beside the process that runs jobs: together the three of a confirmation
+MEMORY_FACTOR = 2.0  # a standby process needs this times the memory of the first: loading may take more for a moment
+MAX_PROCESSES = 2  # with the process that runs jobs these are the three of a confirmation
 
 
 def room_for(process_bytes: int) -> int:
-    """Return how many more processes of this size fit into this host's memory; 0 if it has few cores."""
+    """Return how many more processes of this size fit into this host's memory; 0 with fewer than `MIN_CORES` cores."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     container = host.container_memory()
     free_bytes = host.available_memory_bytes()
@@ -30,31 +30,31 @@ def room_for(process_bytes: int) -> int:
 
 
 class Standby:
-    """Holder of processes that load the workload while another one runs jobs, but not while that one times steps.
+    """Holder of standby processes, which load the workload while another process runs jobs.
 
-    In a virtual machine two processes that touch new memory pages wait for each other, whatever their priorities: on an
-    H200's host a batch took 515 ms beside a process that loaded, and 4 ms after it (studies/real_card). `room_for`
-    returns how many processes of a size may be started in addition to the first.
+    They are paused while that one times steps. In a virtual machine two processes that touch new memory pages wait for
+    each other, whatever their priorities: on an H200's host a batch took 515 ms while a process loaded, and 4 ms
+    afterwards (studies/real_card). `room_for(num_bytes)` returns how many more processes of that size fit into memory.
     """
 
     def __init__(self, room_for: Callable[[int], int] = room_for) -> None:
         self._room_for = room_for
-        self.num_wanted = 0  # to be loaded before the next trial runs
+        self.num_wanted = 0  # number of processes to load before the next trial runs
         self._environment: dict[str, str] = {}
-        self._are_loaded: dict[Process, bool] = {}  # whether each has loaded, the oldest first
+        self._is_loaded: dict[Process, bool] = {}  # whether each process has loaded, the oldest first
 
     @property
     def processes(self) -> list[Process]:
-        """Return the processes that stand by or are loading to do so."""
-        return list(self._are_loaded)
+        """Return the processes that stand by or are still loading."""
+        return list(self._is_loaded)
 
     def begin(
         self, beside: Process, environment: dict[str, str], command: dict[str, Any], data: bytes, number: int = 1
     ) -> None:
-        """Start processes until `number` stand by with these variables, if there is room for more of the size of
-        `beside`.
+        """Start processes with these variables until `number` stand by, if memory has room for more of the size of
+        `beside`, the process that runs jobs.
 
-        Each runs `command`, which is followed by raw bytes.
+        Each is sent `command`, followed by the raw bytes `data`.
         """
         if self._environment != environment:
             self.close()
@@ -62,15 +62,15 @@ class Standby:
             if not process.is_alive():
                 self._end(process)
         self._environment = environment
-        missing = min(number, MOST) - len(self._are_loaded)
-        for _ in range(min(missing, self._room_beside(beside)) if missing > 0 else 0):
+        missing = min(number, MAX_PROCESSES) - len(self._is_loaded)
+        for _ in range(min(missing, self._num_fitting(beside)) if missing > 0 else 0):
             process = Process("kept", environment, Watcher())
-            process.send_beside(command, data)
-            self._are_loaded[process] = False
+            process.send_in_background(command, data)
+            self._is_loaded[process] = False
 
     def has_room(self, process: Process) -> bool:
         """Return whether all processes of a confirmation, each of this size, can be loaded together."""
-        return self._room_beside(process) >= MOST
+        return self._num_fitting(process) >= MAX_PROCESSES
 
     def take(self, environment: dict[str, str], watcher: Watcher, until: float | None) -> Process | None:
         """Remove and return a loaded process, reporting to `watcher` from now on; None if none has these variables.
@@ -82,7 +82,7 @@ class Standby:
         for process in self.processes:
             process.watcher = watcher
             if self._has_loaded(process, until):
-                del self._are_loaded[process]
+                del self._is_loaded[process]
                 return process
         return None
 
@@ -95,21 +95,22 @@ class Standby:
                 self._has_loaded(process, until)
 
     def pause(self) -> None:
-        """Pause loading until `go_on`."""
+        """Pause loading until `resume`."""
         for process in self.processes:
             process.pause()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Resume loading."""
         for process in self.processes:
-            process.go_on()
+            process.resume()
 
     def close(self) -> None:
         """End the processes."""
         for process in self.processes:
             self._end(process)
 
-    def _room_beside(self, process: Process) -> int:
+    def _num_fitting(self, process: Process) -> int:
+        """Return how many more processes of the size of `process` fit into memory, 0 if it has ended."""
         pid = process.pid
         try:
             return 0 if pid is None else self._room_for(psutil.Process(pid).memory_info().rss)
@@ -117,24 +118,24 @@ class Standby:
             return 0
 
     def _end(self, process: Process) -> None:
-        del self._are_loaded[process]
+        del self._is_loaded[process]
         process.end()
 
     def _has_loaded(self, process: Process, until: float | None) -> bool:
-        """Wait for a process to load and return whether it did; one that cannot load beside another is ended."""
-        if self._are_loaded[process] and process.is_alive():
+        """Wait for a process to load and return whether it did. A process that cannot load is ended."""
+        if self._is_loaded[process] and process.is_alive():
             return True
         try:
             answers = (process.wait(until) for _ in ("ready", "standing by"))
-            self._are_loaded[process] = process.is_alive() and not any(isinstance(one, Failure) for one in answers)
+            self._is_loaded[process] = process.is_alive() and not any(isinstance(answer, Failure) for answer in answers)
         except ProcessEndedError as ended:
             if ended.failure.kind == "timeout":
                 self._end(process)
                 raise
-            self._are_loaded[process] = False
+            self._is_loaded[process] = False
         except AutotuneAmpError:
-            self._are_loaded[process] = False
-        if not self._are_loaded[process]:
+            self._is_loaded[process] = False
+        if not self._is_loaded[process]:
             self._end(process)
             return False
         return True

@@ -29,7 +29,7 @@ from autotune_amp.trial.jobs import (
     Check,
     CheckKind,
     Trial,
-    measure_seconds,
+    measurement_limit_seconds,
     num_warmup_steps,
 )
 
@@ -132,7 +132,7 @@ class Planner:
     @property
     def measure_seconds(self) -> float:
         """Return the most seconds for which a trial measures."""
-        return measure_seconds(self.budget.seconds)
+        return measurement_limit_seconds(self.budget.seconds)
 
     def trial_seconds(self, ledger: Ledger, step_seconds: float) -> float:
         """Return the predicted seconds of a trial whose steps take `step_seconds`."""

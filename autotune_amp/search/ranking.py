@@ -34,7 +34,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import sentence
 from autotune_amp.dimensions import NUMERIC, numerics, risks
 from autotune_amp.search.space import SAME_MEMORY, Space
-from autotune_amp.trial.failures import mended
+from autotune_amp.trial.failures import suggested_fix
 
 PLATEAU = 0.03  # within it other criteria decide: processes differ by as much (studies/README.md, Timing)
 MAX_DATA_SHARE = 0.10  # a wait of 5 to 10 % of a step: loading data limits the speed (studies/README.md)
@@ -293,7 +293,7 @@ def exclusions(known: Mapping[Setting, Fidelity]) -> tuple[Exclusion, ...]:
 def _next_step(failure: Failure) -> str:
     if failure.kind == "timeout":
         return "Give a larger --budget."
-    return mended(failure) or "Fix that error, or use another precision."
+    return suggested_fix(failure) or "Fix that error, or use another precision."
 
 
 def _of_failure(record: Record) -> Fidelity:
@@ -301,7 +301,7 @@ def _of_failure(record: Record) -> Fidelity:
     assert isinstance(failure, Failure)
     what = f"{failure.kind}: {failure.message}"
     if failure.kind in OF_THE_PRECISION:
-        return _judged(record.candidate, "unfaithful", what, mended(failure) or "Use another precision.")
+        return _judged(record.candidate, "unfaithful", what, suggested_fix(failure) or "Use another precision.")
     return _judged(record.candidate, "unchecked", f"the check did not come to an end: {what}", _next_step(failure))
 
 

@@ -257,7 +257,7 @@ def open_workload(
     Raises `WorkloadError` (it cannot be called), `NothingWorksError` (the probe failed), the error that
     `cannot_be_built` returns for a failure to build it, and `BudgetTooSmallError`.
     """
-    from autotune_amp.trial.jobs import Describe, Probe
+    from autotune_amp.trial.jobs import Describe, ProbeJob
 
     budget = watcher.budget
 
@@ -272,7 +272,7 @@ def open_workload(
     state = source.torch_state(opened.torch_state)
     watcher.phase("probing the device")
     left = max(0.0, budget.left())
-    hardware = ask(Probe(device=device, torch_state=state, deadline_seconds=left, loading_seconds=left))
+    hardware = ask(ProbeJob(device=device, torch_state=state, deadline_seconds=left, loading_seconds=left))
     if isinstance(hardware, Failure):
         raise NothingWorksError(
             f"The probe failed: {hardware.message.rstrip('.')}.",

@@ -1,4 +1,4 @@
-"""Child side of a check: prepares the workload for numerics/, cuts batches, and attributes errors."""
+"""Checks in a trial process: prepare the training to check, cut batches into micro-batches, and attribute errors."""
 
 from __future__ import annotations
 
@@ -31,33 +31,34 @@ from autotune_amp.numerics.passes import CheckInputs, Loop, NoStepError, Passes,
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import has_half_weights
 from autotune_amp.trial import data, failures
-from autotune_amp.trial.context import Context, LoopState, copied_model, each, make_optimizer
-from autotune_amp.trial.data import copied
+from autotune_amp.trial.context import Context, LoopState, copy_model, make_optimizer, users_optimizers
+from autotune_amp.trial.data import copy_sample
 from autotune_amp.trial.jobs import Check
-from autotune_amp.trial.training import checked_loss
-from autotune_amp.trial.worker import guarded, prepare
+from autotune_amp.trial.training import loss_with_checks
+from autotune_amp.trial.worker import prepare_process, run_guarded
 from autotune_amp.trial.worst_batch import MAX_SCANNED_SAMPLES, scan_samples
 
-LOOK_SECONDS, LOOK_SHARE = 1.0, 0.2  # limits for finding unequal samples: seconds, and share of the check's
-MAX_SAMPLES_SEEN = 2048  # samples rarer than one in this many matter little
-# Dimensions that change numerics but are not applied by the passes of numerics/.
-_UNSEEN = [name for name in NUMERIC if name not in ("precision", "pinned_modules", *VARIANTS)]
+# Reading samples to find unequal ones takes at most so many seconds, and this share of the check's deadline.
+SAMPLE_SCAN_SECONDS, SAMPLE_SCAN_SHARE = 1.0, 0.2
+MAX_SAMPLES_READ = 2048  # samples rarer than one in this many matter little
+# Dimensions that change numerics, but that no check applies to its passes.
+_UNCHECKED_DIMENSIONS = [name for name in NUMERIC if name not in ("precision", "pinned_modules", *VARIANTS)]
 _PHASES = {
     "fidelity": "checking {} against fp32",
     "calibration": "calibrating the loss scale",
-    "accumulation": "holding accumulated gradients against those of a whole batch",
+    "accumulation": "comparing accumulated gradients with those of a whole batch",
 }
 
 
 def check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
     """Run one check; an error is returned as a `Failure`."""
-    return guarded(context, spec, lambda: _check(context, spec, tell))
+    return run_guarded(context, spec, lambda: _prepare_and_check(context, spec, tell))
 
 
-def _check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
-    prepare(context, spec)
+def _prepare_and_check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
+    prepare_process(context, spec)
     try:
-        subject, num_steps = _subject(context, spec, tell)
+        inputs, num_steps = _make_check_inputs(context, spec, tell)
     except CannotCutError as error:
         return accumulation.unchecked(str(error), spec.candidate.batch_size)
     except NotTrainedError as error:
@@ -65,7 +66,7 @@ def _check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
     spec = msgspec.structs.replace(spec, num_steps_before=num_steps)
     tell(Phase(_PHASES[spec.what].format(spec.candidate.precision)))
     try:
-        return _found(subject, spec, tell)
+        return _run_check(inputs, spec, tell)
     except NoStepError:
         reason = "one call of train_step takes no optimizer step, so that it cannot be compared with fp32"
         if spec.what == "fidelity":
@@ -75,12 +76,14 @@ def _check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
         failure = failures.failure_from_exception(error)
         if isinstance(error, AutotuneAmpError) or failure.kind not in ("workload_error", "unsupported"):
             raise
-        return _attributed(failure, subject, spec)
+        return _attribute_failure(failure, inputs, spec)
 
 
-def _attributed(failure: Failure, subject: CheckInputs, spec: Check) -> Failure:
-    """Return `failure` as a single pass in each precision shows it: the workload's, the precision's, or neither's."""
-    passes = Passes(subject)
+def _attribute_failure(failure: Failure, inputs: CheckInputs, spec: Check) -> Failure:
+    """Return `failure` with the kind that one pass in each precision shows: ``workload_error`` if fp32 fails,
+    ``unsupported`` if only the candidate's precision fails, else ``crash``.
+    """
+    passes = Passes(inputs)
     try:
         passes.run(0, "fp32")
     except Exception:  # the user's code may raise anything
@@ -93,29 +96,29 @@ def _attributed(failure: Failure, subject: CheckInputs, spec: Check) -> Failure:
     return msgspec.structs.replace(failure, kind="crash", details=traceback.format_exc()[-8000:])
 
 
-def _found(subject: CheckInputs, spec: Check, tell: Tell) -> Fidelity | Calibration | Accumulation:
-    asked = spec.candidate
+def _run_check(inputs: CheckInputs, spec: Check, tell: Tell) -> Fidelity | Calibration | Accumulation:
+    candidate = spec.candidate
     if spec.what == "accumulation":
-        return accumulation.check(subject, accumulation.num_checked(asked.batch_size))
+        return accumulation.check(inputs, accumulation.num_checked(candidate.batch_size))
     if spec.what == "calibration":
-        return calibration.calibrate(subject, batch_size=asked.batch_size, pinned_modules=asked.pinned_modules)
-    if unseen := [name for name in _UNSEEN if asked.uses(name)]:
-        reason = f"no check looks at what {' and '.join(unseen)} does to the numbers"
+        return calibration.calibrate(inputs, batch_size=candidate.batch_size, pinned_modules=candidate.pinned_modules)
+    if unchecked := [name for name in _UNCHECKED_DIMENSIONS if candidate.uses(name)]:
+        reason = f"no check covers the numerical effect of {' and '.join(unchecked)}"
         return spec.unchecked(reason, "Compare a few hundred steps of a training with it and of one without.")
-    if subject.loop is not None and has_half_weights(subject.model):
+    if inputs.loop is not None and has_half_weights(inputs.model):
         reason = "a loop that keeps weights in half precision cannot be run in fp32"
         return spec.unchecked(reason, "Compare a few hundred of its steps with those of the same loop in fp32.")
     return fidelity.check(
-        subject,
-        asked.precision,
-        pinned_modules=asked.pinned_modules,
-        batch_size=asked.batch_size,
-        find_pins=spec.find_pins and subject.loop is None and subject.reference is None,
-        label=asked.labelled(NUMERIC),
+        inputs,
+        candidate.precision,
+        pinned_modules=candidate.pinned_modules,
+        batch_size=candidate.batch_size,
+        find_pins=spec.find_pins and inputs.loop is None and inputs.reference is None,
+        label=candidate.labelled(NUMERIC),
         num_steps_before=spec.num_steps_before,
-        # the seconds of compiling do not show how long a pass takes
-        seconds=math.inf if spec.aim_seconds is None or subject.is_compiled else spec.aim_seconds,
-        on_bad_verdict=lambda found: tell(PartialResult(found)),
+        # With compilation in it, the time of the first passes does not predict that of later ones.
+        seconds=math.inf if spec.aim_seconds is None or inputs.is_compiled else spec.aim_seconds,
+        on_bad_verdict=lambda fidelity_result: tell(PartialResult(fidelity_result)),
     )
 
 
@@ -123,58 +126,58 @@ class NotTrainedError(Exception):
     """Raised when there are no trained weights to check."""
 
 
-def _subject(context: Context, spec: Check, tell: Tell) -> tuple[CheckInputs, int]:
+def _make_check_inputs(context: Context, spec: Check, tell: Tell) -> tuple[CheckInputs, int]:
     """Return the training to check, with an fp32 reference, and the number of fp32 steps its weights have taken.
 
     The reference is the same training without the setting's further dimensions.
     """
-    device, wanted = torch.device(spec.device), spec.candidate.active_variants
-    batches = _batches(context.workload.data, spec)
+    device, variants = torch.device(spec.device), spec.candidate.active_variants
+    batches = _read_batches(context.workload.data, spec)
     if device.type != "cpu":
-        batches = [data.move(batch, device) for batch in batches]
-    plain = _subject_of(context.workload, spec, context.model(device), batches)
+        batches = [data.move_batch(batch, device) for batch in batches]
+    reference = _inputs_for_model(context.workload, spec, context.model(device), batches)
     tell(Ready())
     num_steps = 0
     if spec.num_steps_before:
         tell(Phase(f"training {spec.num_steps_before} steps in fp32"))
-        num_steps = _train(plain, context.workload, spec)
-    if not wanted:
-        return plain, num_steps
-    model = copied_model(plain.model, context.workload)
-    parts = model.live_training(device) if isinstance(model, LoopState) else LiveTraining([model], [], device)
-    if "weights" in wanted:  # compare training from rounded weights with fp32 training from the same weights
-        for weight in (each for each in plain.model.parameters() if each.dtype == torch.float32):
+        num_steps = _train(reference, context.workload, spec)
+    if not variants:
+        return reference, num_steps
+    model = copy_model(reference.model, context.workload)
+    live_training = model.live_training(device) if isinstance(model, LoopState) else LiveTraining([model], [], device)
+    if "weights" in variants:  # compare training from rounded weights with fp32 training from the same weights
+        for weight in (weight for weight in reference.model.parameters() if weight.dtype == torch.float32):
             weight.data = weight.data.to(torch.bfloat16).to(weight.dtype)
-    for name, value in wanted.items():
-        VARIANTS[name].change_once(value, parts)
+    for name, value in variants.items():
+        VARIANTS[name].change_once(value, live_training)
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
-        optimizer = plain.make_optimizer(model)
-        for name, value in wanted.items():
-            VARIANTS[name].change_once(value, LiveTraining([], each(optimizer), device))
+        optimizer = reference.make_optimizer(model)
+        for name, value in variants.items():
+            VARIANTS[name].change_once(value, LiveTraining([], users_optimizers(optimizer), device))
         return optimizer
 
     is_compiled = spec.candidate.is_compiled
-    own = _subject_of(context.workload, spec, model, batches)
-    subject = replace(
-        own,
-        make_optimizer=own.make_optimizer if isinstance(model, LoopState) else make,
-        reference=replace(plain, has_like_draws=not is_compiled),
+    inputs_of_model = _inputs_for_model(context.workload, spec, model, batches)
+    inputs = replace(
+        inputs_of_model,
+        make_optimizer=inputs_of_model.make_optimizer if isinstance(model, LoopState) else make,
+        reference=replace(reference, has_like_draws=not is_compiled),
         is_compiled=is_compiled,
         has_like_draws=not is_compiled,
     )
-    return subject, num_steps
+    return inputs, num_steps
 
 
-def _train(subject: CheckInputs, workload: Workload, spec: Check) -> int:
-    """Train the subject in fp32 for `spec.num_steps_before` steps. Return the number taken, at least one.
+def _train(inputs: CheckInputs, workload: Workload, spec: Check) -> int:
+    """Train the model of `inputs` in fp32 for `spec.num_steps_before` steps. Return the number taken, at least one.
 
-    Raises `NotTrainedError`.
+    Raises `NotTrainedError` if training fails for another reason than memory, or takes no step.
     """
     try:
         with closing(data.stream(workload.data, spec.candidate.batch_size)) as stream:
-            batches = (data.move(batch, subject.device) for batch in islice(stream, spec.num_steps_before))
-            num_steps = train_before(subject, batches)
+            batches = (data.move_batch(batch, inputs.device) for batch in islice(stream, spec.num_steps_before))
+            num_steps = train_before(inputs, batches)
     except Exception as error:
         failure = failures.failure_from_exception(error)
         if failure.kind == "oom":  # a smaller batch may fit
@@ -185,9 +188,9 @@ def _train(subject: CheckInputs, workload: Workload, spec: Check) -> int:
     return num_steps
 
 
-def _subject_of(workload: Workload, spec: Check, model: nn.Module, batches: list[Any]) -> CheckInputs:
+def _inputs_for_model(workload: Workload, spec: Check, model: nn.Module, batches: list[Any]) -> CheckInputs:
     # Each pass gets a copy, since the user's code may take parts out of its batch or change them.
-    subject = CheckInputs(
+    inputs = CheckInputs(
         model=model,
         loss=no_loss,
         batches=batches,
@@ -196,24 +199,24 @@ def _subject_of(workload: Workload, spec: Check, model: nn.Module, batches: list
         seed=spec.seed,
     )
     if not isinstance(model, LoopState):
-        loss = checked_loss(workload.loss)
-        return replace(subject, loss=lambda model, batch: loss(model, copy.deepcopy(batch)))
+        loss = loss_with_checks(workload.loss)
+        return replace(inputs, loss=lambda model, batch: loss(model, copy.deepcopy(batch)))
     train_step = workload.train_step
     assert train_step is not None
     return replace(
-        subject,
+        inputs,
         make_optimizer=lambda _: model.first_optimizer(),
         loop=Loop(
             step=lambda state, batch, amp: train_step(state.held, copy.deepcopy(batch), amp),
-            forget=LoopState.forget_steps,
+            forget=LoopState.restore_python_state,
             batch_size=spec.candidate.batch_size,
         ),
     )
 
 
-def _batches(user_data: Any, spec: Check) -> list[Any]:
+def _read_batches(user_data: Any, spec: Check) -> list[Any]:
     if spec.what == "accumulation":
-        seconds = min(LOOK_SECONDS, LOOK_SHARE * (spec.deadline_seconds or math.inf))
+        seconds = min(SAMPLE_SCAN_SECONDS, SAMPLE_SCAN_SHARE * (spec.deadline_seconds or math.inf))
         return whole_and_parts(user_data, accumulation.num_checked(spec.candidate.batch_size), spec.seed, seconds)
     with closing(data.stream(user_data, spec.candidate.batch_size)) as stream:
         return list(islice(stream, spec.num_batches))
@@ -226,52 +229,51 @@ class CannotCutError(Exception):
     """Raised when a batch cannot be cut into micro-batches, which is no error of the user's code."""
 
 
-def whole_and_parts(user_data: Any, num_samples: int, seed: int, seconds: float = LOOK_SECONDS) -> list[Any]:
+def whole_and_parts(user_data: Any, num_samples: int, seed: int, seconds: float = SAMPLE_SCAN_SECONDS) -> list[Any]:
     """Return a batch of `num_samples`, followed by its micro-batches, equal in size and in the same order.
 
-    Samples of a map-style dataset are chosen after looking for at most `seconds`, so that the micro-batches are
-    unequal: if nearly all were cut to one length, a mean over tokens would look like one over samples. They are
-    collated twice, so that padding is as in training. For other data, and if collating draws at random, the first batch
-    is cut along the first dimension of its tensors. Raises `CannotCutError` if that is impossible.
+    Samples of a map-style dataset are read for at most `seconds` to choose micro-batches of unequal samples: with
+    samples of one length, a mean over tokens equals one over samples. The whole and the parts are collated separately,
+    so that padding is as in training. For other data, and if collating draws at random, the first batch is cut along
+    the first dimension of its tensors. Raises `CannotCutError` if that is impossible.
     """
     if num_samples < MIN_CUT_SAMPLES:
         raise CannotCutError(f"fewer than {MIN_CUT_SAMPLES} samples cannot be cut into micro-batches of two at least")
-    stream, loader = data.opened(user_data, num_samples)
+    stream, loader = data.open_data(user_data, num_samples)
     with closing(stream):
         # Without samples to choose from, the dataset gives ready batches or a stream.
         is_stream = loader is None or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset)
-        if loader is None or is_stream or data.gives_batches(loader):
+        if loader is None or is_stream or data.has_batched_dataset(loader):
             return _cut_batch(next(stream), num_samples)
     return _collated(loader.collate_fn, _samples(loader, num_samples, seed, seconds), seed)
 
 
 def _samples(loader: DataLoader[Any], num_samples: int, seed: int, seconds: float) -> list[Any]:
-    """Return samples, half the smallest and half the largest of those seen, loaded by a worker if the loader has
-    workers.
+    """Return `num_samples`, half the smallest and half the largest of those read within `seconds`. A worker process
+    loads them if the loader has workers.
 
-    Samples without any label come last: a micro-batch of only such samples has no mean, which hardly happens in
-    training.
+    Samples without any label come last: a mean over a micro-batch of only such samples is undefined.
     """
     sampler = loader.sampler if loader.batch_size is not None else chain.from_iterable(loader.batch_sampler or ())
     drawn = list(islice(sampler, MAX_SCANNED_SAMPLES))
     # Not the first ones, as a loader may sort by length.
-    order = random.Random(seed).sample(drawn, min(len(drawn), MAX_SAMPLES_SEEN))  # noqa: S311 - no secret
+    order = random.Random(seed).sample(drawn, min(len(drawn), MAX_SAMPLES_READ))  # noqa: S311 - no secret
     # A collate function may fail on a single sample: then samples are taken as drawn.
-    seen, _ = scan_samples(loader, order, num_counted, seconds)
-    by_size = sorted((position for position, num in enumerate(seen) if num), key=seen.__getitem__)
+    sizes, _ = scan_samples(loader, order, num_counted, seconds)
+    by_size = sorted((position for position, num in enumerate(sizes) if num), key=sizes.__getitem__)
     half = num_samples // 2
     positions = dict.fromkeys([*by_size[:half], *by_size[-half:], *by_size, *range(len(order))])
-    torch_state.seed(seed)  # the same state however many were looked at
-    alone = data.rebuilt(
+    torch_state.seed(seed)  # the same state however many samples were read
+    single_samples = data.rebuild_loader(
         loader,
         min(loader.num_workers, 1),
         batch_size=None,
         sampler=[order[position] for position in islice(positions, num_samples)],
-        collate_fn=copied,
+        collate_fn=copy_sample,
         generator=torch.Generator(),
         pin_memory=False,
     )
-    samples = list(alone)
+    samples = list(single_samples)
     if len(samples) < num_samples:
         raise CannotCutError(f"the data holds {len(samples)} samples, fewer than the {num_samples} of a batch")
     return samples
@@ -281,40 +283,41 @@ def num_counted(batch: Any) -> int:
     """Return the number of entries that a loss may average over: neither padding nor ignored labels. 0 if all labels
     are ignored.
 
-    If there are integer tensors only they count, since a 0 in an image is there by chance.
+    If there are integer tensors only they count, since a 0 in an image is no padding.
     """
-    given = [tensor for _, tensor in tensors(batch)]
-    if any(bool((tensor == IGNORED_LABEL).all()) for tensor in given):
+    batch_tensors = [tensor for _, tensor in tensors(batch)]
+    if any(bool((tensor == IGNORED_LABEL).all()) for tensor in batch_tensors):
         return 0
-    counting = [tensor for tensor in given if not tensor.is_floating_point()] or given
+    counting = [tensor for tensor in batch_tensors if not tensor.is_floating_point()] or batch_tensors
     return sum(int(((tensor != 0) & (tensor != IGNORED_LABEL)).sum()) for tensor in counting)
 
 
 def _collated(collate: Callable[[Any], Any], samples: list[Any], seed: int) -> list[Any]:
-    def of(part: list[Any], with_seed: int = seed) -> Any:
+    def collate_part(part: list[Any], with_seed: int = seed) -> Any:
         torch_state.seed(with_seed)
-        return collate(copied(part))
+        return collate(copy_sample(part))
 
-    whole = of(samples)
+    whole = collate_part(samples)
     num_samples = len(samples)
-    if not _are_equal(whole, of(samples, seed + 1)):  # it masks or augments at random
+    if not _are_equal(whole, collate_part(samples, seed + 1)):  # it masks or augments at random
         return _cut_batch(whole, num_samples)
     size = num_samples // num_micro_batches(num_samples)
-    return [whole, *(of(samples[start : start + size]) for start in range(0, num_samples, size))]
+    return [whole, *(collate_part(samples[start : start + size]) for start in range(0, num_samples, size))]
 
 
 def _cut_batch(batch: Any, num_samples: int) -> list[Any]:
-    found = first_dimensions(batch)
-    if len(found) != 1 or min(found) < num_samples:
-        dimensions = f"tensors with first dimensions {sorted(found)}" if found else "no tensors"
+    sizes = first_dimensions(batch)
+    if len(sizes) != 1 or min(sizes) < num_samples:
+        dimensions = f"tensors with first dimensions {sorted(sizes)}" if sizes else "no tensors"
         raise CannotCutError(f"a batch of {num_samples} samples has {dimensions} and cannot be cut into smaller ones")
     whole = cut(batch, num_samples)[0]
     return [whole, *cut(whole, num_samples // num_micro_batches(num_samples))]
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    ours, theirs = dict(tensors(one)), dict(tensors(other))
-    return ours.keys() == theirs.keys() and all(
-        ours[name].shape == theirs[name].shape and torch.equal(ours[name].nan_to_num(), theirs[name].nan_to_num())
-        for name in ours
+def _are_equal(first: Any, second: Any) -> bool:
+    first_tensors, second_tensors = dict(tensors(first)), dict(tensors(second))
+    return first_tensors.keys() == second_tensors.keys() and all(
+        first_tensors[name].shape == second_tensors[name].shape
+        and torch.equal(first_tensors[name].nan_to_num(), second_tensors[name].nan_to_num())
+        for name in first_tensors
     )

@@ -1,4 +1,4 @@
-"""Context of a process for its jobs: the workload, the model that several jobs share, and its optimizers."""
+"""State of a trial process: the workload, the model that its jobs share, and new optimizers for it."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from autotune_amp.core.workload import OptimizersOfModel, Workload, WorkloadSour
 from autotune_amp.dimensions.live_training import LiveTraining
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.step_amp import needs_closure, parameters_of
-from autotune_amp.trial.memory import BuildMemory, file_bytes, watched_build
+from autotune_amp.trial.memory import BuildMemory, build_with_memory, file_bytes
 
-_NOT_LOOKED_INTO = (
+_OPAQUE_TYPES = (  # whose contents are not searched for state
     *(str, bytes, int, float, complex, type(None)),
     *(type, types.ModuleType, types.FunctionType, types.MethodType, Dataset, DataLoader),
 )
-# Locks and queues are no state of the training: if they were restored, a waiting thread would never be woken.
-_MACHINERY = ("asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading")
+# Packages of locks and queues: to restore these would leave a waiting thread asleep for ever.
+_CONCURRENCY_PACKAGES = ("asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading")
 
-_ALL = "Return everything that train_step needs, for example a dict of the models and their optimizers."
+_RETURN_EVERYTHING = "Return everything that train_step needs, for example a dict of the models and their optimizers."
 
 
 class LoopState(nn.Module):
-    """Module that holds the state of a user's own loop and shares all its tensors.
+    """Module made of all modules and tensors in the state of a user's own loop, which it shares.
 
-    Modules are named by their paths ("generator", "nets.0"), by the first of several; tensors outside of modules are
-    parameters if they are trained, else buffers. `held` is the object that `build` returned. Raises `WorkloadError` for
-    a state without modules and optimizers.
+    A module's name is its path in that state ("generator", "nets.0"), the first one if there are several. Tensors
+    outside of modules are parameters if they require gradients, else buffers. `held` is the object that `build`
+    returned. Raises `WorkloadError` for a state without modules and optimizers.
     """
 
     held: Any
     optimizers: dict[str, torch.optim.Optimizer]
-    _undo: list[Callable[[], object]]  # each restores something that changes from step to step
-    _first_states: dict[str, dict[str, Any]]  # of the optimizers
+    _restore_calls: list[Callable[[], object]]  # each restores one object that changes from step to step
+    _first_states: dict[str, dict[str, Any]]  # state dicts of the optimizers
 
     def __init__(self, held: Any) -> None:
         super().__init__()
         # As an attribute, a state that is a module itself would be registered a second time.
-        self.__dict__.update(held=held, optimizers={}, _undo=[])
+        self.__dict__.update(held=held, optimizers={}, _restore_calls=[])
         tensors: dict[str, Tensor] = {}
         for path, value in _walk(held):
             name = path or "model"
@@ -63,20 +63,22 @@ class LoopState(nn.Module):
             elif isinstance(value, Tensor):
                 tensors[name] = value
             if not isinstance(value, Tensor | torch.optim.Optimizer):
-                self._undo.append(_undo(value))
+                self._restore_calls.append(_restore_call(value))
         if not self._modules and not self.optimizers:
-            raise WorkloadError(f"build() returned a {type_name(held)} without any module or optimizer in it.", _ALL)
-        first = {name: copy.deepcopy(optimizer.state_dict()) for name, optimizer in self.optimizers.items()}
-        self.__dict__["_first_states"] = first
-        known = {id(tensor) for tensor in (*self.parameters(), *self.buffers())}
+            raise WorkloadError(
+                f"build() returned a {type_name(held)} without any module or optimizer in it.", _RETURN_EVERYTHING
+            )
+        first_states = {name: copy.deepcopy(optimizer.state_dict()) for name, optimizer in self.optimizers.items()}
+        self.__dict__["_first_states"] = first_states
+        registered_ids = {id(tensor) for tensor in (*self.parameters(), *self.buffers())}
         for name, tensor in tensors.items():
-            if id(tensor) not in known:
-                known.add(id(tensor))
-                registered: dict[str, Any] = self._parameters if tensor.requires_grad else self._buffers
-                registered[name] = tensor
+            if id(tensor) not in registered_ids:
+                registered_ids.add(id(tensor))
+                target: dict[str, Any] = self._parameters if tensor.requires_grad else self._buffers
+                target[name] = tensor
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LoopState:
-        """Apply `fn` in place, so that tensors stay the objects that the state and the optimizers hold."""
+        """Apply `fn` in place, so that the loop's state and its optimizers keep the same tensor objects."""
         for tensor in self._buffers.values():
             assert tensor is not None
             tensor.data = fn(tensor.data)
@@ -97,47 +99,47 @@ class LoopState(nn.Module):
         models = [module for module in self._modules.values() if module is not None]
         return LiveTraining(models, list(self.optimizers.values()), device)
 
-    def start_again(self, first_state: dict[str, Tensor]) -> None:
-        """Restore the state as it began. `first_state` is the `state_dict` from then."""
-        self.load_state_dict(first_state, strict=False)  # strict loading takes a name to end at its first dot
-        self._put_optimizers_back()
-        self.forget_steps()
+    def restore_first_state(self, first_state: dict[str, Tensor]) -> None:
+        """Restore everything as it was before the first step. `first_state` is the `state_dict` from then."""
+        self.load_state_dict(first_state, strict=False)  # strict loading does not accept names with dots
+        self._restore_optimizers()
+        self.restore_python_state()
 
     def first_optimizer(self) -> torch.optim.Optimizer:
         """Return all optimizers as one, restored to their first state. Raises `WorkloadError` if there is none."""
         if not self.optimizers:
             raise WorkloadError(
-                f"build() returned a {type_name(self.held)} without any optimizer in it, so that no step can be taken "
-                "back to take it again in another precision: return the optimizer from build() with the rest.",
-                _ALL,
+                f"build() returned a {type_name(self.held)} without any optimizer in it. A check restores the "
+                "optimizer's state, to repeat a step in another precision: return the optimizer from build() too.",
+                _RETURN_EVERYTHING,
             )
-        self._put_optimizers_back()
+        self._restore_optimizers()
         return Optimizers(list(self.optimizers.values()))
 
-    def _put_optimizers_back(self) -> None:
+    def _restore_optimizers(self) -> None:
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(copy.deepcopy(self._first_states[name]))
 
-    def forget_steps(self) -> None:
+    def restore_python_state(self) -> None:
         """Restore everything outside tensors and optimizers: counters, lists, generators, keys and attributes."""
-        for undo in self._undo:
-            undo()
+        for restore in self._restore_calls:
+            restore()
 
 
 def _walk(held: Any) -> Iterator[tuple[str, Any]]:
     """Yield the modules, optimizers, leaf tensors, generators and containers in `held`, each once, with their paths."""
-    known: dict[int, Any] = {}
+    visited: dict[int, Any] = {}
     pending = [("", held)]
     while pending:
         path, value = pending.pop()
         package = type(value).__module__.partition(".")[0]
-        if isinstance(value, _NOT_LOOKED_INTO) or package in _MACHINERY or id(value) in known:
+        if isinstance(value, _OPAQUE_TYPES) or package in _CONCURRENCY_PACKAGES or id(value) in visited:
             continue
-        known[id(value)] = value
+        visited[id(value)] = value
         if not isinstance(value, Tensor) or value.is_leaf:
             yield path, value
         if isinstance(value, nn.Module):
-            known.update((id(part), part) for part in value.modules())
+            visited.update((id(part), part) for part in value.modules())
         if not isinstance(value, Tensor | torch.optim.Optimizer | torch.Generator):
             parts = [(f"{path}.{name}" if path else name, part) for name, part in _parts(value)]
             pending += reversed(parts)
@@ -156,17 +158,17 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, from its `__dict__` and slots, without those that nn.Module adds."""
-    slots = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
-    names = [name for of_kind in slots for name in ([of_kind] if isinstance(of_kind, str) else of_kind)]
-    found = {name: getattr(value, name) for name in names if not name.startswith("__") and hasattr(value, name)}
-    found |= getattr(value, "__dict__", {})
+    slots = [cls.__dict__.get("__slots__", ()) for cls in type(value).__mro__]
+    names = [name for cls_slots in slots for name in ([cls_slots] if isinstance(cls_slots, str) else cls_slots)]
+    attributes = {name: getattr(value, name) for name in names if not name.startswith("__") and hasattr(value, name)}
+    attributes |= getattr(value, "__dict__", {})
     if isinstance(value, nn.Module):
-        return {name: part for name, part in found.items() if not name.startswith("_") and name != "training"}
-    return found
+        return {name: part for name, part in attributes.items() if not name.startswith("_") and name != "training"}
+    return attributes
 
 
-def _undo(value: Any) -> Callable[[], object]:
-    """Return a function that restores the present contents of `value`."""
+def _restore_call(value: Any) -> Callable[[], object]:
+    """Return a function that restores the present contents or attributes of `value`."""
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
     if isinstance(value, list | deque | set):
@@ -181,16 +183,18 @@ def _undo(value: Any) -> Callable[[], object]:
     if isinstance(value, MutableMapping):
         items = dict(value)
 
-        def put_back() -> None:  # never empty in between: it may be backed by a file, and the process may be killed
+        def restore_items() -> (
+            None
+        ):  # never empty in between: it may be backed by a file, and the process may be killed
             for key in value.keys() - items.keys():
                 del value[key]
             for key, part in items.items():  # a Counter's `update` would add the values
                 value[key] = part
 
-        return put_back
+        return restore_items
     first = dict(_attributes(value))
 
-    def set_again() -> None:
+    def restore_attributes() -> None:
         present = _attributes(value)
         for name, part in first.items():
             if name not in present or present[name] is not part:
@@ -199,29 +203,29 @@ def _undo(value: Any) -> Callable[[], object]:
         for name in () if isinstance(value, nn.Module) else present.keys() - first.keys():
             object.__delattr__(value, name)
 
-    return set_again
+    return restore_attributes
 
 
 def make_model(workload: Workload) -> nn.Module:
-    """Return the workload's model, on the device where its factory puts it, in training mode unless parts are set
-    otherwise.
+    """Return the workload's model on the device where its factory puts it; for a loop a `LoopState` of all that it
+    builds.
 
-    For a loop, return everything that it builds as a `LoopState`.
+    A model in evaluation mode is set to training mode.
     """
     if workload.build is not None:
         return LoopState(workload.build())
     model = workload.model if isinstance(workload.model, nn.Module) else workload.model()
     if not isinstance(model, nn.Module):
         raise WorkloadError(
-            f"The model function returned a {type_name(model)}; it must return an nn.Module.", "Return the model alone."
+            f"The model function returned a {type_name(model)}; it must return an nn.Module.", "Return only the model."
         )
     if not model.training:
         model.train()
     return model
 
 
-def copied_model(model: nn.Module, workload: Workload) -> nn.Module:
-    """Return another model with the same weights. A loop is built anew: only its code knows its whole state."""
+def copy_model(model: nn.Module, workload: Workload) -> nn.Module:
+    """Return a copy of the model with the same weights. For a loop, call its `build` again, then copy the weights."""
     if not isinstance(model, LoopState):
         return copy.deepcopy(model)
     device = next(iter((*model.parameters(), *model.buffers())), torch.empty(0)).device
@@ -256,89 +260,101 @@ class Optimizers(torch.optim.Optimizer):
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
-def each(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the user's own optimizers in `optimizer`."""
+def users_optimizers(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers that the user's code made: the parts of an `Optimizers`, else `optimizer` alone."""
     return optimizer.parts if isinstance(optimizer, Optimizers) else (optimizer,)
 
 
-# Share of a schedule's peak, as early in a warm-up. At the full peak, training without its warm-up may diverge.
+# Share of a schedule's peak, as early in its warm-up. At the peak itself, training without a warm-up may diverge.
 LEAST_SHARE_OF_PEAK = 0.1
 
 
 def make_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimizer:
-    """Return a new optimizer over the model's parameters. For an instance its class and hyperparameters are used.
+    """Return a new optimizer over the model's parameters: from the workload's function, or with the class and
+    hyperparameters of its instance.
 
-    A learning rate set by a scheduler is raised to at least a tenth of the schedule's peak: a warm-up begins at 0 and a
-    finished schedule leaves 0, with which a trial's weights would not move. The peak is what torch's schedulers keep in
-    the parameter group: ``initial_lr``, and OneCycleLR ``max_lr``. Raises `WorkloadError` for anything but optimizers
-    of this model's parameters.
+    A learning rate set by a scheduler is raised to at least a tenth of the schedule's peak: at the beginning of a
+    warm-up and after a finished schedule it is 0, and a trial's weights would not change. torch's schedulers keep the
+    peak in the parameter group, as ``initial_lr`` or (OneCycleLR) ``max_lr``. Raises `WorkloadError` if the workload's
+    optimizer is no torch optimizer, needs a closure, or holds no parameter of the model.
     """
-    given: Any = torch.optim.AdamW if workload.optimizer is None else workload.optimizer
-    is_function = not isinstance(given, torch.optim.Optimizer) and callable(given)
+    source: Any = torch.optim.AdamW if workload.optimizer is None else workload.optimizer
+    is_function = not isinstance(source, torch.optim.Optimizer) and callable(source)
     if is_function:
-        given = given(model if isinstance(given, OptimizersOfModel) else model.parameters())
-    several = list(given) if isinstance(given, list | tuple) else [given]
-    for optimizer in several or [given]:
+        source = source(model if isinstance(source, OptimizersOfModel) else model.parameters())
+    optimizers = list(source) if isinstance(source, list | tuple) else [source]
+    for optimizer in optimizers or [source]:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise WorkloadError(
                 f"The optimizer function returned a {type_name(optimizer)}; it must return a torch.optim.Optimizer "
                 "or several in a list.",
                 "Return for example torch.optim.SGD(parameters, lr=0.1).",
             )
-    for optimizer in filter(needs_closure, several):
+    for optimizer in filter(needs_closure, optimizers):
         raise WorkloadError(
-            f"{type_name(optimizer)} calls a closure in its step, which a trial of model, loss and optimizer has none "
-            "of.",
+            f"{type_name(optimizer)} needs a closure for its step, which a trial of model, loss and optimizer "
+            "does not have.",
             "Write the training step yourself, as Workload(build=..., train_step=..., data=...), or search the "
             "training's own command: autotune-amp search -- python train.py.",
         )
     if not is_function:
-        several = [_like(optimizer, workload.model, model, is_alone=len(several) == 1) for optimizer in several]
-    own = {id(parameter) for parameter in model.parameters()}
-    held = chain.from_iterable(map(parameters_of, several))
-    if own and not any(id(parameter) in own for parameter in held):
+        optimizers = [
+            _rebuild_optimizer(optimizer, workload.model, model, is_alone=len(optimizers) == 1)
+            for optimizer in optimizers
+        ]
+    own_ids = {id(parameter) for parameter in model.parameters()}
+    optimized = chain.from_iterable(map(parameters_of, optimizers))
+    if own_ids and not any(id(parameter) in own_ids for parameter in optimized):
         raise WorkloadError(
-            f"The optimizer, {type_name(several[0])}, holds no parameter of the model that the loss is computed with: "
-            "nothing would be trained.",
+            f"The optimizer, {type_name(optimizers[0])}, holds no parameter of the model that the loss is computed "
+            "with: nothing would be trained.",
             "Make it from the parameters that the function is given: lambda parameters: "
-            f"{type(several[0]).__name__}(parameters, ...).",
+            f"{type(optimizers[0]).__name__}(parameters, ...).",
         )
-    for group in chain.from_iterable(optimizer.param_groups for optimizer in several):
+    for group in chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
         if "initial_lr" in group:
-            rate, least = group["lr"], LEAST_SHARE_OF_PEAK * float(group.get("max_lr", group["initial_lr"]))
-            if rate < least:
+            rate, least_rate = group["lr"], LEAST_SHARE_OF_PEAK * float(group.get("max_lr", group["initial_lr"]))
+            if rate < least_rate:
                 # a tensor may be the user's own, which another optimizer reads
-                group["lr"] = torch.full_like(rate, least) if isinstance(rate, Tensor) else least
-    return several[0] if len(several) == 1 else Optimizers(several)
+                group["lr"] = torch.full_like(rate, least_rate) if isinstance(rate, Tensor) else least_rate
+    return optimizers[0] if len(optimizers) == 1 else Optimizers(optimizers)
 
 
-def _like(
+def _rebuild_optimizer(
     optimizer: torch.optim.Optimizer, given_model: Any, model: nn.Module, *, is_alone: bool
 ) -> torch.optim.Optimizer:
-    kind = type(optimizer)
+    """Return a new optimizer of the same class and hyperparameters over `model`, which may be a copy of `given_model`.
+
+    Raises `WorkloadError` if there are several groups and they are over other parameters than the model's.
+    """
+    cls = type(optimizer)
     defaults = {
-        name: optimizer.defaults[name] for name in inspect.signature(kind).parameters.keys() & optimizer.defaults
+        name: optimizer.defaults[name] for name in inspect.signature(cls).parameters.keys() & optimizer.defaults
     }
-    own = {id(parameter): parameter for parameter in model.parameters()}
+    own_parameters = {id(parameter): parameter for parameter in model.parameters()}
     if isinstance(given_model, nn.Module):  # `model` may be a copy of it
-        own |= {id(given): ours for given, ours in zip(given_model.parameters(), model.parameters(), strict=True)}
+        pairs = zip(given_model.parameters(), model.parameters(), strict=True)
+        own_parameters |= {id(original): copied for original, copied in pairs}
     groups: Iterable[Any] = model.parameters()
-    if all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-        groups = [{**group, "params": [own[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    if all(id(parameter) in own_parameters for group in optimizer.param_groups for parameter in group["params"]):
+        groups = [
+            {**group, "params": [own_parameters[id(p)] for p in group["params"]]} for group in optimizer.param_groups
+        ]
     elif len(optimizer.param_groups) > 1 or not is_alone:
         raise WorkloadError(
-            f"An optimizer of {len(optimizer.param_groups)} parameter groups is over another model's parameters.",
-            "Pass the model instance that it was made for, or an optimizer function of the parameters.",
+            f"An optimizer of {len(optimizer.param_groups)} parameter groups holds parameters of another model.",
+            "Pass the model instance that it was made for, or a function that makes the optimizer from parameters.",
         )
-    return kind(groups, **defaults)
+    return cls(groups, **defaults)
 
 
 class Context:
     """State of a trial process: the workload, and a model that its jobs share.
 
     A template process builds the model once on the CPU for the children that it forks. A kept worker keeps the model of
-    its first trial and restores its first state for every other. `is_kept`: more jobs follow in this process.
-    `build_memory` is the memory that the model took.
+    its first trial and restores its first state for every later one. `is_kept`: more jobs follow in this process.
+    `build_memory` is the memory that building the shared model took, `template_file_bytes` the memory mapped from files
+    in a template.
     """
 
     def __init__(self, source: WorkloadSource, *, is_kept: bool = False, is_template: bool = False) -> None:
@@ -367,19 +383,21 @@ class Context:
         assert self._workload is not None, "open() comes first"
         return self._workload
 
-    def share(self, capture: Callable[[], dict[str, Any]]) -> None:
-        """Build the model for children forked later. `capture` returns the torch state that they start with."""
-        self._model, self.build_memory = watched_build(lambda: make_model(self.workload))
-        self._torch_state = capture()
+    def share(self, capture_torch_state: Callable[[], dict[str, Any]]) -> None:
+        """Build the model for children forked later. They start with the torch state that `capture_torch_state` returns
+        after it.
+        """
+        self._model, self.build_memory = build_with_memory(lambda: make_model(self.workload))
+        self._torch_state = capture_torch_state()
 
-    def build_before(self, device: str, capture: Callable[[], dict[str, Any]]) -> None:
+    def build_before(self, device: str, capture_torch_state: Callable[[], dict[str, Any]]) -> None:
         """Build the model before the first job, unless the user's code would put it on the accelerator.
 
         Loops are not built beforehand for an accelerator, since their `build` mostly does so.
         """
         if device != "cpu" and self.workload.is_loop:
             return
-        self.share(capture)
+        self.share(capture_torch_state)
         assert self._model is not None
         if any(tensor.device.type != "cpu" for tensor in chain(self._model.parameters(), self._model.buffers())):
             self._model = self.build_memory = None
@@ -388,13 +406,13 @@ class Context:
         """Return the model on the device for a trial; in a kept worker a copy, if the setting changes it."""
         if not (self.is_kept and setting.active_variants):
             return self.model(device)
-        # On the device only the trial's own copy takes memory.
-        return copied_model(self.model(torch.device("cpu")), self.workload).to(device)
+        # Copy on the CPU, so that only the copy takes memory on the device.
+        return copy_model(self.model(torch.device("cpu")), self.workload).to(device)
 
     def model(self, device: torch.device) -> nn.Module:
         """Return the model on the device, in its first state."""
         if self._model is None:
-            model, memory = watched_build(lambda: make_model(self.workload).to(device))
+            model, memory = build_with_memory(lambda: make_model(self.workload).to(device))
             if self.is_kept:
                 self._model, self.build_memory, self._torch_state = model, memory, torch_state.capture()
                 self._keep_first_state()
@@ -407,7 +425,7 @@ class Context:
             return model.to(device)
         model.zero_grad(set_to_none=True)
         if isinstance(model, LoopState):
-            model.start_again(self._first_state)
+            model.restore_first_state(self._first_state)
         else:
             # Not strict: quantized layers, as bitsandbytes', write entries that they do not read back.
             missing, _ = model.load_state_dict(self._first_state, strict=False)
@@ -423,9 +441,9 @@ class Context:
         if any(map(is_lazy, state.values())):
             self._model = self.build_memory = None
         else:
-            self._first_state = {name: _copied(value) for name, value in state.items()}
+            self._first_state = {name: _copy_entry(value) for name, value in state.items()}
 
 
-def _copied(value: Any) -> Any:
+def _copy_entry(value: Any) -> Any:
     """Return a copy of a state dict's entry on the CPU. A module's extra state may not be a tensor."""
     return value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)

@@ -1,4 +1,4 @@
-"""User's data as an endless stream of batches of one size, drawn from all over an epoch."""
+"""Endless stream of batches of one size from the user's data, at positions spread over an epoch."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from autotune_amp.numerics.accumulation import tensors
 
 Stream: TypeAlias = Generator[Any, None, None]
 
-# With these samplers the first batches are already a random sample.
-_SHUFFLED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-# Each few consecutive batches come from all over an epoch: one from each of this many parts.
+# With these samplers the first batches are a random sample of the epoch already.
+_SHUFFLING_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+# An epoch is divided into this many parts, and so many consecutive batches come from different parts.
 _NUM_PARTS = 8
-_MAX_LISTED = 1_000_000  # samples of an epoch
-_MAX_POSITIONS = 100_000
+_MAX_LISTED = 1_000_000  # samples of an epoch; listing more takes too long
+_MAX_POSITIONS = 100_000  # batches or samples that are drawn from an epoch
 
 
 class OpenedData(NamedTuple):
@@ -52,11 +52,11 @@ def describe(data: Any) -> tuple[str, int | None, int | None]:
                 "Pass data=make_loader, a function of the batch size that returns such a loader.",
             )
         # A sampler may draw a part of the dataset, such as a rank's share, or draw samples twice.
-        num_drawn = None if isinstance(data.dataset, IterableDataset) else length(data.sampler)
-        num_samples = length(data.dataset) if num_drawn is None else num_drawn
+        num_drawn = None if isinstance(data.dataset, IterableDataset) else length_or_none(data.sampler)
+        num_samples = length_or_none(data.dataset) if num_drawn is None else num_drawn
         return f"DataLoader, {data.num_workers} workers", data.batch_size, num_samples
     if _is_dataset(data):
-        return "Dataset", None, length(data)
+        return "Dataset", None, length_or_none(data)
     return "function of the batch size", None, None
 
 
@@ -66,63 +66,63 @@ def stream(data: Any, batch_size: int) -> Stream:
     Batches come from all over an epoch if its order can be listed, from positions that are the same for every batch
     size. Raises `WorkloadError` if the data yields no batch, or none with `batch_size` samples.
     """
-    return opened(data, batch_size).stream
+    return open_data(data, batch_size).stream
 
 
-def opened(data: Any, batch_size: int, num_workers: int | None = None) -> OpenedData:
-    """Return the stream and its loader with `num_workers` worker processes, None for the user's number."""
+def open_data(data: Any, batch_size: int, num_workers: int | None = None) -> OpenedData:
+    """Open the data for batches of `batch_size`, with `num_workers` loader processes; None keeps the user's number."""
     if isinstance(data, DataLoader):
         # Incomplete batches are dropped, all else is kept.
         order: dict[str, Any] = {} if isinstance(data.dataset, IterableDataset) else {"sampler": data.sampler}
-        resized = rebuilt(data, batch_size=batch_size, drop_last=True, **order)
-        loader = _rearranged(resized, num_workers, _shares())
+        resized = rebuild_loader(data, batch_size=batch_size, drop_last=True, **order)
+        loader = _spread_over_epoch(resized, num_workers, _random_positions())
     elif _is_dataset(data):
         shuffle = None if isinstance(data, IterableDataset) else True
         loader = DataLoader(data, batch_size=batch_size, shuffle=shuffle, drop_last=True, num_workers=num_workers or 0)
     else:
         return _from_function(data, batch_size, num_workers)
-    return OpenedData(_cycle(lambda: loader, batch_size), loader)
+    return OpenedData(_endless_batches(lambda: loader, batch_size), loader)
 
 
 def draws_full_batches(batches: Any, batch_size: int) -> bool:
-    """Whether this batch sampler of a DataLoader always draws exactly `batch_size` samples.
+    """Whether a DataLoader's batch sampler always draws exactly `batch_size` samples.
 
-    Then the samples in a batch need not be counted, which could misread images of 3 channels or a camera matrix.
+    Otherwise the samples are counted by the shapes of tensors, which can mistake other dimensions for the batch.
     """
-    own = batches.sampler if isinstance(batches, Spread) else batches
-    return type(own) is BatchSampler and own.drop_last and own.batch_size == batch_size
+    batch_sampler = batches.sampler if isinstance(batches, Spread) else batches
+    return type(batch_sampler) is BatchSampler and batch_sampler.drop_last and batch_sampler.batch_size == batch_size
 
 
-def gives_batches(loader: DataLoader[Any]) -> bool:
-    """Whether the loader's dataset returns whole batches for several indices, without samples to collate."""
+def has_batched_dataset(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's dataset returns a whole batch for several indices, instead of samples to collate."""
     make = getattr(loader.dataset, "__getitems__", None)
     return make is not None and not isinstance(make([0]), list)
 
 
-def num_samples(batch: Any, asked: int) -> int | None:
-    """Estimate the number of samples in a batch that does not come from a DataLoader of known batch size.
+def num_samples(batch: Any, batch_size: int) -> int | None:
+    """Estimate the number of samples in a batch that was requested with `batch_size` samples.
 
-    It is `asked` if the first dimension of any tensor or the length of any list equals it, or the second dimension of
-    all tensors that have one (time first). Otherwise it is the largest first dimension or list length, or None without
-    a tensor.
+    It is `batch_size` if the first dimension of any tensor or the length of any list equals it, or the second dimension
+    of all tensors that have one (time first). Otherwise it is the largest first dimension or list length, or None
+    without a tensor.
     """
     shapes = [tuple(tensor.shape) for _, tensor in tensors(batch) if tensor.dim() > 0]
     if not shapes:
-        return asked if asked in _lengths(batch) else None
+        return batch_size if batch_size in _lengths(batch) else None
     matrices = [shape for shape in shapes if len(shape) > 1]
-    sizes = {shape[0] for shape in shapes}.union(*map(_lengths, _children(batch)))
-    if asked in sizes | _lengths(batch) or (matrices and all(shape[1] == asked for shape in matrices)):
-        return asked
+    sizes = {shape[0] for shape in shapes}.union(*map(_lengths, _members(batch)))
+    if batch_size in sizes | _lengths(batch) or (matrices and all(shape[1] == batch_size for shape in matrices)):
+        return batch_size
     return max(sizes)
 
 
 def _lengths(value: Any) -> set[int]:
     """Return the lengths of the lists and tuples in a batch."""
     own = {len(value)} if isinstance(value, (list, tuple)) else set()
-    return own.union(*map(_lengths, _children(value)))
+    return own.union(*map(_lengths, _members(value)))
 
 
-def _children(value: Any) -> Iterable[Any]:
+def _members(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
         return value.values()
     if isinstance(value, (list, tuple)):
@@ -131,20 +131,20 @@ def _children(value: Any) -> Iterable[Any]:
     return () if is_plain else vars(value).values()
 
 
-def move(batch: Any, device: torch.device) -> Any:
+def move_batch(batch: Any, device: torch.device) -> Any:
     """Return the batch moved to the device: tensors, objects with a `to` method, and containers of them."""
     if hasattr(batch, "to"):
         return batch.to(device, non_blocking=True) if isinstance(batch, torch.Tensor) else batch.to(device)
     if isinstance(batch, dict):
-        return {key: move(value, device) for key, value in batch.items()}
+        return {key: move_batch(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move(value, device) for value in batch))
+        return type(batch)(*(move_batch(value, device) for value in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(move(value, device) for value in batch)
+        return type(batch)(move_batch(value, device) for value in batch)
     return batch
 
 
-def copied(sample: Any) -> Any:
+def copy_sample(sample: Any) -> Any:
     """Return a deep copy of a sample, for a collate function that modifies its arguments.
 
     Tensors are cloned: deepcopy, and a worker's queue, would take the whole storage of a tensor that is one row of it.
@@ -152,7 +152,7 @@ def copied(sample: Any) -> Any:
     return copy.deepcopy(sample, {id(tensor): tensor.clone() for _, tensor in tensors(sample)})
 
 
-def rebuilt(loader: DataLoader[Any], num_workers: int | None = None, **settings: Any) -> DataLoader[Any]:
+def rebuild_loader(loader: DataLoader[Any], num_workers: int | None = None, **settings: Any) -> DataLoader[Any]:
     """Return the user's loader with these `settings` changed and, unless None, another number of worker processes."""
     num_workers = loader.num_workers if num_workers is None else num_workers
     names = ["collate_fn", "pin_memory", "worker_init_fn", "generator"]
@@ -162,8 +162,8 @@ def rebuilt(loader: DataLoader[Any], num_workers: int | None = None, **settings:
     return DataLoader(loader.dataset, **{**kept, "num_workers": num_workers, **settings})
 
 
-def _is_plain(loader: Any) -> bool:
-    """Whether `loader` is a DataLoader whose batches are those of its sampler."""
+def _is_standard_loader(loader: Any) -> bool:
+    """Whether `loader` is a DataLoader that yields the batches of its sampler: it has no `__iter__` of its own."""
     return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
 
 
@@ -171,7 +171,7 @@ def _is_dataset(data: Any) -> bool:
     return hasattr(data, "__getitem__") or isinstance(data, IterableDataset)
 
 
-def length(dataset: Any) -> int | None:
+def length_or_none(dataset: Any) -> int | None:
     """Return the dataset's length, or None if it has none."""
     try:
         return len(dataset)
@@ -179,70 +179,82 @@ def length(dataset: Any) -> int | None:
         return None
 
 
-def _from_function(make: Callable[[int], Any], batch_size: int, num_workers: int | None) -> OpenedData:
-    shares = _shares()
+def _from_function(function: Callable[[int], Any], batch_size: int, num_workers: int | None) -> OpenedData:
+    positions = _random_positions()
 
-    def remake() -> Any:
-        made = make(batch_size)
-        if not isinstance(made, DataLoader):
-            return made
+    def make_loader() -> Any:
+        loader = function(batch_size)
+        if not isinstance(loader, DataLoader):
+            return loader
         # A loader of batch size 1 may hold ready batches, whose size the stream checks.
-        if made.batch_size not in (None, 1, batch_size):
+        if loader.batch_size not in (None, 1, batch_size):
             raise WorkloadError(
                 f"The data function was asked for batches of {batch_size} samples and returned a DataLoader with "
-                f"batch_size={made.batch_size}.",
+                f"batch_size={loader.batch_size}.",
                 "Make it pass its argument on: DataLoader(dataset, batch_size=batch_size, ...).",
             )
-        return _rearranged(made, num_workers, shares)
+        return _spread_over_epoch(loader, num_workers, positions)
 
-    first = remake()
-    made = chain([first], (remake() for _ in count()))
-    if isinstance(first, DataLoader | Iterator):
-        return OpenedData(_cycle(made.__next__, batch_size), first if isinstance(first, DataLoader) else None)
-    return OpenedData(_cycle(lambda: [next(made)], batch_size), None)
+    first_loader = make_loader()
+    loaders = chain([first_loader], (make_loader() for _ in count()))
+    if isinstance(first_loader, DataLoader | Iterator):
+        batches = _endless_batches(loaders.__next__, batch_size)
+        return OpenedData(batches, first_loader if isinstance(first_loader, DataLoader) else None)
+    return OpenedData(_endless_batches(lambda: [next(loaders)], batch_size), None)
 
 
-def _rearranged(loader: DataLoader[Any], num_workers: int | None, shares: Iterator[float]) -> DataLoader[Any]:
-    """Return a loader of the right batch size with batches from all over the epoch, if its order can be listed."""
-    is_spread = _is_plain(loader) and _is_ordered(loader)
+def _spread_over_epoch(loader: DataLoader[Any], num_workers: int | None, positions: Iterator[float]) -> DataLoader[Any]:
+    """Return the loader with its batches drawn at these `positions` of an epoch, if it is in a listable order.
+
+    Incomplete batches are dropped if possible. With `num_workers` None it keeps its number of worker processes.
+    """
+    is_spread = _is_standard_loader(loader) and _is_ordered(loader)
     # An incomplete last batch is dropped by its number of indices, not by the shapes of collated tensors.
-    has_rest = _is_plain(loader) and type(loader.batch_sampler) is BatchSampler and not loader.batch_sampler.drop_last
+    has_rest = (
+        _is_standard_loader(loader)
+        and type(loader.batch_sampler) is BatchSampler
+        and not loader.batch_sampler.drop_last
+    )
     if num_workers is None and not is_spread and not has_rest:
         return loader
     batches, samples = loader.batch_sampler, loader.sampler
     if isinstance(loader.dataset, IterableDataset):
-        return rebuilt(loader, num_workers, batch_size=loader.batch_size, drop_last=loader.drop_last or has_rest)
+        return rebuild_loader(loader, num_workers, batch_size=loader.batch_size, drop_last=loader.drop_last or has_rest)
     if type(batches) is BatchSampler:
         batches = BatchSampler(batches.sampler, batches.batch_size, drop_last=True)
     if batches is None:
-        return rebuilt(loader, num_workers, batch_size=None, sampler=Spread(samples, shares) if is_spread else samples)
-    return rebuilt(loader, num_workers, batch_sampler=Spread(batches, shares) if is_spread else batches)
+        return rebuild_loader(
+            loader, num_workers, batch_size=None, sampler=Spread(samples, positions) if is_spread else samples
+        )
+    return rebuild_loader(loader, num_workers, batch_sampler=Spread(batches, positions) if is_spread else batches)
 
 
-def _cycle(make_loader: Callable[[], Any], batch_size: int) -> Stream:
+def _endless_batches(make_loader: Callable[[], Any], batch_size: int) -> Stream:
+    """Yield the full batches of one loader after another. Raises `WorkloadError` after a loader without any."""
     while True:
         largest, num_batches = 0, 0
         loader = make_loader()
-        is_counted = _is_plain(loader) and draws_full_batches(loader.batch_sampler, batch_size)
+        is_counted = _is_standard_loader(loader) and draws_full_batches(loader.batch_sampler, batch_size)
         for batch in loader:
-            found = batch_size if is_counted else num_samples(batch, batch_size)
-            if found is not None and found < batch_size:  # the incomplete last batch of an epoch
-                largest = max(largest, found)
+            num_found = batch_size if is_counted else num_samples(batch, batch_size)
+            if num_found is not None and num_found < batch_size:  # the incomplete last batch of an epoch
+                largest = max(largest, num_found)
                 continue
             num_batches += 1
             yield batch
         if num_batches == 0:
-            num_drawn = length(loader.dataset) if is_counted else None
-            given = f"its largest batch held {largest}" if largest else "it yielded no batch"
-            given = f"an epoch of it holds {num_drawn}" if num_drawn is not None and num_drawn < batch_size else given
+            num_drawn = length_or_none(loader.dataset) if is_counted else None
+            shortage = f"its largest batch held {largest}" if largest else "it yielded no batch"
+            if num_drawn is not None and num_drawn < batch_size:
+                shortage = f"an epoch of it holds {num_drawn}"
             raise WorkloadError(
-                f"The data was asked for batches of {batch_size} samples, but {given}.",
+                f"The data was asked for batches of {batch_size} samples, but {shortage}.",
                 "Give it more samples, have a function of the batch size return as many as it is asked for, or limit "
                 "--batch-size.",
             )
 
 
-# -- places all over an epoch ------------------------------------------------------------------------------------------
+# -- positions in an epoch ---------------------------------------------------------------------------------------------
 
 
 def _is_ordered(loader: DataLoader[Any]) -> bool:
@@ -250,39 +262,43 @@ def _is_ordered(loader: DataLoader[Any]) -> bool:
     if isinstance(loader.dataset, IterableDataset):
         return False
     own: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    return type(own.sampler if type(own) is BatchSampler else own) not in _SHUFFLED
+    return type(own.sampler if type(own) is BatchSampler else own) not in _SHUFFLING_SAMPLERS
 
 
-def _shares() -> Iterator[float]:
-    """Yield random positions as shares of an epoch, always the same."""
-    chance = random.Random(0)  # noqa: S311 - no secret
+def _random_positions() -> Iterator[float]:
+    """Yield positions, as shares of what is left of an epoch: random, but the same in every call."""
+    generator = random.Random(0)  # noqa: S311 - no secret
     while True:
-        for part in chance.sample(range(_NUM_PARTS), _NUM_PARTS):
-            yield (part + chance.random()) / _NUM_PARTS
+        for part in generator.sample(range(_NUM_PARTS), _NUM_PARTS):
+            yield (part + generator.random()) / _NUM_PARTS
 
 
 class Spread(Sampler[Any]):
-    """Sampler that draws the elements of `sampler` once each, at the positions given by `shares` of the epoch.
+    """Sampler that draws each element of `sampler` once, in the order of `positions`, which are shares of what is left.
 
-    The same shares give settings with different batch sizes similar batches. Only a part of a very long epoch is drawn.
+    With the same positions, settings of different batch sizes get similar batches. Only a part of a very long epoch is
+    drawn.
     """
 
-    def __init__(self, sampler: Iterable[Any], shares: Iterator[float]) -> None:
+    def __init__(self, sampler: Iterable[Any], positions: Iterator[float]) -> None:
         self.sampler = sampler
-        self._shares = shares
+        self._positions = positions
 
     def __iter__(self) -> Iterator[Any]:
-        own: Any = self.sampler
-        is_cut = type(own) is BatchSampler  # list its indices, which is cheaper than its batches
-        sampler = own.sampler if is_cut else own
-        drawn = range(len(sampler)) if type(sampler) is SequentialSampler else list(islice(sampler, _MAX_LISTED))
-        num = len(drawn)
-        if is_cut:
-            num = num // own.batch_size if own.drop_last else -(-num // own.batch_size)
-        left = list(range(min(num, _MAX_POSITIONS)))
+        source: Any = self.sampler
+        is_batched = type(source) is BatchSampler  # list its indices, which is cheaper than its batches
+        sampler = source.sampler if is_batched else source
+        indices = range(len(sampler)) if type(sampler) is SequentialSampler else list(islice(sampler, _MAX_LISTED))
+        num_elements = len(indices)
+        if is_batched:
+            num_elements = (
+                num_elements // source.batch_size if source.drop_last else -(-num_elements // source.batch_size)
+            )
+        left = list(range(min(num_elements, _MAX_POSITIONS)))
         num_positions = len(left)
         while left:
-            position = left.pop(int(next(self._shares) * len(left))) * num // num_positions
-            yield (
-                list(drawn[position * own.batch_size : (position + 1) * own.batch_size]) if is_cut else drawn[position]
-            )
+            position = left.pop(int(next(self._positions) * len(left))) * num_elements // num_positions
+            if is_batched:
+                yield list(indices[position * source.batch_size : (position + 1) * source.batch_size])
+            else:
+                yield indices[position]

@@ -40,7 +40,7 @@ class EnergyMeter:
         self._num_steps = 0
 
     def step(self, number: int, num_compilations: int = 0) -> None:
-        """Note that `number` measured steps are done, 0 while warming up. Steps that compiled are left out."""
+        """Record that `number` measured steps are done, 0 while warming up. Steps with a compilation do not count."""
         if self._counter is None:
             return
         moment = time.perf_counter()
@@ -56,11 +56,11 @@ class EnergyMeter:
         self._number_before, self._num_compilations_before = number, num_compilations
 
     def joules_per_sample(self, num_samples_per_step: int) -> float | None:
-        """Return the joules per sample; None without a counter that moved over `MIN_SECONDS` of measured steps."""
+        """Return the joules per sample; None without a counter, or if it did not change during the measured steps."""
         return self._joules / (self._num_steps * num_samples_per_step) if self._joules > 0 else None
 
 
-def counter_of(device_type: str, uuid: str | None, powercap: Path = POWERCAP) -> Counter | None:
+def find_counter(device_type: str, uuid: str | None, powercap: Path = POWERCAP) -> Counter | None:
     """Return a device's energy counter, or None without one that this user may read. `uuid` is an NVIDIA GPU's."""
     if device_type == "cuda" and uuid is not None:
         return None if nvml.energy_joules(uuid) is None else lambda: nvml.energy_joules(uuid)
@@ -68,7 +68,7 @@ def counter_of(device_type: str, uuid: str | None, powercap: Path = POWERCAP) ->
         # Only zones of CPU packages: the zone called psys is the whole board and includes them.
         zones = [path for path in sorted(powercap.glob("intel-rapl:*")) if _PACKAGE_ZONE.fullmatch(path.name)]
         try:
-            packages = [_package(zone) for zone in zones if (zone / "name").read_text().startswith("package")]
+            packages = [_package_counter(zone) for zone in zones if (zone / "name").read_text().startswith("package")]
         except (OSError, ValueError):
             return None
         return (lambda: sum(joules() for joules in packages)) if packages else None
@@ -76,17 +76,17 @@ def counter_of(device_type: str, uuid: str | None, powercap: Path = POWERCAP) ->
 
 
 def require_counter(device_type: str, uuid: str | None, powercap: Path = POWERCAP) -> None:
-    """Raise `InvalidRequestError` with the next step if `counter_of` finds no counter."""
-    if counter_of(device_type, uuid, powercap) is None:
+    """Raise `InvalidRequestError` with the next step if `find_counter` finds no counter."""
+    if find_counter(device_type, uuid, powercap) is None:
         raise InvalidRequestError(
             f"--objective is 'energy', which cannot be measured here: this {device_type} device has no energy counter "
             "that this user may read (MIG instances, older GPUs and most VMs have none, and a CPU's is for root).",
-            "Use --objective speed or memory; or, for a CPU's, run "
+            "Use --objective speed or memory; or, for a CPU, run "
             f"`chmod a+r {powercap}/intel-rapl:*/energy_uj` as root.",
         )
 
 
-def _package(zone: Path) -> Callable[[], float]:
+def _package_counter(zone: Path) -> Callable[[], float]:
     """Return a function that reads the joules used by one CPU package since this call.
 
     It has to be called more often than the counter wraps around (minutes). Raises `OSError` if the counter cannot be

@@ -1,4 +1,4 @@
-"""Evidence of a failed trial, collected in its own process for `judge` to decide on, and the fix for a failure."""
+"""Failure of a trial from the exception that it raised, by the rules of `judge`; and how to fix it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OWN_FILES = Path(__file__).parents[1]
 
 
 class JudgedError(Exception):
-    """Error that ends a trial which was judged already; holds its `failure`."""
+    """Raised to end a trial for which `judge` has found a `failure`."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -40,12 +40,14 @@ def failure_from_exception(error: BaseException, *, is_oom_killed: bool = False)
     if isinstance(error, JudgedError):
         return error.failure
     trace = traceback.TracebackException.from_exception(error)
-    kept = [f for f in trace.stack if not Path(f.filename).is_relative_to(_OWN_FILES) or "workloads" in f.filename]
-    trace.stack = traceback.StackSummary.from_list(kept)  # our own frames tell the user nothing
+    user_frames = [
+        f for f in trace.stack if not Path(f.filename).is_relative_to(_OWN_FILES) or "workloads" in f.filename
+    ]
+    trace.stack = traceback.StackSummary.from_list(user_frames)  # without the frames of this package
     raised = RaisedError(
         types=tuple(kind.__name__ for kind in type(error).__mro__),
-        message=_as_text(str(error)),
-        traceback=_as_text("".join(trace.format())[-8000:]),
+        message=_escape_surrogates(str(error)),
+        traceback=_escape_surrogates("".join(trace.format())[-8000:]),
         free_memory_share=free_memory_share(),
     )
     failure = judge(RunEvidence(error=raised, is_oom_killed=is_oom_killed))
@@ -53,9 +55,9 @@ def failure_from_exception(error: BaseException, *, is_oom_killed: bool = False)
     return failure
 
 
-def _as_text(said: str) -> str:
-    """Return the text without surrogates, which JSON does not allow."""
-    return said.encode(errors="backslashreplace").decode()
+def _escape_surrogates(text: str) -> str:
+    """Return the text with its surrogates escaped, since JSON does not allow them."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def free_memory_share() -> float | None:
@@ -63,7 +65,7 @@ def free_memory_share() -> float | None:
 
     None if the device was not used or has failed.
     """
-    import torch  # late: the parent has none
+    import torch  # here, since the parent process does not import torch
 
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch does not type it
         return None
@@ -75,15 +77,15 @@ def free_memory_share() -> float | None:
     return min(free, allowed - torch.cuda.max_memory_reserved()) / allowed
 
 
-def mended(failure: Failure) -> str | None:
-    """Return how and where the user can fix a failure, by the rule that its message matches, or None."""
+def suggested_fix(failure: Failure) -> str | None:
+    """Return how and where to fix a failure, by the rule that its message matches; None without one."""
     rule = rule_of(failure.message)
     if rule is None:
         return None
     frames = re.findall(r'File "(.+)", line (\d+)', failure.details or "")
     own = [f"{file}:{line}" for file, line in frames if "/torch/" not in Path(file).as_posix()]
     where = f" It is raised in {own[-1]}." if own else ""
-    return f"{rule.mend}{where} `autotune-amp check` looks for more of the kind (rule {rule.name})."
+    return f"{rule.mend}{where} `autotune-amp check` finds other places like it (rule {rule.name})."
 
 
 def num_oom_kills() -> int:

@@ -1,4 +1,7 @@
-"""Jobs that a search's parent process creates: trials, three kinds of check, probe, description. No torch."""
+"""Jobs of a search: trials, three kinds of check, a probe and a description; and the rules that end a trial's steps.
+
+Imports no torch, since the parent process creates them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from autotune_amp.core.outcome import (
 )
 from autotune_amp.core.recommendation import Fingerprint
 from autotune_amp.core.setting import Setting
-from autotune_amp.trial.failures import mended
+from autotune_amp.trial.failures import suggested_fix
 
 CheckKind: TypeAlias = Literal["fidelity", "calibration", "accumulation"]
 
@@ -46,8 +49,8 @@ MEASURE_SECONDS, NUM_TRIALS_FORESEEN = 2.0, 16  # a trial measures this long at 
 class Trial(Job[Measurement], frozen=True, kw_only=True):
     """One isolated run of one candidate setting.
 
-    `num_warmup_steps` [low, high] bounds the number of steps before the measured ones; between the bounds the warm-up
-    ends once not `is_warming`. `num_steps` [low, high] bounds the measured optimizer steps: between the bounds
+    `num_warmup_steps` [low, high] bounds the number of steps before the measured ones; between the bounds
+    `should_continue_warmup` decides. `num_steps` [low, high] bounds the measured optimizer steps: between the bounds
     measuring stops once the trimmed 95 % interval of the step time is within `interval_share` of it, or after
     `measure_seconds`. After five steps a median above `cut_step_seconds` ends the trial early. The parent enforces
     `first_step_deadline_seconds`, which includes compilation, and `step_deadline_seconds`, by killing the process.
@@ -56,7 +59,8 @@ class Trial(Job[Measurement], frozen=True, kw_only=True):
     accumulation steps. `num_ranks` processes train together, of which this is `rank`; they meet at `meeting`,
     "address:port"; `has_unused_parameters`: some parameters of the model get no gradient. `ending_seconds` is the time
     for the workload's evaluation and checkpoint after measuring, enforced by the parent; with None they are not run.
-    `environment` are variables added to the caller's for its process, `round` is the number of its confirmation round.
+    `environment` holds variables that its process gets in addition to the caller's, `round` is the number of its
+    confirmation round. `hold_heap`: keep freed memory in the process's heap (see `memory.hold_heap`).
     """
 
     answer: ClassVar[Any] = Measurement
@@ -121,9 +125,9 @@ class Trial(Job[Measurement], frozen=True, kw_only=True):
         return 1 if self.device == "cpu" else STEPS_PER_SYNC
 
 
-class Followed(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of a rank that took its steps beside rank 0, as in `Measurement`. `has_flushed`: its allocator had to
-    flush its cache to make room.
+class FollowerMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of a trial's further rank; fields as in `Measurement`. `has_flushed`: its allocator had to flush its cache
+    to make room.
     """
 
     peak_memory_bytes: int
@@ -131,19 +135,19 @@ class Followed(msgspec.Struct, frozen=True, kw_only=True):
     has_flushed: bool
 
 
-class Follow(Trial, frozen=True, kw_only=True):
-    """Further rank of a trial, which takes steps until rank 0 has measured enough."""
+class FollowerTrial(Trial, frozen=True, kw_only=True):
+    """Trial on a rank other than 0: it takes steps until rank 0 has measured enough, and returns its memory."""
 
-    answer: ClassVar[Any] = Followed
+    answer: ClassVar[Any] = FollowerMemory
     work: ClassVar[str] = "autotune_amp.trial.worker:follow"
 
 
 class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=True):
-    """One check of `candidate`: of its fidelity to fp32, of the safe loss scales, or of whether accumulated gradients
-    equal those of the whole batch (in fp32).
+    """One check of `candidate`, of the kind `what`: fidelity to fp32, calibration of the loss scale, or whether
+    accumulated gradients equal those of the whole batch (in fp32).
 
     It uses `num_batches` different batches of the candidate's size, or fewer samples if they do not fit into memory.
-    `find_pins`: look for modules that make the precision faithful if they run in fp32. Fidelity is checked after
+    `find_pins`: search for modules that make the precision faithful if they run in fp32. Fidelity is checked after
     training the weights in fp32 for `num_steps_before` optimizer steps. The check aims to end within `aim_seconds`,
     with fewer batches if need be.
     """
@@ -168,7 +172,7 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
         """Return a check with half the batch size after OOM, else the outcome for the problem.
 
         If even the smallest batch does not fit, fidelity is unchecked and the other kinds fail. On trained weights
-        every failure becomes a verdict, which is kept beside that on the initial weights.
+        every failure becomes a verdict, since the verdict on the initial weights exists already.
         """
         if so_far is not None:
             return so_far
@@ -177,7 +181,7 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
             if not self.num_steps_before or failure.is_loading:
                 return failure
             if failure.kind in OF_THE_PRECISION:
-                next_step = mended(failure) or "Use another precision."
+                next_step = suggested_fix(failure) or "Use another precision."
                 return self._judged("unfaithful", f"{failure.kind}: {failure.message}", next_step)
             return self.unchecked(failure)
         smaller = self.candidate.batch_size // 2
@@ -186,11 +190,13 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
         return self.unchecked(failure) if self.what == "fidelity" else failure
 
     def unchecked(
-        self, why: Failure | str, next_step: str = "Fix what the reason names, give more time or memory, or use fp32."
+        self,
+        why: Failure | str,
+        next_step: str = "Fix the error that the reason names, give more time or memory, or use fp32.",
     ) -> Fidelity:
         """Return the *unchecked* verdict for a check that could not be made, with the reason."""
         if isinstance(why, Failure):
-            return self._judged("unchecked", f"{why.kind}: {why.message}", mended(why) or next_step)
+            return self._judged("unchecked", f"{why.kind}: {why.message}", suggested_fix(why) or next_step)
         return self._judged("unchecked", why, next_step)
 
     def _judged(self, verdict: Verdict, reason: str, next_step: str) -> Fidelity:
@@ -206,7 +212,7 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
         )
 
 
-class Probe(Job[Hardware], frozen=True, kw_only=True):
+class ProbeJob(Job[Hardware], frozen=True, kw_only=True):
     """Job that measures the capabilities of the device."""
 
     answer: ClassVar[Any] = Hardware
@@ -231,14 +237,14 @@ class Describe(Job[Description], frozen=True, kw_only=True):
 
 
 class FingerprintJob(Job[Fingerprint], frozen=True, kw_only=True):
-    """Job that fingerprints the workload that was loaded. None of the workload's functions are called."""
+    """Job that fingerprints the loaded workload without calling any of its functions."""
 
     answer: ClassVar[Any] = Fingerprint
 
     options: dict[str, Any]
     identity: DeviceIdentity
 
-    def run(self, context: Any, tell: Tell) -> Fingerprint:  # noqa: ARG002 - it takes no steps to tell of
+    def run(self, context: Any, tell: Tell) -> Fingerprint:  # noqa: ARG002 - it has no progress to send
         """Return the fingerprint; see `fingerprint.compute`."""
         from autotune_amp.fingerprint import compute
 
@@ -257,35 +263,35 @@ def as_failure(problem: Failure | AutotuneAmpError) -> Failure:
 NUM_STEADY_GROUPS, LEAST_FALL, MAX_FALLING_SECONDS = 2, 0.02, 0.5
 NUM_STEPS_BEFORE_CUT = 5
 DEADLINE_SHARE = 0.6
-# If all warm-up steps are this many times over the cut, the trial ends at once: bf16 or fp16 that is merely emulated.
+# A trial whose warm-up steps all take this many times `cut_step_seconds` ends at once, as with emulated bf16 or fp16.
 HOPELESS_RATIO = 1.6
-# A fast GPU takes the least number of steps in tens of ms, less than its clocks need to settle.
+# A fast GPU takes the least number of steps in tens of ms, too short for its clocks to settle.
 LEAST_ACCELERATOR_SECONDS = 0.25
 
 
-def measure_seconds(budget_seconds: float) -> float:
-    """Return the most seconds that a trial measures in a search with this budget."""
+def measurement_limit_seconds(budget_seconds: float) -> float:
+    """Return the most seconds that a trial may measure in a search with a budget of `budget_seconds`."""
     return min(MEASURE_SECONDS, budget_seconds / NUM_TRIALS_FORESEEN)
 
 
 def num_warmup_steps(measured: Measurement) -> int:
-    """Return the number of steps that a trial took before it measured, the default if its record does not say."""
+    """Return the number of warm-up steps of a measured trial, `NUM_WARMUP_STEPS` if it was not recorded."""
     return measured.num_unmeasured_steps or NUM_WARMUP_STEPS
 
 
 def is_hopeless(spec: Trial, warmup_step_seconds: Sequence[float]) -> bool:
-    """Whether the warm-up steps after the first, at least one, are so slow that the trial can be cut."""
+    """Whether the warm-up steps, without the first, are so slow that the trial can be cut."""
     return spec.cut_step_seconds is not None and min(warmup_step_seconds) > HOPELESS_RATIO * spec.cut_step_seconds
 
 
-def is_warming(
+def should_continue_warmup(
     group_seconds: Sequence[float],
     *,
     num_steps: int,
     warming_seconds: float,
     limits: tuple[int, int] = (NUM_WARMUP_STEPS, MAX_WARMUP_STEPS),
 ) -> bool:
-    """Return whether to go on warming up: up to the least number of steps, and while step times still fall.
+    """Return whether to take another warm-up step: until the least number is reached, then while step times fall.
 
     `group_seconds` are the step seconds of each step after the first, then the mean step seconds of each group of
     steps; `num_steps` counts all steps and `limits` bounds it. Step times fall as long as one of the last
@@ -302,7 +308,7 @@ def is_warming(
     return not before or min(last) < (1 - LEAST_FALL) * min(before)
 
 
-def stop(
+def stop_reason(
     spec: Trial,
     group_seconds: Sequence[float],
     *,
@@ -312,13 +318,13 @@ def stop(
     measuring_seconds: float,
     training_seconds: float,
 ) -> Literal["cut", "enough"] | None:
-    """Return why measuring ends here, or None to go on.
+    """Return why measuring ends now, or None to measure on.
 
-    `group_seconds` are the mean step seconds of each `spec.num_steps_per_report` steps timed so far; `is_whole`: they
-    have reached the least number required, `is_most` the most. They may take `measure_seconds` and took
-    `measuring_seconds`, of `training_seconds` since the first step began.
+    `group_seconds` are the mean step seconds of each `spec.num_steps_per_report` steps timed so far; `is_whole`: their
+    number has reached the minimum, `is_most`: the maximum. Measuring may take `measure_seconds` and took
+    `measuring_seconds` so far; `training_seconds` have passed since the first step began.
     """
-    # A few steps reported are worth more than many cut off by the parent's deadline.
+    # End before the parent's deadline, which would discard all steps.
     is_late = spec.deadline_seconds is not None and training_seconds > DEADLINE_SHARE * spec.deadline_seconds
     is_overdue = is_late or measuring_seconds > measure_seconds
     if spec.device != "cpu" and measuring_seconds < LEAST_ACCELERATOR_SECONDS and not is_overdue:

@@ -1,7 +1,7 @@
-"""Judge of a run: takes the evidence that a run left, and returns a `Failure` unless it is a good measurement.
+"""Judge of a run: decides from the evidence of a run whether it failed, and why.
 
 The same rules hold for the process of a `Workload`, on this host or on a Ray node, for a training command, and for each
-rank of either. Pure: it reads nothing but its argument.
+rank of either. Pure: it depends on its arguments alone.
 """
 
 from __future__ import annotations
@@ -55,9 +55,17 @@ _UNSUPPORTED_TEXTS = (
     "out of resource: shared memory",  # a Triton kernel that wants more than the GPU has
 )
 # Python's own exceptions, which neither torch nor a driver raises for lack of memory or of a kernel.
-_OF_PYTHON = {"ValueError", "TypeError", "LookupError", "AssertionError", "AttributeError", "ImportError", "NameError"}
+_PYTHON_ERRORS = {
+    "ValueError",
+    "TypeError",
+    "LookupError",
+    "AssertionError",
+    "AttributeError",
+    "ImportError",
+    "NameError",
+}
 # Messages of a rank that lost another: torch's own errors, in gloo's and NCCL's words.
-_OF_A_PEER = re.compile(
+_LOST_PEER_MESSAGE = re.compile(
     r"\bDist\w*Error\b|gloo/|NCCL|\[c10d\]|connection (closed|reset)|closed by peer|broken pipe"
     r"|Rank \d+ .*(failed|timed out)|process group|timed out waiting",
     re.IGNORECASE,
@@ -120,17 +128,17 @@ class RunEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge(evidence: RunEvidence) -> Failure | None:
-    """Return the failure that the evidence shows, or None if nothing speaks against the run."""
+    """Return the failure that the evidence shows, or None if it shows none."""
     if evidence.error is not None:
         return _failure_from_error(evidence.error, is_oom_killed=evidence.is_oom_killed)
     if evidence.has_ended:
         return _failure_from_exit(evidence)
     if evidence.num_ooms:
-        return Failure(kind="oom", message=f"it ran out of memory {evidence.num_ooms} times and went on")
+        return Failure(kind="oom", message=f"it ran out of memory {evidence.num_ooms} times, but continued")
     limit_bytes = evidence.memory_limit_bytes
     if limit_bytes is not None and evidence.memory_bytes > limit_bytes:
-        taken, limit = (f"{num_bytes / 2**20:.0f} MiB" for num_bytes in (evidence.memory_bytes, limit_bytes))
-        return Failure(kind="oom", message=f"it took {taken}, over the limit of {limit}")
+        used, limit = (f"{num_bytes / 2**20:.0f} MiB" for num_bytes in (evidence.memory_bytes, limit_bytes))
+        return Failure(kind="oom", message=f"it used {used}, over the limit of {limit}")
     if evidence.has_flushed:
         return Failure(kind="oom", message="the allocator had to flush its cache to make room: memory is full")
     if evidence.overdue is not None:
@@ -140,26 +148,27 @@ def judge(evidence: RunEvidence) -> Failure | None:
     return _failure_from_steps(evidence.steps, goes_on=evidence.goes_on)
 
 
-def culprit(failures: Iterable[Failure]) -> Failure:
+def causing_failure(failures: Iterable[Failure]) -> Failure:
     """Return the failure that caused the others; of several that are equally likely the first.
 
     A rank that runs out of memory, raises or dies makes all others lose a connection, wait, or be terminated.
     """
-    return min(failures, key=_remoteness)
+    return min(failures, key=_distance_from_cause)
 
 
 def printed_error(output: str) -> str | None:
     """Return the last line of the output that names an error, or None."""
-    found = _PRINTED_ERROR.findall(output)
-    return found[-1].strip() if found else None
+    error_lines = _PRINTED_ERROR.findall(output)
+    return error_lines[-1].strip() if error_lines else None
 
 
-def _remoteness(failure: Failure) -> int:
+def _distance_from_cause(failure: Failure) -> int:
+    """Return a rank of the failure as the cause of others, 0 for the most likely one."""
     if failure.kind == "oom":
         return 0
     if failure.kind == "timeout":
         return 3
-    if failure.kind in ("workload_error", "crash") and _OF_A_PEER.search(failure.message):
+    if failure.kind in ("workload_error", "crash") and _LOST_PEER_MESSAGE.search(failure.message):
         return 4
     # NCCL's watchdog and launchers end a rank with these signals if another one failed.
     return 2 if failure.kind == "crash" and re.search("SIGABRT|SIGTERM", failure.message) else 1
@@ -180,7 +189,7 @@ def _kind_of_error(error: RaisedError, *, is_oom_killed: bool) -> FailureKind:
         return "oom"
     if is_oom_killed and "killed by signal: killed" in text:  # a worker of a DataLoader
         return "oom"
-    if types & _OF_PYTHON:
+    if types & _PYTHON_ERRORS:
         return "workload_error"
     if any(part in text for part in _OOM_TEXTS):
         return "oom"
@@ -196,16 +205,16 @@ def _failure_from_exit(evidence: RunEvidence) -> Failure:
     """Return the failure for a process that exited without sending a result, judged by its exit status and output."""
     status, output = evidence.exit_status, evidence.output or ""
     when = f" {evidence.activity}" if evidence.activity else ""
-    is_killed = status in (None, -signal.SIGKILL, 128 + signal.SIGKILL)  # as a shell says it
+    is_killed = status in (None, -signal.SIGKILL, 128 + signal.SIGKILL)  # as a shell returns it
     if is_killed and evidence.is_oom_killed:
         kind: FailureKind = "oom"
-        message = f"the kernel ended {evidence.process} for want of memory{when}"
+        message = f"the kernel killed {evidence.process} because memory ran out{when}"
     elif status != 0 and _is_any_in((*_OOM_TEXTS, "memoryerror"), output):
         kind, message = "oom", f"the output of {evidence.process} says that memory ran out{when}"
     else:
         is_unsupported = status != 0 and _is_any_in(_UNSUPPORTED_TEXTS, printed_error(output) or "")
         kind = "unsupported" if is_unsupported else "crash"
-        message = f"{evidence.process} {_ending(status)}{when}"
+        message = f"{evidence.process} {_exit_text(status)}{when}"
     return Failure(kind=kind, message=message, details=evidence.output)
 
 
@@ -214,12 +223,12 @@ def _is_any_in(texts: Iterable[str], output: str) -> bool:
     return any(part in lower for part in texts)
 
 
-def _ending(status: int | None) -> str:
+def _exit_text(status: int | None) -> str:
     if status is None:
         return "died"
     if status >= 0:
         return f"exited with status {status}"
-    names = {each.value: each.name for each in signal.Signals}  # real-time signals have none
+    names = {member.value: member.name for member in signal.Signals}  # real-time signals have none
     cause = " (segmentation fault)" if status == -signal.SIGSEGV else ""
     return f"died of {names.get(-status, f'signal {-status}')}{cause}"
 
@@ -227,14 +236,14 @@ def _ending(status: int | None) -> str:
 def _failure_from_steps(steps: tuple[StepLosses, ...], *, goes_on: bool) -> Failure | None:
     """Return the failure for steps whose losses stay non-finite, or that the loss scaler keeps skipping; else None.
 
-    The step after a bad batch shows whether the weights survived it; the last steps of a finished run have no such
-    step.
+    A non-finite loss may be due to one bad batch, if later losses are finite. In a finished run that ends with one, it
+    counts as a failure.
     """
-    seen = [step for step in steps if step.losses]
-    bad = list(takewhile(lambda step: not step.is_finite, reversed(seen)))
-    is_left_so = not goes_on and any(not step.is_skipped for step in bad)
-    if is_left_so or len(bad) >= NUM_NONFINITE_STEPS:
-        value = next(loss for loss in bad[-1].losses if not math.isfinite(loss))
+    steps_with_losses = [step for step in steps if step.losses]
+    last_nonfinite = list(takewhile(lambda step: not step.is_finite, reversed(steps_with_losses)))
+    is_final = not goes_on and any(not step.is_skipped for step in last_nonfinite)
+    if is_final or len(last_nonfinite) >= NUM_NONFINITE_STEPS:
+        value = next(loss for loss in last_nonfinite[-1].losses if not math.isfinite(loss))
         return Failure(kind="nonfinite", message=f"the loss became {value}")
     recent = steps[-MAX_SKIPS:] if goes_on else steps
     if recent and all(step.is_skipped for step in recent) and (not goes_on or len(recent) == MAX_SKIPS):

@@ -1,4 +1,4 @@
-"""Memory of a trial: its peak, its limit, and the heap that it keeps. `judge` decides whether it ran out of memory."""
+"""Memory of a trial: its peak and its limit, and malloc settings that keep freed memory in the heap."""
 
 from __future__ import annotations
 
@@ -21,30 +21,29 @@ Built = TypeVar("Built")
 
 
 class BuildMemory(NamedTuple):
-    """CPU memory taken by building the model: the part that stays resident, and the peak."""
+    """CPU memory that building the model took: the part that stays resident, and the peak."""
 
     resident_bytes: int
     peak_bytes: int
 
 
-def watched_build(build: Callable[[], Built]) -> tuple[Built, BuildMemory]:
+def build_with_memory(build: Callable[[], Built]) -> tuple[Built, BuildMemory]:
     """Call `build` and return its result and the memory that it took."""
-    _forget_peak()
-    held, own = psutil.Process().memory_info().rss, _own_resident_bytes()
+    _reset_peak()
+    rss_before, anonymous_before = psutil.Process().memory_info().rss, _own_resident_bytes()
     built = build()
-    peak = _peak_resident_bytes() - held if _IS_LINUX else 0
-    _trim_heap()  # memory that building freed is not the model's
-    resident_bytes = max(0, _own_resident_bytes() - own)
+    peak = _peak_resident_bytes() - rss_before if _IS_LINUX else 0
+    _trim_heap()  # freed memory is not the model's
+    resident_bytes = max(0, _own_resident_bytes() - anonymous_before)
     return built, BuildMemory(resident_bytes, max(resident_bytes, peak))
 
 
 class PeakMemory:
-    """Watch of one device's peak memory, from its creation on.
+    """Meter of a device's peak memory, which begins when it is created.
 
-    `limit_bytes` is the memory that the trial may take beyond the process's present memory. A model that exists already
-    counts as the trial's: `build_memory` is the memory that building it took. `template_file_bytes` is the resident
-    memory mapped from files in the process that this one was forked from: a fork begins without it, a process of its
-    own would have it.
+    `limit_bytes` is the memory that the trial may take in addition to the process's present memory. A model that was
+    built before counts as the trial's, with its `build_memory`. `template_file_bytes` is the resident memory mapped
+    from files in the process that this one was forked from: a fork begins without it, a training run has it.
     """
 
     def __init__(
@@ -56,15 +55,15 @@ class PeakMemory:
     ) -> None:
         self._device = device
         self._template_file_bytes = template_file_bytes
-        self._polled = 0
+        self._polled_peak_bytes = 0
         if device.type == "cpu":
-            _forget_peak()  # drop the peak of a kept worker's earlier trial
-            built, self._build_peak_bytes = build_memory or (0, 0)
-            self._resident_bytes_before = psutil.Process().memory_info().rss - built
+            _reset_peak()  # drop the peak of a kept worker's earlier trial
+            model_bytes, self._build_peak_bytes = build_memory or (0, 0)
+            self._resident_bytes_before = psutil.Process().memory_info().rss - model_bytes
             if limit_bytes is not None and _IS_LINUX:
-                _limit_data(max(0, limit_bytes - built))
+                _limit_data_segment(max(0, limit_bytes - model_bytes))
         elif device.type in ("cuda", "xpu"):
-            backend = _module(device)
+            backend = _device_module(device)
             backend.reset_peak_memory_stats(device)
             if limit_bytes is not None:
                 total = backend.get_device_properties(device).total_memory
@@ -73,31 +72,33 @@ class PeakMemory:
     def poll(self) -> None:
         """Record the current use on devices that keep no peak of their own (MPS)."""
         if self._device.type == "mps":
-            self._polled = max(self._polled, _module(self._device).driver_allocated_memory())
+            self._polled_peak_bytes = max(
+                self._polled_peak_bytes, _device_module(self._device).driver_allocated_memory()
+            )
 
     def peak_bytes(self) -> tuple[int, int]:
         """Return the peak to report and the memory that counts against the limit.
 
-        On a CPU they are resident sizes; for a fork, those that a process of its own would have. On an accelerator they
-        are allocated and reserved memory.
+        On a CPU they are resident sizes; for a fork, those of a process that was not forked. On an accelerator they are
+        allocated and reserved memory.
         """
         if self._device.type == "cpu":
-            taken = max(_peak_resident_bytes() - self._resident_bytes_before, self._build_peak_bytes)
-            missing = max(0, self._template_file_bytes - file_bytes())
-            return self._resident_bytes_before + taken + missing, taken
+            taken_bytes = max(_peak_resident_bytes() - self._resident_bytes_before, self._build_peak_bytes)
+            missing_file_bytes = max(0, self._template_file_bytes - file_bytes())
+            return self._resident_bytes_before + taken_bytes + missing_file_bytes, taken_bytes
         if self._device.type == "mps":
-            return self._polled, self._polled
-        stats = _module(self._device).memory_stats(self._device)
+            return self._polled_peak_bytes, self._polled_peak_bytes
+        stats = _device_module(self._device).memory_stats(self._device)
         return stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
 
     def num_allocator_retries(self) -> int:
-        """Return CUDA's count of cache flushes to make room: throughput collapses as it rises (composer#1998)."""
+        """Return how often CUDA's allocator flushed its cache to make room, which slows training (composer#1998)."""
         if self._device.type != "cuda":
             return 0
-        return int(_module(self._device).memory_stats(self._device)["num_alloc_retries"])
+        return int(_device_module(self._device).memory_stats(self._device)["num_alloc_retries"])
 
 
-def _module(device: torch.device) -> Any:
+def _device_module(device: torch.device) -> Any:
     import torch
 
     return torch.get_device_module(device)
@@ -108,19 +109,19 @@ def _trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _forget_peak() -> None:
+def _reset_peak() -> None:
     _trim_heap()
     if _IS_LINUX:
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM, which a fork inherits
 
 
 def file_bytes() -> int:
-    """Return the resident memory that is mapped from files, 0 if the system does not say."""
+    """Return the resident memory that is mapped from files, 0 if it is unknown (other systems than Linux)."""
     return _status_bytes("RssFile") if _IS_LINUX else 0
 
 
 def _own_resident_bytes() -> int:
-    """Return the resident memory without files mapped into it, of which a forked child has only a part."""
+    """Return the resident memory without that mapped from files, of which a forked child has only a part."""
     return _status_bytes("RssAnon") if _IS_LINUX else psutil.Process().memory_info().rss
 
 
@@ -139,7 +140,7 @@ def _peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 
-def _limit_data(limit_bytes: int) -> None:
+def _limit_data_segment(limit_bytes: int) -> None:
     """Make an allocation beyond the limit fail cleanly, before it triggers the kernel's OOM killer.
 
     RLIMIT_DATA counts only private writable memory, while RLIMIT_AS counts merely reserved memory too.
@@ -153,9 +154,9 @@ def _limit_data(limit_bytes: int) -> None:
 
 # -- the heap ----------------------------------------------------------------------------------------------------------
 
-# If freed blocks are reused instead of returned to the system and faulted in again at every step, a forked process and
-# a fresh one agree, steps on a CPU are up to 1.6 times faster, and processes differ by a few percent
-# (studies/README.md). mallopt(3): M_MMAP_THRESHOLD and M_TRIM_THRESHOLD.
+# With these settings malloc reuses freed blocks, instead of returning them to the system and faulting them in again at
+# every step: steps on a CPU are up to 1.6 times faster, and forked and fresh processes differ by a few percent only
+# (studies/README.md). Numbers of options from mallopt(3): M_MMAP_THRESHOLD is -3, M_TRIM_THRESHOLD is -1.
 _MALLOPT = {-3: 2**30, -1: 2**31 - 1}
 HELD_HEAP_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
 
@@ -174,7 +175,7 @@ def recommended_environment(device: str) -> dict[str, str]:
 
 
 def hold_heap() -> None:
-    """Apply to this process the settings that HELD_HEAP_ENVIRONMENT has for a process started with it."""
+    """Make malloc keep freed memory in this process, as HELD_HEAP_ENVIRONMENT does for a process started with it."""
     libc = ctypes.CDLL(None)
     for option, value in _MALLOPT.items():
         libc.mallopt(option, value)

@@ -1,8 +1,8 @@
 """Timing of the steps of a framework's own training loop, including everything that it does between them.
 
 The loop takes batches from its own loader. The last batch of each of its first two steps is replaced by the worst
-batch, if there is one: the second time the optimizer has its state. Both steps are part of the warm-up, which goes on
-for as long as later step times fall.
+batch, if there is one: in the second step the optimizer has its state. Both steps are part of the warm-up, which lasts
+until later step times stop falling.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.trial import data
 from autotune_amp.trial.context import Optimizers
 from autotune_amp.trial.failures import raise_if_failed
-from autotune_amp.trial.jobs import is_warming, stop
+from autotune_amp.trial.jobs import should_continue_warmup, stop_reason
 from autotune_amp.trial.judge import MAX_SKIPS, RunEvidence, StepLosses
 from autotune_amp.trial.timing import (
     MAX_COMPILING_STEPS,
-    Report,
+    StepCallback,
     Timing,
-    groups_per_burst,
+    groups_per_loader_round,
     num_backoffs,
     step_losses,
 )
@@ -41,11 +41,13 @@ from autotune_amp.trial.training import Training
 NUM_WORST_STEPS = 2
 
 
-class _EnoughError(BaseException):
+class _MeasuredEnoughError(BaseException):
     """Exception that ends a loop from within. As a BaseException it passes the loop's own ``except Exception``."""
 
 
-def time_own_loop(training: Training, report: Report, count_compilations: Callable[[], int] = lambda: 0) -> Timing:
+def time_own_loop(
+    training: Training, report: StepCallback, count_compilations: Callable[[], int] = lambda: 0
+) -> Timing:
     """Run the workload's `fit` until enough steps are measured, and return their timing; `report` is called as in
     `time_steps`.
 
@@ -55,13 +57,13 @@ def time_own_loop(training: Training, report: Report, count_compilations: Callab
     """
     fit = training.workload.fit
     assert fit is not None
-    supply = _Supply(training)
-    steps = _Steps(training, supply, report, count_compilations)
+    supply = _BatchSupply(training)
+    steps = _OwnLoopTimer(training, supply, report, count_compilations)
     optimizer = training.optimizer
     fitting = Fitting(
         model=training.model,
         optimizer=optimizer.parts if isinstance(optimizer, Optimizers) else optimizer,
-        data=supply.of(training.batches) if training.loader is None else training.loader,
+        data=supply.wrap(training.batches) if training.loader is None else training.loader,
         setting=training.spec.candidate,
         loss_scale=training.spec.loss_scale,
         scaler=training.scaler,
@@ -71,78 +73,79 @@ def time_own_loop(training: Training, report: Report, count_compilations: Callab
         Path(os.devnull).open("w") as nowhere,  # for the loop's progress bar and logs
         redirect_stdout(nowhere),
         redirect_stderr(nowhere),
-        supply.watching_loaders(),
-        contextlib.suppress(_EnoughError),
+        supply.watch_loaders(),
+        contextlib.suppress(_MeasuredEnoughError),
     ):
         fit(fitting)
     training.model.to(training.device)  # a loop may have moved it
-    if training.workload.checkpoint is not None:  # a checkpoint saves the optimizer's state, and the loop's is gone
+    if training.workload.checkpoint is not None:  # a checkpoint saves the optimizer's state, and the loop's was freed
         training.forward_backward(training.next_batch())
         training.update()
     return steps.timing()
 
 
-class _Supply:
-    """Batches given to the loop, counted and timed."""
+class _BatchSupply:
+    """Source of the loop's batches, which counts their samples and times the wait for them."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
         self._batch_size = training.spec.candidate.batch_size
         self._accumulation_steps = training.spec.candidate.accumulation_steps
-        self._is_taking = False
+        self._is_fetching = False
         self._num_batches = 0
         self._ahead: deque[int] = deque()  # sample counts of batches fetched but not trained on yet
         self.largest = 0
         self.seconds = 0.0
 
     @contextlib.contextmanager
-    def watching_loaders(self) -> Iterator[None]:
-        """Watch all DataLoaders of this process, since the loop makes and iterates over its own."""
-        kind: Any = _BaseDataLoaderIter
-        own = kind.__next__
+    def watch_loaders(self) -> Iterator[None]:
+        """Count and time the batches of all DataLoaders of this process, since the loop makes loaders of its own."""
+        iterator_class: Any = _BaseDataLoaderIter
+        original_next = iterator_class.__next__
 
-        def watched(iterator: Any) -> Any:
-            # The worst batch, and a dataset too, may use a loader of its own.
+        def watched_next(iterator: Any) -> Any:
+            if self._is_fetching:  # a loader inside of a dataset, or that of the worst batch
+                return original_next(iterator)
             is_counted = data.draws_full_batches(iterator._index_sampler, self._batch_size)
-            return own(iterator) if self._is_taking else self._take(lambda: own(iterator), is_counted=is_counted)
+            return self._fetch(lambda: original_next(iterator), is_counted=is_counted)
 
-        kind.__next__ = watched
+        iterator_class.__next__ = watched_next
         try:
             yield
         finally:
-            kind.__next__ = own
+            iterator_class.__next__ = original_next
 
-    def of(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def wrap(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches that do not come from a DataLoader, counted and timed."""
         while True:
-            yield self._take(lambda: next(batches))
+            yield self._fetch(lambda: next(batches))
 
-    def _take(self, take: Callable[[], Any], *, is_counted: bool = False) -> Any:
-        self._is_taking = True
+    def _fetch(self, next_batch: Callable[[], Any], *, is_counted: bool = False) -> Any:
+        self._is_fetching = True
         try:
-            asked = time.perf_counter()
-            batch = take()
-            self.seconds += time.perf_counter() - asked
+            wait_began = time.perf_counter()
+            batch = next_batch()
+            self.seconds += time.perf_counter() - wait_began
             self._num_batches += 1
             num_windows, rest = divmod(self._num_batches, self._accumulation_steps)
             if rest == 0 and num_windows <= NUM_WORST_STEPS:
                 worst = self._training.worst_batch()
                 batch = batch if worst is None else worst
         finally:
-            self._is_taking = False
-        found = None if is_counted else data.num_samples(batch, self._batch_size)
+            self._is_fetching = False
+        num_samples = None if is_counted else data.num_samples(batch, self._batch_size)
         # A larger number counts something other than samples, such as the nodes of graphs.
-        self._ahead.append(self._batch_size if found is None else min(found, self._batch_size))
+        self._ahead.append(self._batch_size if num_samples is None else min(num_samples, self._batch_size))
         self.largest = max(self.largest, self._ahead[-1])
         return batch
 
-    def train_on(self, num_batches: int) -> int:
-        """Return the number of samples in the next `num_batches` batches, of which a loop prefetches some."""
+    def pop_num_samples(self, num_batches: int) -> int:
+        """Return the number of samples in the next `num_batches` fetched batches, and remove these from the queue."""
         return sum(self._ahead.popleft() if self._ahead else self._batch_size for _ in range(num_batches))
 
 
-class _Mark(NamedTuple):
-    """Point in time of the loop, with the totals up to then."""
+class _StepStart(NamedTuple):
+    """State of the loop at the start of a group of steps: the time, totals so far, and the loss scale."""
 
     seconds: float
     data_seconds: float
@@ -154,8 +157,8 @@ class _StepGroup(NamedTuple):
     """Steps that were timed together."""
 
     num_steps: int
-    before: _Mark
-    after: _Mark
+    before: _StepStart
+    after: _StepStart
     num_samples: int
     num_skips: int
 
@@ -172,11 +175,11 @@ class _StepGroup(NamedTuple):
         return self.after.num_compilations > self.before.num_compilations
 
 
-class _Steps:
-    """Callback after each optimizer step of the loop, which measures and finally ends the loop."""
+class _OwnLoopTimer:
+    """Callback after each optimizer step of the loop: it times the steps, and ends the loop when they suffice."""
 
     def __init__(
-        self, training: Training, supply: _Supply, report: Report, count_compilations: Callable[[], int]
+        self, training: Training, supply: _BatchSupply, report: StepCallback, count_compilations: Callable[[], int]
     ) -> None:
         self._training, self._supply, self._report = training, supply, report
         self._count_compilations = count_compilations
@@ -184,7 +187,7 @@ class _Steps:
         num_ahead = math.ceil(training.num_loaded_ahead / training.spec.candidate.accumulation_steps)
         self._num_warmup = max(training.spec.num_warmup_steps[0], NUM_WORST_STEPS + 1) + num_ahead
         self._num_steps = self._num_together = self._num_samples = 0
-        self._began = self._before = self._mark()
+        self._began = self._before = self._step_start()
         self._first_step_seconds = 0.0
         self._warm_up: list[_StepGroup] = []  # without the first steps, which may be on the worst batch
         self._is_warm = False
@@ -195,7 +198,7 @@ class _Steps:
 
     def __call__(self, loss: Any, num_batches: int) -> None:
         spec = self._training.spec
-        self._num_samples += self._supply.train_on(num_batches)
+        self._num_samples += self._supply.pop_num_samples(num_batches)
         self._num_steps += 1
         self._num_together += 1
         self._training.num_steps_taken += 1
@@ -204,15 +207,15 @@ class _Steps:
             return
         synchronize(self._training.device)
         num_skips = num_backoffs(self._training, self._before.scale)
-        group = _StepGroup(self._num_together, self._before, self._mark(), self._num_samples, num_skips)
-        self._judge(loss, group)
+        group = _StepGroup(self._num_together, self._before, self._step_start(), self._num_samples, num_skips)
+        self._raise_if_losses_fail(loss, group)
         if not self._is_warm:
             self._first_step_seconds = self._first_step_seconds or group.step_seconds
             self._warm_up += [group] if self._num_steps > NUM_WORST_STEPS else []
-            self._is_warm = self._num_steps >= self._num_warmup and not self._is_warming()
+            self._is_warm = self._num_steps >= self._num_warmup and not self._should_continue_warmup()
             self._losses = [] if self._is_warm else self._losses
             self._report(0, group.step_seconds)
-        elif group.has_compiled and sum(one.num_steps for one in self._compiled) < MAX_COMPILING_STEPS:
+        elif group.has_compiled and sum(compiled.num_steps for compiled in self._compiled) < MAX_COMPILING_STEPS:
             self._compiled.append(group)
             self._report(0, group.step_seconds)
         else:
@@ -220,35 +223,35 @@ class _Steps:
             self._report(len(self._groups) * spec.num_steps_per_report, group.step_seconds)
             self._end_if_enough()
         self._num_together = self._num_samples = 0
-        self._before = self._mark()
+        self._before = self._step_start()
 
     def timing(self) -> Timing:
         """Return the timing of the measured steps. Raises `JudgedError` and `WorkloadError` as in `time_own_loop`."""
         raise_if_failed(RunEvidence(steps=tuple(self._losses)))
         spec = self._training.spec
-        burst = groups_per_burst(self._training)
-        groups = self._groups[: len(self._groups) // burst * burst] or self._groups
+        round_size = groups_per_loader_round(self._training)
+        groups = self._groups[: len(self._groups) // round_size * round_size] or self._groups
         if not groups:
             raise WorkloadError(
                 f"{self._training.workload.trainer} ended its training after {self._num_steps} steps, before any was "
                 "measured.",
-                "Let it train on: give it more data, or take out the callback that ends it.",
+                "Give it more data, or remove the callback that ends it.",
             )
         if 0 < self._supply.largest < spec.candidate.batch_size:
             raise WorkloadError(
-                f"The loader of {self._training.workload.trainer} gave batches of {self._supply.largest} samples, "
+                f"The loader of {self._training.workload.trainer} returned batches of {self._supply.largest} samples, "
                 f"not of {spec.candidate.batch_size}.",
-                "Have it take the batch size of the framework's own argument.",
+                "Set its batch size from the framework's own argument.",
             )
         num_skips = sum(group.num_skips for group in groups)
         num_steps = sum(group.num_steps for group in groups)
         num_samples = sum(group.num_samples for group in groups)
-        share = num_samples / (num_steps * spec.candidate.effective_batch_size)
+        mean_share_of_batch = num_samples / (num_steps * spec.candidate.effective_batch_size)
         return Timing(
             first_step_seconds=self._first_step_seconds,
-            raw_step_seconds=tuple(group.step_seconds / share for group in groups),
+            raw_step_seconds=tuple(group.step_seconds / mean_share_of_batch for group in groups),
             num_steps_together=spec.num_steps_per_report,
-            data_seconds=sum(group.data_seconds for group in groups) / num_steps / share,
+            data_seconds=sum(group.data_seconds for group in groups) / num_steps / mean_share_of_batch,
             update_seconds=None,
             num_skips=num_skips,
             last_loss=self._loss,
@@ -257,16 +260,16 @@ class _Steps:
             is_own_loop=True,
         )
 
-    def _mark(self) -> _Mark:
-        return _Mark(
+    def _step_start(self) -> _StepStart:
+        return _StepStart(
             time.perf_counter(),
             self._supply.seconds,
             self._count_compilations(),
             self._training.loss_scale(),
         )
 
-    def _is_warming(self) -> bool:
-        return is_warming(
+    def _should_continue_warmup(self) -> bool:
+        return should_continue_warmup(
             [group.step_seconds for group in self._warm_up],
             num_steps=self._num_steps,
             warming_seconds=sum(group.step_seconds * group.num_steps for group in self._warm_up),
@@ -275,25 +278,25 @@ class _Steps:
 
     def _end_if_enough(self) -> None:
         spec, now = self._training.spec, time.perf_counter()
-        fewest, most = (math.ceil(num / spec.num_steps_per_report) for num in spec.num_steps)
+        min_groups, max_groups = (math.ceil(num / spec.num_steps_per_report) for num in spec.num_steps)
         spent_compiling = sum(group.step_seconds * group.num_steps for group in self._compiled)
-        reason = stop(
+        reason = stop_reason(
             spec,
             [group.step_seconds for group in self._groups],
-            is_whole=len(self._groups) >= fewest,
-            is_most=len(self._groups) >= most,
+            is_whole=len(self._groups) >= min_groups,
+            is_most=len(self._groups) >= max_groups,
             measure_seconds=math.inf if spec.measure_seconds is None else spec.measure_seconds,
             measuring_seconds=now - self._groups[0].before.seconds - spent_compiling,
             training_seconds=now - self._began.seconds,
         )
         if reason is not None:
-            raise _EnoughError
+            raise _MeasuredEnoughError
 
-    def _judge(self, loss: Any, group: _StepGroup) -> None:
-        """Raise `JudgedError` if the losses show a failure. Of steps timed together only the last loss is known."""
-        known: tuple[float, ...] = ()
+    def _raise_if_losses_fail(self, loss: Any, group: _StepGroup) -> None:
+        """Raise `JudgedError` if the losses show a failure. Of steps timed together only the last loss is read."""
+        losses: tuple[float, ...] = ()
         if isinstance(loss, torch.Tensor):
             self._loss = float(loss.detach())
-            known = (self._loss,)
-        self._losses += step_losses([()] * (group.num_steps - 1) + [known], group.num_skips)
+            losses = (self._loss,)
+        self._losses += step_losses([()] * (group.num_steps - 1) + [losses], group.num_skips)
         raise_if_failed(RunEvidence(steps=tuple(self._losses[-MAX_SKIPS:]), goes_on=True))

@@ -1,4 +1,4 @@
-"""Trial trained by several processes under DistributedDataParallel: rank 0 measures, the others follow."""
+"""Trial on several ranks under DistributedDataParallel: rank 0 measures, and the others take the same steps."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.training import BaseTraining, Training
 
-_MEETING_SECONDS = 300.0  # torch's own
-_COMPILATIONS, _NUM_STEPS = "compilations", "steps"
+_MEETING_SECONDS = 300.0  # torch's default timeout of a store
+_COMPILATIONS, _NUM_STEPS = "compilations", "steps"  # keys of the store
 
 
 class _WithLoss(nn.Module):
@@ -34,12 +34,12 @@ class _WithLoss(nn.Module):
 
 
 class Peers:
-    """The other ranks of a trial, with the counters that are shared with them in addition to gradients."""
+    """Other ranks of a trial, which share gradients and, in a store, the counters of compilations and steps."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
 
-    def note_compiling(self) -> None:
+    def count_compilation(self) -> None:
         """Count a compilation on this rank, since rank 0 waits for it."""
         self._store.add(_COMPILATIONS, 1)
 
@@ -48,31 +48,31 @@ class Peers:
         return int(self._store.add(_COMPILATIONS, 0))
 
     @contextmanager
-    def led(self, training: BaseTraining) -> Iterator[None]:
-        """Make the other ranks take every step that is taken inside, and end them afterwards.
+    def lead_steps(self, training: BaseTraining) -> Iterator[None]:
+        """Have the other ranks take every step that rank 0 takes in this context, and end them afterwards.
 
-        After an error they are left waiting; the process exits then, which ends them.
+        After an error they keep waiting, until this process exits.
         """
-        with _exchanging(training):
+        with _data_parallel(training):
             yield
             self._store.add(_NUM_STEPS, training.num_steps_taken + 1)
-            _pass_on_gradients(training)  # of a last step, which the others may have begun
+            _accumulate_window(training)  # the others may have begun one step more
 
     def follow(self, training: BaseTraining, poll: Callable[[], None]) -> None:
-        """Take steps beside rank 0 until their number is the one that it finally sets; call `poll` after each."""
+        """Take steps together with rank 0 until it sets their total number in the store. Call `poll` after each."""
         num_steps = 0
-        with _exchanging(training):
-            while not (whole := self._store.add(_NUM_STEPS, 0)) or num_steps < whole:
+        with _data_parallel(training):
+            while not (total := self._store.add(_NUM_STEPS, 0)) or num_steps < total:
                 num_steps += 1
-                _pass_on_gradients(training)
+                _accumulate_window(training)
                 training.update()
                 synchronize(training.device)
                 poll()
 
 
 @contextmanager
-def met(spec: Trial) -> Iterator[Peers | None]:
-    """Join the process group of a trial and yield its other ranks; None for a trial with one rank."""
+def join_process_group(spec: Trial) -> Iterator[Peers | None]:
+    """Join the process group of a trial and yield its other ranks; None for a trial with a single rank."""
     if spec.num_ranks == 1:
         yield None
         return
@@ -86,20 +86,21 @@ def met(spec: Trial) -> Iterator[Peers | None]:
 
 
 @contextmanager
-def _exchanging(training: BaseTraining) -> Iterator[None]:
-    """Exchange the training's gradients in the last pass of each accumulation window."""
-    assert isinstance(training, Training)  # a loop of its own was refused
-    alone = training.loss
-    together = DistributedDataParallel(
+def _data_parallel(training: BaseTraining) -> Iterator[None]:
+    """Context in which the ranks average their gradients in the last pass of each accumulation window."""
+    assert isinstance(training, Training)  # a user's own loop is not accepted with --ranks
+    loss_of_one_rank = training.loss
+    parallel_loss = DistributedDataParallel(
         _WithLoss(training.model, training.loss), find_unused_parameters=training.spec.has_unused_parameters
     )
-    training.loss, training.no_sync = lambda _, batch: together(batch), together.no_sync
+    training.loss, training.no_sync = lambda _, batch: parallel_loss(batch), parallel_loss.no_sync
     yield
-    # Before the group is destroyed: with gloo, any object that holds it afterwards may wait for its threads for ever.
-    training.loss, training.no_sync = alone, nullcontext
+    # Before the group is destroyed: with gloo, an object that still holds the group may wait for its threads for ever.
+    training.loss, training.no_sync = loss_of_one_rank, nullcontext
 
 
-def _pass_on_gradients(training: BaseTraining) -> None:
+def _accumulate_window(training: BaseTraining) -> None:
+    """Take all forward and backward passes of one optimizer step."""
     num_passes = training.spec.num_timed_micro_batches
     for number in range(num_passes):
         training.forward_backward(training.next_batch(), is_last=number == num_passes - 1)

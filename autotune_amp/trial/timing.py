@@ -1,6 +1,6 @@
 """Timing of optimizer steps: warm up, take a step on the worst batch, and measure until the interval is narrow.
 
-Steps that compile are timed apart.
+Steps in which torch.compile compiles are not measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.trial.failures import raise_if_failed
-from autotune_amp.trial.jobs import is_hopeless, is_warming, stop
+from autotune_amp.trial.jobs import is_hopeless, should_continue_warmup, stop_reason
 from autotune_amp.trial.judge import MAX_SKIPS, RunEvidence, StepLosses
 from autotune_amp.trial.training import BaseTraining
 
@@ -28,21 +28,21 @@ from autotune_amp.trial.training import BaseTraining
 class CompileWatch:
     """Context that counts compilations, including deferred backward passes and CUDA graph recordings, and graph breaks.
 
-    `started` is called at the beginning of each, on whichever thread it begins.
+    `on_start` is called at the beginning of each compilation, in the thread that compiles.
     """
 
-    def __init__(self, started: Callable[[], None]) -> None:
-        self._started = started
+    def __init__(self, on_start: Callable[[], None]) -> None:
+        self._on_start = on_start
         self._num_compilations = 0
 
     def __enter__(self) -> CompileWatch:
         self._num_breaks_before = _num_graph_breaks()
-        callback_handler.register_start_callback(self._note)
+        callback_handler.register_start_callback(self._count_compilation)
         return self
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(ValueError):  # the user's code called torch.compiler.reset(), which clears them
-            callback_handler.remove_start_callback(self._note)
+            callback_handler.remove_start_callback(self._count_compilation)
 
     def count(self) -> int:
         """Return the number of compilations so far."""
@@ -52,9 +52,9 @@ class CompileWatch:
         """Return the number of graph breaks so far."""
         return _num_graph_breaks() - self._num_breaks_before
 
-    def _note(self, _: CallbackArgs) -> None:
+    def _count_compilation(self, _: CallbackArgs) -> None:
         self._num_compilations += 1
-        self._started()
+        self._on_start()
 
 
 def _num_graph_breaks() -> int:
@@ -64,26 +64,28 @@ def _num_graph_breaks() -> int:
 def forget_compiled() -> None:
     """Drop compiled code in this process; the compiler's cache on disk stays.
 
-    After other batch sizes a kept worker would compile for dynamic shapes, which is slower, and finally not at all.
+    After several batch sizes in one process torch would compile for dynamic shapes, which run slower, and finally stop
+    compiling.
     """
-    if input_codes.seen:  # else this would only import the compiler, which takes seconds on CUDA
+    if input_codes.seen:  # without compiled code a reset only imports the compiler, which takes seconds on CUDA
         torch.compiler.reset()
 
 
-SHORT_WAIT = 0.1  # share of a step
-MIN_BURSTS = 2  # least number measured of loader workers' joint deliveries, if a step waits for them
+SHORT_WAIT = 0.1  # share of a step; a shorter wait for data does not change how a step is measured
+MIN_LOADER_ROUNDS = 2  # if steps wait for data, measure at least so many rounds (`groups_per_loader_round`)
 # A step in which torch.compile compiled is repeated; dynamo gives up on a function after eight shapes.
 MAX_COMPILING_STEPS = 20
 
-Report = Callable[[int, float], None]
-Enter = Callable[[str], None]
+StepCallback = Callable[[int, float], None]  # called with the number of measured steps and seconds per step
+PhaseCallback = Callable[[str], None]  # called with the name of a phase
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of optimizer steps. `raw_step_seconds` holds the mean of each `num_steps_together` steps.
 
-    `data_seconds` is the part of a mean step spent waiting for `next()`. `update_seconds` is the optimizer's part, None
-    if timing it would have cost a synchronization. `is_own_loop`: the steps are those of the workload's `fit`.
+    `data_seconds` is the part of a mean step spent waiting for a batch. `update_seconds` is the optimizer's part, None
+    if timing it would take a synchronization. `was_cut`: the trial was ended as too slow. `is_own_loop`: the steps are
+    those of the workload's `fit`.
     """
 
     first_step_seconds: float
@@ -99,111 +101,117 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def time_steps(
-    training: BaseTraining, report: Report, enter: Enter, count_compilations: Callable[[], int] = lambda: 0
+    training: BaseTraining,
+    report: StepCallback,
+    start_phase: PhaseCallback,
+    count_compilations: Callable[[], int] = lambda: 0,
 ) -> Timing:
     """Warm up and measure as `training.spec` says, and return the timing. `report(number, seconds)` is called for every
     step.
 
-    If there is a worst batch, the first step is taken on it, and one after the warm-up, since only then does the
-    optimizer hold its state; in a confirmation the last step too. `enter` is called before steps without a deadline. A
+    If there is a worst batch, the first step is taken on it, and one after the warm-up, since only then the optimizer
+    holds its state; in a confirmation also the last step. `start_phase` is called before steps without a deadline. A
     step in which `count_compilations` rose is repeated, at most `MAX_COMPILING_STEPS` times. Raises `JudgedError` if
     losses are not finite or the loss scaler skips every step, as `judge` decides.
     """
     spec = training.spec
     timer = _StepTimer(training, count_compilations)
-    began = time.perf_counter()
+    training_began = time.perf_counter()
     training.start_loading()
     worst = training.worst_batch()
     has_worst = worst is not None
-    first_step_seconds = time.perf_counter() - began + timer.time(1, worst).seconds
+    first_step_seconds = time.perf_counter() - training_began + timer.time(1, worst).seconds
     del worst  # it may be large
     report(0, first_step_seconds)
     warm_up = _warm_up(training, timer, report)
     if is_hopeless(spec, [step.seconds for step in warm_up]):
         return timer.result(first_step_seconds, warm_up, was_cut=True)
     if has_worst:
-        report(0, _step_on_worst(training, timer, enter))
+        report(0, _step_on_worst(training, timer, start_phase))
     _drop_loaded_ahead(training, timer, report)
     timer.compiling_seconds = 0.0
-    started = time.perf_counter()
+    measuring_began = time.perf_counter()
     timer.forget_steps()
-    groups: list[_Timed] = []
+    groups: list[_TimedSteps] = []
     reason = None
-    burst = groups_per_burst(training)
-    fewest, most = (math.ceil(num_steps / spec.num_steps_per_report / burst) * burst for num_steps in spec.num_steps)
-    most = max(most, MIN_BURSTS * burst) if burst > 1 else most
+    round_size = groups_per_loader_round(training)
+    min_groups, max_groups = (
+        math.ceil(num_steps / spec.num_steps_per_report / round_size) * round_size for num_steps in spec.num_steps
+    )
+    max_groups = max(max_groups, MIN_LOADER_ROUNDS * round_size) if round_size > 1 else max_groups
     limit_seconds = math.inf if spec.measure_seconds is None else spec.measure_seconds
     while reason is None:
         groups.append(timer.time_compiled(spec.num_steps_per_report))
         report(len(groups) * spec.num_steps_per_report, groups[-1].seconds)
         now = time.perf_counter()
-        num_needed = burst * (MIN_BURSTS if burst > 1 and _waits(groups) else 1)
-        reason = stop(
+        num_needed_groups = round_size * (MIN_LOADER_ROUNDS if round_size > 1 and _is_waiting_for_data(groups) else 1)
+        reason = stop_reason(
             spec,
             [group.seconds for group in groups],
-            is_whole=len(groups) >= max(fewest, num_needed) and len(groups) % burst == 0,
-            is_most=len(groups) >= most,
-            measure_seconds=limit_seconds * (num_needed / burst if len(groups) < num_needed else 1),
-            measuring_seconds=now - started - timer.compiling_seconds,
-            training_seconds=now - began,
+            is_whole=len(groups) >= max(min_groups, num_needed_groups) and len(groups) % round_size == 0,
+            is_most=len(groups) >= max_groups,
+            measure_seconds=limit_seconds * (num_needed_groups / round_size if len(groups) < num_needed_groups else 1),
+            measuring_seconds=now - measuring_began - timer.compiling_seconds,
+            training_seconds=now - training_began,
         )
-    num_kept = len(groups) // burst * burst or len(groups)
+    num_kept = len(groups) // round_size * round_size or len(groups)
     groups = groups[:num_kept]
-    held_seconds = None
-    if training.device.type != "cpu" and reason != "cut" and _waits(groups):
-        held_seconds = timer.time(spec.num_steps_per_report, held=training.next_batch()).seconds
-        report(0, held_seconds)
+    seconds_without_wait = None
+    if training.device.type != "cpu" and reason != "cut" and _is_waiting_for_data(groups):
+        seconds_without_wait = timer.time(spec.num_steps_per_report, repeated_batch=training.next_batch()).seconds
+        report(0, seconds_without_wait)
     was_cut = reason == "cut"
     if has_worst and spec.is_confirmation:
-        _step_on_worst(training, timer, enter)
-    return timer.result(first_step_seconds, groups, was_cut=was_cut, held_seconds=held_seconds)
+        _step_on_worst(training, timer, start_phase)
+    return timer.result(first_step_seconds, groups, was_cut=was_cut, seconds_without_wait=seconds_without_wait)
 
 
-def groups_per_burst(training: BaseTraining) -> int:
-    """Return the number of timed groups of steps that use up a whole multiple of what the loader's workers deliver
-    together.
+def groups_per_loader_round(training: BaseTraining) -> int:
+    """Return the least number of timed groups of steps, called a round, that take equally many batches from each loader
+    worker.
 
-    Workers that start together are ready together, and one step in so many waits for all of them.
+    Workers that start together deliver at the same time, and then one step waits for all of them. Only whole rounds
+    contain such steps in their true proportion.
     """
     num_batches = training.spec.num_timed_micro_batches * training.spec.num_steps_per_report
     num_workers = training.num_loader_workers or 1
     return num_workers // math.gcd(num_workers, num_batches)
 
 
-def _waits(groups: list[_Timed]) -> bool:
+def _is_waiting_for_data(groups: list[_TimedSteps]) -> bool:
     return sum(group.data_seconds for group in groups) > SHORT_WAIT * sum(group.seconds for group in groups)
 
 
-def _drop_loaded_ahead(training: BaseTraining, timer: _StepTimer, report: Report) -> None:
-    """Drop batches that workers loaded ahead during the slow first steps, then take a step, which waits for new ones.
+def _drop_loaded_ahead(training: BaseTraining, timer: _StepTimer, report: StepCallback) -> None:
+    """Drop batches that workers prefetched during the slow first steps, then take a step, which waits for new ones.
 
-    Steps on those batches would not wait, even if the loader cannot keep up.
+    Steps on prefetched batches do not wait, even if the loader is slower than the training.
     """
     began = time.perf_counter()
     for _ in range(training.num_loaded_ahead):
-        asked = time.perf_counter()
+        wait_began = time.perf_counter()
         training.next_batch()
-        report(0, time.perf_counter() - asked)
+        report(0, time.perf_counter() - wait_began)
         if time.perf_counter() - began > (training.spec.measure_seconds or math.inf):
             break
     if training.num_loaded_ahead:
         report(0, timer.time_compiled(1).seconds)
 
 
-def _step_on_worst(training: BaseTraining, timer: _StepTimer, enter: Enter) -> float:
-    enter("taking a step on the worst batch")
+def _step_on_worst(training: BaseTraining, timer: _StepTimer, start_phase: PhaseCallback) -> float:
+    start_phase("taking a step on the worst batch")
     return timer.time(1, training.worst_batch()).seconds
 
 
-def _warm_up(training: BaseTraining, timer: _StepTimer, report: Report) -> list[_Timed]:
+def _warm_up(training: BaseTraining, timer: _StepTimer, report: StepCallback) -> list[_TimedSteps]:
     """Time the warm-up steps after the first, and return them.
 
-    They go on until a loop has taken its first update and fp16's loss scale has come down, then in groups until their
-    times stop falling.
+    Take single steps until a loop has taken its first optimizer step and fp16's loss scale stops falling, then groups
+    of steps until their times stop falling.
     """
     spec, began = training.spec, time.perf_counter()
     num_least = spec.num_warmup_steps[0]
-    steps: list[_Timed] = []
+    steps: list[_TimedSteps] = []
     while True:
         steps.append(timer.time_compiled(1))
         report(0, steps[-1].seconds)
@@ -211,9 +219,9 @@ def _warm_up(training: BaseTraining, timer: _StepTimer, report: Report) -> list[
         if num_done >= num_least and not steps[-1].num_skips and training.has_stepped:
             break
         if num_done >= num_least + MAX_SKIPS:
-            require_step(training, num_done)
+            raise_if_no_optimizer_step(training, num_done)
     seconds = [step.seconds for step in steps]
-    while not is_hopeless(spec, seconds) and is_warming(
+    while not is_hopeless(spec, seconds) and should_continue_warmup(
         seconds,
         num_steps=1 + sum(step.num_steps for step in steps),
         warming_seconds=time.perf_counter() - began - timer.compiling_seconds,
@@ -225,7 +233,7 @@ def _warm_up(training: BaseTraining, timer: _StepTimer, report: Report) -> list[
     return steps
 
 
-def require_step(training: BaseTraining, num_calls: int) -> None:
+def raise_if_no_optimizer_step(training: BaseTraining, num_calls: int) -> None:
     """Raise `WorkloadError` if `num_calls` calls of the workload's loop took no optimizer step."""
     if not training.has_stepped:
         raise WorkloadError(
@@ -234,17 +242,17 @@ def require_step(training: BaseTraining, num_calls: int) -> None:
         )
 
 
-def num_backoffs(training: BaseTraining, before: float | None) -> int:
-    """Return the number of steps that the loss scaler skipped since its scale was `before`."""
-    after = training.loss_scale()
-    if before is None or after is None or training.scaler is None or not 0 < after < before:
+def num_backoffs(training: BaseTraining, scale_before: float | None) -> int:
+    """Return the number of steps that the loss scaler skipped since its scale was `scale_before`."""
+    scale = training.loss_scale()
+    if scale_before is None or scale is None or training.scaler is None or not 0 < scale < scale_before:
         return 0
-    return round(math.log(after / before) / math.log(training.scaler.get_backoff_factor()))
+    return round(math.log(scale / scale_before) / math.log(training.scaler.get_backoff_factor()))
 
 
-class _Timed(NamedTuple):
-    """Steps timed together: the seconds of a mean step, of waiting for its data and of its update, and the number of
-    steps that the loss scaler skipped.
+class _TimedSteps(NamedTuple):
+    """Steps timed together: mean seconds of a step, of its wait for data and of its update, and the number of steps
+    that the loss scaler skipped.
     """
 
     num_steps: int
@@ -255,7 +263,7 @@ class _Timed(NamedTuple):
 
 
 class _StepTimer:
-    """Timer of whole optimizer steps, or of fewer micro-batches and one update from which a step's time is composed."""
+    """Timer of optimizer steps. Of a long accumulation window it takes a few micro-batches and scales their time up."""
 
     def __init__(self, training: BaseTraining, count_compilations: Callable[[], int]) -> None:
         self._training = training
@@ -274,17 +282,22 @@ class _StepTimer:
         self._steps = []
 
     def result(
-        self, first_step_seconds: float, groups: list[_Timed], *, held_seconds: float | None = None, **ended: Any
+        self,
+        first_step_seconds: float,
+        groups: list[_TimedSteps],
+        *,
+        seconds_without_wait: float | None = None,
+        was_cut: bool,
     ) -> Timing:
-        """Return the timing of `groups`. `held_seconds` is the time of a step without waiting for data, None if not
-        measured.
+        """Return the timing of `groups`. `seconds_without_wait` are those of a step that does not wait for data, None
+        if not measured.
 
         Raises `JudgedError` if the losses of the steps show a failure.
         """
         raise_if_failed(RunEvidence(steps=tuple(self._steps)))
         data_seconds = _mean(groups, "data_seconds")
-        if held_seconds is not None:  # the device computes while the host waits
-            data_seconds = min(data_seconds, max(0.0, _mean(groups, "seconds") - held_seconds))
+        if seconds_without_wait is not None:  # the device computes while the host waits
+            data_seconds = min(data_seconds, max(0.0, _mean(groups, "seconds") - seconds_without_wait))
         has_update_seconds = self._is_split and self._training.is_update_apart
         return Timing(
             first_step_seconds=first_step_seconds,
@@ -295,10 +308,10 @@ class _StepTimer:
             num_skips=sum(group.num_skips for group in groups),
             last_loss=self.last_loss,
             num_compiling_steps=self.num_compiling_steps,
-            **ended,
+            was_cut=was_cut,
         )
 
-    def time_compiled(self, num_steps: int) -> _Timed:
+    def time_compiled(self, num_steps: int) -> _TimedSteps:
         """Time steps, repeating them while something was compiled, at most `MAX_COMPILING_STEPS` times."""
         while True:
             num_compilations, began = self._count_compilations(), time.perf_counter()
@@ -308,11 +321,11 @@ class _StepTimer:
             self.num_compiling_steps += num_steps
             self.compiling_seconds += time.perf_counter() - began
 
-    def time(self, num_steps: int, worst: Any = None, held: Any = None) -> _Timed:
+    def time(self, num_steps: int, worst_batch: Any = None, repeated_batch: Any = None) -> _TimedSteps:
         """Time `num_steps` optimizer steps between two synchronizations.
 
-        The last micro-batch of each is `worst` unless it is None: then the other gradients exist as well. All other
-        micro-batches are `held` unless it is None.
+        Batches come from the loader, unless given: `worst_batch` is the last micro-batch of each step, when gradients
+        exist already, and `repeated_batch` is every other one.
         """
         training = self._training
         scale = training.loss_scale()
@@ -322,11 +335,12 @@ class _StepTimer:
         last = time.perf_counter()
         for _ in range(num_steps):
             for number in range(self._num_micro):
-                batch = worst if number == self._num_micro - 1 and worst is not None else held
+                is_worst = number == self._num_micro - 1 and worst_batch is not None
+                batch = worst_batch if is_worst else repeated_batch
                 if batch is None:
-                    asked = time.perf_counter()
+                    wait_began = time.perf_counter()
                     batch = training.next_batch()
-                    data_seconds += time.perf_counter() - asked
+                    data_seconds += time.perf_counter() - wait_began
                 if self._is_last_apart and number == self._num_micro - 1:
                     synchronize(training.device)
                     micro_seconds, last = micro_seconds + time.perf_counter() - last, time.perf_counter()
@@ -346,15 +360,15 @@ class _StepTimer:
         values = torch.stack([loss.float() for loss in losses]).tolist()
         self.last_loss = values[-1]
         micro = self._num_micro
-        each = [tuple(values[start : start + micro]) for start in range(0, len(values), micro)]
-        self._steps += step_losses(each, num_skips)
+        losses_of_steps = [tuple(values[start : start + micro]) for start in range(0, len(values), micro)]
+        self._steps += step_losses(losses_of_steps, num_skips)
         raise_if_failed(RunEvidence(steps=tuple(self._steps[-MAX_SKIPS:]), goes_on=True))
         window = self._training.spec.candidate.accumulation_steps
         if self._is_last_apart:
             window_seconds = micro_seconds * (window - 1) / (self._num_micro - 1) + last_seconds
         else:
             window_seconds = last_seconds * self._repeats
-        return _Timed(
+        return _TimedSteps(
             num_steps,
             (window_seconds + update_seconds) / num_steps,
             data_seconds * self._repeats / num_steps,
@@ -364,15 +378,17 @@ class _StepTimer:
 
 
 def step_losses(losses: Sequence[tuple[float, ...]], num_skips: int) -> list[StepLosses]:
-    """Return the evidence of steps from their losses, of which the loss scaler skipped `num_skips`.
+    """Return the `StepLosses` of steps with these `losses`, `num_skips` of which the loss scaler skipped.
 
-    Steps whose losses are not finite count as skipped before others.
+    Which steps it skipped is not recorded: those whose losses are not finite are assumed first.
     """
     order = sorted(range(len(losses)), key=lambda number: all(map(math.isfinite, losses[number])))
     skipped = order[:num_skips]
-    return [StepLosses(losses=each, is_skipped=number in skipped) for number, each in enumerate(losses)]
+    return [
+        StepLosses(losses=losses_of_step, is_skipped=number in skipped) for number, losses_of_step in enumerate(losses)
+    ]
 
 
-def _mean(groups: list[_Timed], field: str) -> float:
+def _mean(groups: list[_TimedSteps], field: str) -> float:
     total: float = sum(getattr(group, field) * group.num_steps for group in groups)
     return total / sum(group.num_steps for group in groups)

@@ -24,13 +24,13 @@ from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.step_amp import StepAmp, has_gradients
 from autotune_amp.precision.torch_state import as_found_autocast
 from autotune_amp.trial import data
-from autotune_amp.trial.context import LoopState, Optimizers, each, make_optimizer
+from autotune_amp.trial.context import LoopState, Optimizers, make_optimizer, users_optimizers
 from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.worst_batch import worst_batches
 
 
 class BaseTraining(ABC):
-    """Base class of a model and its batches, ready to take steps as `spec` says."""
+    """Base class of a training run: a model, its optimizers and batches, under the setting of `spec`."""
 
     scaler: torch.amp.GradScaler | None
     parts: tuple[Any, ...]  # arguments of the user's own functions: (model, optimizer) or (state,)
@@ -45,8 +45,8 @@ class BaseTraining(ABC):
         self.model = model
         # Context of a pass whose gradients are not exchanged between ranks.
         self.no_sync: Callable[[], AbstractContextManager[object]] = nullcontext
-        self.batches, self.loader = data.opened(workload.data, spec.candidate.batch_size, spec.candidate.num_workers)
-        self._taken: list[Any] = []
+        self.batches, self.loader = data.open_data(workload.data, spec.candidate.batch_size, spec.candidate.num_workers)
+        self._prefetched: list[Any] = []
         self._last_batch: Any = None
         num_worst = 3 if spec.is_confirmation else 2  # the first step, one after the warm-up, a confirmation's last
         self._worst = worst_batches(
@@ -55,15 +55,15 @@ class BaseTraining(ABC):
         self._pinned: list[nn.Module] = []
         self._undo: list[Callable[[], None]] = []
 
-    def set_precision(self, wanted: Precision) -> None:
+    def set_precision(self, precision: Precision) -> None:
         """Set the strict torch flags of a precision, unless the setting keeps the caller's own."""
         if not self.spec.candidate.as_found:
-            torch_state.set_flags(wanted)
+            torch_state.set_flags(precision)
 
     def pin(self, names: Sequence[str]) -> None:
         """Keep the modules with these names in fp32 under autocast until `close`."""
         if MODES[self.spec.candidate.precision].uses_autocast:
-            # Modules that the user's own model has pinned stay pinned after `unpin`.
+            # Modules that the user has pinned are left out, so that `close` does not unpin them.
             self._pinned = [module for module in named(self.model, names) if not forward_wrapper.is_pinned(module)]
             for module in self._pinned:
                 forward_wrapper.pin_fp32(module, self.device.type)
@@ -73,18 +73,18 @@ class BaseTraining(ABC):
     def live(self) -> LiveTraining:
         """Return the models, optimizers and device that variants change."""
 
-    def change(self, variant: Variant, value: str) -> None:
-        """Give the model, the optimizers and the process a variant's value as `prepare` does, until `close`."""
+    def apply_variant(self, variant: Variant, value: str) -> None:
+        """Apply a variant's value to the model, the optimizers and the process until `close`."""
         if (undo := variant.change_once(value, self.live)) is not None:
             self._undo.append(undo)
 
     def start_loading(self) -> None:
         """Take the first batch, which starts the loader's workers, and keep it for `next_batch`."""
-        self._taken.append(next(self.batches))
+        self._prefetched.append(next(self.batches))
 
     def next_batch(self) -> Any:
         """Return the next batch of the loader. The previous one is freed only now, as in any training loop."""
-        self._last_batch = self._taken.pop() if self._taken else next(self.batches)
+        self._last_batch = self._prefetched.pop() if self._prefetched else next(self.batches)
         return self._last_batch
 
     @property
@@ -119,14 +119,14 @@ class BaseTraining(ABC):
 
     @abstractmethod
     def forward_backward(self, batch: Any, *, is_last: bool = True) -> Tensor:
-        """Move the batch to the device, add its gradients, and return a copy of the loss, a scalar tensor.
+        """Move the batch to the device, accumulate its gradients, and return a copy of the loss, a scalar tensor.
 
-        Ranks exchange their gradients in the pass that `is_last` of its optimizer step.
+        Several ranks exchange their gradients only if the pass `is_last` of its optimizer step.
         """
 
     @abstractmethod
     def update(self) -> None:
-        """Clip, take the optimizer step and that of the schedule, and clear the gradients."""
+        """Clip the gradients, step the optimizer and the schedule, and clear the gradients."""
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return a new autocast context for the candidate's forward passes."""
@@ -140,36 +140,36 @@ class BaseTraining(ABC):
         return None if self.scaler is None else float(self.scaler.get_scale())
 
     def close(self) -> None:
-        """Stop the loader's workers, which only then remove their files, and restore the model as it was."""
+        """Stop the loader's workers, which remove their files then, and undo the changes to the model."""
         self.batches.close()
         self._worst.close()
         for module in self._pinned:
             forward_wrapper.unpin(module)
-        for undo in self._undo:  # a kept process goes on with the same model
+        for undo in self._undo:  # later jobs of a kept process use the same model
             undo()
 
     def _on_device(self, batch: Any) -> Any:
-        return batch if self.device.type == "cpu" else data.move(batch, self.device)
+        return batch if self.device.type == "cpu" else data.move_batch(batch, self.device)
 
 
 class Training(BaseTraining):
-    """Training given by a model, a loss and optimizers."""
+    """Training run of a model with a loss and optimizers."""
 
     def __init__(self, workload: Workload, model: nn.Module, spec: Trial) -> None:
         super().__init__(workload, model, spec)
-        self.loss = checked_loss(workload.loss)
+        self.loss = loss_with_checks(workload.loss)
         self.optimizer = make_optimizer(workload, model)
-        several = list(each(self.optimizer))
-        self.parts = (model, several if isinstance(self.optimizer, Optimizers) else self.optimizer)
-        # A loop's own variable holds the last graph until the next one exists. Large freed blocks cannot be merged
-        # across it: without it, a heap peaks up to 5 % lower than in a training run (studies/peak_memory).
+        optimizers = list(users_optimizers(self.optimizer))
+        self.parts = (model, optimizers if isinstance(self.optimizer, Optimizers) else self.optimizer)
+        # A usual loop holds the last loss, with its graph, until the next one is computed. Freed blocks cannot be
+        # merged across it: without it a heap peaks up to 5 % lower than in a usual loop (studies/peak_memory).
         self._last_loss: Tensor | None = None
         self._schedulers = [] if workload.schedule is None else list(workload.schedule(self.optimizer))
         self.scaler = torch_state.grad_scaler(spec.loss_scale, self.device.type)
 
     @property
     def live(self) -> LiveTraining:  # noqa: D102 - see BaseTraining
-        return LiveTraining([self.model], each(self.optimizer), self.device)
+        return LiveTraining([self.model], users_optimizers(self.optimizer), self.device)
 
     @property
     def is_in_own_loop(self) -> bool:
@@ -194,7 +194,7 @@ class Training(BaseTraining):
             self.optimizer.step()
         else:
             # GradScaler refuses to step an optimizer without gradients.
-            trained = list(filter(has_gradients, each(self.optimizer)))
+            trained = list(filter(has_gradients, users_optimizers(self.optimizer)))
             if self.workload.clip is not None:
                 for optimizer in trained:
                     self.scaler.unscale_(optimizer)
@@ -213,7 +213,7 @@ class Training(BaseTraining):
 
 
 class LoopTraining(BaseTraining):
-    """Training by a loop of the user's own: `forward_backward` is its whole step."""
+    """Training run whose steps are the user's own `train_step`, called by `forward_backward`."""
 
     is_update_apart = False
     has_stepped = False
@@ -233,7 +233,7 @@ class LoopTraining(BaseTraining):
     def live(self) -> LiveTraining:  # noqa: D102 - see BaseTraining
         return self.state.live_training(self.device)
 
-    def forward_backward(self, batch: Any, *, is_last: bool = True) -> Tensor:  # noqa: ARG002 - it is always a step
+    def forward_backward(self, batch: Any, *, is_last: bool = True) -> Tensor:  # noqa: ARG002 - always a whole step
         """Move the batch to the device, take the whole step, and return the sum of amp's losses, detached."""
         batch = self._on_device(batch)
         self._amp.begin()
@@ -261,17 +261,19 @@ def make_training(workload: Workload, model: nn.Module, spec: Trial) -> BaseTrai
     return training
 
 
-def checked_loss(loss: Callable[[nn.Module, Any], Any] | None) -> Callable[[nn.Module, Any], Tensor]:
-    """Return the workload's loss, raising `WorkloadError` unless its result is one number with a gradient."""
+def loss_with_checks(loss: Callable[[nn.Module, Any], Any] | None) -> Callable[[nn.Module, Any], Tensor]:
+    """Return the workload's loss, which then raises `WorkloadError` unless it returns one number with a gradient."""
     assert loss is not None
 
-    def checked(model: nn.Module, batch: Any) -> Tensor:
+    def loss_or_error(model: nn.Module, batch: Any) -> Tensor:
         value = loss(model, batch)
         if not isinstance(value, Tensor) or value.numel() != 1:
-            given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type_name(value)}"
+            returned = (
+                f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type_name(value)}"
+            )
             raise WorkloadError(
-                f"loss(model, batch) returned {given}; it must return a tensor with one element.",
-                "Reduce it, for example with .mean(), and return the loss alone.",
+                f"loss(model, batch) returned {returned}; it must return a tensor with one element.",
+                "Reduce it, for example with .mean(), and return only the loss.",
             )
         if not value.requires_grad:
             raise WorkloadError(
@@ -280,4 +282,4 @@ def checked_loss(loss: Callable[[nn.Module, Any], Any] | None) -> Callable[[nn.M
             )
         return value
 
-    return checked
+    return loss_or_error

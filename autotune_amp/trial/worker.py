@@ -1,4 +1,4 @@
-"""Jobs of a trial process: probe, description and trials. A job that fails returns a `Failure`."""
+"""Work of the jobs in a trial process: probe, description and trials. A trial that fails returns a `Failure`."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.torch_state import CUDA_FLAGS
 from autotune_amp.trial import data, failures, ranks
-from autotune_amp.trial.context import Context, LoopState, each, make_optimizer
-from autotune_amp.trial.energy import EnergyMeter, counter_of
-from autotune_amp.trial.jobs import Check, Describe, Follow, Followed, Probe, Trial
+from autotune_amp.trial.context import Context, LoopState, make_optimizer, users_optimizers
+from autotune_amp.trial.energy import EnergyMeter, find_counter
+from autotune_amp.trial.jobs import Check, Describe, FollowerMemory, FollowerTrial, ProbeJob, Trial
 from autotune_amp.trial.judge import RunEvidence, judge
 from autotune_amp.trial.memory import PeakMemory, hold_heap
 from autotune_amp.trial.own_loop import time_own_loop
-from autotune_amp.trial.timing import CompileWatch, Report, Timing, forget_compiled, time_steps
+from autotune_amp.trial.timing import CompileWatch, StepCallback, Timing, forget_compiled, time_steps
 from autotune_amp.trial.training import BaseTraining, Training, make_training
 from autotune_amp.trial.worst_batch import Scan, scan
 
@@ -50,46 +50,46 @@ Result = TypeVar("Result")
 # -- jobs before the first trial ---------------------------------------------------------------------------------------
 
 
-def probe(context: Context, job: Probe, tell: Tell) -> Hardware:  # noqa: ARG001 - it takes no steps to tell of
+def probe(context: Context, job: ProbeJob, tell: Tell) -> Hardware:  # noqa: ARG001 - it has no progress to send
     """Return the device's capabilities, measured with the caller's torch state."""
     torch_state.apply(job.torch_state)
     hardware = measure(job.device)
-    clean(torch.device(hardware.device))
+    free_cached_memory(torch.device(hardware.device))
     return hardware
 
 
-_OF_A_LOOP = "train_step takes its own optimizer steps, so nothing can be accumulated around it"
-_OF_COMPLEX = "complex parameters are trained, whose gradients torch.amp.GradScaler cannot unscale"
+_ACCUMULATION_IN_LOOP = "train_step takes its own optimizer steps, so gradients cannot be accumulated around it"
+_COMPLEX_IN_FP16 = "complex parameters are trained, whose gradients torch.amp.GradScaler cannot unscale"
 
 
-def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noqa: ARG001 - it takes no steps to tell of
+def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noqa: ARG001 - it has no progress to send
     """Build the workload once and return its description."""
     workload, device, state = context.workload, torch.device(job.device), job.torch_state
     torch_state.apply(state)
     context_seconds = _start_accelerator(device)
-    kind, batch_size, num_samples = data.describe(workload.data)
+    data_kind, batch_size, num_samples = data.describe(workload.data)
     started = time.perf_counter()
     model = context.model(device)
     parameters = list(model.parameters())
     if isinstance(model, LoopState):
-        trained, parts = model.trained(), model.live_training(device)
+        trained, live_training = model.trained(), model.live_training(device)
     else:
-        parts = LiveTraining([model], each(make_optimizer(workload, model)), device)
+        live_training = LiveTraining([model], users_optimizers(make_optimizer(workload, model)), device)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
     build_seconds = time.perf_counter() - started
-    seen_batch_size = job.baseline_batch_size and (batch_size or job.baseline_batch_size)
-    as_found, is_strict = as_run(workload, model, device, state, seen_batch_size, has_tf32=job.has_tf32)
+    scan_batch_size = job.baseline_batch_size and (batch_size or job.baseline_batch_size)
+    as_found, is_strict = users_precision(workload, model, device, state, scan_batch_size, has_tf32=job.has_tf32)
     if context.is_kept:
-        clean(device)
+        free_cached_memory(device)
     has_unused = False
-    if job.is_ranked and seen_batch_size is not None and not workload.is_loop:
-        has_unused = has_unused_parameters(workload, model, _trial_as_found(as_found, seen_batch_size, device, state))
-    seen = Scan() if seen_batch_size is None else scan(workload, seen_batch_size)
+    if job.is_ranked and scan_batch_size is not None and not workload.is_loop:
+        has_unused = has_unused_parameters(workload, model, _unchanged_trial(as_found, scan_batch_size, device, state))
+    scan_result = Scan() if scan_batch_size is None else scan(workload, scan_batch_size)
     return Description(
         name=workload.name,
         batch_size=batch_size,
         num_samples=num_samples,
-        data=kind,
+        data=data_kind,
         num_parameters=sum(p.numel() for p in parameters),
         num_trainable_parameters=sum(p.numel() for p in trained),
         weights=_weights(parameters, trained),
@@ -104,16 +104,16 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
         weighs_passes=workload.weighs_passes,
         trainer=workload.trainer,
         unsettable={
-            **({"accumulation_steps": _OF_A_LOOP} if workload.is_loop else {}),
-            **({"fp16": _OF_COMPLEX} if any(tensor.is_complex() for tensor in trained) else {}),
+            **({"accumulation_steps": _ACCUMULATION_IN_LOOP} if workload.is_loop else {}),
+            **({"fp16": _COMPLEX_IN_FP16} if any(tensor.is_complex() for tensor in trained) else {}),
         },
-        variants=supported_values(parts),
+        variants=supported_values(live_training),
         has_unused_parameters=has_unused,
-        **seen._asdict(),
+        **scan_result._asdict(),
     )
 
 
-def as_run(
+def users_precision(
     workload: Workload,
     model: nn.Module,
     device: torch.device,
@@ -122,27 +122,34 @@ def as_run(
     *,
     has_tf32: bool,
 ) -> tuple[Precision, bool]:
-    """Return the precision of the user's own run, and whether it is strict, by the flags that matter for a step.
+    """Return the precision of the user's own run, and whether its flags are those of the strict precision.
 
-    This is `torch_state.as_found`, unless the workload has a precision of its own. If cuDNN's flags alone decide, one
-    step of `batch_size` is taken to see whether they matter; without a `batch_size` they always count.
+    They follow from the torch state, unless the workload sets its own precision. Only flags that affect a step count:
+    if cuDNN's flags alone decide, one pass of `batch_size` is run to find out; without a `batch_size` they always
+    count.
     """
     if workload.precision is not None:
         return workload.precision, True
-    found = torch_state.as_found(state, device.type, () if has_tf32 else CUDA_FLAGS)
-    if batch_size is None or found[1] or not torch_state.as_found(state, device.type, _FLAG_OPERATORS)[1]:
-        return found
-    used = used_flags(workload, model, _trial_as_found(found[0], batch_size, device, state))
-    return torch_state.as_found(state, device.type, _FLAG_OPERATORS.keys() - used)
+    precision_and_is_strict = torch_state.as_found(state, device.type, () if has_tf32 else CUDA_FLAGS)
+    if (
+        batch_size is None
+        or precision_and_is_strict[1]
+        or not torch_state.as_found(state, device.type, _FLAG_OPERATORS)[1]
+    ):
+        return precision_and_is_strict
+    used_flags = cudnn_flags_in_use(
+        workload, model, _unchanged_trial(precision_and_is_strict[0], batch_size, device, state)
+    )
+    return torch_state.as_found(state, device.type, _FLAG_OPERATORS.keys() - used_flags)
 
 
-def used_flags(workload: Workload, model: nn.Module, spec: Trial) -> frozenset[str]:
-    """Return those of cuDNN's flags that affect an operator of a step with `spec`; all of them if that is unknown.
+def cudnn_flags_in_use(workload: Workload, model: nn.Module, spec: Trial) -> frozenset[str]:
+    """Return the cuDNN flags that affect an operator of a step with `spec`; all of them if that is unknown.
 
-    It is unknown if the step fails, and for operators from outside PyTorch, which may call any others.
+    It is unknown if the step fails, or has an operator from outside PyTorch, which may call cuDNN itself.
     """
-    watch = _OperatorWatch()
-    return frozenset(watch.used if _takes_a_pass(workload, model, spec, watch) else _FLAG_OPERATORS)
+    recorder = _OperatorRecorder()
+    return frozenset(recorder.used if _is_pass_successful(workload, model, spec, recorder) else _FLAG_OPERATORS)
 
 
 def has_unused_parameters(workload: Workload, model: nn.Module, spec: Trial) -> bool:
@@ -151,18 +158,20 @@ def has_unused_parameters(workload: Workload, model: nn.Module, spec: Trial) -> 
 
     False if the pass fails, since the trial will fail too and report why. The model's gradients are cleared.
     """
-    is_taken = _takes_a_pass(workload, model, spec, nullcontext())
-    found = is_taken and any(p.requires_grad and p.grad is None for p in model.parameters())
+    has_passed = _is_pass_successful(workload, model, spec, nullcontext())
+    has_unused = has_passed and any(p.requires_grad and p.grad is None for p in model.parameters())
     model.zero_grad()
-    return found
+    return has_unused
 
 
-def _trial_as_found(precision: Precision, batch_size: int, device: torch.device, state: Mapping[str, Any]) -> Trial:
+def _unchanged_trial(precision: Precision, batch_size: int, device: torch.device, state: Mapping[str, Any]) -> Trial:
     candidate = Setting(precision=precision, batch_size=batch_size, as_found=True)
     return Trial(candidate=candidate, device=str(device), torch_state=dict(state))
 
 
-def _takes_a_pass(workload: Workload, model: nn.Module, spec: Trial, watch: AbstractContextManager[object]) -> bool:
+def _is_pass_successful(
+    workload: Workload, model: nn.Module, spec: Trial, watch: AbstractContextManager[object]
+) -> bool:
     """Take a forward and backward pass inside `watch`, and return whether it succeeded."""
     try:
         with closing(make_training(workload, model, spec)) as training:
@@ -177,14 +186,16 @@ def _takes_a_pass(workload: Workload, model: nn.Module, spec: Trial, watch: Abst
     return True
 
 
-class _OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
+class _OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
+    """Dispatch mode that records the flags which affect the operators run under it."""
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
         self.used: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_own = func.namespace in ("aten", "profiler")  # an optimizer tells the profiler about its steps
-        self.used |= {flag for flag, name in _FLAG_OPERATORS.items() if not is_own or name in func.name()}
+        is_torch = func.namespace in ("aten", "profiler")  # an optimizer tells the profiler about its steps
+        self.used |= {flag for flag, name in _FLAG_OPERATORS.items() if not is_torch or name in func.name()}
         return func(*args, **(kwargs or {}))
 
 
@@ -200,11 +211,13 @@ def _weights(parameters: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]
 
 def run(context: Context, spec: Trial, tell: Tell) -> Outcome:
     """Run one trial; an error is returned as a `Failure`."""
-    return guarded(context, spec, lambda: _measure(context, spec, tell))
+    return run_guarded(context, spec, lambda: _measure(context, spec, tell))
 
 
-def guarded(context: Context, spec: Trial | Check, action: Callable[[], Result]) -> Result | Failure:
-    """Run `action` in the caller's torch state. Errors are returned as a `Failure`; a kept worker is cleaned up."""
+def run_guarded(context: Context, spec: Trial | Check, action: Callable[[], Result]) -> Result | Failure:
+    """Run `action` in the caller's torch state and return its result; an error is returned as a `Failure`. A kept
+    worker frees its cached memory afterwards.
+    """
     num_kills_before = failures.num_oom_kills()
     try:
         torch_state.apply(spec.torch_state)
@@ -219,11 +232,11 @@ def guarded(context: Context, spec: Trial | Check, action: Callable[[], Result])
         return failure
     finally:
         if context.is_kept:
-            clean(torch.device(spec.device))
+            free_cached_memory(torch.device(spec.device))
 
 
-def prepare(context: Context, spec: Trial | Check) -> tuple[PeakMemory, float]:
-    """Seed, start the accelerator and limit the memory. Return the memory watch and the seconds that the start took."""
+def prepare_process(context: Context, spec: Trial | Check) -> tuple[PeakMemory, float]:
+    """Seed, start the accelerator and limit the memory. Return the `PeakMemory` and the seconds that the start took."""
     device = torch.device(spec.device)
     torch_state.seed(spec.seed + (spec.rank if isinstance(spec, Trial) else 0))  # each rank draws other samples
     context_seconds = _start_accelerator(device)
@@ -232,7 +245,7 @@ def prepare(context: Context, spec: Trial | Check) -> tuple[PeakMemory, float]:
 
 
 def _start_accelerator(device: torch.device) -> float:
-    """Start the device and return the seconds it took. From then on "cuda" in the user's code means this device."""
+    """Start the device, make it the current one (the "cuda" of the user's code), and return the seconds it took."""
     if device.type == "cpu":
         return 0.0
     started = time.perf_counter()
@@ -243,9 +256,9 @@ def _start_accelerator(device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def clean(device: torch.device) -> None:
-    """Free compiled code, whose graphs hold memory, and the allocator's cache, before a kept worker's next trial, to
-    which they would be counted.
+def free_cached_memory(device: torch.device) -> None:
+    """Free compiled code, whose CUDA graphs hold memory, and the allocator's cache. Otherwise they would count as
+    memory of a kept worker's next trial.
     """
     forget_compiled()
     gc.collect()
@@ -254,62 +267,62 @@ def clean(device: torch.device) -> None:
             torch.get_device_module(device).empty_cache()
 
 
-def follow(context: Context, spec: Follow, tell: Tell) -> Followed | Failure:
-    """Run as a further rank of a trial; an error is returned as a `Failure`."""
-    return guarded(context, spec, lambda: _follow(context, spec, tell))
+def follow(context: Context, spec: FollowerTrial, tell: Tell) -> FollowerMemory | Failure:
+    """Take steps as a rank other than 0 of a trial and return its memory; an error is returned as a `Failure`."""
+    return run_guarded(context, spec, lambda: _follow(context, spec, tell))
 
 
-def _follow(context: Context, spec: Follow, tell: Tell) -> Followed:
-    memory, _ = prepare(context, spec)
-    with ranks.met(spec) as peers:
+def _follow(context: Context, spec: FollowerTrial, tell: Tell) -> FollowerMemory:
+    memory, _ = prepare_process(context, spec)
+    with ranks.join_process_group(spec) as peers:
         assert peers is not None
         model = context.model_for(spec.candidate, torch.device(spec.device))
         with closing(make_training(context.workload, model, spec)) as training:
             tell(Ready())  # rank 0 reports the steps
             retries = memory.num_allocator_retries()
-            with CompileWatch(peers.note_compiling):
+            with CompileWatch(peers.count_compilation):
                 peers.follow(training, memory.poll)
             peak, reserved = memory.peak_bytes()
             has_flushed = memory.num_allocator_retries() > retries
-    return Followed(peak_memory_bytes=peak, reserved_memory_bytes=reserved, has_flushed=has_flushed)
+    return FollowerMemory(peak_memory_bytes=peak, reserved_memory_bytes=reserved, has_flushed=has_flushed)
 
 
 def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
-    memory, context_seconds = prepare(context, spec)
+    memory, context_seconds = prepare_process(context, spec)
     is_build_shared = context.build_memory is not None
     started = time.perf_counter()
     with ExitStack() as stack:
-        peers = stack.enter_context(ranks.met(spec))
+        peers = stack.enter_context(ranks.join_process_group(spec))
         model = context.model_for(spec.candidate, torch.device(spec.device))
         training = stack.enter_context(closing(make_training(context.workload, model, spec)))
         build_seconds = time.perf_counter() - started
         if peers is not None:
-            stack.enter_context(peers.led(training))
+            stack.enter_context(peers.lead_steps(training))
         device = training.device
-        meter = EnergyMeter(counter_of(device.type, cuda.uuid(device) if device.type == "cuda" else None))
+        meter = EnergyMeter(find_counter(device.type, cuda.uuid(device) if device.type == "cuda" else None))
         tell(Ready())
         tell(FirstStep())
 
         def report(number: int, seconds: float) -> None:
-            meter.step(number, compiling.count())
+            meter.step(number, compile_watch.count())
             memory.poll()
             tell(StepDone(number, seconds))
 
         def count_compilations() -> int:
-            return compiling.count() + (0 if peers is None else peers.num_compilations())
+            return compile_watch.count() + (0 if peers is None else peers.num_compilations())
 
         retries = memory.num_allocator_retries()
-        with CompileWatch(lambda: tell(Compilation())) as compiling:
-            timing, why_not_own = None, None
+        with CompileWatch(lambda: tell(Compilation())) as compile_watch:
+            timing, own_loop_problem = None, None
             if isinstance(training, Training) and training.is_in_own_loop:
-                timing, why_not_own = _in_own_loop(training, report, compiling.count)
+                timing, own_loop_problem = _time_own_loop(training, report, compile_watch.count)
             if timing is None:
                 timing = time_steps(training, report, lambda name: tell(Phase(name)), count_compilations)
 
-        if spec.candidate.is_compiled and not compiling.count():
+        if spec.candidate.is_compiled and not compile_watch.count():
             return Failure(kind="unsupported", message="torch.compile compiled nothing of it")
 
-        def outcome(ending: dict[str, Any]) -> Outcome:
+        def outcome(ending_fields: dict[str, Any]) -> Outcome:
             memory.poll()
             peak, reserved = memory.peak_bytes()
             has_flushed = memory.num_allocator_retries() > retries
@@ -326,22 +339,22 @@ def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
                 peak_memory_bytes=peak,
                 reserved_memory_bytes=reserved,
                 joules_per_sample=meter.joules_per_sample(spec.candidate.batch_size * spec.num_timed_micro_batches),
-                num_graph_breaks=compiling.num_graph_breaks(),
+                num_graph_breaks=compile_watch.num_graph_breaks(),
                 num_steps_taken=training.num_steps_taken,
-                why_not_own_loop=why_not_own,
-                **ending,
+                why_not_own_loop=own_loop_problem,
+                **ending_fields,
             )
 
-        found = outcome({})
-        if spec.ending_seconds is None or not isinstance(found, Measurement):
-            return found
-        return outcome(_ending(training, spec.ending_seconds, tell, found))
+        measurement = outcome({})
+        if spec.ending_seconds is None or not isinstance(measurement, Measurement):
+            return measurement
+        return outcome(_run_ending(training, spec.ending_seconds, tell, measurement))
 
 
-def _in_own_loop(
-    training: Training, report: Report, count_compilations: Callable[[], int]
+def _time_own_loop(
+    training: Training, report: StepCallback, count_compilations: Callable[[], int]
 ) -> tuple[Timing | None, str | None]:
-    """Return the timing of the workload's own loop, or None and why it does not run here, as with failing callbacks."""
+    """Return the timing of the workload's own loop, or None with the reason if the loop raises an error."""
     try:
         return time_own_loop(training, report, count_compilations), None
     except Exception as error:
@@ -366,30 +379,34 @@ def _measurement(spec: Trial, timing: Timing, **measured: Any) -> Measurement:
     )
 
 
-def _ending(training: BaseTraining, limit_seconds: float, tell: Tell, measured: Measurement) -> dict[str, Any]:
-    """Run the workload's own evaluation and then its checkpoint, within `limit_seconds`, and return the measurement's
-    fields.
+def _run_ending(training: BaseTraining, limit_seconds: float, tell: Tell, measured: Measurement) -> dict[str, Any]:
+    """Run the workload's own evaluation and then its checkpoint, within `limit_seconds`, and return the fields that
+    they add to the measurement.
 
-    The parent process enforces the limit. Before each it is sent the measurement that holds if the process does not
-    come back.
+    The parent process enforces the limit. Before each, send it `measured` with the note that this part did not end: its
+    result if it has to kill the process.
     """
-    began = time.perf_counter()
-    taken: dict[str, float] = {}
+    ending_began = time.perf_counter()
+    seconds_by_field: dict[str, float] = {}
     problems: list[str] = []
 
     def fields(seconds: float, *overdue: str) -> dict[str, Any]:
-        return {**taken, "ending_seconds": seconds, "ending_problem": "; ".join([*problems, *overdue]) or None}
+        return {
+            **seconds_by_field,
+            "ending_seconds": seconds,
+            "ending_problem": "; ".join([*problems, *overdue]) or None,
+        }
 
-    def attempt(what: str, field: str, action: Callable[[], None], phase: str) -> None:
-        started = time.perf_counter()
-        left_seconds = limit_seconds - (started - began)
+    def attempt(name: str, field: str, action: Callable[[], None], phase: str) -> None:
+        action_began = time.perf_counter()
+        left_seconds = limit_seconds - (action_began - ending_began)
         if left_seconds <= 0:
-            problems.append(f"{what} was not run, for want of time")
+            problems.append(f"{name} was not run: no time was left")
             return
-        so_far = msgspec.structs.replace(
-            measured, **fields(limit_seconds, f"{what} did not end within {left_seconds:.3g} s")
+        measurement = msgspec.structs.replace(
+            measured, **fields(limit_seconds, f"{name} did not end within {left_seconds:.3g} s")
         )
-        tell(PartialResult(so_far))
+        tell(PartialResult(measurement))
         tell(Phase(phase, left_seconds))
         try:
             action()
@@ -398,9 +415,9 @@ def _ending(training: BaseTraining, limit_seconds: float, tell: Tell, measured: 
             failure = failures.failure_from_exception(error)
             if failure.kind == "oom":
                 raise
-            problems.append(f"{what} raised {failure.message}")
+            problems.append(f"{name} raised {failure.message}")
         else:
-            taken[field] = time.perf_counter() - started
+            seconds_by_field[field] = time.perf_counter() - action_began
 
     if training.workload.evaluate is not None:
         attempt("evaluate", "evaluation_seconds", training.evaluate, "evaluating")
@@ -408,7 +425,7 @@ def _ending(training: BaseTraining, limit_seconds: float, tell: Tell, measured: 
         with tempfile.TemporaryDirectory(prefix="autotune-amp-", ignore_cleanup_errors=True) as folder:
             write = partial(training.checkpoint, Path(folder))
             attempt("checkpoint", "checkpoint_seconds", write, "writing a checkpoint")
-    return fields(time.perf_counter() - began)
+    return fields(time.perf_counter() - ending_began)
 
 
 def raise_oom_score() -> None:

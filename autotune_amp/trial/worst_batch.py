@@ -1,9 +1,9 @@
 """Worst batch of a setting: the one with the largest samples of the data. Memory is measured on it, and it is the
 slowest.
 
-It is the batch that the workload names, else the largest samples found by `scan`, as many as the setting's batch size
-(`Trial.worst_samples`). `timing` takes the first step on it, and one after the warm-up. If samples are alike or cannot
-be read one by one, memory is measured on the batches of the other steps.
+It is the workload's own `worst_batch`, else made of the largest samples that `scan` found (`Trial.worst_samples`). A
+trial takes its first step on it, and one after the warm-up. If samples are alike or cannot be read one by one, there is
+none, and memory is measured on the batches of the other steps.
 """
 
 from __future__ import annotations
@@ -26,15 +26,24 @@ from autotune_amp.core.outcome import SampleSizes
 from autotune_amp.core.workload import Workload
 from autotune_amp.numerics.accumulation import tensors
 from autotune_amp.precision.torch_state import keep_generators
-from autotune_amp.trial.data import Spread, Stream, copied, gives_batches, length, num_samples, opened, rebuilt
+from autotune_amp.trial.data import (
+    Spread,
+    Stream,
+    copy_sample,
+    has_batched_dataset,
+    length_or_none,
+    num_samples,
+    open_data,
+    rebuild_loader,
+)
 
-SCAN_SECONDS, DRAW_SECONDS = 1.5, 1.0
+SCAN_SECONDS, DRAW_SECONDS = 1.5, 1.0  # time limits for reading samples, and for drawing batches if that fails
 SAMPLES_AT_ONCE = 4  # a worker's message costs as much as a small sample, and the clock is read between messages
 MAX_SCANNED_SAMPLES, MAX_DRAWN_BATCHES = 200_000, 32
-# The batch sizes searched go up to sixteen times the baseline's.
+# As many of the largest samples as 16 baseline batches hold: the search goes up to that batch size.
 NUM_LARGEST_BATCHES, MIN_NUM_LARGEST = 16, 512
 NUM_SMALLEST = 64
-# Samples count as alike if their sizes differ by no more, as the length of an image's file name does.
+# Samples are alike if their sizes differ by at most this share: a label or a file name differs, but not the tensors.
 ALIKE_SHARE = 0.01
 MAX_PROBLEM_LENGTH = 200
 
@@ -42,8 +51,8 @@ MAX_PROBLEM_LENGTH = 200
 class Scan(NamedTuple):
     """Sizes found in the data: of samples, or if those cannot be read one by one the least and the largest of batches.
 
-    Both are None if all are alike. `num_workers` is that of the loader, None if it cannot be changed. `scan_problem` is
-    the error that ended the scan early, or None.
+    Both are None if all sizes are alike. `num_workers` is the loader's number of processes, None if it cannot be
+    changed. `scan_problem` is the error that ended the scan early, or None.
     """
 
     num_workers: int | None = None
@@ -58,26 +67,31 @@ def scan(workload: Workload, batch_size: int) -> Scan:
     Sizes are skipped if the workload names its worst batch. An error in the user's code ends the scan. Random
     generators keep their state.
     """
-    put_back = keep_generators()
-    found, is_stream = Scan(), False
+    restore_generators = keep_generators()
+    result, is_stream = Scan(), False
     try:
-        batches, loader = opened(workload.data, batch_size)
+        batches, loader = open_data(workload.data, batch_size)
         with closing(batches):
             if loader is not None:
                 # A stream with at most one worker may not be written for several, each of which would then yield all of
                 # it.
                 is_stream = isinstance(loader.dataset, IterableDataset)
-                found = Scan(None if is_stream and loader.num_workers <= 1 else loader.num_workers)
+                result = Scan(None if is_stream and loader.num_workers <= 1 else loader.num_workers)
             if workload.worst_batch is not None:
-                return found
+                return result
             has_samples = loader is not None and loader.batch_sampler is not None and not is_stream
-            if loader is not None and has_samples and length(loader.dataset) and not gives_batches(loader):
-                indices = _indices(loader)
+            if (
+                loader is not None
+                and has_samples
+                and length_or_none(loader.dataset)
+                and not has_batched_dataset(loader)
+            ):
+                indices = _loader_indices(loader)
                 order = random.Random(0).sample(indices, min(len(indices), MAX_SCANNED_SAMPLES))  # noqa: S311 - no secret
                 sizes, problem = scan_samples(loader, order, size, SCAN_SECONDS)
                 if sizes:
-                    if _are_alike(sizes):
-                        return found._replace(scan_problem=problem)
+                    if _are_sizes_alike(sizes):
+                        return result._replace(scan_problem=problem)
                     indexed = list(zip(sizes, order, strict=False))
                     num_largest = max(MIN_NUM_LARGEST, NUM_LARGEST_BATCHES * batch_size)
                     summary = SampleSizes(
@@ -89,60 +103,64 @@ def scan(workload: Workload, batch_size: int) -> Scan:
                         largest=tuple(index for _, index in heapq.nlargest(num_largest, indexed)),
                         smallest=tuple(index for _, index in heapq.nsmallest(NUM_SMALLEST, indexed)),
                     )
-                    return found._replace(sample_sizes=summary, scan_problem=problem)
-            drawn: list[int] = []
+                    return result._replace(sample_sizes=summary, scan_problem=problem)
+            batch_sizes: list[int] = []
             until = time.monotonic() + DRAW_SECONDS
             for batch in islice(batches, MAX_DRAWN_BATCHES):
-                drawn.append(size(batch))
+                batch_sizes.append(size(batch))
                 if time.monotonic() > until:
                     break
-            return found._replace(batch_sizes_seen=None if _are_alike(drawn) else (min(drawn), max(drawn)))
+            return result._replace(
+                batch_sizes_seen=None if _are_sizes_alike(batch_sizes) else (min(batch_sizes), max(batch_sizes))
+            )
     except Exception as error:  # the user's code may raise anything
-        return found._replace(scan_problem=_one_line(error))
+        return result._replace(scan_problem=_one_line(error))
     finally:
-        put_back()
+        restore_generators()
 
 
 def scan_samples(
     loader: DataLoader[Any], order: Sequence[Any], measure: Callable[[Any], int], seconds: float
 ) -> tuple[list[int], str | None]:
-    """Return `measure` of each sample in `order` until `seconds` are over, and a line on the error that ended it, or
-    None.
+    """Return `measure(sample)` of each sample in `order` until `seconds` have passed, and the error that ended it early
+    as one line, or None.
 
     Samples pass through worker processes if the loader has them: a dataset opened here may not survive their start.
     """
-    found: list[int] = []
+    sizes: list[int] = []
     deadline = None
     settings: dict[str, Any] = {"generator": torch.Generator(), "pin_memory": False}
-    alone = partial(_measured, measure, loader.collate_fn)
-    looking = rebuilt(loader, batch_size=SAMPLES_AT_ONCE, sampler=order, collate_fn=alone, **settings)
+    measure_all = partial(_measure_samples, measure, loader.collate_fn)
+    size_loader = rebuild_loader(loader, batch_size=SAMPLES_AT_ONCE, sampler=order, collate_fn=measure_all, **settings)
     try:
-        for several in looking:
-            found += several
+        for sizes_of_some in size_loader:
+            sizes += sizes_of_some
             # The clock starts at the first sample: starting the workers takes time of its own.
             deadline = deadline or time.monotonic() + seconds
             if time.monotonic() > deadline:
                 break
     except Exception as error:  # the user's code may raise anything
-        return found, _one_line(error)
-    return found, None
+        return sizes, _one_line(error)
+    return sizes, None
 
 
-def _measured(measure: Callable[[Any], int], collate: Callable[[list[Any]], Any], samples: list[Any]) -> list[int]:
-    """Return `measure` of each sample collated alone: collating may create the data, as from a file's name."""
-    return [measure(collate([copied(sample)])) for sample in samples]
+def _measure_samples(
+    measure: Callable[[Any], int], collate: Callable[[list[Any]], Any], samples: list[Any]
+) -> list[int]:
+    """Return `measure` of each sample after collating it alone: collating may load the data, as from a file's name."""
+    return [measure(collate([copy_sample(sample)])) for sample in samples]
 
 
-def _indices(loader: DataLoader[Any]) -> Sequence[int]:
+def _loader_indices(loader: DataLoader[Any]) -> Sequence[int]:
     """Return the indices that the loader draws, if its sampler lists them, else all indices of the dataset."""
-    own: Any = loader.batch_sampler if loader.batch_size is None else loader.sampler
-    own = own.sampler if isinstance(own, Spread) else own
-    own = getattr(own, "sampler", own)
-    indices = getattr(own, "indices", own if isinstance(own, Sequence) else None)
+    sampler: Any = loader.batch_sampler if loader.batch_size is None else loader.sampler
+    sampler = sampler.sampler if isinstance(sampler, Spread) else sampler
+    sampler = getattr(sampler, "sampler", sampler)
+    indices = getattr(sampler, "indices", sampler if isinstance(sampler, Sequence) else None)
     return range(len(loader.dataset)) if indices is None else [int(index) for index in indices]  # type: ignore[arg-type]
 
 
-def _are_alike(sizes: list[int]) -> bool:
+def _are_sizes_alike(sizes: list[int]) -> bool:
     return max(sizes) - min(sizes) <= ALIKE_SHARE * max(sizes)
 
 
@@ -154,18 +172,18 @@ def size(value: Any) -> int:
         return sum(map(size, value.values()))
     if isinstance(value, (list, tuple)):
         return sum(map(size, value))
-    own = getattr(value, "size", None)
-    return own if isinstance(own, int) else sum(tensor.numel() for _, tensor in tensors(value)) or 1
+    array_size = getattr(value, "size", None)
+    return array_size if isinstance(array_size, int) else sum(tensor.numel() for _, tensor in tensors(value)) or 1
 
 
 def _one_line(error: Exception) -> str:
-    """Return an error's type and last line, which is the user's own message if a worker process caught the error."""
+    """Return an error's type and the last line of its message: a loader worker's message ends with the user's own."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[-1] if lines else 'it says nothing'}"[:MAX_PROBLEM_LENGTH]
+    return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"[:MAX_PROBLEM_LENGTH]
 
 
 def worst_batches(
-    named: Callable[[int], Any] | None,
+    make_worst_batch: Callable[[int], Any] | None,
     loader: DataLoader[Any] | None,
     samples: Sequence[int],
     batch_size: int,
@@ -174,23 +192,23 @@ def worst_batches(
     """Yield the worst batch `num_batches` times, made anew each time; nothing if there is none.
 
     It is `named(batch_size)`, else the `samples` collated by the loader, repeated if they are too few. Raises
-    `WorkloadError` if `named` returns too few samples.
+    `WorkloadError` if `make_worst_batch` returns too few samples.
     """
-    if named is not None:
-        made: Iterator[Any] = map(named, repeat(batch_size, num_batches))
+    if make_worst_batch is not None:
+        batches: Iterator[Any] = map(make_worst_batch, repeat(batch_size, num_batches))
     elif samples and loader is not None:
         # From a worker process if the loader has them, since a dataset opened here may not survive their start. A
         # generator of its own leaves the loader's next draws as they are.
         settings = {"batch_sampler": [list(islice(cycle(samples), batch_size))] * num_batches}
-        made = iter(rebuilt(loader, min(loader.num_workers, 1), generator=torch.Generator(), **settings))
+        batches = iter(rebuild_loader(loader, min(loader.num_workers, 1), generator=torch.Generator(), **settings))
     else:
         return
-    for batch in made:
-        found = 0 if batch is None else num_samples(batch, batch_size)
-        if named is not None and found is not None and found < batch_size:
+    for batch in batches:
+        num_found = 0 if batch is None else num_samples(batch, batch_size)
+        if make_worst_batch is not None and num_found is not None and num_found < batch_size:
             raise WorkloadError(
-                f"Workload(worst_batch=...) was asked for the worst batch of {batch_size} samples and gave {found}.",
-                "Give Workload(worst_batch=...) a function of the batch size that returns a batch of so many samples.",
+                f"Workload(worst_batch=...) was called with batch size {batch_size} and returned {num_found} samples.",
+                "Return a batch with as many samples as the function's argument.",
             )
         yield batch
         del batch

@@ -61,7 +61,7 @@ def subject(case: Case, seed: int, num_batches: int, device: torch.device) -> Ch
     workload = case.make()
     model = make_model(workload).to(device)
     stream = data.stream(workload.data, case.batch_size)
-    batches = [data.move(batch, device) for batch in itertools.islice(stream, num_batches)]
+    batches = [data.move_batch(batch, device) for batch in itertools.islice(stream, num_batches)]
     return CheckInputs(model, workload.loss, batches, lambda model: make_optimizer(workload, model), device, seed)
 
 

@@ -25,9 +25,9 @@ from autotune_amp.core.outcome import CheckOutcome, Failure, Fidelity, Measureme
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.devices import ConfirmingProcesses
 from autotune_amp.processes.local import Ability, Isolation, Slot
-from autotune_amp.processes.standby import MIN_CORES, MOST
+from autotune_amp.processes.standby import MAX_PROCESSES, MIN_CORES
 from autotune_amp.search.job_defaults import JobDefaults
-from autotune_amp.trial.jobs import Check, Trial, measure_seconds
+from autotune_amp.trial.jobs import Check, Trial, measurement_limit_seconds
 
 FORK_SECONDS = 0.07  # studies/overheads
 CONTEXT_SECONDS = 0.3  # of an accelerator, in each process: 0.16 to 0.4 s on an H200 (studies/real_card)
@@ -134,7 +134,7 @@ class Processes:
         if self._num_loaded:
             self._num_loaded -= 1
             return HAND_OVER_SECONDS, 0.0
-        is_first, self._num_loaded = self._num_loaded is None, MOST if self._num_loaded is None else 0
+        is_first, self._num_loaded = self._num_loaded is None, MAX_PROCESSES if self._num_loaded is None else 0
         waited, building = self.take({})
         self._stands_by_at = None
         return (max(waited + building, self.host.load_seconds), 0.0) if is_first else (waited, building)
@@ -209,7 +209,7 @@ class HostBackend:
             spec = Trial(
                 candidate=setting,
                 device=self._landscape.header.hardware.device,
-                measure_seconds=measure_seconds(self._budget.seconds),
+                measure_seconds=measurement_limit_seconds(self._budget.seconds),
             )
             found = self.submit(spec).result()
             self._described[setting] = found

@@ -29,7 +29,7 @@ from autotune_amp.processes.local import LocalBackend
 from autotune_amp.processes.process import Watcher
 from autotune_amp.search.ledger import LOSS_SCALE
 from autotune_amp.search.source import target
-from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Describe, Probe, Trial
+from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Describe, ProbeJob, Trial
 from autotune_amp.trial.memory import recommended_environment
 
 HERE = Path(__file__).parent
@@ -160,7 +160,7 @@ class Recorder:
         if why_not_fork is not None:
             raise SystemExit(f"{self._name} cannot be forked: {why_not_fork}.")
         part = PARTS[self._name]
-        probe = Probe(device=self._device, torch_state=state, deadline_seconds=START_SECONDS)
+        probe = ProbeJob(device=self._device, torch_state=state, deadline_seconds=START_SECONDS)
         hardware = _found(runner.submit(probe).result())
         describe = Describe(
             device=hardware.device,

@@ -19,7 +19,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.processes.local import Ability, Slot
 from autotune_amp.search.planner import Budget
 from autotune_amp.search.space import Space
-from autotune_amp.trial.jobs import Check, Trial, is_hopeless, is_warming, stop
+from autotune_amp.trial.jobs import Check, Trial, is_hopeless, should_continue_warmup, stop_reason
 
 # Of a check of bf16 and of a calibration in real searches (num_passes in their outcomes.jsonl): of a check half are in
 # fp32, of a calibration those of its histograms.
@@ -116,7 +116,7 @@ def _measure(process: Process, recorded: Measurement, spec: Trial, watch: _Watch
 
     warmup: list[float] = []
     num_taken = 1
-    while is_warming(
+    while should_continue_warmup(
         warmup, num_steps=num_taken, warming_seconds=watch.seconds - warming, limits=spec.num_warmup_steps
     ) and not (num_taken >= spec.num_warmup_steps[0] and is_hopeless(spec, warmup)):
         if recorded_warmup:
@@ -135,7 +135,7 @@ def _measure(process: Process, recorded: Measurement, spec: Trial, watch: _Watch
     reason = None
     while reason is None:
         groups.append(take_group())
-        reason = stop(
+        reason = stop_reason(
             spec,
             groups,
             is_whole=len(groups) >= fewest,

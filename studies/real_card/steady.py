@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.trial.jobs import Trial, is_warming, stop
+from autotune_amp.trial.jobs import Trial, should_continue_warmup, stop_reason
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "landscapes"))
 from landscape import Landscape
@@ -73,7 +73,7 @@ def until_steady(group_seconds: Sequence[float], steps_per_group: int) -> int:
     warming_seconds = sum(seconds)
     num_steps = 1 + num_least * steps_per_group
     for num, mean_seconds in enumerate(group_seconds[num_least:-1], num_least):
-        if not is_warming(seconds, num_steps=num_steps, warming_seconds=warming_seconds):
+        if not should_continue_warmup(seconds, num_steps=num_steps, warming_seconds=warming_seconds):
             return num
         num_steps += steps_per_group
         seconds.append(mean_seconds)
@@ -88,7 +88,7 @@ def measured(recorded: Recorded, num_warmup: int) -> float:
     for seconds in recorded.group_seconds[num_warmup:]:
         groups.append(seconds)
         num_steps = len(groups) * recorded.steps_per_group
-        ended = stop(
+        ended = stop_reason(
             spec,
             groups,
             is_whole=num_steps >= spec.num_steps[0],

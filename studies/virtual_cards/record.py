@@ -133,6 +133,6 @@ def _round(seconds: float) -> float:
 
 if __name__ == "__main__":
     card = measure("cuda:0", seconds=PROBE_SECONDS)
-    worker.clean(torch.device(card.device))
+    worker.free_cached_memory(torch.device(card.device))
     for name in sys.argv[2:] or PARTS:
         record(name, card, Path(sys.argv[1], f"{name}.jsonl"))

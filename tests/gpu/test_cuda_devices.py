@@ -108,9 +108,9 @@ def test_trials_share_one_process_where_loading_has_used_cuda(before: str, tmp_p
     (tmp_path / "train.py").write_text(TRAIN.format(before=before))
     with LocalBackend(Payload(target="train:workload", path=(str(tmp_path), *sys.path)), "forked", Watcher()) as runner:
         runner.load(60)
-        _, why_not_fork, _ = runner.open("cuda:1", None, 60)
-        assert why_not_fork is not None
-        assert ("zeros" in before) == (f"{tmp_path}/train.py:7" in why_not_fork), why_not_fork
+        _, reason_not_to_fork, _ = runner.open("cuda:1", None, 60)
+        assert reason_not_to_fork is not None
+        assert ("zeros" in before) == (f"{tmp_path}/train.py:7" in reason_not_to_fork), reason_not_to_fork
         runner.keep()
         found = runner.submit(spec("cuda:1")).result()
         assert isinstance(found, Measurement), found
@@ -135,12 +135,12 @@ def test_a_library_that_cannot_start_is_out_of_memory_only_near_the_trials_limit
 def test_a_card_that_is_taken_does_not_speak_against_forking_for_another(virtual_machine: VirtualMachine) -> None:
     code = """
 import subprocess, sys
-from autotune_amp.processes.server import why_not_fork
+from autotune_amp.processes.server import reason_not_to_fork
 
 hold = "import torch; held = torch.ones(1, device='cuda:0'); print(flush=True); input()"
 holder = subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 holder.stdout.readline()
-print([why_not_fork(device, 1, "loading") is None for device in ("cuda:0", "cuda:1")])
+print([reason_not_to_fork(device, 1, "loading") is None for device in ("cuda:0", "cuda:1")])
 holder.communicate(b"\\n")
 """
     assert run(code, virtual_machine(num=2, exclusive=1)) == "[False, True]"

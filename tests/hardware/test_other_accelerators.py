@@ -12,7 +12,7 @@ from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.precisions import PRECISIONS
 from autotune_amp.hardware import cuda, device, host, identify, measure, measuring, nvml
 from autotune_amp.hardware.measuring import make_current
-from autotune_amp.trial.energy import counter_of
+from autotune_amp.trial.energy import find_counter
 
 GIB = 2**30
 
@@ -70,7 +70,7 @@ def test_a_card_of_amd_is_measured_without_nvml_and_has_no_tf32(device: str) -> 
     assert hardware.memory.available == 60 * GIB
     levels = [hardware.precisions[precision].level for precision in PRECISIONS]
     assert levels == ["native", "unsupported", "native", "native", "unsupported"]
-    assert counter_of("cuda", None) is None
+    assert find_counter("cuda", None) is None
     assert identify("cuda:0").name == "unknown"
 
 

@@ -15,7 +15,7 @@ from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.workload import make_workload
 from autotune_amp.processes.packing import pack, unpack
 from autotune_amp.trial import data
-from autotune_amp.trial.context import each, make_model, make_optimizer
+from autotune_amp.trial.context import make_model, make_optimizer, users_optimizers
 
 pytestmark = QUIET
 
@@ -29,7 +29,7 @@ def test_a_trial_runs_the_modules_own_step_optimizers_and_loader() -> None:
     assert (workload.name, data.describe(workload.data)) == ("mine", ("DataLoader, 0 workers", 4, 32))
     module = make_model(workload)
     assert isinstance(module, Scheduled)
-    (optimizer,) = each(make_optimizer(workload, module))
+    (optimizer,) = users_optimizers(make_optimizer(workload, module))
     assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in module.parameters()}
     assert (type(optimizer), optimizer.param_groups[0]["max_lr"]) == (torch.optim.AdamW, 0.1)
     batch = next(data.stream(workload.data, 16))
@@ -52,7 +52,7 @@ def test_a_module_may_ask_its_trainer_and_a_warm_up_begins_at_a_tenth_of_its_pea
 
     workload = make_workload(unpack(pack(Workload.from_lightning(Asking(), Counted()))), "a test")
     module: Any = make_model(workload)
-    (optimizer,) = each(make_optimizer(workload, module))
+    (optimizer,) = users_optimizers(make_optimizer(workload, module))
     assert module.num_inputs == 8
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.02)
 

@@ -15,7 +15,7 @@ from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware import nvml
 from autotune_amp.processes import devices
-from autotune_amp.processes.devices import Devices, FoundGpus, cpu_shares, find_gpus
+from autotune_amp.processes.devices import Devices, GpuSlots, cpu_shares, find_gpus
 from autotune_amp.processes.local import Slot
 from autotune_amp.processes.process import Watcher
 from autotune_amp.processes.slots import WorkloadSlots
@@ -117,7 +117,7 @@ def test_a_card_has_one_process_that_is_kept_and_a_cpu_what_can_be_forked(
 def test_trials_run_on_every_card_and_the_confirmation_on_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     identified(monkeypatch, "cuda")
     start = Mock()
-    with Devices("cuda:0", start, lambda _: Watcher(), FoundGpus(GPUS)) as here, here.backend() as backend:
+    with Devices("cuda:0", start, lambda _: Watcher(), GpuSlots(GPUS)) as here, here.backend() as backend:
         assert isinstance(backend, WorkloadSlots)
         assert (backend.slots, here.num_slots) == (GPUS, 3)
         start.reset_mock()
@@ -131,7 +131,7 @@ def test_trials_run_on_every_card_and_the_confirmation_on_the_first(monkeypatch:
 def test_a_single_card_is_searched_on_as_without_the_option_but_sees_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     identified(monkeypatch, "cuda")
     start = Mock()
-    with Devices("cuda:2", start, lambda _: Watcher(), FoundGpus(GPUS[2:])) as here:
+    with Devices("cuda:2", start, lambda _: Watcher(), GpuSlots(GPUS[2:])) as here:
         here.backend()
         assert here.confirming("cuda:0", are_shared=True, num_rounds=3).slots == (Slot("cuda:0"),)
     (call,) = start.call_args_list

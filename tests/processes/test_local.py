@@ -384,7 +384,7 @@ def test_a_process_in_which_a_job_failed_runs_no_other(
 
 def test_time_that_ends_while_loading_is_a_small_budget_or_nobodys_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     backend, _ = scripted(monkeypatch, "kept", None, OVERDUE)
-    with pytest.raises(BudgetTooSmallError, match=r"more than the 6\.0 s of the budget that were left to load it"):
+    with pytest.raises(BudgetTooSmallError, match=r"more than the 6\.0 s left of the budget"):
         backend.load(6.0)
     jobs: list[Job[Any]] = [replace(CUDA_TRIAL, loading_seconds=6.0), Describe(device="cpu", loading_seconds=6.0)]
     for job in jobs:

@@ -95,7 +95,9 @@ def sharded(model: nn.Module) -> Any:
 @pytest.mark.usefixtures("group")
 def test_what_needs_the_process_group_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(4, 4), sharded(nn.Linear(4, 1)))
-    with pytest.raises(WorkloadError, match=r"^workload\.model.* process group .*\n.*Pass the bare model"):
+    with pytest.raises(
+        WorkloadError, match=r"^workload\.model.* process group .*\n.*Pass the model without its wrapper"
+    ):
         pack(workload_of(model))
 
 

@@ -23,7 +23,7 @@ def test_lines_that_are_no_message_end_nothing() -> None:
     lines = [b"\xff\n", b"[" * 100_000 + b"\n", b'{"event"\n', b"3\n", b"[]\n", b"{}\n", b'{"event": 3}\n', b"\n"]
     heard._popen = SimpleNamespace(stdout=[*lines, b'{"event": "ready"}\n'])
     heard._events = queue.Queue()
-    heard._hear()
+    heard._read_events()
     assert [heard._events.get(), heard._events.get()] == [READY, EndOfEvents()]
 
 

@@ -26,7 +26,7 @@ from autotune_amp.distributed import free_port
 from autotune_amp.processes.devices import rank_slots
 from autotune_amp.processes.local import Isolation, LocalBackend, Payload
 from autotune_amp.processes.process import ENDED
-from autotune_amp.processes.ranks import GRACE_SECONDS, RankedBackend, RankGrace, _culprit
+from autotune_amp.processes.ranks import GRACE_SECONDS, RankedBackend, RankGrace, _causing_failure_of_ranks
 from autotune_amp.trial.jobs import Check, Describe, Trial
 from autotune_amp.trial.training import Training
 
@@ -263,7 +263,7 @@ def test_the_description_says_so(shared: Opened) -> None:
 
 def test_a_loop_of_its_own_is_refused_by_what_would_do(tmp_path: Path) -> None:
     made = Opened(tmp_path, function="loop")
-    with made.backend, pytest.raises(WorkloadError, match="ranks trains") as raised:
+    with made.backend, pytest.raises(WorkloadError, match="ranks is for a workload") as raised:
         made.backend.submit(Describe(device="cpu", torch_state=made.state)).result()
     assert "torchrun" in raised.value.next_step
 
@@ -322,7 +322,7 @@ LOST = failure("workload_error", "RuntimeError: [gloo/transport/tcp/pair.cc] Con
     ],
 )
 def test_the_culprit_is_the_rank_whose_failure_is_its_own(outcomes: list[Failure], expected: tuple[str, str]) -> None:
-    found = _culprit(outcomes)
+    found = _causing_failure_of_ranks(outcomes)
     assert (found.kind, found.message) == expected
 
 

@@ -14,14 +14,14 @@ from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.local import Slot, SlotLostError
 from autotune_amp.processes.on_ray import fleet
-from autotune_amp.processes.on_ray.backend import OnNode, _OnNode
-from autotune_amp.processes.on_ray.cluster import Cluster, PlaceLostError
-from autotune_amp.processes.on_ray.fleet import Fleet, unlike
-from autotune_amp.processes.on_ray.messages import About, Node, NodeShare, Told, pack
+from autotune_amp.processes.on_ray.backend import NodeBackend, _NodeHandle
+from autotune_amp.processes.on_ray.cluster import Cluster, NodeProcessLostError
+from autotune_amp.processes.on_ray.fleet import Fleet, incompatibility
+from autotune_amp.processes.on_ray.messages import CallProgress, Node, NodeShare, ProcessDescription, pack
 from autotune_amp.processes.process import Watcher
 from autotune_amp.trial.jobs import Trial
 
-CARD = About(
+CARD = ProcessDescription(
     identity=DeviceIdentity(type="cuda", name="NVIDIA A", driver="570", num_cpus=8, total_memory_bytes=80 * 10**9),
     version="1.0",
     python="3.12.1",
@@ -29,7 +29,7 @@ CARD = About(
 CPU = replace(CARD, identity=DeviceIdentity(type="cpu", name="CPU A", num_cpus=8, total_memory_bytes=64 * 10**9))
 
 
-def with_identity(about: About, **fields: Any) -> About:
+def with_identity(about: ProcessDescription, **fields: Any) -> ProcessDescription:
     return replace(about, identity=replace(about.identity, **fields))
 
 
@@ -48,8 +48,10 @@ def with_identity(about: About, **fields: Any) -> About:
         (CPU, with_identity(CPU, allowed_cpus=2.5), "2.5"),
     ],
 )
-def test_what_cannot_be_compared_is_told_by_what_differs(first: About, other: About, said: str | None) -> None:
-    problem = unlike(first, other)
+def test_what_cannot_be_compared_is_told_by_what_differs(
+    first: ProcessDescription, other: ProcessDescription, said: str | None
+) -> None:
+    problem = incompatibility(first, other)
     assert (problem is None) == (said is None)
     assert said is None or said in str(problem)
 
@@ -99,8 +101,8 @@ class Searching:
 
     def look(self) -> list[str | None]:
         """The names of what has come up since the last look."""
-        self.now += fleet.LOOK_SECONDS + 0.1
-        return [slot.name for _ in range(3) for slot in self.fleet.arrived()]
+        self.now += fleet.NODE_REQUEST_SECONDS + 0.1
+        return [slot.name for _ in range(3) for slot in self.fleet.take_started_slots()]
 
 
 def test_the_most_common_kind_is_the_first_and_the_head_where_all_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +120,7 @@ def test_the_most_common_kind_is_the_first_and_the_head_where_all_are_alike(monk
     assert searching.look() == ["host-d"]
 
 
-@pytest.mark.parametrize("problem", [PlaceLostError("it died"), {"another": "version's"}])
+@pytest.mark.parametrize("problem", [NodeProcessLostError("it died"), {"another": "version's"}])
 def test_one_that_does_not_start_or_cannot_be_read_is_left_out(problem: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Played()
     cluster.add("a")
@@ -147,7 +149,7 @@ def test_where_no_cards_come_auto_is_the_cpu(monkeypatch: pytest.MonkeyPatch) ->
     cluster.add("a")
     searching = Searching(cluster, monkeypatch, device="auto")
     searching.look()
-    searching.now += fleet.CARDS_SECONDS
+    searching.now += fleet.GPU_WAIT_SECONDS
     searching.look()
     assert [slot.device for slot in searching.fleet.begin()] == ["cpu"]
 
@@ -158,7 +160,7 @@ def test_while_the_head_does_not_say_what_there_is_the_search_goes_on(monkeypatc
     searching = Searching(cluster, monkeypatch)
     searching.look()
     searching.fleet.begin()
-    monkeypatch.setattr(cluster, "nodes", lambda: answered(PlaceLostError("no answer")))
+    monkeypatch.setattr(cluster, "nodes", lambda: answered(NodeProcessLostError("no answer")))
     assert searching.look() == []
 
 
@@ -178,9 +180,9 @@ def test_without_ray_the_error_has_the_line_that_installs_it(monkeypatch: pytest
 def test_a_full_disk_gives_a_node_up_and_full_shared_memory_does_not(message: str, is_lost: bool) -> None:
     cluster = Mock()
     failure = {"outcome": "failure", "kind": "crash", "message": message}
-    cluster.answer.return_value = pack(Told(steps=[], output="", is_over=True, answer=failure))
-    node = OnNode(cluster, Slot("cpu", "10.0.0.7"), None, {}, Watcher())
-    handle = _OnNode(node, Trial(candidate=Setting(precision="fp32", batch_size=1), device="cpu"))
+    cluster.answer.return_value = pack(CallProgress(steps=[], output="", is_over=True, answer=failure))
+    node = NodeBackend(cluster, Slot("cpu", "10.0.0.7"), None, {}, Watcher())
+    handle = _NodeHandle(node, Trial(candidate=Setting(precision="fp32", batch_size=1), device="cpu"))
     if is_lost:
         with pytest.raises(SlotLostError, match="No space left"):
             handle.result()

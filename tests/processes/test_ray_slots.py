@@ -118,7 +118,7 @@ class Opened:
         until = time.monotonic() + seconds
         while not is_true():
             assert time.monotonic() < until
-            self.backend._hear()  # as while a job is waited for
+            self.backend._handle_calls()  # as while a job is waited for
 
     def close(self) -> None:
         if self.backend is not None:
@@ -237,16 +237,16 @@ def test_a_node_that_is_killed_in_a_job_is_no_slot_any_more_and_one_that_comes_l
 
 def test_what_ended_on_a_killed_node_and_was_not_heard_is_lost_too(two: Opened, nodes: Any) -> None:
     slot = slot_on(two, "other")
-    place = two.backend._at(slot)
+    place = two.backend._runner_at(slot)
     node = place.backend
-    assert isinstance(node, on_node.OnNode)
+    assert isinstance(node, on_node.NodeBackend)
     job = two.trial()
-    place.thread.submit(node._ask, "begin", pack(("run", (job.kind(), msgspec.to_builtins(job))))).result()
+    place.thread.submit(node._ask, "start_call", pack(("run", (job.kind(), msgspec.to_builtins(job))))).result()
     time.sleep(3.0)
     nodes.kill(nodes.other)
     time.sleep(5.0)  # its processes see that they are alone
     with pytest.raises(SlotLostError):
-        place.thread.submit(node._ask, "hear").result()
+        place.thread.submit(node._ask, "take_progress").result()
 
 
 def test_when_the_last_node_is_lost_another_one_is_waited_for(

@@ -103,7 +103,7 @@ def test_a_loader_knows_how_many_samples_its_batches_hold_whatever_their_tensors
         return DataLoader(Scenes(), batch_size=size, shuffle=True, collate_fn=collate)
 
     for given in (make(4), make, lambda size: DataLoader(Scenes(), batch_size=size, collate_fn=collate)):
-        drawn = list(islice(data.opened(given, 8, num_workers).stream, 5))  # 2 of an epoch, whose last 5 samples go
+        drawn = list(islice(data.open_data(given, 8, num_workers).stream, 5))  # 2 of an epoch, whose last 5 samples go
         expected = collate([Scenes()[0]] * 8)
         for batch in drawn:
             assert [len(part) for part in tuple(batch)] == [len(part) for part in tuple(expected)]
@@ -154,7 +154,7 @@ def test_how_many_samples_a_batch_holds() -> None:
 
 def test_moving_keeps_the_shape_of_the_batch() -> None:
     device = torch.device("meta")
-    moved = data.move({"pair": Pair(torch.zeros(2), [torch.zeros(3)]), "name": "x"}, device)
+    moved = data.move_batch({"pair": Pair(torch.zeros(2), [torch.zeros(3)]), "name": "x"}, device)
     assert isinstance(moved["pair"], Pair)
     assert {moved["pair"].inputs.device, moved["pair"].targets[0].device} == {device}
     assert moved["name"] == "x"
@@ -174,7 +174,7 @@ def test_moving_keeps_the_shape_of_the_batch() -> None:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_another_number_of_workers_keeps_everything_else(given: Any, num_workers: int) -> None:
     before = dict(vars(LOADER))
-    opened = data.opened(given, 4, num_workers)
+    opened = data.open_data(given, 4, num_workers)
     assert opened.loader is not None
     assert opened.loader.num_workers == num_workers
     if num_workers == 0:

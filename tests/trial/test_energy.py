@@ -16,7 +16,7 @@ from autotune_amp.hardware import nvml
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import energy, worker
 from autotune_amp.trial.context import Context
-from autotune_amp.trial.energy import EnergyMeter, counter_of, require_counter
+from autotune_amp.trial.energy import EnergyMeter, find_counter, require_counter
 from autotune_amp.trial.jobs import Trial
 
 UUID = "GPU-aaaa-1"
@@ -36,7 +36,7 @@ def test_the_packages_of_a_cpu_are_added_up_across_their_turnover(tmp_path: Path
     for other in ("intel-rapl:0:0", "intel-rapl-mmio:0"):
         zone(tmp_path, other, "package-0", 5)
     board = zone(tmp_path, "intel-rapl:2", "psys", 5)
-    counter = counter_of("cpu", None, tmp_path)
+    counter = find_counter("cpu", None, tmp_path)
     assert counter is not None
     assert counter() == 0.0
     first.write_text("99999")
@@ -49,7 +49,7 @@ def test_the_packages_of_a_cpu_are_added_up_across_their_turnover(tmp_path: Path
 
 def test_a_device_without_a_counter_says_so(tmp_path: Path) -> None:
     for device_type in ("cpu", "mps"):
-        assert counter_of(device_type, None, tmp_path) is None
+        assert find_counter(device_type, None, tmp_path) is None
         with pytest.raises(InvalidRequestError, match="no energy counter"):
             require_counter(device_type, None, tmp_path)
     zone(tmp_path, "intel-rapl:0", "package-0", 1).unlink()  # root reads everything: the file is taken away instead
@@ -61,13 +61,13 @@ def test_a_device_without_a_counter_says_so(tmp_path: Path) -> None:
 def test_a_card_is_asked_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"nvmlDeviceGetHandleByUUID": UUID, "nvmlDeviceGetTotalEnergyConsumption": 5000}  # millijoules
     monkeypatch.setattr(nvml, "_ask", lambda function, *_: answers.get(function))
-    counter = counter_of("cuda", UUID)
+    counter = find_counter("cuda", UUID)
     assert counter is not None
     assert counter() == 5.0
     require_counter("cuda", UUID)
     del answers["nvmlDeviceGetTotalEnergyConsumption"]
     assert counter() is None
-    assert counter_of("cuda", UUID) is None
+    assert find_counter("cuda", UUID) is None
     with pytest.raises(InvalidRequestError, match="no energy counter"):
         require_counter("cuda", UUID)
 
@@ -85,7 +85,7 @@ def test_only_measured_steps_count_and_none_that_compiled(monkeypatch: pytest.Mo
 
 def test_a_trial_divides_by_the_samples_that_were_run(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(10_000))
-    monkeypatch.setattr(worker, "counter_of", lambda *_: lambda: float(next(ticks)))  # a joule from step to step
+    monkeypatch.setattr(worker, "find_counter", lambda *_: lambda: float(next(ticks)))  # a joule from step to step
     monkeypatch.setattr(energy, "MIN_SECONDS", 0.0)
     workload = Workload(lambda: nn.Linear(2, 1), lambda m, b: m(b).square().mean(), lambda n: torch.randn(n, 2))
     candidate = Setting(precision="fp32", batch_size=4, accumulation_steps=8)

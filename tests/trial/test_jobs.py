@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune_amp.core.setting import Setting
-from autotune_amp.trial.jobs import MAX_FALLING_SECONDS, MAX_WARMUP_STEPS, Trial, is_warming, stop
+from autotune_amp.trial.jobs import MAX_FALLING_SECONDS, MAX_WARMUP_STEPS, Trial, should_continue_warmup, stop_reason
 
 FP32 = Setting(precision="fp32", batch_size=8)
 STEADY, RESTLESS = [0.1] * 8, [0.1, 0.3] * 4
@@ -22,7 +22,7 @@ def reason(
     steps: list[float], measuring_seconds: float = 0.0, training_seconds: float = 0.0, **fields: Any
 ) -> Literal["cut", "enough"] | None:
     spec = Trial(candidate=FP32, **{"device": "cpu", **fields})
-    return stop(
+    return stop_reason(
         spec,
         steps,
         is_whole=len(steps) >= 8,
@@ -57,7 +57,7 @@ def test_what_ends_measuring(steps: list[float], fields: dict[str, Any], expecte
 
 
 def falls(groups: list[float], num_steps: int = 10, warming_seconds: float = 0.1) -> bool:
-    return is_warming(groups, num_steps=num_steps, warming_seconds=warming_seconds)
+    return should_continue_warmup(groups, num_steps=num_steps, warming_seconds=warming_seconds)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
 from autotune_amp.processes import process
-from autotune_amp.processes.ranks import _culprit
+from autotune_amp.processes.ranks import _causing_failure_of_ranks
 from autotune_amp.trial import failures, worker
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.jobs import Trial
@@ -121,7 +121,7 @@ def test_the_cause_among_ranks(errors: Sequence[Exception], kind: str, rank: int
     found = (
         of_command(enumerate(errors), len(errors))
         if is_command
-        else _culprit([failures.failure_from_exception(error) for error in errors])
+        else _causing_failure_of_ranks([failures.failure_from_exception(error) for error in errors])
     )
     assert found.kind == kind
     assert f"rank {rank}: " in f"rank 0: {found.message}"

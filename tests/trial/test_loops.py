@@ -178,7 +178,7 @@ def test_steps_can_be_forgotten() -> None:
     held["more"].scores = [2.0]
     held["more"].best = 3.0
     held["counts"]["test"] = held["num_steps"] = held["number"] = 1
-    state.forget_steps()
+    state.restore_python_state()
     assert list(replay) == [first]
     assert held["more"].scores is scores
     assert vars(held["more"]) == {"scores": [1.0]}
@@ -200,7 +200,7 @@ def test_a_mapping_is_put_back_without_being_emptied() -> None:
     state = LoopState(held)
     held["store"] |= {"kept": 2, "new": 3}
     held["seen"].update({"kept": 2, "new": 3})
-    state.forget_steps()
+    state.restore_python_state()
     assert held["store"] == held["seen"] == {"kept": 1}
 
 

@@ -15,7 +15,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import memory
 from autotune_amp.trial.jobs import Trial
-from autotune_amp.trial.memory import BuildMemory, PeakMemory, watched_build
+from autotune_amp.trial.memory import BuildMemory, PeakMemory, build_with_memory
 from autotune_amp.trial.training import make_training
 
 CPU = torch.device("cpu")
@@ -30,8 +30,8 @@ class System:
         self.limits: list[int] = []
         monkeypatch.setattr(memory, "_IS_LINUX", True)
         monkeypatch.setattr(memory, "_trim_heap", lambda: None)
-        monkeypatch.setattr(memory, "_forget_peak", self.reset)
-        monkeypatch.setattr(memory, "_limit_data", self.limits.append)
+        monkeypatch.setattr(memory, "_reset_peak", self.reset)
+        monkeypatch.setattr(memory, "_limit_data_segment", self.limits.append)
         monkeypatch.setattr(memory, "_peak_resident_bytes", lambda: self.peak)
         monkeypatch.setattr(memory, "_own_resident_bytes", lambda: self.anonymous)
         monkeypatch.setattr(memory, "file_bytes", lambda: self.files)
@@ -63,7 +63,7 @@ def test_a_trial_is_charged_what_it_takes_beyond_what_its_process_held(system: S
 
 
 def test_a_model_that_was_built_before_counts_as_the_trials_own(system: System) -> None:
-    built, taken = watched_build(lambda: system.take(300, freed=100))
+    built, taken = build_with_memory(lambda: system.take(300, freed=100))
     assert built is None
     assert taken == BuildMemory(resident_bytes=200, peak_bytes=300)
     watched = PeakMemory(CPU, 600, taken)

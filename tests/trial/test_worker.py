@@ -27,7 +27,7 @@ from autotune_amp.trial import memory, worker, worst_batch
 from autotune_amp.trial.context import Context, make_model
 from autotune_amp.trial.jobs import Describe, Trial
 from autotune_amp.trial.timing import Timing
-from autotune_amp.trial.worker import as_run, used_flags
+from autotune_amp.trial.worker import cudnn_flags_in_use, users_precision
 
 
 def described(workload: Workload, **fields: Any) -> Any:
@@ -95,17 +95,17 @@ def unknown(batch: Tensor) -> Tensor:
     ],
 )
 def test_the_flags_that_concern_a_step_are_seen_in_it(workload: Workload, expected: set[str]) -> None:
-    assert used_flags(workload, make_model(workload), SPEC) == expected
+    assert cudnn_flags_in_use(workload, make_model(workload), SPEC) == expected
 
 
 def test_a_step_is_taken_where_that_alone_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     model, card = nn.Linear(2, 2), torch.device("cuda")
 
     def run(state: dict[str, Any], used: set[str], batch_size: int | None = 4, *, has_tf32: bool = True) -> Any:
-        used_flags = Mock(return_value=used)
-        monkeypatch.setattr(worker, "used_flags", used_flags)
-        found = as_run(of(lambda: model), model, card, state, batch_size, has_tf32=has_tf32)
-        return (*found, used_flags.call_count)
+        cudnn_flags_in_use = Mock(return_value=used)
+        monkeypatch.setattr(worker, "cudnn_flags_in_use", cudnn_flags_in_use)
+        found = users_precision(of(lambda: model), model, card, state, batch_size, has_tf32=has_tf32)
+        return (*found, cudnn_flags_in_use.call_count)
 
     assert run(DEFAULT, NONE) == ("fp32", True, 1)
     assert run(DEFAULT, CONV) == ("fp32", False, 1)
@@ -291,7 +291,7 @@ def test_what_the_jobs_own_functions_raise_is_noted_and_the_measurement_stands()
     assert not folders[0].exists()
     late = Job(evaluate=never).run(ending_seconds=0.0)
     assert isinstance(late, Measurement)
-    assert "want of time" in (late.ending_problem or "")
+    assert "no time was left" in (late.ending_problem or "")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process start its peak memory anew")
@@ -299,7 +299,7 @@ def test_what_the_jobs_own_functions_raise_is_noted_and_the_measurement_stands()
 def test_memory_above_the_limit_is_out_of_memory_wherever_it_was_taken(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_limit_data", lambda limit_bytes: None)  # nothing raises, and the tests go on
+    monkeypatch.setattr(memory, "_limit_data_segment", lambda limit_bytes: None)  # nothing raises, and the tests go on
 
     def take(*_: Any) -> Tensor:
         torch.ones(1 << 26)  # 256 MiB

@@ -220,10 +220,12 @@ def test_the_worst_batch_is_of_the_samples_named_collated_by_one_worker_of_the_l
     counted = DataLoader(Sorted(100), batch_size=3, collate_fn=lambda samples: torch.zeros(1, len(samples)))
     assert [batch.shape for batch in worst(None, counted, (7, 42), 5)] == [(1, 5)] * 2  # its loader knows it holds 5
     assert worst(None, loader, (), 2) == worst(None, None, (1, 2), 2) == []
-    loader = data.rebuilt(LOADER, batch_size=5, collate_fn=lambda samples: torch.tensor([[os.getpid()]] * len(samples)))
+    loader = data.rebuild_loader(
+        LOADER, batch_size=5, collate_fn=lambda samples: torch.tensor([[os.getpid()]] * len(samples))
+    )
     first, second = worst(None, loader, (7, 3), 2)
     assert torch.equal(first, second)
     assert os.getpid() not in first
     for given in (None, torch.zeros(3, 2)):
-        with pytest.raises(WorkloadError, match=r"worst batch of 8 samples and gave [03]"):
+        with pytest.raises(WorkloadError, match=r"called with batch size 8 and returned [03] samples"):
             worst(lambda size, given=given: given, None, (), 8)

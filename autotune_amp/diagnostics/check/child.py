@@ -31,7 +31,7 @@ from autotune_amp.precision.rules import AutocastDevice
 from autotune_amp.precision.step_amp import StepAmp
 from autotune_amp.trial import data, failures
 from autotune_amp.trial.context import Context, LoopState, make_model
-from autotune_amp.trial.training import checked_loss
+from autotune_amp.trial.training import loss_with_checks
 
 NewAutocast: TypeAlias = Callable[[], AbstractContextManager[object]]
 SeeLoss: TypeAlias = Callable[[Tensor], object]
@@ -169,7 +169,7 @@ def _step(workload: Workload, model: nn.Module, batch: Any, autocast: NewAutocas
         workload.train_step(model.held, batch, _WatchedAmp(autocast, see_loss))
         return
     with autocast():
-        loss = checked_loss(workload.loss)(model, batch)
+        loss = loss_with_checks(workload.loss)(model, batch)
     see_loss(loss)
     loss.backward()  # type: ignore[no-untyped-call]  # torch does not type it
 

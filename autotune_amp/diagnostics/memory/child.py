@@ -25,7 +25,7 @@ from autotune_amp.trial.context import Context
 from autotune_amp.trial.judge import RunEvidence, judge
 from autotune_amp.trial.step_profile.child import warm_up
 from autotune_amp.trial.training import BaseTraining, make_training
-from autotune_amp.trial.worker import guarded, prepare
+from autotune_amp.trial.worker import prepare_process, run_guarded
 
 MAX_PASSES = 2  # passes of an accumulation window: from the second on, gradients exist before the forward pass
 MAX_HISTORY_ENTRIES = 100_000  # entries of a snapshot, as in PyTorch's own guide
@@ -33,11 +33,11 @@ MAX_HISTORY_ENTRIES = 100_000  # entries of a snapshot, as in PyTorch's own guid
 
 def measure_memory(context: Context, spec: MemoryJob, tell: Tell) -> MemoryBreakdown | Failure:
     """Measure the memory of a training step by kind; return a `Failure` if it fails or exceeds its limit."""
-    return guarded(context, spec.trial, lambda: _measure(context, spec, tell))
+    return run_guarded(context, spec.trial, lambda: _measure(context, spec, tell))
 
 
 def _measure(context: Context, spec: MemoryJob, tell: Tell) -> MemoryBreakdown | Failure:
-    memory, _ = prepare(context, spec.trial)
+    memory, _ = prepare_process(context, spec.trial)
     model = context.model(torch.device(spec.device))
     with closing(make_training(context.workload, model, spec.trial)) as training:
         training.start_loading()
@@ -67,7 +67,7 @@ def _take_step(training: BaseTraining, held: HeldMemory | None = None) -> None:
         if batch is None:
             batch = training.next_batch()
         if training.device.type != "cpu":
-            batch = data.move(batch, training.device)
+            batch = data.move_batch(batch, training.device)
         with nullcontext() if held is None else held.watching(batch):
             training.forward_backward(batch)
     training.update()

@@ -18,18 +18,18 @@ from autotune_amp.processes.local import (
     Slot,
     SlotLostError,
     WorkloadBackend,
-    converted,
+    convert_result,
 )
-from autotune_amp.processes.on_ray.cluster import SILENT_SECONDS, Cluster, PlaceLostError
-from autotune_amp.processes.on_ray.messages import Told, pack
+from autotune_amp.processes.on_ray.cluster import SILENT_SECONDS, Cluster, NodeProcessLostError
+from autotune_amp.processes.on_ray.messages import CallProgress, pack
 from autotune_amp.processes.process import Watcher
 
-# Failures of the node rather than the job: it had loaded the workload before, and other nodes have room.
-_OF_THE_NODE = (CANNOT_BE_LOADED, "No space left on device")
-_OF_SHARED_MEMORY = "</torch_"  # shared memory filled by a loader's workers is no full disk
+# Failures that other nodes may not have: this one had loaded the workload before, or its disk is full.
+_NODE_FAILURES = (CANNOT_BE_LOADED, "No space left on device")
+_SHARED_MEMORY_FILE = "</torch_"  # no space is left for this file: a loader's workers filled shared memory, no disk
 
 
-class OnNode(WorkloadBackend):
+class NodeBackend(WorkloadBackend):
     """Backend that forwards its calls to a process on a node."""
 
     def __init__(
@@ -37,9 +37,9 @@ class OnNode(WorkloadBackend):
     ) -> None:
         self._cluster = cluster
         self._slot = slot
-        self._how = isolation, environment
+        self._make_arguments = isolation, environment
         self._watcher = watcher
-        self._is_made = False
+        self._has_backend = False
         self._is_build_shared = False
         self._abilities: frozenset[Ability] = frozenset()
 
@@ -62,9 +62,9 @@ class OnNode(WorkloadBackend):
     def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> OpenResult:  # noqa: D102 - see WorkloadBackend
         return OpenResult(*self.call("open", device, num_threads, deadline_seconds).answer)
 
-    def submit(self, job: Job[Any], slot: Slot | None = None) -> _OnNode:  # noqa: ARG002 - there is one
+    def submit(self, job: Job[Any], slot: Slot | None = None) -> _NodeHandle:  # noqa: ARG002 - there is one
         """Start a job."""
-        return _OnNode(self, job)
+        return _NodeHandle(self, job)
 
     def share_build(self, job: Job[Any], deadline_seconds: float) -> str | None:  # noqa: D102 - see Backend
         reason: str | None = self.call("share_build", job.kind(), msgspec.to_builtins(job), deadline_seconds).answer
@@ -74,76 +74,76 @@ class OnNode(WorkloadBackend):
         self.call("keep")
 
     def close(self) -> None:  # noqa: D102 - see Backend
-        if not self._is_made:
+        if not self._has_backend:
             return
-        heard, self._watcher = self._watcher, Watcher()  # nobody watches any more
+        watcher, self._watcher = self._watcher, Watcher()  # the search does not watch this call
         try:
             self._ask("stop")
             self.call("close")
         except (SlotLostError, ClusterLostError):
             pass  # its processes are gone too
-        self._watcher, self._is_made = heard, False
+        self._watcher, self._has_backend = watcher, False
 
-    def call(self, method: str, *arguments: Any) -> Told:
+    def call(self, method: str, *arguments: Any) -> CallProgress:
         """Run a method in the node's process and pass its progress on to the watcher.
 
-        Raises `SlotLostError` if the process is gone or cannot work any more.
+        Raises `SlotLostError` if the process has ended or cannot run jobs any more.
         """
-        if not self._is_made:
-            self._is_made = True
-            self.call("make", *self._how, self._slot.device)
-        self._ask("begin", pack((method, arguments)))
+        if not self._has_backend:
+            self._has_backend = True
+            self.call("make", *self._make_arguments, self._slot.device)
+        self._ask("start_call", pack((method, arguments)))
         while True:
-            told = msgspec.msgpack.decode(self._ask("hear"), type=Told)
-            for number, seconds in told.steps:
+            progress = msgspec.msgpack.decode(self._ask("take_progress"), type=CallProgress)
+            for number, seconds in progress.steps:
                 self._watcher.step(number, seconds)
-            if told.output:
-                self._watcher.output(told.output)
-            if told.is_over:
+            if progress.output:
+                self._watcher.output(progress.output)
+            if progress.is_over:
                 break
         self._abilities, self._is_build_shared = (
-            cast(frozenset[Ability], frozenset(told.abilities)),
-            told.is_build_shared,
+            cast(frozenset[Ability], frozenset(progress.abilities)),
+            progress.is_build_shared,
         )
-        if told.error is None:
-            return told
-        error = told.error.opened()
+        if progress.error is None:
+            return progress
+        error = progress.error.exception()
         if isinstance(error, RunnerError):  # the node cannot start processes
             raise self.lost(error.message)
         raise error
 
     def lost(self, reason: str) -> SlotLostError:
-        """End the place and return the error for its loss."""
+        """End the process on the node and return the error for its loss."""
         self._cluster.end(str(self._slot.name))
         return SlotLostError(self._slot, reason)
 
     def _ask(self, method: str, *arguments: bytes) -> bytes:
-        asked = self._cluster.call(str(self._slot.name), method, *arguments)
+        future = self._cluster.call(str(self._slot.name), method, *arguments)
         try:
-            return self._cluster.answer(asked, self._watcher.tick, SILENT_SECONDS)
-        except (PlaceLostError, RunnerError) as error:
+            return self._cluster.answer(future, self._watcher.tick, SILENT_SECONDS)
+        except (NodeProcessLostError, RunnerError) as error:
             raise self.lost(str(error)) from error
 
 
-class _OnNode:
-    """Job on a node."""
+class _NodeHandle:
+    """Handle of a job on a node."""
 
-    def __init__(self, backend: OnNode, job: Job[Any]) -> None:
+    def __init__(self, backend: NodeBackend, job: Job[Any]) -> None:
         self._backend, self._job = backend, job
         self.start_seconds: float | None = None
 
     def result(self) -> Any:
-        """See `Handle`. A node whose disk is full, or that cannot load the workload again, is given up."""
-        told = self._backend.call("run", self._job.kind(), msgspec.to_builtins(self._job))
-        self.start_seconds = told.start_seconds
-        found = told.answer
-        if not (isinstance(found, dict) and found.get("outcome") == "failure"):
+        """See `Handle`. A node is lost if its disk is full or it cannot load the workload again."""
+        progress = self._backend.call("run", self._job.kind(), msgspec.to_builtins(self._job))
+        self.start_seconds = progress.start_seconds
+        answer = progress.answer
+        if not (isinstance(answer, dict) and answer.get("outcome") == "failure"):
             try:
-                return converted(self._job, found)
+                return convert_result(self._job, answer)
             except msgspec.ValidationError as error:
-                return Failure(kind="crash", message=f"it gave a result that cannot be read: {error}")
-        failure = msgspec.convert(found, Failure)
-        said = f"{failure.message}{failure.details}"
-        if any(text in said for text in _OF_THE_NODE) and _OF_SHARED_MEMORY not in said:
+                return Failure(kind="crash", message=f"its result cannot be read: {error}")
+        failure = msgspec.convert(answer, Failure)
+        text = f"{failure.message}{failure.details}"
+        if any(message in text for message in _NODE_FAILURES) and _SHARED_MEMORY_FILE not in text:
             raise self._backend.lost(failure.message.splitlines()[0])
         return failure

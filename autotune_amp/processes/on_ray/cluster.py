@@ -1,4 +1,4 @@
-"""Client of a Ray cluster: requests go through the process that is connected to it."""
+"""Client of a Ray cluster. It sends requests to the driver, a process of its own that is connected to Ray."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ import msgspec
 
 from autotune_amp.core.errors import ClusterLostError, InvalidRequestError
 from autotune_amp.interruption import heed
-from autotune_amp.processes.on_ray.messages import NodeShare, Opening, Reply, Request, pack
+from autotune_amp.processes.on_ray.messages import NodeSetup, NodeShare, Reply, Request, pack
 from autotune_amp.processes.process import TICK_SECONDS
 
-SILENT_SECONDS = 30.0  # a node that is silent this long is lost: calls are answered within half a second
+SILENT_SECONDS = 30.0  # a node without an answer for so long is lost: it answers calls within half a second
 REACH_SECONDS = 10.0
-CONNECT_SECONDS = 120.0  # the source is sent meanwhile
+CONNECT_SECONDS = 120.0  # includes sending the working directory
 _END_SECONDS = 10.0
 _DRIVER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from autotune_amp.processes.on_ray.driver import main; main(int(sys.argv[2]))"
 )
-# Ray sets it for its processes by the number of CPUs that they get.
+# Ray sets it for its processes to their number of CPUs.
 _SET_BY_RAY = ("OMP_NUM_THREADS",)
 
 
-class PlaceLostError(Exception):
-    """Raised when a process on a node is gone."""
+class NodeProcessLostError(Exception):
+    """Raised when a process on a node has ended or does not answer."""
 
 
 class Cluster:
-    """Connection to the cluster at `address`, and the processes on its nodes, which end with it.
+    """Connection to the Ray cluster at `address`, and the processes on its nodes, which end with the connection.
 
-    If it `sends_directory` they get the working directory, without the paths in `excludes`, written as in .gitignore.
+    With `sends_directory` they get the working directory, without the paths in `excludes`, written as in .gitignore.
     """
 
     def __init__(self, address: str, *, sends_directory: bool, excludes: Sequence[str]) -> None:
@@ -64,22 +64,22 @@ class Cluster:
 
         Raises `InvalidRequestError` if there is no cluster, or if the working directory cannot be sent.
         """
-        self._reach()
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
-        self._socket, theirs = socket.socketpair()
+        self._raise_if_unreachable()
+        self._driver_output = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
+        self._socket, driver_socket = socket.socketpair()
         self._connection = Connection(os.dup(self._socket.fileno()))
-        self._popen = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-            [sys.executable, "-c", _DRIVER, json.dumps(sys.path), str(theirs.fileno())],
+        self._popen = subprocess.Popen(  # noqa: S603 - this interpreter and a module of this package
+            [sys.executable, "-c", _DRIVER, json.dumps(sys.path), str(driver_socket.fileno())],
             stdin=subprocess.DEVNULL,
-            stdout=self._said,
-            stderr=self._said,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # Ctrl-C at the terminal is ours to handle
+            stdout=self._driver_output,
+            stderr=self._driver_output,
+            pass_fds=[driver_socket.fileno()],
+            start_new_session=True,  # Ctrl-C at the terminal is handled by this process alone
         )
-        theirs.close()
-        self._thread = threading.Thread(target=self._hear, daemon=True)
+        driver_socket.close()
+        self._thread = threading.Thread(target=self._read_replies, daemon=True)
         self._thread.start()
-        opening = Opening(
+        opening = NodeSetup(
             target=target,
             packed=packed,
             num_ranks=num_ranks,
@@ -89,15 +89,15 @@ class Cluster:
             connecting = self.ask("connect", pack((self.address, self._directory, self._excludes)))
             self.answer(connecting, tick, CONNECT_SECONDS)
             self.answer(self.ask("open", pack(opening)), tick, CONNECT_SECONDS)
-        except (PlaceLostError, ClusterLostError) as error:
-            self._said.seek(0)
-            said = self._said.read().decode(errors="replace").strip().splitlines()
+        except (NodeProcessLostError, ClusterLostError) as error:
+            self._driver_output.seek(0)
+            output_lines = self._driver_output.read().decode(errors="replace").strip().splitlines()
             raise InvalidRequestError(
-                f"--ray: the cluster at {self.address!r} cannot be used: {said[-1] if said else error}",
-                "Look at it with `ray status`.",
+                f"--ray: the cluster at {self.address!r} cannot be used: {output_lines[-1] if output_lines else error}",
+                "Check it with `ray status`.",
             ) from error
 
-    def _reach(self) -> None:
+    def _raise_if_unreachable(self) -> None:
         """Raise `InvalidRequestError` if no server listens at HOST:PORT: Ray would wait for two minutes."""
         host, _, port = self.address.removeprefix("ray://").rpartition(":")
         if not port.isdecimal():
@@ -106,7 +106,7 @@ class Cluster:
             socket.create_connection((host, int(port)), REACH_SECONDS).close()
         except OSError as error:
             raise InvalidRequestError(
-                f"--ray: nobody listens at {self.address!r}: {error.strerror or error}.",
+                f"--ray: no server listens at {self.address!r}: {error.strerror or error}.",
                 "Start a cluster with `ray start --head`, and give the HOST:PORT that it prints.",
             ) from error
 
@@ -114,16 +114,16 @@ class Cluster:
         """Request the list of living nodes."""
         return self.ask("nodes")
 
-    def start(self, place: NodeShare, device: str) -> Future[bytes]:
-        """Request a process on a node. Its description arrives once the node has free devices for it."""
-        return self.ask("start", pack((place, device)))
+    def start(self, share: NodeShare, device: str) -> Future[bytes]:
+        """Request a process on a node. The future is its description, set once the node has free devices for it."""
+        return self.ask("start", pack((share, device)))
 
     def call(self, place: str, method: str, *arguments: bytes) -> Future[bytes]:
-        """Request a method call in the process of a place."""
+        """Request a method call in the process named `place`."""
         return self.ask("call", pack((method, arguments)), place)
 
     def end(self, place: str) -> None:
-        """End the process of a place."""
+        """End the process named `place`."""
         self.ask("end", place=place)
 
     def ask(self, do: str, body: bytes = b"", place: str | None = None) -> Future[bytes]:
@@ -139,7 +139,7 @@ class Cluster:
         return future
 
     def answer(self, future: Future[bytes], tick: Callable[[], None], limit_seconds: float = math.inf) -> bytes:
-        """Wait for a future's result. Raises our own errors, and `PlaceLostError` if there is no result in time."""
+        """Wait for a future's result. Raises its error, and `NodeProcessLostError` if there is no result in time."""
         until = time.monotonic() + limit_seconds
         while True:
             heed()
@@ -150,7 +150,7 @@ class Cluster:
                 if future.done():
                     raise
             if time.monotonic() > until:
-                raise PlaceLostError(f"it did not answer within {limit_seconds:.0f} s")
+                raise NodeProcessLostError(f"it did not answer within {limit_seconds:.0f} s")
 
     def pause(self, tick: Callable[[], None]) -> None:
         """Wait one tick."""
@@ -159,7 +159,7 @@ class Cluster:
         time.sleep(TICK_SECONDS)
 
     def close(self) -> None:
-        """Close the connection, which ends our processes on the nodes."""
+        """Close the connection, which ends the processes on the nodes."""
         if self._popen is None:
             return
         popen, self._popen = self._popen, None
@@ -171,10 +171,10 @@ class Cluster:
             popen.kill()
             popen.wait()
         self._thread.join()
-        for opened in (self._said, self._connection, self._socket):
-            opened.close()
+        for resource in (self._driver_output, self._connection, self._socket):
+            resource.close()
 
-    def _hear(self) -> None:
+    def _read_replies(self) -> None:
         while True:
             try:
                 reply = msgspec.msgpack.decode(self._connection.recv_bytes(), type=Reply)
@@ -185,9 +185,9 @@ class Cluster:
             if future is None:
                 continue
             if reply.error is not None:
-                future.set_exception(reply.error.opened())
+                future.set_exception(reply.error.exception())
             elif reply.lost is not None:
-                future.set_exception(PlaceLostError(reply.lost))
+                future.set_exception(NodeProcessLostError(reply.lost))
             else:
                 future.set_result(reply.body)
         with self._lock:
@@ -201,5 +201,5 @@ class Cluster:
     def _lost(self, reason: str) -> ClusterLostError:
         return ClusterLostError(
             f"The Ray cluster at {self.address} is lost: {reason}.",
-            "Start it again, then the same command: it goes on with what was measured.",
+            "Start it again, then run the same command: it resumes with the results so far.",
         )

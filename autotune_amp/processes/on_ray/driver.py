@@ -1,6 +1,6 @@
-"""Process connected to a Ray cluster, started by cluster.py. It is the only one that imports Ray.
+"""Driver: the process connected to a Ray cluster, started by cluster.py. It alone imports Ray.
 
-Ray ends this process if the head is lost, which the search has to survive.
+Ray ends this process if the head node is lost. The search, in another process, can still save its results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.processes.on_ray.messages import Node, NodeShare, RemoteError, Reply, Request, pack
-from autotune_amp.processes.on_ray.node import Worker
+from autotune_amp.processes.on_ray.node import NodeActor
 
 _MAX_CHARACTERS = 600
 _COLOURS = re.compile("\x1b\\[[0-9;]*m")
@@ -26,7 +26,7 @@ _HEAD = "node:__internal_head__"  # a resource that only the head has
 
 
 class Driver:
-    """Server that answers the search's requests by calls to Ray, in the order in which results arrive."""
+    """Server that answers the search's requests by calls to Ray; replies are sent as results arrive."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -57,8 +57,8 @@ class Driver:
         except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as error:
             raise InvalidRequestError(
                 f"--ray: the cluster at {address!r} cannot be used: {_line(error)}",
-                "Start one with `ray start --head`, look at it with `ray status`, and give its HOST:PORT; what of the "
-                "working directory is not needed, name it in .rayignore.",
+                "Start one with `ray start --head`, check it with `ray status`, and pass its HOST:PORT. If the working "
+                "directory is too large, name files that are not needed in .rayignore.",
             ) from error
         self._reply(Reply(number=request.number))
 
@@ -72,7 +72,7 @@ class Driver:
         except Exception as error:
             self._reply(_failed(request.number, error))
             return
-        found = [
+        nodes = [
             Node(
                 node_id=node["NodeID"],
                 host=node["NodeManagerHostname"],
@@ -82,28 +82,28 @@ class Driver:
             )
             for node in alive
         ]
-        self._reply(Reply(number=request.number, body=pack(found)))
+        self._reply(Reply(number=request.number, body=pack(nodes)))
 
     def _open(self, request: Request) -> None:
-        """Store the data that all places need."""
+        """Store the data that the processes on all nodes need."""
         self._opening = ray.put(request.body)
         self._reply(Reply(number=request.number))
 
     def _start(self, request: Request) -> None:
         """Start an actor on a node. It waits while others use the devices."""
-        place, device = msgspec.msgpack.decode(request.body, type=tuple[NodeShare, str])
-        there = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
-        options = {"num_gpus": place.num_gpus, "num_cpus": place.num_cpus, "scheduling_strategy": there}
-        actor = ray.remote(Worker).options(**options, max_restarts=0, max_concurrency=2).remote(self._opening)
-        self._actors[place.name] = actor
-        self._when_done(request.number, actor.about.remote(device))
+        share, device = msgspec.msgpack.decode(request.body, type=tuple[NodeShare, str])
+        scheduling = NodeAffinitySchedulingStrategy(share.node_id, soft=False)
+        options = {"num_gpus": share.num_gpus, "num_cpus": share.num_cpus, "scheduling_strategy": scheduling}
+        actor = ray.remote(NodeActor).options(**options, max_restarts=0, max_concurrency=2).remote(self._opening)
+        self._actors[share.name] = actor
+        self._when_done(request.number, actor.describe.remote(device))
 
     def _call(self, request: Request) -> None:
         """Call a method of an actor."""
         method, arguments = msgspec.msgpack.decode(request.body, type=tuple[str, list[bytes]])
         actor = self._actors.get(str(request.place))
         if actor is None:
-            self._reply(Reply(number=request.number, lost="it was given up before"))
+            self._reply(Reply(number=request.number, lost="it was ended before"))
             return
         self._when_done(request.number, getattr(actor, method).remote(*arguments))
 
@@ -127,7 +127,7 @@ class Driver:
 
 
 def _failed(number: int, error: BaseException) -> Reply:
-    if isinstance(error, ray.exceptions.RayTaskError):  # raised by the code that runs there, not by Ray
+    if isinstance(error, ray.exceptions.RayTaskError):  # raised by the actor's code, not by Ray
         return Reply(number=number, error=RemoteError.of(error.cause or error))
     if isinstance(error, ray.exceptions.RayError):
         return Reply(number=number, lost=_line(error))
@@ -137,8 +137,8 @@ def _failed(number: int, error: BaseException) -> Reply:
 def _line(error: BaseException) -> str:
     """Return an error's message on one line; of a traceback only its last line."""
     lines = _COLOURS.sub("", str(error)).strip().splitlines() or [type(error).__name__]
-    said = lines[-1:] if any("Traceback" in line for line in lines) else lines
-    return " ".join(" ".join(said).split())[:_MAX_CHARACTERS]
+    kept_lines = lines[-1:] if any("Traceback" in line for line in lines) else lines
+    return " ".join(" ".join(kept_lines).split())[:_MAX_CHARACTERS]
 
 
 def main(file_number: int) -> None:

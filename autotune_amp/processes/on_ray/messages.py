@@ -22,7 +22,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeShare(msgspec.Struct, frozen=True, kw_only=True):
-    """Share of a node for the ranks of a trial: that many GPUs, or without `num_gpus` all of its CPUs."""
+    """Share of a node for a process: `num_gpus`, one for each rank of a trial, or with 0 all CPUs of the node."""
 
     name: str
     node_id: str
@@ -30,11 +30,11 @@ class NodeShare(msgspec.Struct, frozen=True, kw_only=True):
     num_cpus: int
 
 
-class Opening(msgspec.Struct, frozen=True, kw_only=True):
-    """Data that a node needs to run jobs.
+class NodeSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """Data that a process on a node needs to run jobs.
 
-    It is the workload as a target or packed, the number of ranks of a trial, and environment variables as they are
-    where the search runs, which Ray would set otherwise; None for unset.
+    It is the workload as a target or packed, the number of ranks of a trial, and those environment variables that Ray
+    sets, with their values where the search runs (None for unset).
     """
 
     target: str | None
@@ -43,11 +43,11 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str | None]
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """Progress of a call on a node: new steps (number, seconds), printed output, and finally its answer or the error it
-    raised.
+class CallProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """Progress of a method call on a node: new steps (number, seconds) and printed output, at the end also its answer
+    or error.
 
-    `abilities`, `is_build_shared` and `start_seconds` are the backend's at that time.
+    `abilities`, `is_build_shared` and `start_seconds` are those of the node's backend at that time.
     """
 
     steps: list[tuple[int, float]]
@@ -69,18 +69,18 @@ class RemoteError(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, error: BaseException) -> RemoteError:
-        """Return the message for an exception. One that is not ours becomes a `RunnerError` with its type's name."""
+        """Return the message for an exception. Other types than `AutotuneAmpError` become a `RunnerError`."""
         if not isinstance(error, AutotuneAmpError):
             error = RunnerError(f"{type(error).__name__}: {error}", "See the logs of Ray on that node.")
         return cls(kind=type(error).__name__, message=error.message, next_step=error.next_step)
 
-    def opened(self) -> AutotuneAmpError:
+    def exception(self) -> AutotuneAmpError:
         """Return the exception to raise."""
         kind: type[AutotuneAmpError] = getattr(errors, self.kind, RunnerError)
         return kind(self.message, self.next_step)
 
 
-class About(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Description of a node's process: its device and versions."""
 
     identity: DeviceIdentity
@@ -89,7 +89,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """Request from the search to the process connected to Ray."""
+    """Request from the search to the driver, the process connected to Ray. `place` names a process on a node."""
 
     number: int
     do: str
@@ -98,7 +98,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """Reply to a request: a result, an error of ours, or the reason that the place is `lost`."""
+    """Reply to a request: a result, an error, or the reason for which the process on the node is `lost`."""
 
     number: int
     body: bytes = b""

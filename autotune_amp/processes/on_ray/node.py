@@ -1,4 +1,4 @@
-"""Actor on a node, which holds a backend of the workload and runs its jobs one at a time in processes there."""
+"""Ray actor on a node: it has a backend of the workload and runs its jobs, one at a time, in processes of the node."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import msgspec
 from autotune_amp import __version__
 from autotune_amp.core.job import find_job
 from autotune_amp.hardware import identify
-from autotune_amp.processes.devices import on_ranks, rank_slots
+from autotune_amp.processes.devices import make_ranked_backend, rank_slots
 from autotune_amp.processes.local import Isolation, LocalBackend, Payload, WorkloadBackend
-from autotune_amp.processes.on_ray.messages import About, Opening, RemoteError, Told, pack
+from autotune_amp.processes.on_ray.messages import CallProgress, NodeSetup, ProcessDescription, RemoteError, pack
 from autotune_amp.processes.process import Watcher
 
-HEAR_SECONDS = 0.5  # interval of asking a running job for progress: one call for each step would slow it down
+PROGRESS_SECONDS = 0.5  # longest wait of a call for progress; one call for each step would slow the job down
 
 
 class _StoppedError(Exception):
-    """Exception that ends the backend's waiting."""
+    """Raised to end the backend's waiting for a job."""
 
 
-class _Ear(Watcher):
+class _ProgressRecorder(Watcher):
     """Watcher that collects progress until it is fetched."""
 
     def __init__(self) -> None:
@@ -46,49 +46,51 @@ class _Ear(Watcher):
         self.printed.append(text)
 
 
-class Worker:
-    """Actor on a node. Every method takes and returns msgpack bytes, and none waits for a job's end."""
+class NodeActor:
+    """Ray actor on a node. Public methods take and return msgpack bytes, and do not wait for the end of a job."""
 
-    def __init__(self, opening: bytes) -> None:
-        self._opening = msgspec.msgpack.decode(opening, type=Opening)
-        for name, value in self._opening.environment.items():
+    def __init__(self, setup: bytes) -> None:
+        self._setup = msgspec.msgpack.decode(setup, type=NodeSetup)
+        for name, value in self._setup.environment.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
         # The working directory that the search sent is importable, as with `python -m`.
         path = tuple(dict.fromkeys((str(Path.cwd()), *sys.path)))
-        self._payload = Payload(target=self._opening.target, packed=self._opening.packed, path=path)
-        self._ear = _Ear()
+        self._payload = Payload(target=self._setup.target, packed=self._setup.packed, path=path)
+        self._recorder = _ProgressRecorder()
         # A single thread for everything: on Linux a process ends with the thread that started it.
         self._thread = ThreadPoolExecutor(1, "jobs")
         self._work: Future[Any] | None = None
         self._backend: WorkloadBackend | None = None
         self._start_seconds: float | None = None
 
-    def about(self, device: str) -> bytes:
+    def describe(self, device: str) -> bytes:
         """Return a description of the process: device and versions."""
-        return pack(About(identity=identify(device), version=__version__, python=platform.python_version()))
+        return pack(
+            ProcessDescription(identity=identify(device), version=__version__, python=platform.python_version())
+        )
 
-    def begin(self, call: bytes) -> None:
+    def start_call(self, call: bytes) -> None:
         """Start one of the methods below, by its name and arguments."""
         method, arguments = msgspec.msgpack.decode(call)
         self._start_seconds = None
         self._work = self._thread.submit(getattr(self, f"_{method}"), *arguments)
 
-    def hear(self) -> bytes:
-        """Return the progress since the last call, waiting briefly for the end."""
+    def take_progress(self) -> bytes:
+        """Return the progress since the last call of this method, after waiting briefly for the end."""
         assert self._work is not None
-        wait([self._work], HEAR_SECONDS)
+        wait([self._work], PROGRESS_SECONDS)
         is_over = self._work.done()  # checked before the progress is taken
-        steps, self._ear.steps = self._ear.steps, []
-        printed, self._ear.printed = self._ear.printed, []
-        told = Told(steps=steps, output="".join(printed), is_over=is_over)
+        steps, self._recorder.steps = self._recorder.steps, []
+        printed, self._recorder.printed = self._recorder.printed, []
+        progress = CallProgress(steps=steps, output="".join(printed), is_over=is_over)
         if not is_over:
-            return pack(told)
+            return pack(progress)
         backend, error = self._backend, self._work.exception()
         return pack(
             msgspec.structs.replace(
-                told,
+                progress,
                 answer=None if error is not None else self._work.result(),
                 error=None if error is None else RemoteError.of(error),
                 abilities=[] if backend is None else sorted(backend.abilities),
@@ -98,42 +100,42 @@ class Worker:
         )
 
     def stop(self) -> None:
-        """End the running method, since nobody waits for it any more."""
-        self._ear.is_stopped.set()
+        """End the running method, since its result is not needed any more."""
+        self._recorder.is_stopped.set()
         if self._work is not None:
             self._work.exception()
-        self._ear.is_stopped.clear()
+        self._recorder.is_stopped.clear()
 
     def _make(self, isolation: Isolation | None, environment: dict[str, str] | None, device: str) -> None:
         self._close()
-        num_ranks = self._opening.num_ranks
+        num_ranks = self._setup.num_ranks
 
-        def start(heard: Watcher, isolation: Isolation | None, *others: Any) -> WorkloadBackend:
-            return LocalBackend(self._payload, isolation, heard, *others)
+        def start(watcher: Watcher, isolation: Isolation | None, *others: Any) -> WorkloadBackend:
+            return LocalBackend(self._payload, isolation, watcher, *others)
 
         if num_ranks > 1:
             ranks = rank_slots(num_ranks, identify(device).type)
-            self._backend = on_ranks(ranks, start, self._ear, isolation, environment)
+            self._backend = make_ranked_backend(ranks, start, self._recorder, isolation, environment)
         else:
-            self._backend = start(self._ear, isolation, environment)
+            self._backend = start(self._recorder, isolation, environment)
 
     def _load(self, deadline_seconds: float) -> Any:
-        return self._there.load(deadline_seconds)
+        return self._required_backend.load(deadline_seconds)
 
     def _open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Any:
-        return msgspec.to_builtins(self._there.open(device, num_threads, deadline_seconds))
+        return msgspec.to_builtins(self._required_backend.open(device, num_threads, deadline_seconds))
 
     def _share_build(self, kind: str, job: dict[str, Any], deadline_seconds: float) -> str | None:
-        return self._there.share_build(find_job(kind, job), deadline_seconds)
+        return self._required_backend.share_build(find_job(kind, job), deadline_seconds)
 
     def _keep(self) -> None:
-        self._there.keep()
+        self._required_backend.keep()
 
     def _run(self, kind: str, job: dict[str, Any]) -> Any:
-        handle = self._there.submit(find_job(kind, job))
-        found = handle.result()
+        handle = self._required_backend.submit(find_job(kind, job))
+        result = handle.result()
         self._start_seconds = handle.start_seconds
-        return msgspec.to_builtins(found, str_keys=True)
+        return msgspec.to_builtins(result, str_keys=True)
 
     def _close(self) -> None:
         backend, self._backend = self._backend, None
@@ -141,6 +143,6 @@ class Worker:
             backend.close()
 
     @property
-    def _there(self) -> WorkloadBackend:
+    def _required_backend(self) -> WorkloadBackend:
         assert self._backend is not None
         return self._backend

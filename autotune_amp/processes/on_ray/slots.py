@@ -1,4 +1,4 @@
-"""Nodes of a Ray cluster as slots of a search: they come and go while it runs, and are compared with the first."""
+"""Slots of a search on the nodes of a Ray cluster. Nodes may join and leave while it runs, and have to be alike."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, Work
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import Fingerprint
-from autotune_amp.processes.devices import ConfirmingProcesses, WatcherOf
+from autotune_amp.processes.devices import ConfirmingProcesses, WatcherFactory
 from autotune_amp.processes.local import Isolation, OpenResult, Payload, Slot, SlotLostError, WorkloadBackend
-from autotune_amp.processes.on_ray.backend import OnNode
+from autotune_amp.processes.on_ray.backend import NodeBackend
 from autotune_amp.processes.on_ray.cluster import Cluster
 from autotune_amp.processes.on_ray.fleet import Fleet
 from autotune_amp.processes.process import Watcher
@@ -28,26 +28,30 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
-START_SECONDS = 60.0  # time for the first process on a node, and for another one after the last was lost
-GATHER_SECONDS = 10.0  # time for further nodes after the first, before the search begins
-NUM_TRIED = 2  # nodes that fail to load the workload before the workload is blamed
+START_SECONDS = 60.0  # wait for the first process on a node, and for another one after the last was lost
+GATHER_SECONDS = 10.0  # wait for further nodes after the first, before the search begins
+MAX_LOAD_FAILURES = 2  # nodes on which loading may fail before the workload itself counts as faulty
 _FINGERPRINT_SECONDS = 60.0
 GIB = 2**30
 
 
 class RaySlots(WorkloadSlots):
-    """`WorkloadBackend` on the places of a cluster.
+    """`WorkloadBackend` of several slots, each a process on a node of the cluster.
 
-    A place that comes up later joins once it has loaded the workload with the same fingerprint as the first; a lost
-    place is removed.
+    A slot that starts later joins once it has loaded the workload with the same fingerprint as the first; a lost slot
+    is removed.
     """
 
     def __init__(
-        self, fleet: Fleet, slots: Sequence[Slot], make: Callable[[Slot, Watcher], OnNode], watcher_of: WatcherOf
+        self,
+        fleet: Fleet,
+        slots: Sequence[Slot],
+        make: Callable[[Slot, Watcher], NodeBackend],
+        watcher_of: WatcherFactory,
     ) -> None:
         super().__init__(slots, make, watcher_of)
         self._fleet = fleet
-        self._opening_seconds: float | None = None  # None until the first place is open
+        self._opening_seconds: float | None = None  # None until the first slot has opened the workload
         self._fingerprint: Fingerprint | None = None
         self._preparing: dict[Slot, Future[Any]] = {}
         self._ready = {slots[0]}
@@ -60,24 +64,24 @@ class RaySlots(WorkloadSlots):
         return tuple(slot for slot in super().slots if slot in self._ready)
 
     def load(self, deadline_seconds: float) -> dict[str, Any]:
-        """See `WorkloadBackend`. The first place that can load the workload does."""
+        """See `WorkloadBackend`. Loads the workload on the first slot that can."""
         problems: list[WorkloadError] = []
         self._began = time.monotonic()
         while True:
             slot = super().slots[0]
             self._ready = {slot}
-            runner = self._at(slot)
+            runner = self._runner_at(slot)
             try:
-                state = self.wait_for(self._begin(runner, partial(runner.backend.load, deadline_seconds)))
-                looked = partial(self._fingerprint_on, runner.backend, slot, state)
-                self._fingerprint = self.wait_for(self._begin(runner, looked))
+                state = self.wait_for(self._run_in_thread(runner, partial(runner.backend.load, deadline_seconds)))
+                make_fingerprint = partial(self._fingerprint_on, runner.backend, slot, state)
+                self._fingerprint = self.wait_for(self._run_in_thread(runner, make_fingerprint))
             except SlotLostError:
-                continue  # with the next place
+                continue  # with the next slot
             except WorkloadError as error:
                 problems.append(error)
-                if len(problems) == NUM_TRIED or len(self._runners) == 1:
+                if len(problems) == MAX_LOAD_FAILURES or len(self._runners) == 1:
                     raise problems[0] from None
-                self._drop(slot, error.message.splitlines()[0])
+                self._remove(slot, error.message.splitlines()[0])
             else:
                 return state
 
@@ -87,16 +91,16 @@ class RaySlots(WorkloadSlots):
         return opened
 
     def open_others(self, deadline_seconds: float) -> None:
-        """See `WorkloadBackend`. Places that fail, or load something else, are left out; places that take much longer
+        """See `WorkloadBackend`. Slots that fail, or load other code or data, are left out; slots that take much longer
         than the first join later.
         """
         self._opening_seconds = deadline_seconds
         if not self._can_fork:
             self.keep()
-        self._prepare()
+        self._prepare_new()
         until = time.monotonic() + min(deadline_seconds, GATHER_SECONDS + 2 * self._first_seconds)
         while self._preparing and time.monotonic() < until:
-            self._hear()
+            self._handle_calls()
 
     def share_build(self, job: Any, deadline_seconds: float) -> str | None:  # noqa: D102 - see Backend
         reason = super().share_build(job, deadline_seconds)
@@ -107,66 +111,74 @@ class RaySlots(WorkloadSlots):
         self._is_kept, self._shared = True, None
         super().keep()
 
-    def on_each(self, ask: Callable[[WorkloadBackend], T]) -> list[T]:
-        """See `Slots`. Places that are lost are left out."""
+    def on_each(self, function: Callable[[WorkloadBackend], T]) -> list[T]:
+        """See `Slots`. Lost slots are skipped."""
         answers = []
-        for future in [self._begin(self._at(slot), partial(ask, self._at(slot).backend)) for slot in self.slots]:
+        for future in [
+            self._run_in_thread(self._runner_at(slot), partial(function, self._runner_at(slot).backend))
+            for slot in self.slots
+        ]:
             with suppress(SlotLostError):
                 answers.append(self.wait_for(future))
         return answers
 
-    def _hear(self) -> None:
-        super()._hear()
+    def _handle_calls(self) -> None:
+        super()._handle_calls()
         if self._opening_seconds is not None:
-            self._runners += [self._make_runner(slot) for slot in self._fleet.arrived()]
-            self._prepare()
+            self._runners += [self._make_runner(slot) for slot in self._fleet.take_started_slots()]
+            self._prepare_new()
 
-    def _prepare(self) -> None:
-        """Start preparing new places, and add or drop those that have finished."""
-        how = self._is_kept, self._shared
+    def _prepare_new(self) -> None:
+        """Start preparing new slots, and add or remove those whose preparation has ended."""
+        preparation = self._is_kept, self._shared
         for runner in self._runners:
             if runner.slot not in self._ready and runner.slot not in self._preparing:
-                joining = self._begin(runner, partial(self._join, runner.backend, runner.slot, how))
+                joining = self._run_in_thread(
+                    runner, partial(self._prepare_slot, runner.backend, runner.slot, preparation)
+                )
                 self._preparing[runner.slot] = joining
         for slot in [slot for slot, future in self._preparing.items() if future.done()]:
             try:
                 future = self._preparing.pop(slot, None)
                 if future is None:  # handled while another future was waited for
                     continue
-                problem, how = future.result()
+                problem, preparation = future.result()
             except SlotLostError as lost:
                 problem = f"it is lost: {lost.reason}"
             except AutotuneAmpError as error:
                 problem = error.message.splitlines()[0]
             if problem is not None:
-                self._drop(slot, problem)
-            elif how == (self._is_kept, self._shared):  # else prepare it again, as the others are now
-                self._ready.add(slot)
+                self._remove(slot, problem)
+            elif preparation == (self._is_kept, self._shared):
+                self._ready.add(slot)  # else prepare it again, since the other slots have changed meanwhile
 
-    def _join(self, backend: WorkloadBackend, slot: Slot, how: tuple[bool, Any]) -> tuple[str | None, tuple[bool, Any]]:
-        """Prepare a place, in its thread: load, compare, open, and set it up like the others.
+    def _prepare_slot(
+        self, backend: WorkloadBackend, slot: Slot, preparation: tuple[bool, Any]
+    ) -> tuple[str | None, tuple[bool, Any]]:
+        """Prepare a slot, in its thread: load the workload, compare it with the first slot's, and set it up like
+        others.
 
-        Returns why it cannot be used, or None, and `how` again.
+        Return why the slot cannot be used, or None, and the `preparation` (`_is_kept` and `_shared`) that was applied.
         """
         backend.close()
-        return self._why_not(backend, slot, *how), how
+        return self._reason_against(backend, slot, *preparation), preparation
 
-    def _why_not(self, backend: WorkloadBackend, slot: Slot, is_kept: bool, shared: Any) -> str | None:
+    def _reason_against(self, backend: WorkloadBackend, slot: Slot, is_kept: bool, shared: Any) -> str | None:
         assert self._opening_seconds is not None
         assert self._fingerprint is not None
         state = backend.load(self._opening_seconds)
-        found = self._fingerprint_on(backend, slot, state)
-        if differences := self._fingerprint.differences(found):
-            return f"what is loaded there is not what the first has: {differences[0]}"
-        opened = backend.open(*self._asked, self._opening_seconds)
+        fingerprint = self._fingerprint_on(backend, slot, state)
+        if differences := self._fingerprint.differences(fingerprint):
+            return f"it loaded something else than the first node: {differences[0]}"
+        opened = backend.open(*self._open_arguments, self._opening_seconds)
         if is_kept and opened.why_not_forked is None:
             backend.keep()
         if opened.why_not_forked is not None and not is_kept:
-            return f"trials cannot be forked there, and are on the first: {opened.why_not_forked}"
+            return f"trials can be forked on the first node, but not there: {opened.why_not_forked}"
         return None if shared is None else backend.share_build(*shared)
 
     def _fingerprint_on(self, backend: WorkloadBackend, slot: Slot, state: dict[str, Any]) -> Fingerprint:
-        """Return the fingerprint of the workload on a place, without the device's own ID and index."""
+        """Return the fingerprint of the workload on a slot, without the device's own UUID and index."""
         assert self._fleet.first is not None
         job = FingerprintJob(
             device=slot.device,
@@ -175,26 +187,26 @@ class RaySlots(WorkloadSlots):
             torch_state=state,
             deadline_seconds=_FINGERPRINT_SECONDS,
         )
-        found = backend.submit(job).result()
-        if isinstance(found, Failure):
-            raise WorkloadError(f"The workload cannot be fingerprinted: {found.message}", "Fix what is said.")
-        return replace(found, unknown=())  # unknown parts cannot be compared
+        fingerprint = backend.submit(job).result()
+        if isinstance(fingerprint, Failure):
+            raise WorkloadError(f"The workload cannot be fingerprinted: {fingerprint.message}", "Fix that error.")
+        return replace(fingerprint, unknown=())  # unknown parts cannot be compared
 
-    def _drop(self, slot: Slot, problem: str) -> None:
+    def _remove(self, slot: Slot, problem: str) -> None:
         self._fleet.leave_out(str(slot.name), problem)
         self._ready.discard(slot)
-        super()._drop(slot, problem)
+        super()._remove(slot, problem)
 
-    def _require_one(self, problem: str) -> None:
-        """Raise `ClusterLostError` if no place is left.
+    def _raise_if_no_slot(self, problem: str) -> None:
+        """Raise `ClusterLostError` if no slot is left.
 
-        While the workload is loaded any other place will do; later, wait for one that has loaded it.
+        After the first slot has opened the workload, wait `START_SECONDS` for another one to be ready.
         """
         until = time.monotonic() + START_SECONDS
         while self._opening_seconds is not None and not self._ready and time.monotonic() < until:
-            self._hear()
+            self._handle_calls()
         if self._opening_seconds is not None or not self._runners:
-            super()._require_one(problem)
+            super()._raise_if_no_slot(problem)
 
 
 class RayDevices:
@@ -208,7 +220,7 @@ class RayDevices:
         device: str,
         num_ranks: int,
         payload: Payload,
-        watcher_of: WatcherOf,
+        watcher_of: WatcherFactory,
         note: Callable[[str], None],
     ) -> None:
         self.device = "cpu" if device == "cpu" else "auto"
@@ -222,52 +234,52 @@ class RayDevices:
         self._backend: RaySlots | None = None
 
     def identity(self) -> DeviceIdentity:
-        """Return the first place's device without its own ID and index: an answer holds for its whole model."""
+        """Return the first slot's device without its own UUID and index: results hold for all devices of its model."""
         assert self._fleet.first is not None
-        found = self._fleet.first.identity
-        memory_bytes = round(found.total_memory_bytes / GIB) * GIB
-        return replace(found, index=None, uuid=None, total_memory_bytes=memory_bytes)
+        identity = self._fleet.first.identity
+        memory_bytes = round(identity.total_memory_bytes / GIB) * GIB
+        return replace(identity, index=None, uuid=None, total_memory_bytes=memory_bytes)
 
     def backend(self) -> WorkloadBackend:
-        """Connect, and return a backend of the places that come up soon. Raises `InvalidRequestError` without any."""
+        """Connect, and return a backend of the slots that start soon. Raises `InvalidRequestError` if none does."""
         tick = self._watcher_of(Slot(self.device)).tick
         self._cluster.connect(self._payload.target, self._payload.packed, self._num_ranks, tick)
         until = time.monotonic() + START_SECONDS
         while time.monotonic() < until and not (self._fleet.is_up and self._fleet.is_settled):
-            self._fleet.arrived()
+            self._fleet.take_started_slots()
             if self._fleet.is_up:
                 until = min(until, time.monotonic() + GATHER_SECONDS)
             self._cluster.pause(tick)
         if not self._fleet.is_up:
-            what = "CPU" if self.device == "cpu" else "GPU"
+            device_name = "CPU" if self.device == "cpu" else "GPU"
             raise InvalidRequestError(
-                f"--ray: no node of the cluster at {self._cluster.address!r} gave {self._num_ranks} {what}s within "
-                f"{START_SECONDS:.0f} s.",
-                "See what it has, and what others use of it, with `ray status`.",
+                f"--ray: no node of the cluster at {self._cluster.address!r} provided {self._num_ranks} {device_name}s "
+                f"within {START_SECONDS:.0f} s.",
+                "Check its free resources with `ray status`.",
             )
         slots = self._fleet.begin()
         self.num_slots = len(slots)
         self.device = slots[0].device
         self._backend = RaySlots(
-            self._fleet, slots, lambda slot, heard: self._on_node(slot, heard, None, {}), self._watcher_of
+            self._fleet, slots, lambda slot, watcher: self._make_node_backend(slot, watcher, None, {}), self._watcher_of
         )
         return self._backend
 
     def confirming(
         self,
-        device: str,  # noqa: ARG002 - each place has its own
+        device: str,  # noqa: ARG002 - each slot has its own
         *,
         are_shared: bool,
         num_rounds: int,  # noqa: ARG002 - no process stands by on a node
     ) -> Slots[ConfirmingProcesses]:
-        """Return the backend of the confirmation, on the places that the search used last: if one is lost, another one
-        takes over.
+        """Return the backend of the confirmation, on the slots that the search used last. If one is lost, another one
+        replaces it.
         """
         assert self._backend is not None
 
-        def make(slot: Slot, heard: Watcher) -> ConfirmingProcesses:
+        def make(slot: Slot, watcher: Watcher) -> ConfirmingProcesses:
             return ConfirmingProcesses(
-                lambda variables: self._on_node(slot, heard, "kept", variables),
+                lambda variables: self._make_node_backend(slot, watcher, "kept", variables),
                 slot,
                 are_shared=are_shared,
             )
@@ -284,5 +296,7 @@ class RayDevices:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.close()
 
-    def _on_node(self, slot: Slot, heard: Watcher, isolation: Isolation | None, environment: dict[str, str]) -> OnNode:
-        return OnNode(self._cluster, slot, isolation, environment, heard)
+    def _make_node_backend(
+        self, slot: Slot, watcher: Watcher, isolation: Isolation | None, environment: dict[str, str]
+    ) -> NodeBackend:
+        return NodeBackend(self._cluster, slot, isolation, environment, watcher)

@@ -21,7 +21,7 @@ from autotune_amp.search import ranking
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.ranking import PLATEAU, Merit, SettingRuns, least_speed
 from autotune_amp.search.space import SAME_MEMORY, Space, without
-from autotune_amp.trial.failures import mended
+from autotune_amp.trial.failures import suggested_fix
 
 WIDE_INTERVAL = 0.2  # half width; processes 5 % apart, as the prior assumes, give 15 % with three, 13 % with five
 
@@ -477,6 +477,6 @@ def way_out(failed: Sequence[Failure]) -> str:
         "oom": "Give it a smaller batch.",
         "timeout": "Give a larger --budget, or find out where it hangs: run the training by itself for a few steps.",
     }
-    first = mended(failed[0]) or asked.get(failed[0].kind, "Fix that error, then run the same search again.")
+    first = suggested_fix(failed[0]) or asked.get(failed[0].kind, "Fix that error, then run the same search again.")
     slow = " If the others only need more time, give a larger --budget."
     return first + slow * ("timeout" in kinds and failed[0].kind != "timeout")

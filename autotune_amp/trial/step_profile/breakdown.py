@@ -1,4 +1,4 @@
-"""Profile of a training step: its job, the parts of a step's time as shares, and advice on them. Pure."""
+"""Division of a training step's time into parts, with advice on the largest ones; and the job that profiles it."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class ProfileJob(Job[Profiled], frozen=True, kw_only=True):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a step: `seconds` of one step and their `share` of it; the shares of a step sum to 1.
+    """Part of a step: its `seconds` in one step, and their `share` of the step's time; all shares sum to 1.
 
     ``matrix_products`` is the time that the step's products would take at the machine's measured rate,
     ``slow_matrix_products`` their time beyond that; without a rate or a count the former is all of it. ``casts``
-    convert between formats, ``fp32_operations`` are those that autocast leaves in fp32, ``loader`` is the wait for
-    data, ``idle`` the time in which an accelerator has no kernel to run, and ``rest`` all else. `largest` names the
+    convert between formats, ``fp32_operations`` are those that autocast keeps in fp32, ``loader`` is the wait for data,
+    ``idle`` the time in which an accelerator runs no kernel, and ``rest`` all other time. `largest` names the
     operations that take most time. A part is the median of several profiled steps, `share_range` its smallest and
     largest share in any of them; for the loader, in any of the processes.
     """
@@ -80,7 +80,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepBreakdown(msgspec.Struct, frozen=True, kw_only=True):
-    """Difference between the machine's matrix rate and the rate that a step attains, divided into parts of the step.
+    """Parts of a step's time, which explain why the step is slower than the machine's rate of matrix products.
 
     Rates are in floating-point operations per second: `machine_flops_per_second` is that of large matrix products in
     this precision, `attained_flops_per_second` is `flops_per_step` over the step's seconds. Each is None if it could
@@ -97,12 +97,12 @@ class StepBreakdown(msgspec.Struct, frozen=True, kw_only=True):
     note: str | None = None
 
     def share(self, name: PartName) -> float:
-        """Return the part's share of the step, 0 if it does not apply."""
+        """Return the share of the step that the part `name` takes, 0 if it does not apply."""
         return sum(part.share for part in self.parts if part.name == name)
 
 
 class NextStep(msgspec.Struct, frozen=True, kw_only=True):
-    """Advice on one part of a step: without `part` the step would be at most `max_speedup` times as fast.
+    """Advice on one part of a step. If `part` took no time, the step would be `max_speedup` times as fast.
 
     `dimensions` are the dimensions of the search that affect the part. `share` and `share_range` are the part's: even
     the smallest share is worth acting on.
@@ -117,58 +117,60 @@ class NextStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MIN_SHARE = 0.05  # share of the step; smaller parts are not worth a change of code
-_FROM_PROFILE: tuple[PartName, ...] = ("matrix_products", "casts", "fp32_operations", "optimizer")
+_PROFILED_PARTS: tuple[PartName, ...] = ("matrix_products", "casts", "fp32_operations", "optimizer")
 
 
 def break_down(processes: Sequence[Measurement], profiled: Profiled, rate: float | None) -> StepBreakdown | None:
-    """Divide the mean step of these processes into parts, in the proportions of the profile.
+    """Return the mean step of these `processes`, divided into parts in the proportions of the profile; None without
+    one.
 
-    `rate` is the machine's rate of matrix products in FLOP/s, None if unknown. On a CPU the profiled operations are
-    scaled to the step; on an accelerator the time without a kernel is idle. None without a profile.
+    `rate` is the machine's rate of matrix products in FLOP/s, None if unknown. On a CPU the times of the profiled
+    operations are scaled to the step; on an accelerator the time without a kernel is the part ``idle``.
     """
-    split, flops, device_type = profiled.split, profiled.flops_per_step, profiled.device_type
+    split, flops_per_step, device_type = profiled.split, profiled.flops_per_step, profiled.device_type
     if split is None:
         return None
-    whole = geometric_mean(process.step_seconds for process in processes)
-    waits = [min(1.0, process.data_seconds / process.step_seconds) for process in processes]
-    wait = whole * fmean(waits)
-    is_seen = device_type == "cpu" or split.is_device
+    step_seconds = geometric_mean(process.step_seconds for process in processes)
+    wait_shares = [min(1.0, process.data_seconds / process.step_seconds) for process in processes]
+    wait_seconds = step_seconds * fmean(wait_shares)
+    has_operations = device_type == "cpu" or split.is_device
 
-    def taken_apart(step: ProfiledStep) -> dict[PartName, float]:
-        parts = _compute_parts(whole - wait, step, device_type) if is_seen else {}
+    def parts_of_step(step: ProfiledStep) -> dict[PartName, float]:
+        parts = _compute_parts(step_seconds - wait_seconds, step, device_type) if has_operations else {}
         products = parts.get("matrix_products", 0.0)
-        if flops and rate and products:
-            parts["matrix_products"] = min(products, flops / rate)
+        if flops_per_step and rate and products:
+            parts["matrix_products"] = min(products, flops_per_step / rate)
             parts["slow_matrix_products"] = products - parts["matrix_products"]
-        parts["loader"] = wait
-        parts["rest"] = max(0.0, whole - sum(parts.values()))
+        parts["loader"] = wait_seconds
+        parts["rest"] = max(0.0, step_seconds - sum(parts.values()))
         return parts
 
-    usual, each = taken_apart(_median(split.steps)), [taken_apart(step) for step in split.steps]
+    median_parts, parts_of_steps = parts_of_step(_median(split.steps)), [parts_of_step(step) for step in split.steps]
 
     def part(name: PartName) -> Part:
-        shares = waits if name == "loader" else [parts.get(name, 0.0) / whole for parts in (usual, *each)]
+        shares = [parts.get(name, 0.0) / step_seconds for parts in (median_parts, *parts_of_steps)]
+        shares = wait_shares if name == "loader" else shares
         kind = "other" if name == "rest" else name
         return Part(
             name=name,
-            seconds=usual[name],
-            share=usual[name] / whole,
+            seconds=median_parts[name],
+            share=median_parts[name] / step_seconds,
             share_range=(min(shares), max(shares)),
             largest=() if name == "optimizer" else split.largest.get(kind, ()),
         )
 
     return StepBreakdown(
         machine_flops_per_second=rate,
-        attained_flops_per_second=flops / whole if flops else None,
-        flops_per_step=flops,
-        parts=tuple(part(name) for name in PART_NAMES if name in usual),
-        convolution_share=_convolution_share(split.steps, usual, whole),
-        note=None if is_seen else f"torch.profiler sees no kernels of {device_type}",
+        attained_flops_per_second=flops_per_step / step_seconds if flops_per_step else None,
+        flops_per_step=flops_per_step,
+        parts=tuple(part(name) for name in PART_NAMES if name in median_parts),
+        convolution_share=_convolution_share(split.steps, median_parts, step_seconds),
+        note=None if has_operations else f"torch.profiler sees no kernels of {device_type}",
     )
 
 
 def _convolution_share(steps: Sequence[ProfiledStep], parts: Mapping[PartName, float], whole: float) -> float:
-    """Return the share of the step that convolutions take, as part of its matrix products."""
+    """Return the share of the step that convolutions take. They are a part of its matrix products."""
     products = sum(step.operation_seconds.get("matrix_products", 0.0) for step in steps)
     convolutions = sum(step.convolution_seconds for step in steps)
     seconds = parts.get("matrix_products", 0.0) + parts.get("slow_matrix_products", 0.0)
@@ -176,7 +178,7 @@ def _convolution_share(steps: Sequence[ProfiledStep], parts: Mapping[PartName, f
 
 
 def _median(steps: Sequence[ProfiledStep]) -> ProfiledStep:
-    """Return a step in which every part takes the median of its times in these steps, and the whole their sum."""
+    """Return a step in which every kind of operation takes the median of its times in `steps`."""
     kinds = {kind for step in steps for kind in step.operation_seconds}
     parts = {kind: median(step.operation_seconds.get(kind, 0.0) for step in steps) for kind in kinds}
     others = median(step.step_seconds - sum(step.operation_seconds.values()) for step in steps)
@@ -188,16 +190,16 @@ def _median(steps: Sequence[ProfiledStep]) -> ProfiledStep:
 
 
 def _compute_parts(seconds: float, step: ProfiledStep, device_type: str) -> dict[PartName, float]:
-    """Return the parts of `seconds` of computing, in the proportions of a profiled step."""
+    """Divide `seconds` of computing into parts, in the proportions of a profiled step."""
     scale, idle = seconds / step.step_seconds, dict[PartName, float]()
     if device_type != "cpu":
         summed = sum(step.operation_seconds.values())  # overlapping kernels share the time in which both ran
         busy = min(step.busy_seconds, seconds)
         scale, idle = busy / summed if summed else 0.0, {"idle": seconds - busy}
-    return idle | {name: step.operation_seconds.get(name, 0.0) * scale for name in _FROM_PROFILE}
+    return idle | {name: step.operation_seconds.get(name, 0.0) * scale for name in _PROFILED_PARTS}
 
 
-def next_steps(found: StepBreakdown, precision: Precision, unfused_optimizer: str | None) -> tuple[NextStep, ...]:
+def next_steps(breakdown: StepBreakdown, precision: Precision, unfused_optimizer: str | None) -> tuple[NextStep, ...]:
     """Return the next steps to try, the largest gain first; the gain is the speed-up if the part took no time.
 
     Parts that are small in any of the profiled steps are left out, and so are casts except under autocast.
@@ -210,43 +212,43 @@ def next_steps(found: StepBreakdown, precision: Precision, unfused_optimizer: st
             share=part.share,
             share_range=part.share_range,
             max_speedup=1 / (1 - part.share),
-            dimensions=_dimensions(part, found, unfused_optimizer),
+            dimensions=_dimensions(part, breakdown, unfused_optimizer),
         )
-        for part in found.parts
+        for part in breakdown.parts
         if part.name not in skipped and part.share_range[0] >= MIN_SHARE and part.share < 1
     ]
     return tuple(sorted(steps, key=lambda step: -step.share))
 
 
-_MAX_SHARE = 0.99  # upper bound of a share: a whole step does not vanish
+_MAX_REMOVABLE_SHARE = 0.99  # of the step, so that the speed-up is finite
 
 
-def max_speedups(found: StepBreakdown) -> dict[str, float]:
+def max_speedups(breakdown: StepBreakdown) -> dict[str, float]:
     """Return an upper bound of the speed-up for each dimension: the step time if the parts it affects took no time.
 
-    Dimensions about which a profile says nothing are left out.
+    Dimensions whose effect a profile does not show are left out.
     """
-    parts: dict[str, float] = {part.name: part.share for part in found.parts}
-    parts["convolutions"] = found.convolution_share
+    parts: dict[str, float] = {part.name: part.share for part in breakdown.parts}
+    parts["convolutions"] = breakdown.convolution_share
 
     def removable(dimension: Dimension[Any]) -> float:
         own = sum(share * parts.get(name, 0.0) for name, share in dimension.removable.items())
         return own + sum(removable(BY_NAME[name]) for name in dimension.sets_also)
 
-    return {d.name: 1 / (1 - min(removable(d), _MAX_SHARE)) for d in DIMENSIONS if d.removable}
+    return {d.name: 1 / (1 - min(removable(d), _MAX_REMOVABLE_SHARE)) for d in DIMENSIONS if d.removable}
 
 
-def _dimensions(part: Part, found: StepBreakdown, unfused_optimizer: str | None) -> tuple[str, ...]:
+def _dimensions(part: Part, breakdown: StepBreakdown, unfused_optimizer: str | None) -> tuple[str, ...]:
     """Return the dimensions of the search that affect a part, the most promising first."""
-    ours = [dimension.name for dimension in DIMENSIONS if dimension.removable.get(part.name) == 1]
+    names = [dimension.name for dimension in DIMENSIONS if dimension.removable.get(part.name) == 1]
     if part.name == "optimizer" and unfused_optimizer is None:
-        ours = []
-    if part.name == "slow_matrix_products" and found.convolution_share >= MIN_SHARE:
-        ours.append("memory_format")
+        names = []
+    if part.name == "slow_matrix_products" and breakdown.convolution_share >= MIN_SHARE:
+        names.append("memory_format")
     # A larger batch has fewer updates, more work per product and kernel, and casts its weights once.
     if part.name in ("optimizer", "slow_matrix_products", "casts", "idle"):
-        ours.append("batch_size")
-    return tuple(ours)
+        names.append("batch_size")
+    return tuple(names)
 
 
 NUM_NEXT_STEPS = 3
@@ -264,21 +266,22 @@ def next_step_line(step: NextStep) -> str:
     return f"{PART_NAMES[step.part]}, {share}: {tried}; at most {times(step.max_speedup)} if it vanished"
 
 
-def profiled_line(found: Profiled) -> str:
+def profiled_line(profiled: Profiled) -> str:
     """Return the kinds that took most of the profiled steps: ``41 % matrix products, 22 % optimizer, 9 % casts``."""
-    if found.split is None:
-        return found.split_problem or "no step was seen"
+    if profiled.split is None:
+        return profiled.split_problem or "no step was recorded"
     seconds: Counter[str] = Counter()
-    for step in found.split.steps:
+    for step in profiled.split.steps:
         seconds.update(step.operation_seconds)
-    whole = sum(step.step_seconds for step in found.split.steps)
+    whole = sum(step.step_seconds for step in profiled.split.steps)
     names = dict[str, str](PART_NAMES.items()) | {"other": "other operations"}
     return ", ".join(
-        f"{100 * taken / whole:.0f} % {names[kind]}" for kind, taken in seconds.most_common(NUM_NEXT_STEPS)
+        f"{100 * kind_seconds / whole:.0f} % {names[kind]}"
+        for kind, kind_seconds in seconds.most_common(NUM_NEXT_STEPS)
     )
 
 
 def percent(part: Part | NextStep) -> str:
-    """Return the part's share, with its range if the ends differ."""
+    """Return the part's share in percent, with its range if that is wider: ``17 % (15 to 19)``."""
     least, largest = (f"{100 * share:.0f}" for share in part.share_range)
     return f"{100 * part.share:.0f} %" + (f" ({least} to {largest})" if least != largest else "")

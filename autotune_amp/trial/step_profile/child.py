@@ -31,44 +31,44 @@ from autotune_amp.core.outcome import Failure, Profiled, ProfiledStep, Split
 from autotune_amp.core.precisions import Precision
 from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.precision.modes import MIXED_PRECISIONS
-from autotune_amp.trial.context import Context, LoopState, each
+from autotune_amp.trial.context import Context, LoopState, users_optimizers
 from autotune_amp.trial.failures import raise_if_failed
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
 from autotune_amp.trial.judge import MAX_SKIPS, RunEvidence, StepLosses
 from autotune_amp.trial.step_profile.breakdown import ProfileJob
-from autotune_amp.trial.timing import num_backoffs, require_step
+from autotune_amp.trial.timing import num_backoffs, raise_if_no_optimizer_step
 from autotune_amp.trial.training import BaseTraining, Training, make_training
-from autotune_amp.trial.worker import guarded, prepare
+from autotune_amp.trial.worker import prepare_process, run_guarded
 
-MARK = "autotune_amp"  # begins the names of our own marks in a trace
-NUM_PROFILED_STEPS = 3, 7  # least and most steps, after the first, which starts the profiler and does not count
-_ABOVE_ALL_LEVELS = "99"  # Kineto writes a line to standard error at every start and end
-PROFILED_SECONDS = 1.0  # no further steps are begun after this time, once the least number is done
+MARK = "autotune_amp"  # first word of the annotations that this package adds to a trace
+NUM_PROFILED_STEPS = 3, 7  # least and most steps, after a first one that starts the profiler and is not used
+_KINETO_SILENT = "99"  # above all of its log levels: Kineto prints a line at every start and end
+PROFILED_SECONDS = 1.0  # take no further steps after this time, beyond the least number
 
 Window: TypeAlias = list[Any]  # the batches of one optimizer step
 
 
 def profile(context: Context, spec: ProfileJob, tell: Tell) -> Profiled | Failure:
     """Profile a few steps of a training run by kind of operation; return a `Failure` if it fails."""
-    return guarded(context, spec.trial, lambda: _profile(context, spec, tell))
+    return run_guarded(context, spec.trial, lambda: _profile(context, spec, tell))
 
 
 def _profile(context: Context, spec: ProfileJob, tell: Tell) -> Profiled:
-    prepare(context, spec.trial)
+    prepare_process(context, spec.trial)
     model = context.model(torch.device(spec.device))
     with closing(make_training(context.workload, model, spec.trial)) as training:
         training.start_loading()
         warm_up(training)
         with TemporaryDirectory(prefix="autotune_amp-", ignore_cleanup_errors=True) as folder:
             tell(Phase("profiling"))
-            found, problem = _traced(training, spec.trace_file or str(Path(folder, "trace.json")))
+            profile_split, split_problem = _trace_steps(training, spec.trace_file or str(Path(folder, "trace.json")))
         flops = flops_problem = None
         if spec.counts_flops:
             flops, flops_problem = count_flops(partial(_step, training, _next_window(training)), training.device.type)
         return Profiled(
             device_type=training.device.type,
-            split=found,
-            split_problem=problem,
+            split=profile_split,
+            split_problem=split_problem,
             flops_per_step=flops,
             flops_problem=flops_problem,
             unfused_optimizer=unfused_optimizer(training),
@@ -88,7 +88,7 @@ def _step(training: BaseTraining, window: Window) -> None:
 
 
 def warm_up(training: BaseTraining) -> None:
-    """Warm up as a trial does: longer while fp16's scale comes down, and until a loop takes its first update."""
+    """Take warm-up steps as a trial does: until fp16's loss scale stops falling and a loop has taken a step."""
     steps: list[StepLosses] = []
     while len(steps) < NUM_WARMUP_STEPS or steps[-1].is_skipped or not training.has_stepped:
         scale = training.loss_scale()
@@ -96,22 +96,22 @@ def warm_up(training: BaseTraining) -> None:
         steps.append(StepLosses(is_skipped=num_backoffs(training, scale) > 0))
         raise_if_failed(RunEvidence(steps=tuple(steps), goes_on=True))
         if len(steps) >= NUM_WARMUP_STEPS + MAX_SKIPS:
-            require_step(training, len(steps))
+            raise_if_no_optimizer_step(training, len(steps))
 
 
-def _traced(training: BaseTraining, trace_file: str) -> tuple[Split | None, str | None]:
+def _trace_steps(training: BaseTraining, trace_file: str) -> tuple[Split | None, str | None]:
     """Trace a few steps and divide them by kind of operation; None with the reason if no trace can be written."""
     precision, device = training.spec.candidate.precision, training.device
     activities = [ProfilerActivity.CPU]
     if device.type in ("cuda", "xpu"):
         activities.append(getattr(ProfilerActivity, device.type.upper()))
     least, most = NUM_PROFILED_STEPS
-    os.environ.setdefault("KINETO_LOG_LEVEL", _ABOVE_ALL_LEVELS)
-    # Otherwise CUPTI stays active: the next job in a kept process took a third longer (studies/real_card).
+    os.environ.setdefault("KINETO_LOG_LEVEL", _KINETO_SILENT)
+    # Otherwise CUPTI stays active, and slows later jobs of a kept process by a third (studies/real_card).
     os.environ.setdefault("TEARDOWN_CUPTI", "1")
     started = time.perf_counter()
-    # Events that are to outlive a cycle become Python objects at its end: for a Llama of 12 layers ten times the size
-    # of the trace itself. There is only one cycle.
+    # Ignore the advice to keep events beyond a cycle (acc_events). There is only one cycle, and kept events become
+    # Python objects: for a Llama of 12 layers ten times the size of the trace itself.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning: Profiler clears events at the end of each cycle")
         profiler = torch.profiler.profile(activities=activities, record_shapes=True)
@@ -122,7 +122,7 @@ def _traced(training: BaseTraining, trace_file: str) -> tuple[Split | None, str 
                 started = time.perf_counter()
             elif number > least and time.perf_counter() - started > PROFILED_SECONDS:
                 break
-            window = _next_window(training)  # the wait for data was timed without the profiler
+            window = _next_window(training)  # outside of the step: a trial has timed the wait for data
             with record_function(step_mark(precision, number)):
                 _step(training, window)
                 synchronize(device)
@@ -142,7 +142,7 @@ def unfused_optimizer(training: BaseTraining) -> str | None:
     if isinstance(training.model, LoopState):
         optimizers = list(training.model.optimizers.values())
     elif isinstance(training, Training):
-        optimizers = list(each(training.optimizer))
+        optimizers = list(users_optimizers(training.optimizer))
     for optimizer in optimizers:
         accepts = "fused" in inspect.signature(type(optimizer)).parameters
         if accepts and not any(group.get("fused") for group in optimizer.param_groups):
@@ -153,20 +153,20 @@ def unfused_optimizer(training: BaseTraining) -> str | None:
 def count_flops(step: Callable[[], object], device_type: str) -> tuple[int | None, str | None]:
     """Run `step` without compiling and return its FLOPs; None with the reason if they cannot be counted.
 
-    A product of m x k by k x n counts 2mkn, in any format. Recurrent layers run in kernels that torch's counter does
-    not know; so does attention on a CPU, which is therefore run as separate products.
+    A product of m x k by k x n counts 2mkn, in any format. torch's counter does not support the kernels of recurrent
+    layers, nor attention on a CPU, which is therefore run as separate products.
     """
     counter = FlopCounterMode(display=False)
     attention = sdpa_kernel(SDPBackend.MATH) if device_type == "cpu" else nullcontext()
     try:
         with torch.compiler.set_stance("force_eager"), attention, counter, warnings.catch_warnings():
-            # Caused by the counter's own hooks, which a module that torch.compile wrapped warns of and calls twice.
+            # A compiled module warns of the counter's own global hooks.
             warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
             step()
-    except Exception as error:  # not every model supports the mode in which the counter runs operations
+    except Exception as error:  # the counter's dispatch mode does not support every model
         return None, (str(error) or type(error).__name__).splitlines()[0]
     flops = counter.get_total_flops()
-    return (flops, None) if flops else (None, "torch's FLOP counter knows none of its operations")
+    return (flops, None) if flops else (None, "torch's FLOP counter supports none of its operations")
 
 
 # --- kinds of operations in the trace: pure ---------------------------------------------------------------------------
@@ -184,8 +184,8 @@ _CONVERSIONS = ("aten::to", "aten::_to_copy", "aten::copy_")
 _LOW_TYPES = {"c10::BFloat16", "c10::Half"}
 _FLOAT_TYPES = {*_LOW_TYPES, "float", "double"}
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
-# torch marks each step of an optimizer, whoever calls it; our own mark includes the scaler's work.
-_OPTIMIZER_MARKS = ("Optimizer.", f"{MARK} update")
+# torch annotates each optimizer step itself; the other annotation includes the work of the loss scaler.
+_OPTIMIZER_ANNOTATIONS = ("Optimizer.", f"{MARK} update")
 _SECONDS = 1e-6  # the unit of a trace is the microsecond
 _start = attrgetter("ts")  # start time of an event
 
@@ -196,7 +196,7 @@ def step_mark(precision: Precision, number: int) -> str:
 
 
 class Event(msgspec.Struct, frozen=True):
-    """An event of a Chrome trace; `ts` and `dur` in microseconds.
+    """Event of a Chrome trace; `ts` and `dur` in microseconds.
 
     In `args`, ``Input type`` lists the types of an operation's tensors, and ``External id`` joins a kernel to the
     operation that launched it.
@@ -222,13 +222,13 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Trace(msgspec.Struct, frozen=True, rename={"events": "traceEvents"}):
-    """A whole Chrome trace."""
+    """Chrome trace."""
 
     events: list[Event]
 
 
 def split(trace: Trace, precision: Precision, numbers: Iterable[int]) -> Split | None:
-    """Return the time of these profiled steps by kind of operation; None if the trace has none of them."""
+    """Return the time of the profiled steps with these `numbers` by kind of operation; None if the trace has none."""
     marks = {step_mark(precision, number) for number in numbers}
     spans = sorted((event for event in trace.events if event.ph == "X"), key=_start)
     marked = [event for event in spans if event.cat == "user_annotation" and event.name in marks]
@@ -246,7 +246,7 @@ def split(trace: Trace, precision: Precision, numbers: Iterable[int]) -> Split |
             by_name[kind][name] += microseconds
             if kind == "matrix_products" and _CONVOLUTION.fullmatch(name):
                 convolution_seconds += microseconds * _SECONDS
-        busy = sum(end - start for start, end in _merged(event for event in inside if event.cat in _KERNELS))
+        busy = sum(end - start for start, end in _merge_spans(event for event in inside if event.cat in _KERNELS))
         steps.append(
             ProfiledStep(
                 operation_seconds=dict(seconds),
@@ -271,12 +271,12 @@ def _largest_names(microseconds: Mapping[str, float]) -> tuple[str, ...]:
 def _on_host(inside: Sequence[Event], step: Event, precision: Precision) -> Iterator[tuple[Kind, str, float]]:
     """Yield kind, name and own microseconds of the step's operations on the host.
 
-    The optimizer's time is that of its marks.
+    The optimizer's time is that of its annotations.
     """
-    for node, kind in _classified(inside, precision):
-        if node.event.tid == step.tid and kind != "optimizer":  # loader threads take none of the step's own time
+    for node, kind in _with_kinds(inside, precision):
+        if node.event.tid == step.tid and kind != "optimizer":  # not the threads of a loader
             yield kind, node.event.name, node.event.dur - sum(child.event.dur for child in node.children)
-    yield "optimizer", "optimizer", sum(end - start for start, end in _updates(inside))
+    yield "optimizer", "optimizer", sum(end - start for start, end in _optimizer_spans(inside))
 
 
 def _on_device(inside: Sequence[Event], _: Event, precision: Precision) -> Iterator[tuple[Kind, str, float]]:
@@ -285,7 +285,7 @@ def _on_device(inside: Sequence[Event], _: Event, precision: Precision) -> Itera
     A step ends with a synchronisation, so that its kernels end before it does.
     """
     launchers = {
-        node.event.args.get("External id"): (kind, node.event.name) for node, kind in _classified(inside, precision)
+        node.event.args.get("External id"): (kind, node.event.name) for node, kind in _with_kinds(inside, precision)
     }
     for kernel in inside:
         if kernel.cat in _KERNELS:
@@ -293,42 +293,42 @@ def _on_device(inside: Sequence[Event], _: Event, precision: Precision) -> Itera
             yield *launchers.get(kernel.args.get("External id"), ("other", kernel.name)), kernel.dur
 
 
-def _updates(inside: Sequence[Event]) -> list[tuple[float, float]]:
-    return _merged(e for e in inside if e.cat == "user_annotation" and e.name.startswith(_OPTIMIZER_MARKS))
+def _optimizer_spans(inside: Sequence[Event]) -> list[tuple[float, float]]:
+    return _merge_spans(e for e in inside if e.cat == "user_annotation" and e.name.startswith(_OPTIMIZER_ANNOTATIONS))
 
 
 @dataclass
 class _Node:
-    """An operation and the operations that it called."""
+    """Operation with the operations that it called."""
 
     event: Event
     children: list[_Node] = field(default_factory=list)
 
-    def converts(self) -> bool:
-        """Return whether the operation, or one that it calls, copies from one floating-point format to another."""
+    def is_cast(self) -> bool:
+        """Whether the operation, or one that it calls, copies from one floating-point format to another."""
         if self.event.name == "aten::copy_":
             into_and_source = set(self.event.types[:2])
             return len(into_and_source) == 2 and into_and_source <= _FLOAT_TYPES
-        return self.event.name in _CONVERSIONS and any(child.converts() for child in self.children)
+        return self.event.name in _CONVERSIONS and any(child.is_cast() for child in self.children)
 
 
-def _classified(inside: Sequence[Event], precision: Precision) -> Iterator[tuple[_Node, Kind]]:
-    """Yield every operation with its kind: its own, or that of the calling operation."""
-    updates = _updates(inside)
+def _with_kinds(inside: Sequence[Event], precision: Precision) -> Iterator[tuple[_Node, Kind]]:
+    """Yield every operation with its kind, which may be that of the operation that called it."""
+    updates = _optimizer_spans(inside)
 
     def walk(node: _Node, inherited: Kind) -> Iterator[tuple[_Node, Kind]]:
-        kind: Kind = inherited if inherited == "optimizer" else _kind(node, precision, inherited)
+        kind: Kind = inherited if inherited == "optimizer" else _kind_of_operation(node, precision, inherited)
         yield node, kind
         for child in node.children:
             yield from walk(child, kind)
 
-    for root in _trees(event for event in inside if event.cat == "cpu_op"):
+    for root in _call_trees(event for event in inside if event.cat == "cpu_op"):
         is_update = any(start <= root.event.ts < end for start, end in updates)
         yield from walk(root, "optimizer" if is_update else "other")
 
 
-def _kind(node: _Node, precision: Precision, inherited: Kind) -> Kind:
-    if node.converts():
+def _kind_of_operation(node: _Node, precision: Precision, inherited: Kind) -> Kind:
+    if node.is_cast():
         return "casts"
     types = _FLOAT_TYPES.intersection(node.event.types)
     is_low = not types.isdisjoint(_LOW_TYPES)
@@ -340,8 +340,8 @@ def _kind(node: _Node, precision: Precision, inherited: Kind) -> Kind:
     return "other" if is_low and inherited == "fp32_operations" else inherited
 
 
-def _trees(operations: Iterable[Event]) -> list[_Node]:
-    """Return each thread's operations as trees: one that begins before another has ended was called by it."""
+def _call_trees(operations: Iterable[Event]) -> list[_Node]:
+    """Return each thread's operations as trees: an operation that begins during another one was called by it."""
     roots: list[_Node] = []
     open_nodes: dict[int | str, list[_Node]] = defaultdict(list)
     for event in sorted(operations, key=lambda event: (event.ts, -event.dur)):
@@ -353,8 +353,8 @@ def _trees(operations: Iterable[Event]) -> list[_Node]:
     return roots
 
 
-def _merged(events: Iterable[Event]) -> list[tuple[float, float]]:
-    """Return the time covered by the events as disjoint spans in microseconds."""
+def _merge_spans(events: Iterable[Event]) -> list[tuple[float, float]]:
+    """Return the time covered by the events as disjoint spans (start, end) in microseconds."""
     merged: list[tuple[float, float]] = []
     for event in sorted(events, key=_start):
         if merged and event.ts <= merged[-1][1]:

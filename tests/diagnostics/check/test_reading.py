@@ -16,7 +16,7 @@ from autotune_amp.core.errors import WorkloadError
 from autotune_amp.diagnostics.check.findings import Finding
 from autotune_amp.diagnostics.check.reading import of_weights, read, sources_of
 from autotune_amp.diagnostics.check.recording import raised_at
-from autotune_amp.trial.training import checked_loss
+from autotune_amp.trial.training import loss_with_checks
 
 LOOP = """
 import torch
@@ -179,7 +179,7 @@ def test_of_several_workloads_that_one_function_makes_the_line_of_this_one_is_na
 
 
 def test_files_of_this_package_are_not_the_users() -> None:
-    assert sources_of([checked_loss]) == ([], ())
+    assert sources_of([loss_with_checks]) == ([], ())
     with pytest.raises(WorkloadError) as raised:
-        checked_loss(lambda model, batch: None)(nn.Linear(1, 1), None)
+        loss_with_checks(lambda model, batch: None)(nn.Linear(1, 1), None)
     assert raised_at(raised.value).file == __file__

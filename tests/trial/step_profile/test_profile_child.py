@@ -93,4 +93,4 @@ def test_a_cpus_attention_counts_as_the_products_that_it_is_made_of() -> None:
     attention = nn.functional.scaled_dot_product_attention
     flops, problem = count_flops(lambda: torch.autograd.backward(attention(query, query, query).sum()), "cpu")
     assert (flops, problem) == (2 * 2 * 3 * 16 * 16 * 8 * 6, None)
-    assert count_flops(lambda: query.sum(), "cpu") == (None, "torch's FLOP counter knows none of its operations")
+    assert count_flops(lambda: query.sum(), "cpu") == (None, "torch's FLOP counter supports none of its operations")
