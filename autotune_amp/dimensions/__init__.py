@@ -131,7 +131,7 @@ TRIED_ON_LEADER: Final = (
 )
 
 
-def numerics(setting: Setting) -> Setting:
+def numerics_of(setting: Setting) -> Setting:
     """Return the setting reduced to the dimensions that affect numerics; equal results compute the same numbers."""
     return replace(setting.ordinary, **{name: getattr(setting, name) for name in NUMERIC})
 
@@ -141,6 +141,6 @@ def risks(setting: Setting) -> tuple[int, ...]:
     return tuple(dimension.risk(getattr(setting, dimension.name)) for dimension in DIMENSIONS)
 
 
-def in_fallbacks(setting: Setting) -> Setting:
+def fallback_setting(setting: Setting) -> Setting:
     """Return the setting without the dimensions that a fallback plan leaves out."""
     return replace(setting, **{d.name: d.default for d in DIMENSIONS if d.left_out_of_fallbacks})

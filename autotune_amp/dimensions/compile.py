@@ -25,7 +25,7 @@ _OF_CUDA = {
     CUDA_GRAPHS: "CUDA graphs are CUDA's",
     _TIMES_EVERY_KERNEL: "off CUDA it tunes nothing that a training runs",
 }
-NOT_THE_COMPILER = ("oom", "timeout", "nonfinite")  # failures of a compiled trial that do not speak against compiling
+UNRELATED_FAILURES = ("oom", "timeout", "nonfinite")  # failures of a compiled trial that do not speak against compiling
 LAUNCH_BOUND_SHARE = 0.8  # share of a pass's time that half the batch takes at least if launches bound it
 
 
@@ -72,7 +72,7 @@ class _Compile(Variant):
         """
         for record in leader.trials:
             is_alike = record.candidate.is_compiled and record.candidate.compile in (setting.compile, "default")
-            if is_alike and isinstance(record.outcome, Failure) and record.outcome.kind not in NOT_THE_COMPILER:
+            if is_alike and isinstance(record.outcome, Failure) and record.outcome.kind not in UNRELATED_FAILURES:
                 return f"the compiler failed on {record.candidate}"
         if leader.setting.is_compiled or leader.effect != "speed":
             return None

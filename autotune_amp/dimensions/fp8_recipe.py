@@ -74,7 +74,7 @@ class _Fp8Recipe(Variant):
 
         if importlib.util.find_spec("torchao") is None:
             return "torchao is not installed: pip install 'torchao>=0.18'"
-        if not fp8.has_linears(live.models):
+        if not fp8.has_convertible_linears(live.models):
             return (
                 "between its first and its last Linear the model has none with fp32 weights in multiples of "
                 f"{fp8.MULTIPLE}"
@@ -85,7 +85,7 @@ class _Fp8Recipe(Variant):
         """Make the layers multiply in fp8 wherever autocast is on."""
         from autotune_amp.precision import fp8
 
-        fp8.switch(live.models, value, live.device)
+        fp8.set_recipe(live.models, value, live.device)
 
 
 FP8_RECIPE = _Fp8Recipe()

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
     from autotune_amp.dimensions.live_training import LiveTraining
 
-LEAST_SHARE = 0.03  # of a step, that the optimizer must take: a smaller gain than 3 % decides nothing (ranking.PLATEAU)
+MIN_OPTIMIZER_SHARE = (
+    0.03  # of a step, that the optimizer must take: a smaller gain than 3 % decides nothing (ranking.PLATEAU)
+)
 
 
 class _OptimizerImpl(Variant):
@@ -62,7 +64,7 @@ class _OptimizerImpl(Variant):
     def reason_against(self, value: str, leader: Leader) -> str | None:  # noqa: ARG002 - alike for all
         timed = [m for m in leader.measurements[leader.setting] if m.update_seconds is not None]
         shares = [(m.update_seconds or 0.0) / m.step_seconds for m in timed]
-        if leader.effect == "speed" and shares and max(shares) < LEAST_SHARE:
+        if leader.effect == "speed" and shares and max(shares) < MIN_OPTIMIZER_SHARE:
             return f"the optimizer takes {100 * max(shares):.1f} % of a step"
         return None
 

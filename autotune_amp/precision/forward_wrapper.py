@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.precisions import Precision
-from autotune_amp.precision.torch_state import AUTOCAST_DTYPES, HALF_DTYPES, ambient
+from autotune_amp.precision.torch_state import AUTOCAST_DTYPES, HALF_DTYPES, active_autocast_precision
 
 # Parts of a module's path that wrappers insert into the user's names.
 _WRAPPER_PARTS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -49,7 +49,7 @@ def _own_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
 
 
-def named(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+def modules_named(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     """Return the modules of the user's own model with these names. Raises `InvalidRequestError` if one is missing."""
     modules = modules_by_name(model)
     for name in names:
@@ -65,7 +65,7 @@ def is_inside(name: str, around: Sequence[str]) -> bool:
     return any(not outer or name == outer or name.startswith(outer + ".") for outer in around)
 
 
-def is_cast(module: nn.Module) -> bool:
+def is_cast_by_autocast(module: nn.Module) -> bool:
     """Return whether autocast may run the module in half precision: a leaf with a weight matrix.
 
     Embedding lookups and norms stay in fp32.
@@ -198,7 +198,7 @@ def watch_forward(model: nn.Module, device: torch.device) -> Iterator[Callable[[
     watched = {
         name: module
         for name, module in modules_by_name(model).items()
-        if can_be_wrapped(module) and (is_cast(module) or not is_compiled)
+        if can_be_wrapped(module) and (is_cast_by_autocast(module) or not is_compiled)
     }
     observer = ForwardObserver(len(watched), device, only_half=True)
     observer.is_sampling = True
@@ -251,7 +251,7 @@ class _OutputObserver(NamedTuple):
             elif extremes is not None:
                 _raise_maximum(self.maximum, *extremes)
         if not is_compiling and self.observer.is_sampling and not is_forced:
-            self.observer.precisions.add(ambient(self.maximum.device.type))
+            self.observer.precisions.add(active_autocast_precision(self.maximum.device.type))
 
 
 class ForwardWrappers(NamedTuple):

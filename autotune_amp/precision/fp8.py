@@ -30,12 +30,12 @@ def is_converted(modules: Iterable[nn.Module], recipe: str) -> bool:
     return any(layer.__dict__.get(_STATE, (recipe,))[0] == recipe for layer in layers)
 
 
-def has_linears(models: Sequence[nn.Module]) -> bool:
+def has_convertible_linears(models: Sequence[nn.Module]) -> bool:
     """Return whether a layer of these models can be converted, or is."""
     return bool(_linears(models))
 
 
-def switch(models: Sequence[nn.Module], recipe: str | None, device: torch.device) -> None:
+def set_recipe(models: Sequence[nn.Module], recipe: str | None, device: torch.device) -> None:
     """Make the Linear layers of these models multiply in fp8 by `recipe`, or as plain ones do for None.
 
     The layers stay the same objects, with the same parameters. On a device without fp8 tensor cores torchao emulates
@@ -65,18 +65,18 @@ def switch(models: Sequence[nn.Module], recipe: str | None, device: torch.device
 
 
 @contextmanager
-def running(models: Sequence[nn.Module], recipe: str | None, device: torch.device) -> Iterator[None]:
-    """Switch the layers to `recipe` within the context, and back at its end; see `switch`."""
+def temporary_recipe(models: Sequence[nn.Module], recipe: str | None, device: torch.device) -> Iterator[None]:
+    """Switch the layers to `recipe` within the context, and back at its end; see `set_recipe`."""
     before = recipe_of(models)
-    switch(models, recipe, device)
+    set_recipe(models, recipe, device)
     try:
         yield
     finally:
-        switch(models, before, device)
+        set_recipe(models, before, device)
 
 
 def recipe_of(models: Sequence[nn.Module]) -> str | None:
-    """Return the recipe that `switch` applied, None without one."""
+    """Return the recipe that `set_recipe` applied, None without one."""
     return next((module.__dict__[_STATE][0] for module in _modules(models) if _STATE in module.__dict__), None)
 
 

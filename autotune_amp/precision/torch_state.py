@@ -70,7 +70,9 @@ def scaler_arguments(loss_scale: LossScale | None) -> dict[str, Any]:
     return {name: getattr(loss_scale, name) for name in names}
 
 
-def as_found(torch_state: Mapping[str, Any], device_type: str, idle: Collection[str] = ()) -> tuple[Precision, bool]:
+def precision_of_state(
+    torch_state: Mapping[str, Any], device_type: str, idle: Collection[str] = ()
+) -> tuple[Precision, bool]:
     """Return the precision of the caller's autocast and TF32 flags, and whether they equal its strict flags.
 
     PyTorch's default on CUDA is a mixture: TF32 in cuDNN's convolutions and RNNs, off in matrix products. Flags in
@@ -90,7 +92,7 @@ def as_found(torch_state: Mapping[str, Any], device_type: str, idle: Collection[
     return "fp32", all_off
 
 
-def ambient(device_type: str) -> Precision:
+def active_autocast_precision(device_type: str) -> Precision:
     """Return the precision of the active autocast; fp32 if none is active."""
     return mode_of_dtype(_autocast_dtype(device_type)).precision
 
@@ -106,7 +108,7 @@ def seed(number: int) -> None:
         sys.modules["numpy"].random.seed(number)
 
 
-def keep_generators() -> Callable[[], None]:
+def save_generators() -> Callable[[], None]:
     """Save the CPU states of Python's, NumPy's and torch's random generators; return a function that restores them."""
     python, own = random.getstate(), torch.get_rng_state()
     numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
@@ -144,7 +146,7 @@ def capture() -> dict[str, Any]:
 
 
 def apply(state: dict[str, Any]) -> None:
-    """Set this process's state to one that `capture` returned; autocast is left to `as_found_autocast`."""
+    """Set this process's state to one that `capture` returned; autocast is left to `caller_autocast`."""
     torch.set_num_threads(state["num_threads"])
     if torch.get_num_interop_threads() != state["num_interop_threads"]:
         torch.set_num_interop_threads(state["num_interop_threads"])
@@ -178,7 +180,7 @@ def _legacy_matmul_precision() -> str | None:
         return None
 
 
-def as_found_autocast(state: dict[str, Any], device_type: str) -> AbstractContextManager[object]:
+def caller_autocast(state: dict[str, Any], device_type: str) -> AbstractContextManager[object]:
     """Return the autocast context that was active around the caller's search, empty if there was none."""
     dtype = state.get(f"autocast.{device_type}")
     return nullcontext() if dtype is None else torch.autocast(device_type, dtype=getattr(torch, dtype))

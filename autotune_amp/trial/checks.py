@@ -25,9 +25,15 @@ from autotune_amp.core.workload import Workload
 from autotune_amp.dimensions import NUMERIC, VARIANTS
 from autotune_amp.dimensions.live_training import LiveTraining
 from autotune_amp.numerics import accumulation, calibration, fidelity
-from autotune_amp.numerics.accumulation import IGNORED_LABEL, cut, first_dimensions, num_micro_batches, tensors
-from autotune_amp.numerics.paired_runs import train_before
-from autotune_amp.numerics.passes import CheckInputs, Loop, NoStepError, Passes, no_loss
+from autotune_amp.numerics.accumulation import (
+    IGNORED_LABEL,
+    batch_tensors,
+    first_dimensions,
+    num_micro_batches,
+    split_batch,
+)
+from autotune_amp.numerics.paired_runs import train_in_fp32
+from autotune_amp.numerics.passes import CheckedLoop, CheckInputs, NoStepError, Passes, raise_no_loss
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import has_half_weights
 from autotune_amp.trial import data, failures
@@ -59,7 +65,7 @@ def _check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
     try:
         subject, num_steps = _subject(context, spec, tell)
     except CannotCutError as error:
-        return accumulation.unchecked(str(error), spec.candidate.batch_size)
+        return accumulation.unchecked_result(str(error), spec.candidate.batch_size)
     except NotTrainedError as error:
         return spec.unchecked(f"training in fp32 for it failed: {error}")
     spec = msgspec.structs.replace(spec, num_steps_before=num_steps)
@@ -96,7 +102,7 @@ def _attributed(failure: Failure, subject: CheckInputs, spec: Check) -> Failure:
 def _found(subject: CheckInputs, spec: Check, tell: Tell) -> Fidelity | Calibration | Accumulation:
     asked = spec.candidate
     if spec.what == "accumulation":
-        return accumulation.check(subject, accumulation.num_checked(asked.batch_size))
+        return accumulation.check_accumulation(subject, accumulation.num_checked_samples(asked.batch_size))
     if spec.what == "calibration":
         return calibration.calibrate(subject, batch_size=asked.batch_size, pinned_modules=asked.pinned_modules)
     if unseen := [name for name in _UNSEEN if asked.uses(name)]:
@@ -174,7 +180,7 @@ def _train(subject: CheckInputs, workload: Workload, spec: Check) -> int:
     try:
         with closing(data.stream(workload.data, spec.candidate.batch_size)) as stream:
             batches = (data.move(batch, subject.device) for batch in islice(stream, spec.num_steps_before))
-            num_steps = train_before(subject, batches)
+            num_steps = train_in_fp32(subject, batches)
     except Exception as error:
         failure = failures.failure_from_exception(error)
         if failure.kind == "oom":  # a smaller batch may fit
@@ -189,7 +195,7 @@ def _subject_of(workload: Workload, spec: Check, model: nn.Module, batches: list
     # Each pass gets a copy, since the user's code may take parts out of its batch or change them.
     subject = CheckInputs(
         model=model,
-        loss=no_loss,
+        loss=raise_no_loss,
         batches=batches,
         make_optimizer=partial(make_optimizer, workload),
         device=torch.device(spec.device),
@@ -203,7 +209,7 @@ def _subject_of(workload: Workload, spec: Check, model: nn.Module, batches: list
     return replace(
         subject,
         make_optimizer=lambda _: model.first_optimizer(),
-        loop=Loop(
+        loop=CheckedLoop(
             step=lambda state, batch, amp: train_step(state.held, copy.deepcopy(batch), amp),
             forget=LoopState.forget_steps,
             batch_size=spec.candidate.batch_size,
@@ -214,7 +220,9 @@ def _subject_of(workload: Workload, spec: Check, model: nn.Module, batches: list
 def _batches(user_data: Any, spec: Check) -> list[Any]:
     if spec.what == "accumulation":
         seconds = min(LOOK_SECONDS, LOOK_SHARE * (spec.deadline_seconds or math.inf))
-        return whole_and_parts(user_data, accumulation.num_checked(spec.candidate.batch_size), spec.seed, seconds)
+        return whole_and_parts(
+            user_data, accumulation.num_checked_samples(spec.candidate.batch_size), spec.seed, seconds
+        )
     with closing(data.stream(user_data, spec.candidate.batch_size)) as stream:
         return list(islice(stream, spec.num_batches))
 
@@ -283,7 +291,7 @@ def num_counted(batch: Any) -> int:
 
     If there are integer tensors only they count, since a 0 in an image is there by chance.
     """
-    given = [tensor for _, tensor in tensors(batch)]
+    given = [tensor for _, tensor in batch_tensors(batch)]
     if any(bool((tensor == IGNORED_LABEL).all()) for tensor in given):
         return 0
     counting = [tensor for tensor in given if not tensor.is_floating_point()] or given
@@ -308,12 +316,12 @@ def _cut_batch(batch: Any, num_samples: int) -> list[Any]:
     if len(found) != 1 or min(found) < num_samples:
         dimensions = f"tensors with first dimensions {sorted(found)}" if found else "no tensors"
         raise CannotCutError(f"a batch of {num_samples} samples has {dimensions} and cannot be cut into smaller ones")
-    whole = cut(batch, num_samples)[0]
-    return [whole, *cut(whole, num_samples // num_micro_batches(num_samples))]
+    whole = split_batch(batch, num_samples)[0]
+    return [whole, *split_batch(whole, num_samples // num_micro_batches(num_samples))]
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    ours, theirs = dict(tensors(one)), dict(tensors(other))
+    ours, theirs = dict(batch_tensors(one)), dict(batch_tensors(other))
     return ours.keys() == theirs.keys() and all(
         ours[name].shape == theirs[name].shape and torch.equal(ours[name].nan_to_num(), theirs[name].nan_to_num())
         for name in ours

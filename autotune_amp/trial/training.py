@@ -19,10 +19,10 @@ from autotune_amp.dimensions import DIMENSIONS
 from autotune_amp.dimensions.dimension import Variant
 from autotune_amp.dimensions.live_training import LiveTraining
 from autotune_amp.precision import forward_wrapper, torch_state
-from autotune_amp.precision.forward_wrapper import named
+from autotune_amp.precision.forward_wrapper import modules_named
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.step_amp import StepAmp, has_gradients
-from autotune_amp.precision.torch_state import as_found_autocast
+from autotune_amp.precision.torch_state import caller_autocast
 from autotune_amp.trial import data
 from autotune_amp.trial.context import LoopState, Optimizers, each, make_optimizer
 from autotune_amp.trial.jobs import Trial
@@ -64,7 +64,9 @@ class BaseTraining(ABC):
         """Keep the modules with these names in fp32 under autocast until `close`."""
         if MODES[self.spec.candidate.precision].uses_autocast:
             # Modules that the user's own model has pinned stay pinned after `unpin`.
-            self._pinned = [module for module in named(self.model, names) if not forward_wrapper.is_pinned(module)]
+            self._pinned = [
+                module for module in modules_named(self.model, names) if not forward_wrapper.is_pinned(module)
+            ]
             for module in self._pinned:
                 forward_wrapper.pin_fp32(module, self.device.type)
 
@@ -132,7 +134,7 @@ class BaseTraining(ABC):
         """Return a new autocast context for the candidate's forward passes."""
         candidate = self.spec.candidate
         if candidate.as_found:
-            return as_found_autocast(self.spec.torch_state, self.device.type)
+            return caller_autocast(self.spec.torch_state, self.device.type)
         return torch_state.autocast(candidate.precision, self.device.type)
 
     def loss_scale(self) -> float | None:

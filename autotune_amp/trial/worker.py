@@ -129,11 +129,11 @@ def as_run(
     """
     if workload.precision is not None:
         return workload.precision, True
-    found = torch_state.as_found(state, device.type, () if has_tf32 else CUDA_FLAGS)
-    if batch_size is None or found[1] or not torch_state.as_found(state, device.type, _FLAG_OPERATORS)[1]:
+    found = torch_state.precision_of_state(state, device.type, () if has_tf32 else CUDA_FLAGS)
+    if batch_size is None or found[1] or not torch_state.precision_of_state(state, device.type, _FLAG_OPERATORS)[1]:
         return found
     used = used_flags(workload, model, _trial_as_found(found[0], batch_size, device, state))
-    return torch_state.as_found(state, device.type, _FLAG_OPERATORS.keys() - used)
+    return torch_state.precision_of_state(state, device.type, _FLAG_OPERATORS.keys() - used)
 
 
 def used_flags(workload: Workload, model: nn.Module, spec: Trial) -> frozenset[str]:

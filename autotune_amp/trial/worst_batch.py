@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.outcome import SampleSizes
 from autotune_amp.core.workload import Workload
-from autotune_amp.numerics.accumulation import tensors
-from autotune_amp.precision.torch_state import keep_generators
+from autotune_amp.numerics.accumulation import batch_tensors
+from autotune_amp.precision.torch_state import save_generators
 from autotune_amp.trial.data import Spread, Stream, copied, gives_batches, length, num_samples, opened, rebuilt
 
 SCAN_SECONDS, DRAW_SECONDS = 1.5, 1.0
@@ -58,7 +58,7 @@ def scan(workload: Workload, batch_size: int) -> Scan:
     Sizes are skipped if the workload names its worst batch. An error in the user's code ends the scan. Random
     generators keep their state.
     """
-    put_back = keep_generators()
+    put_back = save_generators()
     found, is_stream = Scan(), False
     try:
         batches, loader = opened(workload.data, batch_size)
@@ -155,7 +155,7 @@ def size(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         return sum(map(size, value))
     own = getattr(value, "size", None)
-    return own if isinstance(own, int) else sum(tensor.numel() for _, tensor in tensors(value)) or 1
+    return own if isinstance(own, int) else sum(tensor.numel() for _, tensor in batch_tensors(value)) or 1
 
 
 def _one_line(error: Exception) -> str:

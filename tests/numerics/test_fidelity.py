@@ -34,7 +34,7 @@ from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.experiment import NUM_PAIRED_STEPS
 from autotune_amp.numerics.fidelity import check
 from autotune_amp.numerics.locate import OUTSIDE
-from autotune_amp.numerics.passes import CheckInputs, stored
+from autotune_amp.numerics.passes import CheckInputs, stored_values
 from autotune_amp.precision.forward_wrapper import is_pinned, pin_fp32
 
 
@@ -500,7 +500,7 @@ def test_weights_of_any_kind_are_checked(name: str) -> None:
     assert found.verdict == "faithful", found.reason
     assert found.noise_ratio
     for name, weight in model.named_parameters():
-        assert weight.is_meta or torch.equal(stored(weight), stored(weights[name]))
+        assert weight.is_meta or torch.equal(stored_values(weight), stored_values(weights[name]))
 
 
 @pytest.mark.parametrize(("lr", "has_moved"), [(0.0, False), (0.01, True)])

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from autotune_amp.core.outcome import GradientDamage, Verdict
-from autotune_amp.numerics.grading import Findings, TrainingDivergence, grade, next_step, suspicion
+from autotune_amp.numerics.grading import Findings, TrainingDivergence, grade, next_step, reason_to_train_longer
 
 
 def damage(least: float = 0.0, flushed_share: float = 0.0) -> GradientDamage:
@@ -106,7 +106,9 @@ def test_where_the_limits_lie(worse: dict[str, Any], verdict: Verdict, says: str
     assert found.verdict == verdict, found.reason
     assert says in found.reason
     assert verdict != "unfaithful" or "updates" not in found.reason
-    assert (verdict == "undecided") <= (suspicion(FAITHFUL._replace(**worse)) is not None or "is_cut" in worse)
+    assert (verdict == "undecided") <= (
+        reason_to_train_longer(FAITHFUL._replace(**worse)) is not None or "is_cut" in worse
+    )
 
 
 def test_what_to_do_next_follows_from_the_verdict_the_pins_and_the_weights() -> None:
