@@ -109,7 +109,11 @@ def _find_pins(
     limit = max(1, int(_MAX_PINNED_SHARE * len(rerunner.modules)))
     pins: tuple[str, ...] = ()
     for _ in range(_MAX_PIN_ROUNDS):
-        damaged = (name for name in bad.recorder.newly_nonfinite_modules(healthy)[0] if name and can_be_pinned(rerunner.modules[name]))
+        damaged = (
+            name
+            for name in bad.recorder.newly_nonfinite_modules(healthy)[0]
+            if name and can_be_pinned(rerunner.modules[name])
+        )
         wanted = tuple(dict.fromkeys((*pins, *rerunner.ranks.union(tuple(damaged)))))
         if wanted == pins or len(wanted) > limit:
             return ()
