@@ -36,7 +36,7 @@ def unsupported_reason(live: LiveTraining) -> str | None:
 def test_it_is_for_convolutions_on_cuda_that_have_it_not_yet() -> None:
     assert unsupported_reason(live_training(nn.Sequential(LINEAR, CONVOLUTION))) is None
     assert unsupported_reason(live_training(LINEAR)) == "the model has no convolution"
-    assert unsupported_reason(live_training(CONVOLUTION, "cpu")) == "cuDNN is CUDA's"
+    assert unsupported_reason(live_training(CONVOLUTION, "cpu")) == "cuDNN needs CUDA"
     torch.backends.cudnn.benchmark = True
     assert unsupported_reason(live_training(CONVOLUTION)) == APPLIED_ALREADY
 

@@ -57,10 +57,10 @@ CASES: list[tuple[dict[str, Any], Verdict, str]] = [
     # Noise is told, and harms nobody where no error is hidden in it.
     ({"noise_ratio": 0.24}, "faithful", "sampling"),
     ({"noise_ratio": 1.0}, "faithful", "a batch 50 % smaller"),
-    (UNRESOLVED, "undecided", "no training was made"),
+    (UNRESOLVED, "undecided", "no training run was made"),
     ({**UNRESOLVED, "divergence": TOGETHER}, "faithful", "a batch 50 % smaller"),
     ({**UNRESOLVED, "divergence": APART}, "unfaithful", "0.5 from fp32's"),
-    ({"noise_ratio": 1.0, "common_error_interval": None}, "undecided", "no training was made"),
+    ({"noise_ratio": 1.0, "common_error_interval": None}, "undecided", "no training run was made"),
     ({"divergence": parted(0.5, spread=0.6)}, "faithful", ""),  # as orders of fp32 part
     ({"divergence": parted(0.03, spread=0.01)}, "faithful", ""),  # a small share of its fall
     # An error that all batches share harms, or may.

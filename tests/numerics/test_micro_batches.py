@@ -87,7 +87,7 @@ def test_the_mean_over_samples_is_what_accumulation_averages(num_samples: int) -
     assert "accumulation steps" in found.next_step
     summed = found_of(mlp(), lambda m, b: (m(b["x"]) - b["y"]).square().sum(), regression(num_samples), num_samples)
     assert summed.verdict == "sum", summed.reason
-    assert "do not divide" in summed.next_step
+    assert "without dividing" in summed.next_step
 
 
 def test_batch_norm_is_named_and_in_eval_mode_does_no_harm() -> None:
