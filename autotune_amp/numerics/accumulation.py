@@ -44,7 +44,7 @@ _MAX_ENTRIES = 2**16  # gradient entries per parameter: a linear relation holds 
 # Rounding is measured as the change of the gradient by slightly changed weights, which round differently in every
 # operation, as parts of a batch do. An error of up to this many times that is attributed to rounding.
 _ROUNDING_MARGIN = 8.0
-_MAX_TOLERANCE = 0.05  # if the error that rounding explains is larger, relative to the gradient, nothing is checked
+_MAX_TOLERANCE = 0.05  # if rounding explains a larger error, relative to the gradient, the check is skipped
 _MAX_LOSS_ERROR = 1e-3  # relative to the loss
 _MAX_WEIGHT_ERROR = 0.1  # relative to 1/k for k micro-batches: less exact weights are not reported
 
@@ -411,5 +411,5 @@ def _cause_and_advice(passes: Passes) -> tuple[str, str]:
     return (
         "the loss may compare samples with each other (in-batch negatives), depend on padding, use buffers that the "
         "forward pass changes, or have a term that is not a mean over samples",
-        "Do not split the batch: accumulated micro-batches would train another model.",
+        "Do not split the batch: accumulated micro-batches would minimise another loss.",
     )

@@ -116,7 +116,7 @@ class ReferencePass(NamedTuple):
     whose gradient exceeds rounding noise.
     """
 
-    first: PassResult
+    result: PassResult
     octaves: tuple[tuple[int, int], ...]
     comparable_names: set[str]
 
@@ -231,9 +231,9 @@ class Experiment:
 
         In half precision one seed gives different numbers, which alone can cause a bad verdict.
         """
-        if self._subject.is_compiled or not self.low.has_drawn:
+        if self._subject.is_compiled or not self.low.has_random_draws:
             return False
-        random_mode = self.low.drawn = self.fp32.drawn = Fp32RandomMode()
+        random_mode = self.low.random_mode = self.fp32.random_mode = Fp32RandomMode()
         draws_in_half = False
         with suppress(Exception):  # the user's code is run in an unusual way and may raise anything
             self.fp32.run(0, "fp32")
@@ -242,7 +242,7 @@ class Experiment:
                     self.low.run(0, self.precision)
                 draws_in_half = random_mode.num_drawn > 0
         if not draws_in_half:
-            self.low.drawn = self.fp32.drawn = None
+            self.low.random_mode = self.fp32.random_mode = None
         return draws_in_half
 
     @cached_property
@@ -279,7 +279,7 @@ class Experiment:
             "": f"the model's own forward ({own_class(unwrap(self.low.model)).__name__})",
         }
         where = f"; it begins in {', '.join(labels.get(name, name) for name in culprits)}" if culprits else where
-        if self.low.drawn is not None:
+        if self.low.random_mode is not None:
             where += "; random numbers were drawn in fp32 and rounded, since draws in half precision differ"
         is_of_weights = attempt.grade.is_of_weights or (low_weights is not None and culprits == (OUTSIDE,))
         return Fidelity(
@@ -335,7 +335,7 @@ class Experiment:
                 is_cut = not safe.is_searched
                 bad_index = None if is_cut else 0
                 return StepMeasurements(
-                    [safe.last], [self._reference_pass.first], MIN_LOSS_SCALE, bad_index, is_safe=is_cut, is_cut=is_cut
+                    [safe.last], [self._reference_pass.result], MIN_LOSS_SCALE, bad_index, is_safe=is_cut, is_cut=is_cut
                 )
             self._log2_guess = safe.log2_scale
             scale = starting_scale([safe.log2_scale])

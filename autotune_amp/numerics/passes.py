@@ -108,8 +108,8 @@ class PassResult:
 class Passes:
     """Runner of repeatable passes over one model, by default from its first weights and buffers.
 
-    `num_passes` counts the passes, and `seconds_of` holds the seconds of the fastest one in each precision. `has_drawn`
-    is True if a pass used, or may have used, random numbers. If `drawn` is set, half-precision random numbers are drawn
+    `num_passes` counts the passes, and `seconds_of` holds the seconds of the fastest one in each precision. `has_random_draws`
+    is True if a pass used, or may have used, random numbers. If `random_mode` is set, half-precision random numbers are drawn
     in fp32. For a custom training loop, `num_steps_per_call` is the number of steps of one optimizer in the latest
     call. `reuses_casts` is True if a call made several of them inside one autocast, which keeps using the weights cast
     before the first.
@@ -121,9 +121,9 @@ class Passes:
         self.num_passes = 0
         self.num_steps_per_call = 1
         self.reuses_casts = False
-        self.drawn: Fp32RandomMode | None = None
+        self.random_mode: Fp32RandomMode | None = None
         self.seconds_of: dict[Precision, float] = {}
-        self.has_drawn = subject.device.type != "cpu"
+        self.has_random_draws = subject.device.type != "cpu"
         self._has_like_draws = subject.device.type == "cpu" and subject.has_like_draws
         self._first_state = _copied_state(self.model)
 
@@ -156,7 +156,7 @@ class Passes:
             result = self._run_loop(self.subject.loop, index, precision, scale)
         else:
             result = self._run_model(index, precision, scale, around_forward or nullcontext(), before_backward)
-        self.has_drawn = self.has_drawn or not torch.equal(generator_state, torch.get_rng_state())
+        self.has_random_draws = self.has_random_draws or not torch.equal(generator_state, torch.get_rng_state())
         seconds = time.perf_counter() - started  # after the synchronisation with the device
         self.seconds_of[precision] = min(seconds, self.seconds_of.get(precision, math.inf))
         return result
@@ -169,7 +169,7 @@ class Passes:
         around_forward: AbstractContextManager[object],
         before_backward: Callable[[Tensor], object] | None,
     ) -> PassResult:
-        with comparable_draws(self.model, self.drawn, are_alike=self._has_like_draws):
+        with comparable_draws(self.model, self.random_mode, are_alike=self._has_like_draws):
             with autocast(precision, self.subject.device.type), around_forward:
                 loss = self.subject.loss(self.model, self.subject.batches[index])
             scaled_loss = scaled(loss, scale)
@@ -195,7 +195,7 @@ class Passes:
         config = AmpConfig(precision=precision, batch_size=loop.batch_size, loss_scale=loss_scale)
         amp = GradientCollectingAmp(lambda: autocast(precision, device_type), device_type, config, names, scale)
         amp.begin()
-        with comparable_draws(self.model, self.drawn, are_alike=self._has_like_draws):
+        with comparable_draws(self.model, self.random_mode, are_alike=self._has_like_draws):
             loop.step(self.model, self.subject.batches[index], amp)
         self.model.zero_grad(set_to_none=True)
         loss = amp.total_loss(needs_autocast=MODES[precision].uses_autocast)

@@ -157,9 +157,8 @@ class ForwardObserver:
         self.extremes: list[tuple[Tensor, Tensor, Tensor]] = []  # for each output: slot, least and largest number
         self.maxima = tuple(torch.zeros((), dtype=torch.float32, device=device) for _ in range(num_slots))
         for maximum in self.maxima:
-            torch._dynamo.mark_static_address(
-                maximum
-            )  # otherwise CUDA graphs are disabled, since the graph writes to an input
+            # Otherwise CUDA graphs are disabled: they must not write to an input that may move.
+            torch._dynamo.mark_static_address(maximum)
 
     def read(self) -> Tensor:
         """Return all slots in one new device tensor, without a synchronisation; NaN for an output with NaN."""
@@ -235,6 +234,7 @@ class _ForcedPrecision(NamedTuple):
     casts_up: bool  # casts half-precision inputs to fp32 if the precision has no autocast
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call `forward` in this precision and return its output."""
         dtype = AUTOCAST_DTYPES.get(self.precision)
         if dtype is None and self.casts_up:
             args, kwargs = _to_fp32(args), _to_fp32(kwargs)
@@ -250,6 +250,7 @@ class _OutputObserver(NamedTuple):
     maximum: Tensor
 
     def observe_output(self, output: Any, *, is_forced: bool) -> None:
+        """Record the output's largest magnitude, and the active precision unless a pin or override set it."""
         is_compiling = torch.compiler.is_compiling()
         if is_compiling or self.observer.is_sampling:
             extremes = _extremes(output, only_half=self.observer.only_half)
@@ -270,6 +271,7 @@ class ForwardWrappers(NamedTuple):
 
 
 def _run_forward(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `forward` with the wrappers of `module`."""
     # There may be no wrappers left: other code, such as Accelerate, may have kept this forward.
     wrappers = module.__dict__.get(_WRAPPERS) or ForwardWrappers()
     forced = wrappers.pin or wrappers.override
