@@ -100,8 +100,8 @@ def _to_fp32(leaf: Any) -> Any:
 def comparable_draws(model: nn.Module, random_mode: Fp32RandomMode | None = None, *, are_alike: bool) -> Iterator[None]:
     """Make dropout equal in every precision within the context.
 
-    On a CPU one seed mostly gives the same numbers in every dtype: pass `are_alike=True`, and `random_mode`
-    for the exceptions. On accelerators it does not. There pass `are_alike=False`, which disables dropout: different draws alone
+    On a CPU one seed mostly gives the same numbers in every dtype: pass `are_alike=True`, and `random_mode` for the
+    exceptions. On accelerators it does not. There pass `are_alike=False`, which disables dropout: different draws alone
     would give the gradients of a T5 a cosine of 0.88.
     """
     with nullcontext() if are_alike else without_dropout(model), random_mode or nullcontext():

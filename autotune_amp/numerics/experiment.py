@@ -227,9 +227,9 @@ class Experiment:
         return replace(attempt, findings=findings, training=run, forward_maxima=maxima)
 
     def use_fp32_draws(self, pins: tuple[str, ...]) -> bool:
-        """Draw random numbers in fp32 from now on if the precision draws in half precision; return whether it does.
+        """Draw random numbers in fp32 from now on if only the precision draws in half precision; return whether it does.
 
-        In half precision one seed gives different numbers, which alone can cause a bad verdict.
+        Then one seed gives different numbers in the two, which alone can cause a bad verdict.
         """
         if self._subject.is_compiled or not self.low.has_random_draws:
             return False
@@ -253,15 +253,15 @@ class Experiment:
         """
         indices = iter(range(MIN_NUM_BATCHES))
         index = next(indices)
-        first = self.fp32.run(index, "fp32")
-        while not first.has_gradient and (following := next(indices, None)) is not None:
-            index, first = following, self.fp32.run(following, "fp32")
+        result = self.fp32.run(index, "fp32")
+        while not result.has_gradient and (next_index := next(indices, None)) is not None:
+            index, result = next_index, self.fp32.run(next_index, "fp32")
         self.fp32.restore()
         perturb(self.fp32.model, REROUNDING, self._subject.seed)
-        moved = self.fp32.run(index, "fp32", restores=False)
-        octaves = tuple(sorted(count_octaves(first.gradients.values()).items()))
-        names = parameters_with_signal(first.gradients, moved.gradients)
-        return ReferencePass(first if not first.is_finite else replace(first, gradients={}), octaves, names)
+        rerounded = self.fp32.run(index, "fp32", restores=False)
+        octaves = tuple(sorted(count_octaves(result.gradients.values()).items()))
+        names = parameters_with_signal(result.gradients, rerounded.gradients)
+        return ReferencePass(result if not result.is_finite else replace(result, gradients={}), octaves, names)
 
     def report(
         self, attempt: Attempt, culprits: tuple[str, ...] = (), healing: tuple[str, ...] = (), where: str = ""

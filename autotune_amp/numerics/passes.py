@@ -108,11 +108,11 @@ class PassResult:
 class Passes:
     """Runner of repeatable passes over one model, by default from its first weights and buffers.
 
-    `num_passes` counts the passes, and `seconds_of` holds the seconds of the fastest one in each precision. `has_random_draws`
-    is True if a pass used, or may have used, random numbers. If `random_mode` is set, half-precision random numbers are drawn
-    in fp32. For a custom training loop, `num_steps_per_call` is the number of steps of one optimizer in the latest
-    call. `reuses_casts` is True if a call made several of them inside one autocast, which keeps using the weights cast
-    before the first.
+    `num_passes` counts the passes, and `seconds_of` holds the seconds of the fastest one in each precision.
+    `has_random_draws` is True if a pass used, or may have used, random numbers. If `random_mode` is set, half-precision
+    random numbers are drawn in fp32. For a custom training loop, `num_steps_per_call` is the number of steps of one
+    optimizer in the latest call. `reuses_casts` is True if a call made several of them inside one autocast, which keeps
+    using the weights cast before the first.
     """
 
     def __init__(self, subject: CheckInputs, model: nn.Module | None = None) -> None:
