@@ -67,6 +67,7 @@ class _OptimizerImpl(Variant):
 
 
 def _set_implementation(optimizer: Any, value: str) -> None:
+    """Set the implementation in the optimizer's options, and move its step counts to the device that it needs."""
     import torch
 
     implementations = inspect.signature(type(optimizer)).parameters.keys() & {"foreach", "fused"}
@@ -80,6 +81,7 @@ def _set_implementation(optimizer: Any, value: str) -> None:
 
 
 def _implementation(group: dict[str, Any], device: torch.device) -> str | None:
+    """Return the implementation that a parameter group uses; None for a kernel per tensor."""
     if group.get("fused"):
         return "fused"
     # By default torch uses foreach on an accelerator (torch.optim.optimizer._default_to_fused_or_foreach).

@@ -45,6 +45,7 @@ class _Weights(Variant):
 
 
 def _parameters_to_cast(live: LiveTraining) -> list[nn.Parameter]:
+    """Return the fp32 parameters, without those of norms with running statistics."""
     import torch
     from torch import nn
 

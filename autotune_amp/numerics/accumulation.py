@@ -167,6 +167,7 @@ def check_accumulation(subject: CheckInputs, num_samples: int) -> Accumulation:
 def _check_without_dropout(
     passes: Passes, read_maxima: Callable[[], dict[str, float]], num_samples: int
 ) -> Accumulation:
+    """Compare the gradients in a model without dropout; the model is left at the end of the last pass."""
     seed, micro_batches = passes.subject.seed, passes.subject.batches[1:]
     whole = _run_pass(passes, 0)
     if not whole.is_finite:
@@ -355,6 +356,7 @@ _COUNTS: dict[str, Callable[[Tensor], float]] = {
 
 
 def _report(products: GradientProducts, result: WeightSearchResult, passes: Passes, num_samples: int) -> Accumulation:
+    """Return the result of the check with its reason and next step."""
     num_parts = len(result.weights)
     error = products.error(result.weights)
     mean_error = products.error(torch.full((num_parts,), 1 / num_parts, dtype=torch.float64))

@@ -227,7 +227,7 @@ class Experiment:
         return replace(attempt, findings=findings, training=run, forward_maxima=maxima)
 
     def use_fp32_draws(self, pins: tuple[str, ...]) -> bool:
-        """Draw random numbers in fp32 from now on if only the precision draws in half precision; return whether it does.
+        """Draw random numbers in fp32 from now on if only the precision draws in half; return whether it does.
 
         Then one seed gives different numbers in the two, which alone can cause a bad verdict.
         """

@@ -227,6 +227,7 @@ class PassRecorder:
             yield
 
     def _begin(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the beginning of a module call; a forward pre-hook."""
         self._num_calls[name] += 1
         parent = self._running[-1] if self._running else None
         call = ModuleCall(name, self._num_calls[name], parent, health((args, kwargs)), _next_node())
@@ -234,6 +235,7 @@ class PassRecorder:
         self._timeline.append((call, False))
 
     def _end(self, name: str, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        """Record the end of a module call; a forward hook."""
         # Calls that raised an exception, which a module around them caught, have no end.
         while (call := self._running.pop()).name != name:
             pass
@@ -275,6 +277,7 @@ class PassRecorder:
         return leaves
 
     def _record_node(self, origin: _Origin, grad_inputs: Any, grad_outputs: Any) -> None:
+        """Record whether gradients became non-finite in an autograd node; a hook of the node."""
         if health(grad_outputs) is not Health.FINITE:
             self._first_bad_sum = self._first_bad_sum or origin
         elif health(grad_inputs) is not Health.FINITE:

@@ -169,6 +169,7 @@ class Passes:
         around_forward: AbstractContextManager[object],
         before_backward: Callable[[Tensor], object] | None,
     ) -> PassResult:
+        """Run forward and backward pass of the model, without an optimizer step."""
         with comparable_draws(self.model, self.random_mode, are_alike=self._has_like_draws):
             with autocast(precision, self.subject.device.type), around_forward:
                 loss = self.subject.loss(self.model, self.subject.batches[index])
