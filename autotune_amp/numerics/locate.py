@@ -255,7 +255,7 @@ class PassRecorder:
                 holder = next((outer for outer in call.ancestors() if outer.inputs is not Health.BAD), None)
                 if holder is not None:
                     return self._describe(holder)
-                return f"the input of {self._module(call)}" if call.name else "the input of the model"
+                return f"the input of {self._describe(call)}" if call.name else "the input of the model"
         return "the loss function" if masked is None else self._describe(masked)
 
     def watch_backward(self, loss: Tensor) -> list[Tensor]:
@@ -288,7 +288,7 @@ class PassRecorder:
         if not (origins := self._gradient_origins()):
             return None
         call = self._call_around(origins[0].node)
-        return f"{'the loss function' if call is None else self._module(call)}, in its backward pass"
+        return f"{'the loss function' if call is None else self._describe(call)}, in its backward pass"
 
     def _gradient_origins(self) -> list[_Origin]:
         if self._origins or self._first_bad_sum is None:

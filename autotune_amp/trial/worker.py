@@ -124,8 +124,8 @@ def as_run(
 ) -> tuple[Precision, bool]:
     """Return the precision of the user's own run, and whether it is strict, by the flags that matter for a step.
 
-    This is `torch_state.precision_of_state`, unless the workload has a precision of its own. If cuDNN's flags alone decide, one
-    step of `batch_size` is taken to see whether they matter; without a `batch_size` they always count.
+    This is `torch_state.precision_of_state`, unless the workload has a precision of its own. If cuDNN's flags alone
+    decide, one step of `batch_size` is taken to see whether they matter; without a `batch_size` they always count.
     """
     if workload.precision is not None:
         return workload.precision, True
