@@ -37,10 +37,10 @@ class FrozenPair(Job[Fidelity], frozen=True, kw_only=True):
     losses: tuple[tuple[float, ...], tuple[float, ...]]
 
     def run(self, context: Any, tell: Tell) -> Fidelity:  # noqa: ARG002 - it takes no steps to tell of
-        """Compare the gradients and return the fidelity; see `numerics.frozen.judge_frozen`."""
+        """Compare the gradients and return the fidelity; see `numerics.frozen.fidelity_from_gradients`."""
         import torch
 
-        from autotune_amp.numerics.frozen import judge_frozen
+        from autotune_amp.numerics.frozen import fidelity_from_gradients
 
         def read(which: str) -> list[dict[str, torch.Tensor]]:
             return [
@@ -57,7 +57,7 @@ class FrozenPair(Job[Fidelity], frozen=True, kw_only=True):
                 for batch in self.steps
             ]
 
-        return judge_frozen(read("low"), read("reference"), self.losses, self.precision, self.batch_size)
+        return fidelity_from_gradients(read("low"), read("reference"), self.losses, self.precision, self.batch_size)
 
 
 class Unpaired(NamedTuple):

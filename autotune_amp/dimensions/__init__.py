@@ -1,19 +1,19 @@
-"""Dimensions: one file for each thing that a setting decides, with what a search, a trial and an export do with it.
+"""Dimensions: one file for each field of a setting, with its values and its effect on search, trial and export.
 
-By default a search also tries the variants that this model and device support and that do no harm: `torch.compile`,
-the memory format of convolutions, the optimizer's fused or foreach step; if memory is too small for a larger batch,
-checkpointed blocks and CUDA's `expandable_segments`; and fp8 on GPUs that have it. First the leading setting's step is
-profiled, which takes a second or two (and is left out if it would take a twentieth of the budget): the profile bounds
-the gain of each variant, and so decides their order. Each is tried once, on the leading setting, kept if it is 3 %
-faster, and the next is tried on top of it; then the neighbouring batch sizes. The winner is compared with fp32 as it
-will run (compiled if it is compiled), and confirmed as a whole. All of it takes at most three tenths of the budget;
-variants that cannot pay off are not tried: an optimizer that takes less than 3 % of a step, a compilation that takes
-longer than `--steps` steps could gain. The table *also tried* has a row for each: its gain and the profile's bound, the
+By default a search also tries the variants that this model and device support: `torch.compile`, the memory format of
+convolutions, the optimizer's fused or foreach step; if memory is too small for a larger batch, activation checkpointing
+and CUDA's `expandable_segments`; and fp8 on GPUs that support it. First a step of the leading setting is profiled, in a
+second or two (unless that takes a twentieth of the budget). The profile bounds the gain of each variant, and they are
+tried in that order. Each is tried once on the leading setting and kept if it is 3 % faster; the next is tried on top of
+it; then the neighbouring batch sizes. The winner is compared with fp32 as it will run, for example compiled, and
+confirmed as a whole. Together this takes at most three tenths of the budget. Variants that cannot pay off are not
+tried: the optimizer's step if it takes less than 3 % of a training step, or a compilation that takes longer than
+`--steps` steps could gain. The table *also tried* has a row for each variant: its gain and the profile's bound, the
 change in memory, the number of graph breaks, the steps after which compiling pays off, or the reason why it was not
-tried. If there is nothing to gain, two searches took 1.13 and 1.63 times as long with it (`studies/variants`; a useless
-compilation takes 11 to 68 s on two slow CPU cores): `--try none` turns it off.
+tried. `--try none` turns variants off. Where they gained nothing, two searches took 1.13 and 1.63 times as long with
+them (`studies/variants`; a useless compilation takes 11 to 68 s on two slow CPU cores).
 
-In your script, `prepare` applies the recommendation's variants to live objects, with the code that the trials ran:
+In your script, `prepare` applies the recommendation's variants to your model and optimizer, as the trials did:
 
 ```python
 import torch
@@ -30,29 +30,30 @@ model, optimizer = prepare(config, model, optimizer)  # the same objects; call i
 print(model[0].weight.is_contiguous(memory_format=torch.channels_last), optimizer.param_groups[0]["fused"])
 ```
 
-The names in a `state_dict` do not change, without `_orig_mod.`, so checkpoints load with and without it. bf16
-weights are tried only on request (`--try weights`): small updates round away on them, which the check counts.
-`cudnn_benchmark` (`torch.backends.cudnn.benchmark = True`) is tried if a model has convolutions and all its batches
-have one shape. The allocator's setting is in `autotune-amp export --to env` too, for the whole process. A command can
-set only its placeholders; no variant is tried on it.
+The names in a `state_dict` do not change (no `_orig_mod.`), so checkpoints load with and without `prepare`. bf16
+weights are tried only on request (`--try weights`), since small updates round away on them; the fidelity check counts
+these. `cudnn_benchmark` (`torch.backends.cudnn.benchmark = True`) is tried if a model has convolutions and all its
+batches have one shape. `autotune-amp export --to env` also contains the allocator's setting. No variant is tried on a
+command, which can only set its placeholders.
 
-In plain PyTorch the variants are `model.compile(...)` (`prepare` also compiles a bare `nn.Sequential`, which that
-ignores before torch 2.15), `model.to(memory_format=...)` and a comment for the optimizer. In frameworks:
+`autotune-amp export --to torch` writes the variants as `model.compile(...)`, `model.to(memory_format=...)` and a
+comment for the optimizer. (Before torch 2.15 `compile` ignores a bare `nn.Sequential`; `prepare` compiles it.) In
+frameworks:
 
 * Transformers: `torch_compile`, `activation_checkpointing`, `optim="adamw_torch_fused"`, for fp8 `bf16`;
-  `AutotuneTrainer` sets up the rest.
-* Lightning: `AutotunePrecision` sets them up; of a `LightningModule` the parts that `training_step` calls are
+  `AutotuneTrainer` sets up the other variants.
+* Lightning: `AutotunePrecision` sets them up. Of a `LightningModule` the submodules that `training_step` calls are
   compiled.
 * Accelerate: a line with `prepare` in the script; `accelerate_config` has the keys of the dynamo plugin.
-* DeepSpeed: a note, since its engine makes the optimizer and the weights itself.
+* DeepSpeed: only a note, since its engine creates the optimizer and the weights.
 
 **fp8.** `AmpConfig(precision="fp8")` is bf16 autocast in which linear layers multiply in fp8, by torchao: all but
 the first and the last, if their sizes are multiples of 16. Their weights stay in fp32 and the names in a `state_dict`
-do not change. fp8 is tried compiled, by both of torchao's recipes (`fp8_recipe`: a scale per row or per
-tensor), on the best setting otherwise, and compared with fp32 like every other precision; `check_fidelity(target,
-precision="fp8")` runs that check alone, emulated without such a GPU. The controller needs `attach(model)`;
-stepping down to bf16 restores the plain layers over the same parameters. Both recipes
-have trained on an H200; their gain there was not measured.
+do not change. fp8 is tried compiled on the best other setting, with both of torchao's recipes (`fp8_recipe`: a scale
+per row or per tensor), and compared with fp32 like every other precision. `check_fidelity(target, precision="fp8")`
+runs only that check, and emulates fp8 without such a GPU. The controller needs `attach(model)`; if it steps down to
+bf16, the layers become plain ones with the same parameters. Both recipes have trained on an H200; their gain there was
+not measured.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ __all__ = [
     "WEIGHTS",
 ]
 
-# One for each field of `Setting`; risks are compared in this order. The tests hold both to the same order.
+# One for each field of `Setting`, in the same order. Risks are compared in this order.
 DIMENSIONS: Final[tuple[Dimension[Any], ...]] = (
     PRECISION,
     BATCH_SIZE,
@@ -113,9 +114,9 @@ DIMENSIONS: Final[tuple[Dimension[Any], ...]] = (
 BY_NAME: Final = {dimension.name: dimension for dimension in DIMENSIONS}
 VARIANTS: Final = {dimension.name: dimension for dimension in DIMENSIONS if isinstance(dimension, Variant)}
 NUMERIC: Final = tuple(dimension.name for dimension in DIMENSIONS if "numerics" in dimension.affects)
-# Order without a profile: values that cost only a trial come before those that compile. Nothing is tried on top of
-# low-precision weights, which few checks find faithful.
-_ORDER = (
+# Order in which variants are tried without a profile: quick trials before those that compile. Low-precision weights
+# are last, since the fidelity check rarely passes them and other variants would be tried on top of them.
+_ORDER_WITHOUT_PROFILE = (
     MEMORY_FORMAT,
     CUDNN_BENCHMARK,
     OPTIMIZER_IMPL,
@@ -126,21 +127,28 @@ _ORDER = (
     WEIGHTS,
 )
 TRIED_ON_LEADER: Final = (
-    *(dimension for dimension in DIMENSIONS if dimension.found_by == "variants" and dimension not in _ORDER),
-    *_ORDER,
+    *(
+        dimension
+        for dimension in DIMENSIONS
+        if dimension.found_by == "variants" and dimension not in _ORDER_WITHOUT_PROFILE
+    ),
+    *_ORDER_WITHOUT_PROFILE,
 )
 
 
-def numerics(setting: Setting) -> Setting:
-    """Return the setting reduced to the dimensions that affect numerics; equal results compute the same numbers."""
+def numerics_of(setting: Setting) -> Setting:
+    """Return the setting with defaults for all dimensions that do not affect numerics.
+
+    Settings for which the result is equal compute the same numbers.
+    """
     return replace(setting.ordinary, **{name: getattr(setting, name) for name in NUMERIC})
 
 
 def risks(setting: Setting) -> tuple[int, ...]:
-    """Return the risk of each dimension's value; among settings of similar speed the least tuple wins."""
+    """Return the risk of each dimension's value. Among settings of similar speed the one with the least tuple wins."""
     return tuple(dimension.risk(getattr(setting, dimension.name)) for dimension in DIMENSIONS)
 
 
-def in_fallbacks(setting: Setting) -> Setting:
-    """Return the setting without the dimensions that a fallback plan leaves out."""
+def fallback_setting(setting: Setting) -> Setting:
+    """Return the setting with defaults for the dimensions that fallback plans leave out."""
     return replace(setting, **{d.name: d.default for d in DIMENSIONS if d.left_out_of_fallbacks})

@@ -1,4 +1,4 @@
-"""Mode of CUDA's caching allocator: segments of a fixed size, or expandable ones."""
+"""Mode of CUDA's caching allocator: segments of a fixed size, or expandable segments."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class _Allocator(Variant):
         import torch
 
         if live.device.type != "cuda" or torch.version.hip is not None:
-            return "it is of CUDA's allocator"
+            return "it is an option of CUDA's allocator"
         if not sys.platform.startswith("linux"):
-            return "CUDA has it on Linux alone"
+            return "CUDA supports it only on Linux"
         if not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
-            return "this PyTorch cannot set its allocator in a process that runs"
+            return "this version of PyTorch cannot change its allocator in a running process"
         return None
 
     def change(self, value: str, live: LiveTraining) -> Callable[[], None]:  # noqa: ARG002 - set for the process
@@ -45,7 +45,7 @@ class _Allocator(Variant):
 
     def reason_against(self, value: str, leader: Leader) -> str | None:  # noqa: ARG002 - the only value
         if leader.effect == "memory":
-            return "the peak is what is allocated, of which it changes nothing"
+            return "it does not change the allocated memory, which is the peak that is minimised"
         return None
 
 

@@ -1,4 +1,4 @@
-"""Batch size of a forward pass, and the number of such passes in an optimizer step."""
+"""Batch size of a forward pass, and the number of forward passes per optimizer step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from autotune_amp.dimensions.dimension import Dimension
 
 
 class _BatchSize(Dimension[int]):
-    """Dimension whose values follow from the effective batch size (`search.space`)."""
+    """Batch size of a forward pass. `search.space` derives its values from the effective batch size."""
 
     name = "batch_size"
     affects = frozenset({"speed", "memory"})
@@ -17,7 +17,7 @@ class _BatchSize(Dimension[int]):
 
 
 class _AccumulationSteps(Dimension[int]):
-    """Dimension that makes up the rest of the effective batch size. A check tells whether accumulation is exact."""
+    """Effective batch size over batch size. `numerics.accumulation` checks whether accumulation is exact."""
 
     name = "accumulation_steps"
     affects = frozenset({"speed"})

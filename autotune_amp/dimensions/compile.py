@@ -1,4 +1,4 @@
-"""Compilation of a model by ``torch.compile``, and its mode."""
+"""Compilation of the model by ``torch.compile``, and its mode."""
 
 from __future__ import annotations
 
@@ -20,49 +20,50 @@ if TYPE_CHECKING:
     from autotune_amp.dimensions.live_training import LiveTraining
 
 CUDA_GRAPHS = "reduce-overhead"
-_TIMES_EVERY_KERNEL = "max-autotune-no-cudagraphs"
-_OF_CUDA = {
-    CUDA_GRAPHS: "CUDA graphs are CUDA's",
-    _TIMES_EVERY_KERNEL: "off CUDA it tunes nothing that a training runs",
+_MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
+_REASONS_OFF_CUDA = {
+    CUDA_GRAPHS: "CUDA graphs need CUDA",
+    _MAX_AUTOTUNE: "without CUDA it does not tune kernels that training runs",
 }
-NOT_THE_COMPILER = ("oom", "timeout", "nonfinite")  # failures of a compiled trial that do not speak against compiling
-LAUNCH_BOUND_SHARE = 0.8  # share of a pass's time that half the batch takes at least if launches bound it
+UNRELATED_FAILURES = ("oom", "timeout", "nonfinite")  # kinds of failure that compiling does not cause
+# If half the batch takes at least this share of the time of a pass, kernel launches bound it, not computation.
+LAUNCH_BOUND_SHARE = 0.8
 
 
 class _Compile(Variant):
-    """Variant for the mode of torch.compile. The mode that times every kernel is tried only if the user names it."""
+    """Mode of torch.compile. The slow mode max-autotune-no-cudagraphs is tried only if the user names it."""
 
     name = "compile"
     removable: ClassVar[Mapping[str, float]] = dict.fromkeys(("casts", "fp32_operations", "idle", "rest"), 1.0)
-    extra_seconds = 5.0  # of a first compilation, at least: 6.5 s a convnet of six blocks, on 2 cores without AVX-512
+    extra_seconds = 5.0  # least time of a first compilation: a convnet of six blocks took 6.5 s on 2 cores, no AVX-512
     left_out_of_fallbacks = True  # compiling takes too long for a setting that may never run
-    line = 'model.compile(mode="{0}")  # of a bare nn.Sequential, before torch 2.15: torch.compile(model, mode="{0}")'
+    line = 'model.compile(mode="{0}")  # for a bare nn.Sequential before torch 2.15: torch.compile(model, mode="{0}")'
 
     def choices(self, hardware: Any, description: Any, options: Any) -> Choices[str]:
-        found, slow = super().choices(hardware, description, options), _TIMES_EVERY_KERNEL
-        if options.variants is not None or slow not in found.values:
-            return found
-        why = "it times every kernel for minutes, more than 100 s of a model of 125 million parameters on an H200: "
-        left_out = {**found.left_out, slow: f"{why}--try {slow} tries it"}
-        return Choices(tuple(value for value in found.values if value != slow), left_out)
+        supported, slow = super().choices(hardware, description, options), _MAX_AUTOTUNE
+        if options.variants is not None or slow not in supported.values:
+            return supported
+        why = "it times every kernel for minutes, more than 100 s for a model of 125 million parameters on an H200: "
+        left_out = {**supported.left_out, slow: f"{why}--try {slow} tries it"}
+        return Choices(tuple(value for value in supported.values if value != slow), left_out)
 
     def is_applied(self, value: str, live: LiveTraining) -> bool:  # noqa: ARG002 - a compiled model hides its mode
-        """Return whether a model or a part of it is compiled already."""
+        """Return whether a model or a part of it is already compiled."""
         return any(map(_is_compiled, (*live.models, *live.modules)))
 
     def unsupported_reason(self, value: str, live: LiveTraining) -> str | None:
-        if live.device.type != "cuda" and value in _OF_CUDA:
-            return _OF_CUDA[value]
-        return _missing_compiler(live.device.type)
+        if live.device.type != "cuda" and value in _REASONS_OFF_CUDA:
+            return _REASONS_OFF_CUDA[value]
+        return _reason_without_compiler(live.device.type)
 
     def change(self, value: str, live: LiveTraining) -> None:
-        """Compile the calls of the models in place: objects and names do not change."""
+        """Compile the models in place: objects and parameter names do not change."""
         for model in live.models:
-            for module in _called(model):
+            for module in _modules_to_compile(model):
                 compile_in_place(module, mode=value)
 
     def is_tried_in(self, setting: Setting, value: str) -> bool:
-        # Compiled fp8 says nothing about compiling alone.
+        # A compiled fp8 trial does not show the gain of compiling alone.
         return setting.precision != "fp8" and super().is_tried_in(setting, value)
 
     def reason_against_setting(self, setting: Setting, leader: Leader) -> str | None:
@@ -72,20 +73,20 @@ class _Compile(Variant):
         """
         for record in leader.trials:
             is_alike = record.candidate.is_compiled and record.candidate.compile in (setting.compile, "default")
-            if is_alike and isinstance(record.outcome, Failure) and record.outcome.kind not in NOT_THE_COMPILER:
+            if is_alike and isinstance(record.outcome, Failure) and record.outcome.kind not in UNRELATED_FAILURES:
                 return f"the compiler failed on {record.candidate}"
         if leader.setting.is_compiled or leader.effect != "speed":
             return None
         seconds = leader.num_steps * leader.step_seconds
         if seconds / 2 < self.extra_seconds:
             steps = f"compiling takes longer than it could gain in {count(leader.num_steps, 'step')}, which take"
-            return f"{steps} {seconds:.0f} s: --fresh --steps N tries it for a longer training"
+            return f"{steps} {seconds:.0f} s: --fresh --steps N tries it for a longer training run"
         return None
 
     def reason_against(self, value: str, leader: Leader) -> str | None:
-        """Return the reason why a mode is not worth a trial, unless the user named it.
+        """Return the reason why a mode is not worth a trial, or None; None if the user named the mode.
 
-        If kernel launches bound the step CUDA graphs are tried first, and the default mode only if they failed.
+        If kernel launches bound the step, CUDA graphs are tried first, and the default mode only if they failed.
         """
         if leader.effect != "speed" or leader.are_values_named:
             return None
@@ -94,36 +95,36 @@ class _Compile(Variant):
         is_launch_bound = _is_launch_bound(leader)
         if CUDA_GRAPHS in leader.values.get(self.name, ()) and is_launch_bound:
             if value != CUDA_GRAPHS and not any(isinstance(outcome, Failure) for outcome in tried[CUDA_GRAPHS]):
-                return f"launches bound the step, which {CUDA_GRAPHS} makes up for"
+                return f"kernel launches bound the step, which {CUDA_GRAPHS} avoids"
             return None
         if value == CUDA_GRAPHS and is_launch_bound is not None:
-            return "launches do not bound the step"
+            return "kernel launches do not bound the step"
         if value == CUDA_GRAPHS and not leader.setting.is_compiled and not tried["default"]:
-            return "no smaller batch says whether launches bound the step, so that the default mode comes first"
+            return "no smaller batch shows whether kernel launches bound the step, so the default mode comes first"
         if not leader.setting.is_compiled and tried["default"]:
             return "the default mode gained nothing"
         return None
 
 
 def _is_launch_bound(leader: Leader) -> bool | None:
-    """Return whether a pass of half the batch or less took about as long; None if none was measured."""
+    """Return whether a pass of half the batch or less took about as long; None if no such batch was measured."""
     setting = leader.setting
-    passes = {
-        c.batch_size: min(m.step_seconds for m in ours) / c.accumulation_steps
-        for c, ours in leader.measurements.items()
+    pass_seconds = {
+        c.batch_size: min(m.step_seconds for m in measurements) / c.accumulation_steps
+        for c, measurements in leader.measurements.items()
         if c.precision == setting.precision and c.is_ordinary
     }
-    ours = passes.get(setting.batch_size)
-    smaller = [seconds for size, seconds in passes.items() if 2 * size <= setting.batch_size]
-    if ours is None or not smaller:
+    whole = pass_seconds.get(setting.batch_size)
+    smaller = [seconds for size, seconds in pass_seconds.items() if 2 * size <= setting.batch_size]
+    if whole is None or not smaller:
         return None
-    return any(seconds > LAUNCH_BOUND_SHARE * ours for seconds in smaller)
+    return any(seconds > LAUNCH_BOUND_SHARE * whole for seconds in smaller)
 
 
 def compile_in_place(module: nn.Module, **options: Any) -> None:
-    """Run ``module.compile(**options)``, also for instances of torch's own classes such as a bare Sequential.
+    """Run ``module.compile(**options)``, also for an instance of a torch class such as a bare Sequential.
 
-    Before torch 2.15 `compile` ignores these, since no frame of user code is entered (pytorch#150915).
+    Before torch 2.15 ``compile`` ignores these, since no frame of user code is entered (pytorch#150915).
     """
     import torch
 
@@ -137,7 +138,7 @@ def compile_in_place(module: nn.Module, **options: Any) -> None:
     module._compiled_call_impl = torch.compile(call, **options)
 
 
-def _called(model: nn.Module) -> Iterator[nn.Module]:
+def _modules_to_compile(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules that training calls: the model, or the parts of a LightningModule with a ``training_step``."""
     from torch import nn
 
@@ -146,22 +147,23 @@ def _called(model: nn.Module) -> Iterator[nn.Module]:
         return
     for part in model.children():
         if next(part.parameters(), None) is not None:
-            yield from _called(part)
+            yield from _modules_to_compile(part)
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    # The first is torch.compile's wrapper; checking its class would import the compiler.
+    # _orig_mod marks torch.compile's wrapper; importing its class would import the compiler.
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
-def _missing_compiler(device_type: str) -> str | None:
+def _reason_without_compiler(device_type: str) -> str | None:
+    """Return the reason why torch.compile cannot run on this device, None if it can."""
     if device_type != "cpu":
         has_triton = importlib.util.find_spec("triton") is not None
-        return None if has_triton else "Triton is not installed, which compiles for this device"
-    # As in torch._inductor.config.cpp.cxx, whose import takes two seconds.
+        return None if has_triton else "torch.compile needs Triton on this device, which is not installed"
+    # The default of torch._inductor.config.cpp.cxx, which is not imported as that takes two seconds.
     name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    found = shutil.which(name)
-    return None if found is not None else f"there is no C++ compiler {name}: install it, or name another in CXX"
+    path = shutil.which(name)
+    return None if path is not None else f"there is no C++ compiler {name}: install it, or set CXX to another"
 
 
 COMPILE = _Compile()

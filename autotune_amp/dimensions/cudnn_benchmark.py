@@ -1,4 +1,4 @@
-"""cuDNN benchmark: timing its algorithms for each new shape of a convolution and using the fastest."""
+"""cuDNN benchmark: cuDNN times its algorithms for each new shape of a convolution and uses the fastest."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 class _CudnnBenchmark(Variant):
-    """Variant in which cuDNN times its algorithms for each shape and takes the fastest, instead of using heuristics.
+    """Variant in which cuDNN times its algorithms for each shape, instead of choosing one by heuristics.
 
-    Not checked against fp32: without it cuDNN may choose any of the same algorithms.
+    It is not compared with fp32, since the heuristics choose among the same algorithms.
     """
 
     name = "cudnn_benchmark"
@@ -23,12 +23,12 @@ class _CudnnBenchmark(Variant):
     line = "torch.backends.cudnn.benchmark = True"
 
     def choices(self, hardware: Any, description: Any, options: Any) -> Choices[str]:
-        found = super().choices(hardware, description, options)
-        varies = description.sample_sizes or description.batch_sizes_seen or description.has_worst_batch
-        if options.variants is not None or not varies:
-            return found
-        reason = f"batches have several shapes, and each would be timed anew; --try {self.name} tries it all the same"
-        return Choices((), {**found.left_out, **dict.fromkeys(found.values, reason)})
+        supported = super().choices(hardware, description, options)
+        has_several_shapes = description.sample_sizes or description.batch_sizes_seen or description.has_worst_batch
+        if options.variants is not None or not has_several_shapes:
+            return supported
+        reason = f"batches have several shapes, and cuDNN would time each; --try {self.name} tries it nevertheless"
+        return Choices((), {**supported.left_out, **dict.fromkeys(supported.values, reason)})
 
     def is_applied(self, value: str, live: LiveTraining) -> bool:  # noqa: ARG002 - set for the process
         import torch
@@ -39,7 +39,7 @@ class _CudnnBenchmark(Variant):
         from torch.nn.modules.conv import _ConvNd
 
         if live.device.type != "cuda":
-            return "cuDNN is CUDA's"
+            return "cuDNN needs CUDA"
         if not any(isinstance(module, _ConvNd) for module in live.modules):
             return "the model has no convolution"
         return None
@@ -50,10 +50,10 @@ class _CudnnBenchmark(Variant):
 
         torch.backends.cudnn.benchmark = True
 
-        def take_back() -> None:
+        def switch_off() -> None:
             torch.backends.cudnn.benchmark = False
 
-        return take_back
+        return switch_off
 
 
 CUDNN_BENCHMARK = _CudnnBenchmark()

@@ -1,6 +1,6 @@
-"""Dimension: one thing that a setting decides, such as precision or batch size, and what a search does with it.
+"""Dimension: interface for one field of a setting, such as precision or batch size, in search, trial and export.
 
-To add one: a field in `core.setting.Setting`, a file here with one object, and its line in `DIMENSIONS`.
+To add a dimension: add a field to `core.setting.Setting`, a file here with one object, and a line to `DIMENSIONS`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ APPLIED_ALREADY = "it is so already"
 
 @dataclass(frozen=True)
 class Choices(Generic[Value]):
-    """The values of a dimension to try, and the excluded values, each with the reason for its exclusion."""
+    """Values of a dimension to try, and `left_out`, the excluded values with the reason for each."""
 
     values: tuple[Value, ...] = ()
     left_out: Mapping[Value, str] = field(default_factory=dict)
@@ -35,11 +35,11 @@ class Choices(Generic[Value]):
 
 @dataclass(frozen=True)
 class Leader:
-    """The setting that leads a search, and the results by which a dimension judges what is worth a trial on it.
+    """Leading setting of a search so far, with the results that decide which values are worth a trial on it.
 
-    `measurements` are those of all settings, `trials` the records of all trials, failed ones too. `values` has the
-    values that can be tried, by dimension; with `are_values_named` the user named them. `num_steps` is the length of
-    the training run in optimizer steps.
+    `measurements` are those of all settings, `trials` the records of all trials, including failed ones. `values` are
+    the values to try, by dimension; `are_values_named` is True if the user chose them. `num_steps` is the length of the
+    user's training run in optimizer steps.
     """
 
     setting: Setting
@@ -52,25 +52,25 @@ class Leader:
 
     @property
     def effect(self) -> Effect:
-        """Return what a dimension has to affect for this objective."""
+        """Return what a dimension must affect to be useful for this objective."""
         return "memory" if self.objective == "memory" else "speed"
 
     @property
     def step_seconds(self) -> float:
-        """Return the least seconds of a step of the leading setting."""
+        """Return the seconds per optimizer step of the leading setting's fastest measurement."""
         return min(measured.step_seconds for measured in self.measurements[self.setting])
 
 
 class Dimension(Generic[Value]):
-    """Interface for one thing that a setting decides, in the field `name` of `Setting`.
+    """Interface for one field of `Setting`, called `name`.
 
-    If `affects` contains "numerics", each value is checked against fp32. `found_by` names the part of the search that
-    tries the values: "curves", the throughput model over batch sizes; "variants", the stage that tries `choices` on the
-    leading setting; None for a stage of its own. `removable` has the parts of a profiled step that a value can shorten
-    (a `PartName` of `trial.step_profile.breakdown`, or "convolutions"), each with the largest share of it that can go;
-    `sets_also` names the dimensions whose values are set with it, which count as its own. A trial of it takes at least
-    `extra_seconds` longer than others. If it `frees_memory`, it is tried at a larger batch size. A fallback plan keeps
-    it unless it is `left_out_of_fallbacks`.
+    `affects`: if it contains "numerics", each value is compared with fp32. `found_by` is the part of the search that
+    tries the values: "curves" is the throughput model over batch sizes, "variants" the stage that tries `choices` on
+    the leading setting, None another stage. `removable` maps the parts of a profiled step that a value can shorten (a
+    `PartName` of `trial.step_profile.breakdown`, or "convolutions") to the largest share that it can save. `sets_also`
+    names the dimensions that are set together with this one. `extra_seconds` is the least additional time of a trial.
+    If `frees_memory` is True, values are tried at a larger batch size. If `left_out_of_fallbacks` is True, fallback
+    plans use the default.
     """
 
     name: ClassVar[str]
@@ -84,32 +84,29 @@ class Dimension(Generic[Value]):
 
     @property
     def default(self) -> Any:
-        """Return the value of a setting that gives none; msgspec's NODEFAULT for precision and batch size."""
+        """Return the default value of the field; msgspec's NODEFAULT for precision and batch size."""
         return DEFAULTS[self.name]
 
     def choices(self, hardware: Any, description: Any, options: Any) -> Choices[Value]:  # noqa: ARG002
-        """Return the values to try, given a `Hardware`, a `Description` and `SearchOptions`."""
+        """Return the values to try. The arguments are a `Hardware`, a `Description` and `SearchOptions`."""
         return Choices()
 
     def apply(self, training: Any, value: Value) -> None:
         """Apply `value` to `training`, a `trial.training.BaseTraining` in a trial's process, before its first step.
 
-        The base class does nothing: for values that the training code reads from its setting.
+        By default nothing is done: the training reads most values from its setting.
         """
 
     def export(self, value: Value, target: str) -> Sequence[str] | None:  # noqa: ARG002
-        """Return the lines that set `value` in the script of `autotune-amp export --to TARGET`.
-
-        None if that script has no place for the value or contains it already.
-        """
+        """Return the lines that set `value` in the script of `autotune-amp export --to TARGET`, or None."""
         return None
 
     def risk(self, value: Value) -> int:  # noqa: ARG002
-        """Return the risk of failure of `value`, from 0 up. Among settings of similar speed the lowest risk wins."""
+        """Return the risk of failure of `value`, 0 or more. Among settings of similar speed the lowest risk wins."""
         return 0
 
     def value_in(self, setting: Setting) -> Value | None:
-        """Return the value of this dimension in a setting, or None if it changes nothing there."""
+        """Return the value of this dimension in a setting, None if the setting does not use the dimension."""
         value: Value = getattr(setting, self.name)
         return value if setting.uses(self.name) else None
 
@@ -122,26 +119,27 @@ class Dimension(Generic[Value]):
         return self.value_in(setting) == value
 
     def is_without(self, other: Setting, setting: Setting) -> bool:
-        """Return whether `setting` can be compared with `other` to see the gain of this dimension: at any batch size,
-        the setting with the default.
+        """Return whether `other` is `setting` with this dimension's default, at any batch size.
+
+        The difference between the two is then the gain of this dimension.
         """
         plain = replace(setting, **{self.name: self.default})
         return replace(other, batch_size=1, accumulation_steps=1) == replace(plain, batch_size=1, accumulation_steps=1)
 
     def reason_against_setting(self, setting: Setting, leader: Leader) -> str | None:  # noqa: ARG002
-        """Return the reason why a setting that uses this dimension is not worth a trial, None if it may be."""
+        """Return the reason why a setting that uses this dimension is not worth a trial, or None."""
         return None
 
     def reason_against(self, value: Value, leader: Leader) -> str | None:  # noqa: ARG002
-        """Return the reason why `value` is not worth a trial on the leading setting, None if it may be."""
+        """Return the reason why `value` is not worth a trial on the leading setting, or None."""
         return None
 
 
 class Variant(Dimension[str]):
-    """Dimension that changes the model, its optimizer or the process before training, and lists its values.
+    """Dimension with a list of values that change the model, its optimizer or the process before training.
 
-    If `why_not_auto` is given, the values are tried only if the user names the dimension, with that reason. `line` is
-    the line of plain PyTorch that sets a value, with {} for the value, None if there is none.
+    `why_not_auto` is the reason why its values are tried only if the user names the dimension, None if they are tried
+    by default. `line` is the line of PyTorch code that sets a value, with {} for the value, None if there is none.
     """
 
     why_not_auto: ClassVar[str | None] = None
@@ -149,24 +147,24 @@ class Variant(Dimension[str]):
 
     @property
     def values(self) -> tuple[str, ...]:
-        """Return all values, the default first, then in the order of rising risk."""
+        """Return all values, the default first, in the order of increasing risk."""
         return VARIANT_VALUES[self.name]
 
     @property
     def others(self) -> tuple[str, ...]:
-        """Return the values that change something."""
+        """Return all values but the default."""
         return self.values[1:]
 
     def choices(self, hardware: Any, description: Any, options: Any) -> Choices[str]:  # noqa: ARG002
-        """Return the values that the workload supports, or those of them that the user named."""
-        named, found = options.variants, dict[str, str | None](description.variants.get(self.name, {}))
+        """Return the values that the workload supports, only those that the user named if there are any."""
+        named, reasons = options.variants, dict[str, str | None](description.variants.get(self.name, {}))
         if named and not description.variants:
-            found = dict.fromkeys(self.others, "a command's settings are those that it has placeholders for")
+            reasons = dict.fromkeys(self.others, "a command can only set its placeholders")
         if named is not None:
-            found = {value: why for value, why in found.items() if self.name in named or value in named}
+            reasons = {value: why for value, why in reasons.items() if self.name in named or value in named}
         why_not_auto = self.why_not_auto if named is None else None
-        left_out = {value: reason for value, why in found.items() if (reason := why or why_not_auto) is not None}
-        return Choices(tuple(value for value in found if value not in left_out), left_out)
+        left_out = {value: reason for value, why in reasons.items() if (reason := why or why_not_auto) is not None}
+        return Choices(tuple(value for value in reasons if value not in left_out), left_out)
 
     def apply(self, training: Any, value: str) -> None:  # noqa: D102 - see Dimension
         if value != self.default:
@@ -180,17 +178,17 @@ class Variant(Dimension[str]):
         return self.values.index(value)
 
     def is_applied(self, value: str, live: LiveTraining) -> bool:
-        """Return whether live objects, or their process, have this value already."""
+        """Return whether the live objects, or their process, already have this value."""
         raise NotImplementedError
 
     def unsupported_reason(self, value: str, live: LiveTraining) -> str | None:
-        """Return the reason why these objects do not support `value`, None if they do."""
+        """Return the reason why the live objects do not support `value`, None if they do."""
         raise NotImplementedError
 
     def change(self, value: str, live: LiveTraining) -> Callable[[], None] | None:
-        """Give live objects this value in place; return a function that undoes a process-wide change, or None."""
+        """Change the live objects in place to `value`; return a function that undoes a process-wide change, or None."""
         raise NotImplementedError
 
     def change_once(self, value: str, live: LiveTraining) -> Callable[[], None] | None:
-        """Give live objects this value as `change` does, unless they have it already."""
+        """Call `change` unless the live objects already have this value."""
         return None if self.is_applied(value, live) else self.change(value, live)

@@ -1,4 +1,4 @@
-"""LiveTraining: the live objects that variants change."""
+"""LiveTraining: the models and optimizers that a variant changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autotune_amp.precision.forward_wrapper import unwrap
 
 @dataclass(frozen=True)
 class LiveTraining:
-    """The `models` that a training step calls, usually one, and the optimizers of their parameters, on `device`."""
+    """Models that a training step calls, usually one, and the optimizers of their parameters, on `device`."""
 
     models: Sequence[nn.Module]
     optimizers: Sequence[torch.optim.Optimizer]
@@ -36,7 +36,7 @@ class LiveTraining:
         return list(dict.fromkeys(parameter for model in self.models for parameter in model.parameters()))
 
     def convert_optimizer_state(self) -> None:
-        """Convert the optimizers' state to the present dtype and memory format of its parameters."""
+        """Convert the optimizers' state to the current dtype and memory format of its parameters."""
         for parameter, state in (item for optimizer in self.optimizers for item in optimizer.state.items()):
             for name, value in state.items():
                 if not isinstance(value, Tensor) or name == "step" or value.shape != parameter.shape:

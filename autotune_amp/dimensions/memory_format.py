@@ -1,4 +1,4 @@
-"""Memory format of convolution weights; a convolution's output has its weight's format, and so do later layers."""
+"""Memory format of convolution weights. A convolution's output has the format of its weight, as do later layers."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class _MemoryFormat(Variant):
     line = "model = model.to(memory_format=torch.{})  # a convolution's output follows"
 
     def is_applied(self, value: str, live: LiveTraining) -> bool:
-        """Return whether all convolution weights have this format already."""
-        weights, memory_format = _weights(value, live), _torch_format(value)
+        """Return whether all convolution weights already have this format."""
+        weights, memory_format = _convolution_weights(value, live), _torch_format(value)
         return bool(weights) and all(weight.is_contiguous(memory_format=memory_format) for weight in weights)
 
     def unsupported_reason(self, value: str, live: LiveTraining) -> str | None:
-        if not _weights(value, live):
+        if not _convolution_weights(value, live):
             return f"the model has no convolution over {_NUM_SPATIAL_DIMENSIONS[value]} dimensions"
         return None
 
     def change(self, value: str, live: LiveTraining) -> None:
-        """Convert the weights of these convolutions in place, and the optimizer's state for them."""
+        """Convert weights of the format's number of dimensions in place, and the optimizer's state for them."""
         for parameter in live.parameters:
             if parameter.dim() == _NUM_SPATIAL_DIMENSIONS[value] + 2:
                 parameter.data = parameter.data.contiguous(memory_format=_torch_format(value))
@@ -44,7 +44,7 @@ def _torch_format(value: str) -> Any:
     return getattr(torch, value)
 
 
-def _weights(value: str, live: LiveTraining) -> list[Tensor]:
+def _convolution_weights(value: str, live: LiveTraining) -> list[Tensor]:
     from torch import nn
 
     kinds = (nn.Conv2d, nn.ConvTranspose2d) if value == "channels_last" else (nn.Conv3d, nn.ConvTranspose3d)

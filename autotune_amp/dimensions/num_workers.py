@@ -9,8 +9,9 @@ from autotune_amp.dimensions.dimension import Dimension
 
 
 class _NumWorkers(Dimension[int | None]):
-    """Dimension that is tried if the data loader limits the speed (`search.stages.variants`), starting with the user's
-    own number.
+    """Number of worker processes, None for the user's own. Others are tried if the loader limits the speed.
+
+    See `search.stages.variants`.
     """
 
     name = "num_workers"

@@ -1,4 +1,4 @@
-"""Modules kept in fp32 whatever the precision."""
+"""Modules that run in fp32 in every precision."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autotune_amp.dimensions.dimension import Dimension
 
 
 class _PinnedModules(Dimension[tuple[str, ...]]):
-    """Dimension whose values the fidelity check finds: which modules to pin."""
+    """Names of the modules that run in fp32, which the fidelity check finds."""
 
     name = "pinned_modules"
     found_by = None

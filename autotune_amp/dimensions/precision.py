@@ -1,4 +1,4 @@
-"""Precision of the forward and backward pass, and whether the caller's own flags and autocast stay."""
+"""Precision of the forward and backward pass, and whether the caller's own TF32 flags and autocast are kept."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ class _Precision(Dimension[Precision]):
     found_by = "curves"
 
     def choices(self, hardware: Any, description: Any, options: Any) -> Choices[Precision]:
-        asked: Sequence[Precision] = options.precisions or PRECISIONS
-        reasons = {precision: self.unsupported_reason(precision, hardware, description) for precision in asked}
+        candidates: Sequence[Precision] = options.precisions or PRECISIONS
+        reasons = {precision: self.unsupported_reason(precision, hardware, description) for precision in candidates}
         left_out = {precision: reason for precision, reason in reasons.items() if reason is not None}
-        return Choices(tuple(precision for precision in asked if precision not in left_out), left_out)
+        return Choices(tuple(precision for precision in candidates if precision not in left_out), left_out)
 
     def unsupported_reason(self, precision: Precision, hardware: Any, description: Any) -> str | None:
         """Return the reason why the workload cannot be trained in `precision` on this hardware, or None if it can."""
         weights = description.weights
         capability = hardware.precisions.get(precision)
         if capability is None:
-            return f"the probe of {hardware.device} says nothing of it"
-        if capability.level == "unsupported":  # first: it holds for whatever is trained here
+            return f"the probe of {hardware.device} did not test it"
+        if capability.level == "unsupported":  # first, since it holds for every workload
             return str(capability.reason)
         if precision in description.unsettable:
             return str(description.unsettable[precision])
         if precision == "fp8":
-            return "fp8 is tried on what wins in another precision, by --try fp8_recipe"
+            return "fp8 is tried on the best setting in another precision, with --try fp8_recipe"
         kept = f"the weights are kept in {weights}"
         if weights == "bf16" and precision == "fp16":
             return (
-                f"{kept}: values beyond fp16's range would overflow, and the gradient scaler is made for fp32 gradients"
+                f"{kept}: values outside of fp16's range would overflow, and the gradient scaler needs fp32 gradients"
             )
         if weights == "fp16" and precision in ("fp16", "bf16"):
-            return f"{kept}, and so are their gradients, which no gradient scaler can unscale; keep them in fp32"
+            return f"{kept}, and so are their gradients, which GradScaler cannot unscale; keep the weights in fp32"
         if weights in ("bf16", "fp16") and precision == "tf32":
-            return f"{kept}: TF32 concerns fp32 products, so it is the same as fp32"
+            return f"{kept}: TF32 only affects products of fp32 numbers, so it is the same as fp32"
         return None
 
     def apply(self, training: Any, value: Precision) -> None:
@@ -50,8 +50,9 @@ class _Precision(Dimension[Precision]):
 
 
 class _AsFound(Dimension[bool]):
-    """Dimension that only the baseline uses. A fidelity result for it is that of the equivalent precision
-    (`ranking.check_key`).
+    """Whether the caller's own flags and autocast are kept, which is True only for the baseline.
+
+    The baseline has the fidelity of the precision that its flags amount to (`ranking.check_key`).
     """
 
     name = "as_found"

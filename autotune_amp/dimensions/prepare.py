@@ -1,4 +1,4 @@
-"""prepare(): applies a config's variants to live objects; the trials of a search run the same code."""
+"""prepare(): apply a config's variants to a model and its optimizer, with the code that the trials run."""
 
 from __future__ import annotations
 
@@ -21,28 +21,27 @@ Optimizers = TypeVar("Optimizers", bound=torch.optim.Optimizer | Sequence[torch.
 def prepare(config: Setting, model: Model, optimizer: Optimizers) -> tuple[Model, Optimizers]:
     """Apply the variants in `config` to a model and its optimizer, or list of optimizers, and return the same objects.
 
-    It sets the dtype of the model's weights, their memory format, its fp8 layers, its checkpointed blocks and its
-    compilation, the implementation of the optimizer's step, and for the whole process cuDNN's benchmark and CUDA's
-    allocator. The other settings are up to the training loop, the loader and a `PrecisionController`. Call it once the
-    model is on its device, before ``DistributedDataParallel``; the optimizer may have taken steps. The names in both
-    ``state_dict`` do not change, so that a checkpoint loads with and without it. An optimizer's ``state_dict`` contains
-    its implementation, which is therefore restored with it.
+    Sets the dtype and memory format of the model's weights, its fp8 layers, activation checkpointing and compilation,
+    the implementation of the optimizer's step, and for the whole process cuDNN's benchmark and CUDA's allocator. The
+    other settings are up to the training loop, the data loader and a `PrecisionController`. Call it after the model is
+    on its device and before ``DistributedDataParallel``; the optimizer may have taken steps. The names in both
+    ``state_dict`` do not change, so that checkpoints load with and without it.
 
-    Variants that are set already are left alone. Raises `InvalidRequestError` for a variant that this model or
-    optimizer does not support, before any change.
+    Variants that are already set are skipped. Raises `InvalidRequestError`, before any change, for a variant that this
+    model or optimizer does not support.
     """
-    several = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    live = LiveTraining([model], list(several), device)
-    wanted = {VARIANTS[name]: value for name, value in config.active_variants.items()}
-    wanted = {variant: value for variant, value in wanted.items() if not variant.is_applied(value, live)}
-    for variant, value in wanted.items():
+    live = LiveTraining([model], list(optimizers), device)
+    variants = {VARIANTS[name]: value for name, value in config.active_variants.items()}
+    variants = {variant: value for variant, value in variants.items() if not variant.is_applied(value, live)}
+    for variant, value in variants.items():
         if (reason := variant.unsupported_reason(value, live)) is not None:
             raise InvalidRequestError(
                 f"The config has {variant.name}={value!r}, which cannot be set up here: {reason}.",
-                "Pass the model and the optimizer that were searched, or leave it out of the config.",
+                "Pass the model and the optimizer of the search, or remove it from the config.",
             )
-    for variant, value in wanted.items():
+    for variant, value in variants.items():
         variant.change_once(value, live)
     return model, optimizer
 
@@ -53,8 +52,8 @@ def supported_values(live: LiveTraining) -> dict[str, dict[str, str | None]]:
     def unsupported_reason(variant: Variant, value: str) -> str | None:
         try:
             return APPLIED_ALREADY if variant.is_applied(value, live) else variant.unsupported_reason(value, live)
-        except Exception as error:  # user code may raise anything; a search can do without the answer
-            return f"looking at the model raised {type(error).__name__}: {error}"
+        except Exception as error:  # user code may raise anything; the search goes on without this variant
+            return f"inspecting the model raised {type(error).__name__}: {error}"
 
     return {
         name: {value: unsupported_reason(variant, value) for value in variant.others}

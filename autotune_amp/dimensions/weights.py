@@ -1,4 +1,4 @@
-"""Data type in which fp32 parameters are kept."""
+"""Dtype in which the model's fp32 parameters are stored."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 class _Weights(Variant):
     name = "weights"
     why_not_auto = (
-        "small updates of a plain optimizer round away on weights in bf16; --try weights tries it, as for an "
-        "optimizer that rounds stochastically or keeps fp32 copies"
+        "small updates round away on bf16 weights; --try weights tries it, for example with an optimizer that rounds "
+        "stochastically or keeps fp32 copies"
     )
 
     def is_applied(self, value: str, live: LiveTraining) -> bool:  # noqa: ARG002 - the only value
         import torch
 
-        return not _to_cast(live) and any(parameter.dtype == torch.bfloat16 for parameter in live.parameters)
+        return not _parameters_to_cast(live) and any(parameter.dtype == torch.bfloat16 for parameter in live.parameters)
 
     def unsupported_reason(self, value: str, live: LiveTraining) -> str | None:  # noqa: ARG002 - the only value
         import torch
 
         if any(parameter.dtype == torch.float16 for parameter in live.parameters):
-            return "some are kept in fp16"
+            return "some weights are kept in fp16"
         return None
 
     def change(self, value: str, live: LiveTraining) -> None:  # noqa: ARG002 - the only value
@@ -38,18 +38,18 @@ class _Weights(Variant):
         """
         import torch
 
-        for parameter in _to_cast(live):
+        for parameter in _parameters_to_cast(live):
             parameter.grad = None
             parameter.data = parameter.data.to(torch.bfloat16)
         live.convert_optimizer_state()
 
 
-def _to_cast(live: LiveTraining) -> list[nn.Parameter]:
+def _parameters_to_cast(live: LiveTraining) -> list[nn.Parameter]:
+    """Return the fp32 parameters, without those of norms with running statistics."""
     import torch
     from torch import nn
 
-    # Running statistics are sums of small terms, which bf16 loses; torch requires the weights beside them to have the
-    # same dtype.
+    # Running statistics sum up small terms, which bf16 loses. torch requires the norm's weights to have their dtype.
     norms = [module for module in live.modules if isinstance(module, nn.modules.batchnorm._NormBase)]
     kept = {parameter for norm in norms for parameter in norm.parameters()}
     return [p for p in live.parameters if p.dtype == torch.float32 and p not in kept]

@@ -1,8 +1,8 @@
 """Fidelity check: whether training in a precision is equivalent to fp32 on the same weights, batches and draws.
 
-First one step over four to eight batches; then a short training run, and a longer one over the same batches in several
-orders if the step leaves open whether rounding is harmful. After a bad verdict the responsible modules are searched
-for, and tried in fp32.
+First the gradients of four to eight batches are compared, then a short training run. If they leave open whether
+rounding is harmful, a longer run follows over the same batches in several orders. After a bad verdict the responsible
+modules are searched for, and tried in fp32.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from autotune_amp.core.outcome import Fidelity
 from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.experiment import MIN_NUM_BATCHES, NUM_PAIRED_STEPS, Attempt, Experiment
 from autotune_amp.numerics.grading import MAX_FORWARD_SHARE
-from autotune_amp.numerics.locate import OUTSIDE, bad_parameters, blown_up, first_wrong
+from autotune_amp.numerics.locate import OUTSIDE, first_inaccurate_module, nonfinite_modules, nonfinite_parameters
 from autotune_amp.numerics.passes import CheckInputs, Passes
 from autotune_amp.precision.forward_wrapper import can_be_pinned, is_inside, modules_by_name, watch_forward
 from autotune_amp.precision.modes import MODES
 
-MAX_PINNED_SHARE = 0.05  # largest share of the modules that is pinned; one always may be
-MAX_ROUNDS = 3
+MAX_PINNED_SHARE = 0.05  # largest share of the modules that are pinned; a single module may always be
+MAX_PINNING_ROUNDS = 3  # attempts with more and more modules pinned in fp32
 
 
 def check(
@@ -36,67 +36,72 @@ def check(
     num_steps_before: int = 0,
     seconds: float = math.inf,
 ) -> Fidelity:
-    """Compare `precision`, with `pinned_modules` in fp32, with fp32 on `subject`; the model is restored.
+    """Compare training in `precision`, with `pinned_modules` in fp32, with training in fp32; restore the model.
 
-    `subject.batches` are at least eight, of `batch_size` samples. With `find_pins` a bad verdict names the modules
-    responsible, and whether pinning them fixes it. Exceptions of the model's own code pass through, as do out-of-memory
-    errors and the `InvalidRequestError` for a module that cannot be pinned; non-finite numbers never raise. `label`
-    names the precision and other changes to the workload in the reason; the weights were trained in fp32 for
-    `num_steps_before`. `on_bad_verdict` is called with a bad verdict before the search for modules, which may take long
-    or crash the process. If `seconds` are too short, fewer batches are used, then fewer training steps, then none.
+    `subject.batches` holds at least eight batches of `batch_size` samples. With `find_pins` a bad verdict names the
+    modules responsible, and whether pinning them fixes it. `on_bad_verdict` is called with a bad verdict before the
+    search for modules, which may take long or crash the process. `label` names the precision and other changes to the
+    workload in the reason; `num_steps_before` is the number of fp32 steps in which the weights were trained before.
+    If `seconds` are too short, fewer batches are used, then fewer training steps, then none.
+
+    Raises `InvalidRequestError` for a module that cannot be pinned. Exceptions of the model's code and out-of-memory
+    errors pass through; non-finite numbers never raise.
     """
     passes = Passes(subject)
     is_watched = not subject.is_compiled or MODES[precision].takes_scaler
-    with watch_forward(subject.model, subject.device) if is_watched else nullcontext(_no_maxima) as read_maxima:
+    with watch_forward(subject.model, subject.device) if is_watched else nullcontext(_empty_maxima) as read_maxima:
         try:
             experiment = Experiment(
                 passes, precision, batch_size, read_maxima, label or precision, num_steps_before, seconds
             )
-            experiment.fit_samples()
+            experiment.cut_samples_to_time()
             attempt = experiment.attempt(tuple(pinned_modules))
-            if attempt.grade.is_bad and experiment.takes_like_draws(attempt.pins):
+            if attempt.grade.is_bad and experiment.use_fp32_draws(attempt.pins):
                 attempt = experiment.attempt(attempt.pins)
-            if not attempt.found.is_reference_finite and subject.loop is None:
-                return experiment.report(attempt, _not_finite_in_fp32(experiment, attempt))
+            if not attempt.findings.is_reference_finite and subject.loop is None:
+                return experiment.report(attempt, _nonfinite_modules_in_fp32(experiment, attempt))
             if not find_pins or not attempt.grade.is_bad or attempt.grade.is_of_weights:
                 return experiment.report(attempt)
             if on_bad_verdict is not None:
                 on_bad_verdict(experiment.report(attempt))
             if not experiment.has_time_for(2, 2):
-                return experiment.report(attempt, where="; there was no time to look for the modules that it begins in")
-            culprits, healing = _locate(experiment, attempt)
+                return experiment.report(attempt, where="; there was no time to search for the modules that cause it")
+            culprits, healing = _find_culprits_and_pins(experiment, attempt)
             return experiment.report(attempt, culprits, healing)
         finally:
             passes.restore()
             passes.model.zero_grad(set_to_none=True)
 
 
-def _no_maxima() -> dict[str, float]:
+def _empty_maxima() -> dict[str, float]:
     return {}
 
 
-# -- responsible modules, and whether fp32 fixes them
-# -------------------------------------------------------------------
+# -- responsible modules, and whether fp32 fixes them ------------------------------------------------------------------
 
 
-def _locate(experiment: Experiment, attempt: Attempt) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the modules responsible, and the modules that fix the precision in fp32, () if too many or without effect.
+def _find_culprits_and_pins(experiment: Experiment, attempt: Attempt) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the responsible modules, and the pins that make the precision faithful: () if none do.
 
-    Suspects are pinned in rounds, each found with the former ones already in fp32; if there is no new one, the modules
-    around the pinned ones replace them.
+    Each round pins the suspects of the attempt before. If there are no new ones, the parents of the pinned modules are
+    pinned in their place. No more than `MAX_PINNED_SHARE` of the modules are pinned.
     """
     modules = modules_by_name(experiment.low.model)
     limit = max(1, int(MAX_PINNED_SHARE * len(modules)))
-    given = pins = attempt.pins
+    first_pins = pins = attempt.pins
     culprits: tuple[str, ...] = ()
-    for _ in range(MAX_ROUNDS):
+    for _ in range(MAX_PINNING_ROUNDS):
         try:  # the user's code is run in an unusual way and may raise anything: then there is no fix
-            found = _suspects(experiment, attempt)
-            culprits = culprits or found
-            usable = [n for n in found if n and n in modules and can_be_pinned(modules[n]) and not is_inside(n, pins)]
-            wider = dict.fromkeys(filter(None, (_parent(pin) for pin in pins if pin not in given)))
-            pins = (*pins, *usable) if usable else (*given, *wider)
-            if pins in (attempt.pins, given) or len(pins) - len(given) > limit:
+            suspects = _suspects(experiment, attempt)
+            culprits = culprits or suspects
+            usable = [
+                name
+                for name in suspects
+                if name and name in modules and can_be_pinned(modules[name]) and not is_inside(name, pins)
+            ]
+            parents = dict.fromkeys(filter(None, (_parent(pin) for pin in pins if pin not in first_pins)))
+            pins = (*pins, *usable) if usable else (*first_pins, *parents)
+            if pins in (attempt.pins, first_pins) or len(pins) - len(first_pins) > limit:
                 break
             if not experiment.has_time_for(MIN_NUM_BATCHES, MIN_NUM_BATCHES + NUM_PAIRED_STEPS):
                 break
@@ -104,40 +109,44 @@ def _locate(experiment: Experiment, attempt: Attempt) -> tuple[tuple[str, ...], 
         except Exception:
             break
         if attempt.grade.verdict == "faithful" and attempt.training is not None:
-            return tuple(pin for pin in pins if pin not in given), pins
+            return tuple(pin for pin in pins if pin not in first_pins), pins
     return culprits, ()
 
 
 def _suspects(experiment: Experiment, attempt: Attempt) -> tuple[str, ...]:
-    """Return the modules where the error begins: "" is the model's own forward, `OUTSIDE` the loss or the optimizer."""
+    """Return the names of the modules where the error begins.
+
+    "" is the model's own forward outside of its submodules, `OUTSIDE` the loss function or the optimizer.
+    """
     low, precision = experiment.low, experiment.precision
     with low.pinned(attempt.pins):
         if attempt.training is not None and not attempt.training.is_finite:
-            if bad_parameters(low.model):
-                return (OUTSIDE,)  # a step that should have been skipped, or that overflows the weights' own dtype
-            # From the final weights of the training run, in the step that failed.
-            return blown_up(low, attempt.training.last_index, precision, attempt.scale)
+            if nonfinite_parameters(low.model):
+                # The optimizer took a step that should have been skipped, or overflowed the weights' dtype.
+                return (OUTSIDE,)
+            # Repeat the failed step, from the final weights of the training run.
+            return nonfinite_modules(low, attempt.training.last_index, precision, attempt.scale)
         if attempt.bad_index is not None:
             low.restore()
-            return blown_up(low, attempt.bad_index, precision, attempt.scale)
-        limit = MAX_FORWARD_SHARE * attempt.found.format_max
+            return nonfinite_modules(low, attempt.bad_index, precision, attempt.scale)
+        limit = MAX_FORWARD_SHARE * attempt.findings.format_max
         if too_large := [name for name, maximum in attempt.forward_maxima.items() if maximum > limit]:
             return tuple(n for n in too_large if not any(other != n and is_inside(other, (n,)) for other in too_large))
-        wrong = first_wrong(low, experiment.fp32, 0, precision)
+        wrong = first_inaccurate_module(low, experiment.fp32, 0, precision)
         if wrong is not None:
             return (wrong,)
-    flushed = attempt.found.most_flushed
+    flushed = attempt.findings.most_flushed
     return (OUTSIDE if flushed is None or flushed.flushed_share == 0 else _parent(flushed.name),)
 
 
-def _not_finite_in_fp32(experiment: Experiment, attempt: Attempt) -> tuple[str, ...]:
-    """Return the modules where the first fp32 step becomes non-finite; () if it is finite or the search failed."""
+def _nonfinite_modules_in_fp32(experiment: Experiment, attempt: Attempt) -> tuple[str, ...]:
+    """Return the modules where fp32 becomes non-finite from the first weights; () if none or if the search failed."""
     index = attempt.bad_index
     if index is None:
         return ()
     with suppress(Exception):  # the user's code is run in an unusual way and may raise anything
         experiment.fp32.restore()
-        return blown_up(experiment.fp32, index, "fp32", 1.0)
+        return nonfinite_modules(experiment.fp32, index, "fp32", 1.0)
     return ()
 
 

@@ -1,4 +1,4 @@
-"""Fidelity of a precision from gradients that a training command produced itself, on the same weights and batches."""
+"""Fidelity of a precision from gradients that a training command recorded in it and in fp32, from the same weights."""
 
 from __future__ import annotations
 
@@ -12,51 +12,51 @@ from autotune_amp.numerics.comparison import compare
 from autotune_amp.numerics.grading import Findings, grade, next_step
 from autotune_amp.numerics.passes import Gradients
 
-_NUM_WORST = 5
+_NUM_WORST = 5  # parameters in the report
 
 
-def judge_frozen(
+def fidelity_from_gradients(
     low: Sequence[Gradients],
     reference: Sequence[Gradients],
     losses: tuple[Sequence[float], Sequence[float]],
     precision: Precision,
     batch_size: int,
 ) -> Fidelity:
-    """Return the fidelity from gradients of the same batches in `precision` and in fp32.
+    """Return the fidelity from gradients and `losses` of the same batches in `precision` and in fp32.
 
-    `losses` are those in the precision and in fp32. Activations and training beyond the first weights are not checked.
+    Only the first weights are checked, without activations and training runs.
     """
     are_finite, are_reference_finite = (
         all(bool(tensor.isfinite().all()) for each in gradients for tensor in each.values())
         for gradients in (low, reference)
     )
     has_signal = any(bool(tensor.any()) for each in reference for tensor in each.values())
-    found = Findings(is_finite=are_finite, is_reference_finite=are_reference_finite, has_signal=has_signal)
-    sums = None
+    findings = Findings(is_finite=are_finite, is_reference_finite=are_reference_finite, has_signal=has_signal)
+    comparison = None
     if are_finite and are_reference_finite:
-        sums = compare(low, reference, set().union(*reference))
+        comparison = compare(low, reference, set().union(*reference))
         size = math.hypot(*losses[1])
         difference = math.hypot(*(a - b for a, b in zip(*losses, strict=False)))
-        found = found._replace(
+        findings = findings._replace(
             loss_error=difference / size if size else difference,
-            **sums.findings(),
+            **comparison.findings(),
         )
-    graded = grade(found)
+    result = grade(findings)
     return Fidelity(
         precision=precision,
         batch_size=batch_size,
-        verdict=graded.verdict,
-        reason=f"{precision} is {graded.verdict}: {graded.reason}; that is of the command's first weights.",
-        next_step=graded.next_step or next_step(precision, graded.verdict, ()),
-        noise_ratio=found.noise_ratio,
-        common_error=found.common_error,
-        common_error_interval=found.common_error_interval,
-        loss_error=found.loss_error,
-        flushed_share=found.flushed_share,
-        gradient_cosine=None if sums is None else sums.whole.cosine,
-        gradient_norm_ratio=None if sums is None else sums.whole.norm_ratio,
+        verdict=result.verdict,
+        reason=f"{precision} is {result.verdict}: {result.reason}; this holds for the command's first weights.",
+        next_step=result.next_step or next_step(precision, result.verdict, ()),
+        noise_ratio=findings.noise_ratio,
+        common_error=findings.common_error,
+        common_error_interval=findings.common_error_interval,
+        loss_error=findings.loss_error,
+        flushed_share=findings.flushed_share,
+        gradient_cosine=None if comparison is None else comparison.whole.cosine,
+        gradient_norm_ratio=None if comparison is None else comparison.whole.norm_ratio,
         worst_parameters=()
-        if sums is None
-        else tuple(sorted(sums.parameters, key=attrgetter("noise_ratio"), reverse=True)[:_NUM_WORST]),
+        if comparison is None
+        else tuple(sorted(comparison.parameters, key=attrgetter("noise_ratio"), reverse=True)[:_NUM_WORST]),
         num_passes=len(low) + len(reference),
     )

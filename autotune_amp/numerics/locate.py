@@ -1,6 +1,6 @@
-"""Search for the modules that a precision damages: the first wrong output, and the origin of non-finite numbers.
+"""Search for the modules where a precision fails: the first inaccurate output, and the origin of non-finite numbers.
 
-It uses hooks, so compiled models run eagerly here; the other parts of a check do not depend on it.
+It uses hooks, so compiled models run eagerly here. Only the search depends on hooks, not the verdict of a check.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from autotune_amp.core.precisions import Precision
-from autotune_amp.numerics.passes import Passes, stored
+from autotune_amp.numerics.passes import Passes, stored_values
 from autotune_amp.precision.forward_wrapper import (
     can_be_wrapped,
     has_half_weights,
@@ -28,87 +28,98 @@ from autotune_amp.precision.forward_wrapper import (
     parameters_by_name,
 )
 
-# Used like a module's name. "" is the model's own forward, outside of the modules in it.
-OUTSIDE = "outside of the model"  # usually the loss function, or the optimizer
-# A module whose output error is a smaller share of the difference between samples does not cause a wrong gradient.
+# Used in place of a module's name for the loss function or the optimizer. "" is the model's own forward.
+OUTSIDE = "outside of the model"
+# Least error of a module's output that can explain a wrong gradient, relative to the difference between samples.
 _MIN_ERROR = 0.05
 
 
-def first_wrong(low: Passes, reference: Passes, index: int, precision: Precision) -> str | None:
-    """Return the first module whose output in `precision` differs from fp32's, inner modules before outer ones.
+def first_inaccurate_module(low: Passes, reference: Passes, index: int, precision: Precision) -> str | None:
+    """Return the first module whose output in `precision` is inaccurate, or None; "" is the model itself.
 
-    The model itself, "", comes last. An error is relative to the difference of the output between samples: an offset
-    common to all samples carries no information, and a later module may remove it.
+    Modules are compared in the order in which their calls end, so inner ones come before outer ones. An error is
+    relative to the difference between samples, since an offset common to all samples carries no information.
     """
     expected: dict[tuple[str, int], Tensor] = {}
-    wrong: list[str] = []
+    inaccurate: list[str] = []
 
-    def keep(call: tuple[str, int], output: Tensor) -> None:
+    def store(call: tuple[str, int], output: Tensor) -> None:
         expected[call] = output.float().to("cpu", copy=True)
 
     def compare(call: tuple[str, int], output: Tensor) -> None:
-        wanted = expected.get(call)
-        if wanted is not None and wanted.shape == output.shape and _error(output.float().cpu(), wanted) >= _MIN_ERROR:
-            wrong.append(call[0])
+        reference_output = expected.get(call)
+        if (
+            reference_output is not None
+            and reference_output.shape == output.shape
+            and _relative_error(output.float().cpu(), reference_output) >= _MIN_ERROR
+        ):
+            inaccurate.append(call[0])
 
-    _look_at_outputs(reference, index, "fp32", keep)
-    _look_at_outputs(low, index, precision, compare)
-    return next(iter(wrong), None)
+    _visit_outputs(reference, index, "fp32", store)
+    _visit_outputs(low, index, precision, compare)
+    return next(iter(inaccurate), None)
 
 
-def _look_at_outputs(
-    passes: Passes, index: int, precision: Precision, look: Callable[[tuple[str, int], Tensor], None]
+def _visit_outputs(
+    passes: Passes, index: int, precision: Precision, visit: Callable[[tuple[str, int], Tensor], None]
 ) -> None:
-    """Call `look` with the first output tensor of each module call, in the order in which the calls end."""
+    """Call `visit` with the first output tensor of each module call, in the order in which the calls end.
+
+    Its first argument is the module's name and the number of the call.
+    """
     num_calls: Counter[str] = Counter()
 
-    def ended(name: str, _: nn.Module, __: Any, output: Any) -> None:
+    def visit_output(name: str, _: nn.Module, __: Any, output: Any) -> None:
         num_calls[name] += 1
-        for tensor in islice(_floating(output), 1):
-            look((name, num_calls[name]), tensor)
+        for tensor in islice(_floating_tensors(output), 1):
+            visit((name, num_calls[name]), tensor)
 
     @contextmanager
-    def watching() -> Iterator[None]:
+    def hooked_modules() -> Iterator[None]:
         with ExitStack() as hooks:
             for name, module in modules_by_name(passes.model).items():
                 if can_be_wrapped(module):
-                    hooks.callback(module.register_forward_hook(partial(ended, name)).remove)
+                    hooks.callback(module.register_forward_hook(partial(visit_output, name)).remove)
             yield
 
     with torch.compiler.set_stance("force_eager"):
-        passes.run(index, precision, around_forward=watching())
+        passes.run(index, precision, around_forward=hooked_modules())
 
 
-def _error(given: Tensor, wanted: Tensor) -> float:
-    usable = wanted.isfinite()
-    if not bool(given.isfinite().where(usable, True).all()):
+def _relative_error(output: Tensor, reference: Tensor) -> float:
+    """Return the length of the difference over that of the reference's variation between samples.
+
+    Infinity if `output` is not finite where the reference is.
+    """
+    is_comparable = reference.isfinite()
+    if not bool(output.isfinite().where(is_comparable, True).all()):
         return math.inf
-    wanted, given = wanted.where(usable, 0), given.where(usable, 0)
-    difference = float(torch.linalg.vector_norm(given - wanted))
-    spread = wanted - wanted.mean(0) if wanted.dim() and len(wanted) > 1 else wanted
+    reference, output = reference.where(is_comparable, 0), output.where(is_comparable, 0)
+    difference = float(torch.linalg.vector_norm(output - reference))
+    spread = reference - reference.mean(0) if reference.dim() and len(reference) > 1 else reference
     size = float(torch.linalg.vector_norm(spread))
-    whole = float(torch.linalg.vector_norm(wanted))
-    size = size if size > 1e-6 * whole else whole  # equal for all samples, as positions are
+    whole = float(torch.linalg.vector_norm(reference))
+    size = size if size > 1e-6 * whole else whole  # the same for all samples, like position embeddings
     return difference / size if size else (math.inf if difference else 0.0)
 
 
 # -- origin of non-finite numbers --------------------------------------------------------------------------------------
 
 
-def blown_up(passes: Passes, index: int, precision: Precision, scale: float) -> tuple[str, ...]:
-    """Return the modules where a pass becomes non-finite but fp32's does not, from the present weights.
+def nonfinite_modules(passes: Passes, index: int, precision: Precision, scale: float) -> tuple[str, ...]:
+    """Return the names of the modules where a pass becomes non-finite and fp32's does not, from the current weights.
 
-    ("",), the model's own name, if no module in it does, and (`OUTSIDE`,) if the model does not either. A pass in fp32
-    itself is compared with none.
+    ("",), the model itself, if none of its submodules does, and (`OUTSIDE`,) if the model does not either. Without an
+    fp32 pass to compare with, all modules that become non-finite are returned.
     """
-    is_alone = precision == "fp32" or has_half_weights(passes.model)
-    healthy = None if is_alone else _recorded(passes, index, "fp32", 1.0)
-    damaged, _ = _recorded(passes, index, precision, scale).damaged(healthy)
-    return tuple(filter(None, dict.fromkeys(damaged))) or (("",) if damaged else (OUTSIDE,))
+    has_no_reference = precision == "fp32" or has_half_weights(passes.model)
+    reference = None if has_no_reference else _record_pass(passes, index, "fp32", 1.0)
+    names, _ = _record_pass(passes, index, precision, scale).newly_nonfinite_modules(reference)
+    return tuple(filter(None, dict.fromkeys(names))) or (("",) if names else (OUTSIDE,))
 
 
-def _recorded(passes: Passes, index: int, precision: Precision, scale: float) -> Recorder:
-    recorder = Recorder(modules_by_name(passes.model))
+def _record_pass(passes: Passes, index: int, precision: Precision, scale: float) -> PassRecorder:
+    recorder = PassRecorder(modules_by_name(passes.model))
     with torch.compiler.set_stance("force_eager"):
         passes.run(
             index,
@@ -121,38 +132,38 @@ def _recorded(passes: Passes, index: int, precision: Precision, scale: float) ->
     return recorder
 
 
-def bad_parameters(model: nn.Module) -> tuple[str, ...]:
+def nonfinite_parameters(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the parameters that are not finite."""
-    named = parameters_by_name(model).items()
-    return tuple(name for name, parameter in named if health(parameter) is not Health.FINITE)
+    parameters = parameters_by_name(model).items()
+    return tuple(name for name, parameter in parameters if health(parameter) is not Health.FINITE)
 
 
 class Health(IntEnum):
-    """Worst kind of number in the floating-point tensors of an input, output or gradient."""
+    """Whether tensors hold only finite numbers, also -inf, or NaN and +inf; a higher value is worse."""
 
     FINITE = 0
-    MASKED = 1  # -inf and nothing worse: attention masks
-    BAD = 2
+    MASKED = 1  # -inf, as in attention masks, but no NaN and no +inf
+    BAD = 2  # NaN or +inf
 
 
 def health(values: Any) -> Health:
-    """Return the worst kind of number in all floating-point tensors in `values`. Synchronizes with the device."""
-    return max(map(_health_of, _floating(values)), default=Health.FINITE)
+    """Return the worst health of all floating-point tensors in `values`. Synchronizes with the device."""
+    return max(map(_tensor_health, _floating_tensors(values)), default=Health.FINITE)
 
 
-def _floating(values: Any) -> Iterator[Tensor]:
+def _floating_tensors(values: Any) -> Iterator[Tensor]:
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor):
             tensor = leaf.detach()
             tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            tensor = stored(tensor)
+            tensor = stored_values(tensor)
             tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
             if tensor.is_floating_point() and tensor.numel():
                 yield tensor
 
 
-def _health_of(tensor: Tensor) -> Health:
-    smallest, largest = tensor.aminmax()  # NaN in the tensor makes both NaN
+def _tensor_health(tensor: Tensor) -> Health:
+    smallest, largest = tensor.aminmax()  # both are NaN if the tensor has a NaN
     if not largest.item() < math.inf:
         return Health.BAD
     return Health.MASKED if smallest.item() == -math.inf else Health.FINITE
@@ -160,7 +171,11 @@ def _health_of(tensor: Tensor) -> Health:
 
 @dataclass(eq=False)
 class ModuleCall:
-    """Record of one call of the module `name`; `number` counts its calls."""
+    """Record of one call of the module `name`, its `number`-th call in the pass.
+
+    `first_node` is the sequence number of the first autograd node created in the call, `end_node` that of the first
+    one created after it.
+    """
 
     name: str
     number: int
@@ -168,7 +183,7 @@ class ModuleCall:
     inputs: Health
     first_node: int
     outputs: Health = Health.FINITE
-    end_node: int = 0  # sequence number of the first autograd node made after the call
+    end_node: int = 0
 
     def ancestors(self) -> Iterator[ModuleCall]:
         """Yield the calls around this one, innermost first."""
@@ -180,21 +195,22 @@ class ModuleCall:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Origin of a non-finite gradient: an autograd node's number, and those of the nodes that it feeds."""
+    """Sequence numbers of the autograd node where a gradient became non-finite, and of the nodes that follow it."""
 
     node: int
     next_nodes: tuple[int, ...]
 
 
-class Recorder:
-    """Recorder of one pass through `modules`: `watching_forward()` around the forward pass, then `watch_backward`.
+class PassRecorder:
+    """Recorder of where one pass through `modules` becomes non-finite.
 
-    TorchScript modules accept no hooks: an error in one is attributed to the module around it.
+    Run the forward pass within `watching_forward()`, and call `watch_backward(loss)` before the backward pass. An error
+    in a TorchScript module, which accepts no hooks, is attributed to the module around it.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = {name: module for name, module in modules.items() if can_be_wrapped(module)}
-        self._timeline: list[tuple[ModuleCall, bool]] = []  # a call, and whether it ended there or began
+        self._timeline: list[tuple[ModuleCall, bool]] = []  # each call, and whether this is its end or its beginning
         self._running: list[ModuleCall] = []
         self._num_calls: Counter[str] = Counter()
         self._origins: list[_Origin] = []
@@ -211,6 +227,7 @@ class Recorder:
             yield
 
     def _begin(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the beginning of a module call; a forward pre-hook."""
         self._num_calls[name] += 1
         parent = self._running[-1] if self._running else None
         call = ModuleCall(name, self._num_calls[name], parent, health((args, kwargs)), _next_node())
@@ -218,7 +235,8 @@ class Recorder:
         self._timeline.append((call, False))
 
     def _end(self, name: str, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        # A call that raised, inside a module that caught the exception, never ended.
+        """Record the end of a module call; a forward hook."""
+        # Calls that raised an exception, which a module around them caught, have no end.
         while (call := self._running.pop()).name != name:
             pass
         call.outputs = health(output)
@@ -226,96 +244,97 @@ class Recorder:
         self._timeline.append((call, True))
 
     def forward_culprit(self) -> str:
-        """Return the origin of a non-finite loss, in the order of execution."""
-        masked: ModuleCall | None = None  # the first to make -inf, which the next may turn into NaN
+        """Return the first place in the forward pass that explains a non-finite loss, as text for a message."""
+        masked: ModuleCall | None = None  # the first call that produced -inf, which a later one may turn into NaN
         for call, has_ended in self._timeline:
             if has_ended and call.outputs > call.inputs:
                 if call.outputs is Health.BAD:
-                    return self._module(call if call.inputs is Health.FINITE else masked or call)
+                    return self._describe(call if call.inputs is Health.FINITE else masked or call)
                 masked = masked or call
             elif not has_ended and call.inputs is Health.BAD:
                 holder = next((outer for outer in call.ancestors() if outer.inputs is not Health.BAD), None)
                 if holder is not None:
-                    return self._module(holder)
-                return f"the input of {self._module(call)}" if call.name else "the input of the model"
-        return "the loss function" if masked is None else self._module(masked)
+                    return self._describe(holder)
+                return f"the input of {self._describe(call)}" if call.name else "the input of the model"
+        return "the loss function" if masked is None else self._describe(masked)
 
     def watch_backward(self, loss: Tensor) -> list[Tensor]:
-        """Record the following backward pass, and return the leaves whose gradients it will write."""
+        """Record the backward pass of `loss`, and return the leaf tensors whose gradients it will write."""
         leaves: list[Tensor] = []
-        seen = {loss.grad_fn}
+        visited = {loss.grad_fn}
         pending: list[Any] = [loss.grad_fn]
         while pending:
             node = pending.pop()
-            if hasattr(node, "variable"):  # AccumulateGrad can outlive the graph, so it gets no hook
+            if hasattr(node, "variable"):  # an AccumulateGrad node can outlive the graph, so it gets no hook
                 leaves.append(node.variable)
                 continue
             next_nodes = [following for following, _ in node.next_functions if following is not None]
-            # The hook must not hold the node itself: a cycle through C++ is never collected.
+            # The hook must not refer to the node: Python never collects a cycle through C++.
             origin = _Origin(node._sequence_nr(), tuple(following._sequence_nr() for following in next_nodes))
-            node.register_hook(partial(self._passed, origin))
-            pending += [following for following in next_nodes if following not in seen]
-            seen.update(next_nodes)
+            node.register_hook(partial(self._record_node, origin))
+            pending += [following for following in next_nodes if following not in visited]
+            visited.update(next_nodes)
         return leaves
 
-    def _passed(self, origin: _Origin, grad_inputs: Any, grad_outputs: Any) -> None:
+    def _record_node(self, origin: _Origin, grad_inputs: Any, grad_outputs: Any) -> None:
+        """Record whether gradients became non-finite in an autograd node; a hook of the node."""
         if health(grad_outputs) is not Health.FINITE:
             self._first_bad_sum = self._first_bad_sum or origin
         elif health(grad_inputs) is not Health.FINITE:
             self._origins.append(origin)
 
     def backward_culprit(self) -> str | None:
-        """Return the origin of the first non-finite gradient; None if no node made it, as in a sum over ranks."""
-        if not (origins := self._backward_origins()):
+        """Return where the first non-finite gradient arose, as text; None if in no node, as in a sum over ranks."""
+        if not (origins := self._gradient_origins()):
             return None
-        call = self._call_of(origins[0].node)
-        return f"{'the loss function' if call is None else self._module(call)}, in its backward pass"
+        call = self._call_around(origins[0].node)
+        return f"{'the loss function' if call is None else self._describe(call)}, in its backward pass"
 
-    def _backward_origins(self) -> list[_Origin]:
+    def _gradient_origins(self) -> list[_Origin]:
         if self._origins or self._first_bad_sum is None:
             return self._origins
-        # No single node is at fault: finite gradients from several consumers overflowed in their sum.
+        # No node made a non-finite gradient: finite gradients from several nodes overflowed in their sum.
         return [self._first_bad_sum]
 
-    def _call_of(self, node: int) -> ModuleCall | None:
+    def _call_around(self, node: int) -> ModuleCall | None:
         around = (call for call in self._ended_calls() if call.first_node <= node < call.end_node)
         return max(around, key=lambda call: call.first_node, default=None)
 
-    def damaged(self, healthy: Recorder | None) -> tuple[list[str], str | None]:
-        """Return the modules where this pass became non-finite and `healthy` did not, and a text naming the first.
+    def newly_nonfinite_modules(self, healthy: PassRecorder | None) -> tuple[list[str], str | None]:
+        """Return the modules where this pass became non-finite and the pass `healthy` did not, and a text on the first.
 
         Inner modules come before the modules that hold them.
         """
-        before = {} if healthy is None else {(call.name, call.number): call for call in healthy._ended_calls()}
-        found: list[ModuleCall] = []
-        has_found_inside: set[ModuleCall] = set()
+        healthy_calls = {} if healthy is None else {(call.name, call.number): call for call in healthy._ended_calls()}
+        culprits: list[ModuleCall] = []
+        has_inner_culprit: set[ModuleCall] = set()
         for call in self._ended_calls():
-            reference = before.get((call.name, call.number))
-            is_worse_in = call.inputs > (reference.inputs if reference else Health.FINITE)
-            is_worse_out = call.outputs > (reference.outputs if reference else Health.FINITE)
-            if is_worse_out and not is_worse_in and call not in has_found_inside:
-                found.append(call)
-                has_found_inside.update(call.ancestors())
-        if found:
-            return [call.name for call in found], self._module(found[0])
+            healthy_call = healthy_calls.get((call.name, call.number))
+            is_worse_in = call.inputs > (healthy_call.inputs if healthy_call else Health.FINITE)
+            is_worse_out = call.outputs > (healthy_call.outputs if healthy_call else Health.FINITE)
+            if is_worse_out and not is_worse_in and call not in has_inner_culprit:
+                culprits.append(call)
+                has_inner_culprit.update(call.ancestors())
+        if culprits:
+            return [call.name for call in culprits], self._describe(culprits[0])
         return [call.name for call in self._backward_calls()], self.backward_culprit()
 
     def _backward_calls(self) -> Iterator[ModuleCall]:
-        for origin in self._backward_origins():
-            call = self._call_of(origin.node)
+        for origin in self._gradient_origins():
+            call = self._call_around(origin.node)
             if call is not None and call.name:
                 yield call
-            else:  # Usually the loss function, in the model or outside, which casts a gradient for the last module.
-                yield from filter(None, map(self._call_of, origin.next_nodes))
+            else:  # Usually the loss function: its gradient becomes non-finite in the cast to the last module's dtype.
+                yield from filter(None, map(self._call_around, origin.next_nodes))
 
     def _ended_calls(self) -> Iterator[ModuleCall]:
         return (call for call, has_ended in self._timeline if has_ended)
 
-    def _module(self, call: ModuleCall) -> str:
+    def _describe(self, call: ModuleCall) -> str:
         kind = type(self._modules[call.name]).__name__
         return f"module {call.name} ({kind})" if call.name else f"the model itself ({kind})"
 
 
 def _next_node() -> int:
-    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined] # not exported, as the nodes' own
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined] # torch does not export it
     return number

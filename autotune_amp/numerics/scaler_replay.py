@@ -1,7 +1,7 @@
-"""GradScaler's rule as arithmetic: the cost of any (init_scale, growth_interval) over a horizon, without training.
+"""Simulation of GradScaler over recorded loss scales: the cost of any init_scale and growth_interval, without training.
 
-A step overflows exactly if its loss scale is above the largest safe one, S*(t). Between two overflows the scale only
-grows, at known steps, so the replay goes from event to event instead of from step to step. Steps count from 0.
+Step t overflows exactly if its loss scale is above the largest safe one, S*(t). Between two overflows the scale only
+grows, at known steps, so the replay jumps from change to change of the scale. Steps count from 0.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ import numpy as np
 
 from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
 
-_FLUSHED_LOG2 = -25.0  # fp16, whose least positive number is 2^-24, rounds numbers up to this to 0
-_LARGEST_SCALE = 2.0**127  # power of two in float32
-_MAX_CACHED_SCALES = 64
+_FLUSHED_LOG2 = -25.0  # fp16 rounds magnitudes up to 2^-25 to 0: half of its least positive number
+_LARGEST_SCALE = 2.0**127  # largest power of two in float32
+_MAX_CACHED_SCALES = 64  # lists of overflows, to bound memory
 
 
 def _log2(scale: float) -> float:
-    """Return log2 of a scale, or for 0 the least finite number: above the -inf of steps that always overflow."""
+    """Return log2 of a scale; for 0 the least finite number, which is above the -inf of steps that always overflow."""
     return math.log2(scale) if scale > 0 else -sys.float_info.max
 
 
 class SafeScaleTrace:
     """log2 of the largest safe loss scale S*(t) for each step of a horizon; immutable, for many replays.
 
-    -inf is a step that is not finite at any scale, +inf one that is finite at every scale. Raises `ValueError` for an
-    empty trace and for NaN.
+    -inf marks a step that is not finite at any scale, +inf one that is finite at every scale. Raises `ValueError` for
+    an empty trace and for NaN.
     """
 
     def __init__(self, log2_scales: Sequence[float]) -> None:
         self._log2_scales = np.array(log2_scales, dtype=np.float64)
         if not len(self._log2_scales) or np.isnan(self._log2_scales).any():
             raise ValueError("A trace needs at least one step, and a number (or -inf, inf) for each.")
-        # Factors other than 2 lead to a new scale at every change.
-        # For each scale: the steps that overflow, and the trace's length at the end.
+        # For each scale: the steps that overflow, and the trace's length at the end. The cache is bounded, since with a
+        # growth factor other than 2 every change leads to a new scale.
         self._overflows = lru_cache(maxsize=_MAX_CACHED_SCALES)(
             lambda scale: [*np.flatnonzero(self._log2_scales < _log2(scale)).tolist(), len(self)]
         )
@@ -57,7 +57,7 @@ class SafeScaleTrace:
 
 
 class FlushedShares:
-    """Share F0 of gradient entries, true zeros left out, that fp16 flushes to zero at a loss scale.
+    """Share F0 of nonzero gradient entries that fp16 flushes to zero, as a function of the loss scale.
 
     `histogram` maps an octave k to the number of entries with floor(log2|g|) = k at loss scale 1, in fp32.
     `log2_divisor` is log2 of the number by which the loss is divided before scaling, as in gradient accumulation.
@@ -91,14 +91,13 @@ class Replay(NamedTuple):
     final_scale: float
 
 
-def stretches(
+def constant_scale_stretches(
     trace: SafeScaleTrace, loss_scale: LossScale, *, is_bounded: bool
 ) -> Iterator[tuple[float, int, int | None]]:
-    """Split the trace into stretches at one scale: yield the scale, the number of clean steps, and the skip that ends
-    it.
+    """Split the trace into stretches at a constant scale; yield the scale, its number of clean steps, and the skip.
 
-    The skip is None if the scale grew or the trace ended. The last stretch, of 0 steps or more, has the final scale. No
-    growth tracker is needed: it is 0 at the start of each stretch.
+    The skip is the step whose overflow ends the stretch, None if the scale grew or the trace ended. The last stretch,
+    of 0 or more steps, has the final scale. `is_bounded` is explained at `replay`.
     """
     floor, ceiling, hysteresis = 0.0, math.inf, 1
     if is_bounded:
@@ -130,16 +129,15 @@ def stretches(
 def replay(
     trace: SafeScaleTrace, loss_scale: LossScale, flushed: FlushedShares | None = None, *, is_bounded: bool = False
 ) -> Replay:
-    """Return the skips and the applied share of a run with `loss_scale` over `trace`; without `flushed` none is
-    flushed.
+    """Return the cost of a run with `loss_scale` over `trace`; without `flushed` no gradient entries count as flushed.
 
-    By default the rule is ``torch.amp.GradScaler``'s, without bounds and hysteresis. With `is_bounded` it is the
-    `PrecisionController`'s, as long as that neither diagnoses nor demotes, and if every overflow is one of the
-    gradients: after a non-finite loss the controller skips without backing off.
+    By default the scale follows ``torch.amp.GradScaler``, without bounds and hysteresis. With `is_bounded` it follows
+    `PrecisionController`, with its bounds and hysteresis. That holds while the controller does not change the
+    precision, and for overflows of gradients: after a non-finite loss it skips the step without backing off.
     """
     clean_steps: Counter[float] = Counter()
     num_skips, first_skip, scale = 0, None, loss_scale.init_scale
-    for scale, num_clean, skip in stretches(trace, loss_scale, is_bounded=is_bounded):
+    for scale, num_clean, skip in constant_scale_stretches(trace, loss_scale, is_bounded=is_bounded):
         clean_steps[scale] += num_clean
         if skip is not None:
             num_skips += 1
@@ -148,12 +146,14 @@ def replay(
     return Replay(num_skips, first_skip, (len(trace) - num_skips - lost) / len(trace), scale)
 
 
-def skips(trace: SafeScaleTrace, loss_scale: LossScale, *, is_bounded: bool = False) -> list[int]:
-    """Return the steps that `replay` counts as skipped, in order."""
-    return [skip for _, _, skip in stretches(trace, loss_scale, is_bounded=is_bounded) if skip is not None]
+def skipped_steps(trace: SafeScaleTrace, loss_scale: LossScale, *, is_bounded: bool = False) -> list[int]:
+    """Return the steps that are skipped in `replay`, in order."""
+    return [
+        skip for _, _, skip in constant_scale_stretches(trace, loss_scale, is_bounded=is_bounded) if skip is not None
+    ]
 
 
-def extend(
+def extend_trace(
     log2_scales: Sequence[float],
     num_steps: int,
     *,
@@ -161,15 +161,15 @@ def extend(
     num_burst_steps: int = 5,
     num_passes_per_step: int = 1,
 ) -> SafeScaleTrace:
-    """Extend the recorded `log2_scales` to a horizon of `num_steps`; reproducible for each `seed`.
+    """Extend the recorded `log2_scales` of single passes to a trace of `num_steps`; reproducible for each `seed`.
 
-    `log2_scales` are of single passes. A step of `num_passes_per_step` overflows if any of its passes does: the
-    recording becomes the minima over that many consecutive passes, an incomplete window at the end left out, and each
-    later step is the minimum of as many draws.
+    A step of `num_passes_per_step` overflows if any of its passes does, so its scale is their minimum. An incomplete
+    step at the end of the recording is left out.
 
-    The recorded steps come first, unchanged. The rest is drawn from their second half, because the start of a training
-    run differs from the rest. In it, but not before a third of the horizon, `num_burst_steps` in a row are not finite
-    at any scale: without them a slow recovery would cost nothing. Raises `ValueError` for no scales.
+    The recorded steps come first, unchanged. The others are drawn from the recording's second half, since the start of
+    a training run differs from the rest. After the recording, but not before a third of the trace, `num_burst_steps`
+    in a row are not finite at any scale, so that a slow recovery of the scale has a cost. Raises `ValueError` if
+    `log2_scales` is empty.
     """
     if not len(log2_scales):
         raise ValueError("Nothing was recorded: log2_scales is empty.")
@@ -188,8 +188,8 @@ def extend(
 def starting_scale(log2_scales: Sequence[float], max_log2: float = 24.0) -> float:
     """Return the calibrated init_scale, 2^⌊min log2 S* - 1⌋, within [2^-24, 2^max_log2].
 
-    Steps that are not finite at any scale are single bad batches, and ignored if they are fewer than half; otherwise
-    the result is 2^-24. Raises `ValueError` if no step is finite at any scale.
+    Steps that are not finite at any scale are ignored if they are fewer than half; otherwise the result is 2^-24.
+    Raises `ValueError` if no step is finite at any scale.
     """
     finite = [log2_scale for log2_scale in log2_scales if log2_scale > -math.inf]
     if not finite:

@@ -1,1 +1,1 @@
-"""Precisions: autocast, flags and loss scaler of each, and casts around single modules."""
+"""Precisions: their autocast, torch flags and loss scaler, and the precision of single modules."""

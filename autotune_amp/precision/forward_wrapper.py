@@ -1,8 +1,8 @@
-"""Wrappers around a module's forward: pins, overrides and observers, set by the module's name.
+"""Wrappers around a module's forward: pins to fp32, precision overrides, and observers of the output.
 
-A wrapper is installed by changing the class of the instance to a subclass. Hooks would not do: they break fullgraph
-compilation, and those registered after compiling are silently ignored. A changed class is guarded on, so a compiled
-model recompiles once, and returns to its old graph at no cost.
+A wrapper is installed by changing the class of the instance to a subclass. Hooks cannot be used: they break fullgraph
+compilation, and those registered after compiling are silently ignored. torch.compile guards on the class, so a compiled
+model recompiles once when it changes, and uses its old graph when the wrapper is removed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_map
 
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.precisions import Precision
-from autotune_amp.precision.torch_state import AUTOCAST_DTYPES, HALF_DTYPES, ambient
+from autotune_amp.precision.torch_state import AUTOCAST_DTYPES, HALF_DTYPES, active_autocast_precision
 
-# Parts of a module's path that wrappers insert into the user's names.
+# Parts that torch.compile, FSDP and activation checkpointing insert into module names.
 _WRAPPER_PARTS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
@@ -36,20 +36,20 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of the user's own model by its own names; for a wrapper, the wrapped module."""
-    return {_own_name(name): module for name, module in unwrap(model).named_modules()}
+    """Return the modules of the user's own model by name, without the names that wrappers insert."""
+    return {_without_wrapper_parts(name): module for name, module in unwrap(model).named_modules()}
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of the user's own model by its own names."""
-    return {_own_name(name): parameter for name, parameter in unwrap(model).named_parameters()}
+    """Return the parameters of the user's own model by name, without the names that wrappers insert."""
+    return {_without_wrapper_parts(name): parameter for name, parameter in unwrap(model).named_parameters()}
 
 
-def _own_name(name: str) -> str:
+def _without_wrapper_parts(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
 
 
-def named(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+def modules_named(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     """Return the modules of the user's own model with these names. Raises `InvalidRequestError` if one is missing."""
     modules = modules_by_name(model)
     for name in names:
@@ -65,7 +65,7 @@ def is_inside(name: str, around: Sequence[str]) -> bool:
     return any(not outer or name == outer or name.startswith(outer + ".") for outer in around)
 
 
-def is_cast(module: nn.Module) -> bool:
+def is_cast_by_autocast(module: nn.Module) -> bool:
     """Return whether autocast may run the module in half precision: a leaf with a weight matrix.
 
     Embedding lookups and norms stay in fp32.
@@ -76,12 +76,12 @@ def is_cast(module: nn.Module) -> bool:
 
 
 def has_half_weights(module: nn.Module) -> bool:
-    """Return whether any parameter in the module is kept in half precision, so that it cannot run in fp32."""
+    """Return whether any parameter in the module is kept in half precision; such a module cannot run in fp32."""
     return any(weight.dtype in HALF_DTYPES for weight in module.parameters())
 
 
 def can_be_wrapped(module: nn.Module) -> bool:
-    """Return whether the module can be wrapped: TorchScript modules cannot, since their forward is compiled."""
+    """Return whether the module can be wrapped; TorchScript modules cannot, since their forward is compiled."""
     return not isinstance(module, torch.jit.ScriptModule)
 
 
@@ -91,7 +91,7 @@ def can_be_pinned(module: nn.Module) -> bool:
 
 
 def pin_fp32(module: nn.Module, device_type: str) -> None:
-    """Run `module` in fp32 under any autocast; inputs in half precision are cast to fp32.
+    """Run `module` in fp32 from now on, under any autocast; half-precision inputs are cast to fp32.
 
     Raises `InvalidRequestError` for a module with weights in half precision.
     """
@@ -100,13 +100,13 @@ def pin_fp32(module: nn.Module, device_type: str) -> None:
             f"A {type(module).__name__} whose weights are in half precision cannot be pinned in fp32.",
             "Pin a module with fp32 weights, or convert this one with module.float().",
         )
-    _run_backward_as_eager_does()
-    _change(module, pin=_ForcedPrecision("fp32", device_type, casts_up=True))
+    _disable_autocast_of_compiled_backward()
+    _update_wrappers(module, pin=_ForcedPrecision("fp32", device_type, casts_up=True))
 
 
 def unpin(module: nn.Module) -> None:
     """Remove the pin of `module`, if there is one."""
-    _change(module, pin=None)
+    _update_wrappers(module, pin=None)
 
 
 def is_pinned(module: nn.Module) -> bool:
@@ -115,48 +115,50 @@ def is_pinned(module: nn.Module) -> bool:
 
 
 def override(module: nn.Module, precision: Precision, device_type: str) -> None:
-    """Run `module` under this precision's autocast, even inside an autocast of the user's code.
+    """Run `module` under this precision's autocast from now on, even inside an autocast of the user's code.
 
-    A pin on the same module or on one inside it takes precedence. A compiled model recompiles once per new precision.
+    A pin on the same module or on a submodule takes precedence. A compiled model recompiles once per new precision.
     """
-    _run_backward_as_eager_does()
-    _change(module, override=_ForcedPrecision(precision, device_type, casts_up=not has_half_weights(module)))
+    _disable_autocast_of_compiled_backward()
+    _update_wrappers(module, override=_ForcedPrecision(precision, device_type, casts_up=not has_half_weights(module)))
 
 
 def clear_override(module: nn.Module) -> None:
     """Remove the override of `module`, if there is one."""
-    _change(module, override=None)
+    _update_wrappers(module, override=None)
 
 
-def _run_backward_as_eager_does() -> None:
-    """Make compiled backward passes run each operation in the precision of its forward, as eager mode does.
+def _disable_autocast_of_compiled_backward() -> None:
+    """Run each operation of a compiled backward pass in the precision of its forward, as in eager mode.
 
-    Otherwise they run under the autocast around the whole graph: a pinned module's gradients would then pass through
-    fp16 (pytorch#179804).
+    By default torch.compile runs the whole backward pass under the autocast around the forward pass: the gradients of a
+    pinned module would then be cast to fp16 (pytorch#179804).
     """
     import torch._functorch.config as settings
 
-    if hasattr(settings, "backward_pass_autocast"):  # older versions of torch have neither the setting nor the fault
+    if hasattr(settings, "backward_pass_autocast"):  # older versions of torch have neither the setting nor the problem
         settings.backward_pass_autocast = "off"  # noqa: S105 # a pass, not a password
 
 
 class ForwardObserver:
-    """Recorder of the largest magnitudes in module outputs, with one slot per module.
+    """Recorder of the largest magnitudes in module outputs, with one slot per module: the tensors in `maxima`.
 
-    In eager mode a module writes only while `is_sampling` is on. A compiled graph always writes: reading the switch
-    would split it into two graphs. Each slot is a tensor of its own, so that modules of one class can share a graph.
-    With `only_half` fp32 outputs are ignored, and so is the least number of the format, which masks contain; in eager
-    mode the slots then stay unchanged: `extremes` collects the ends of each output, which needs fewer operators.
+    In eager mode magnitudes are recorded only while `is_sampling` is True. Compiled code always records: a check of
+    the flag would be compiled into a second graph. Each slot is a separate tensor, so that modules of one class can
+    share a graph. With `only_half` fp32 outputs are ignored, and so is the dtype's least number, which masks contain.
+    In eager mode `extremes` then collects the least and largest number of each output, in place of the slots, since
+    that needs fewer operators.
     """
 
     def __init__(self, num_slots: int, device: torch.device | str, *, only_half: bool = False) -> None:
         self.is_sampling = False
         self.only_half = only_half
-        self.precisions: set[Precision] = set()  # of eager, unpinned modules while sampling
+        self.precisions: set[Precision] = set()  # of eager modules without a pin or override, while sampling
         self.extremes: list[tuple[Tensor, Tensor, Tensor]] = []  # for each output: slot, least and largest number
         self.maxima = tuple(torch.zeros((), dtype=torch.float32, device=device) for _ in range(num_slots))
         for maximum in self.maxima:
-            torch._dynamo.mark_static_address(maximum)  # else CUDA graphs are off: they write to no input that may move
+            # Otherwise CUDA graphs are disabled: they must not write to an input that may move.
+            torch._dynamo.mark_static_address(maximum)
 
     def read(self) -> Tensor:
         """Return all slots in one new device tensor, without a synchronisation; NaN for an output with NaN."""
@@ -172,24 +174,24 @@ class ForwardObserver:
 def observe(module: nn.Module, observer: ForwardObserver, slot: int) -> None:
     """Record the largest magnitude of `module`'s first floating-point output in `observer.maxima[slot]`.
 
-    Only in training mode. Copies and pickles of the module are not observed.
+    It is recorded in training mode only. Copies and pickles of the module are not observed.
     """
-    _change(module, observed=_OutputObserver(observer, observer.maxima[slot]))
+    _update_wrappers(module, observed=_OutputObserver(observer, observer.maxima[slot]))
 
 
 def stop_observing(module: nn.Module) -> None:
     """Stop observing `module`, if it is observed."""
-    _change(module, observed=None)
+    _update_wrappers(module, observed=None)
 
 
 @contextmanager
 def watch_forward(model: nn.Module, device: torch.device) -> Iterator[Callable[[], dict[str, float]]]:
-    """Record the largest magnitudes of half-precision module outputs in training mode.
+    """Record the largest magnitudes of half-precision module outputs within the context, in training mode.
 
-    Yields a function that returns the largest magnitudes since its last call, by module: NaN if an output had one, 0 if
-    the module did not run. The function synchronizes with the device. Of each module the first floating-point output
-    counts. Compiled models are supported, unlike by hooks: they recompile once on entry, and only modules with a weight
-    matrix are recorded, since compiled code keeps other numbers in fp32. TorchScript modules are left out.
+    Yields a function that returns the largest magnitudes since its last call, by module name: NaN if an output has a
+    NaN, 0 if the module did not run. It synchronizes with the device. Only the first floating-point tensor of an output
+    is recorded. A compiled model recompiles once on entry, and only its modules with a weight matrix are recorded,
+    since compiled code keeps other numbers in fp32. TorchScript modules are left out.
     """
     is_compiled = any(
         isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
@@ -198,19 +200,19 @@ def watch_forward(model: nn.Module, device: torch.device) -> Iterator[Callable[[
     watched = {
         name: module
         for name, module in modules_by_name(model).items()
-        if can_be_wrapped(module) and (is_cast(module) or not is_compiled)
+        if can_be_wrapped(module) and (is_cast_by_autocast(module) or not is_compiled)
     }
     observer = ForwardObserver(len(watched), device, only_half=True)
     observer.is_sampling = True
 
     def read() -> dict[str, float]:
         maxima = observer.read().tolist()
-        places = {id(slot): place for place, slot in enumerate(observer.maxima)}
+        indices = {id(slot): index for index, slot in enumerate(observer.maxima)}
         if observer.extremes:
-            slots, *ends = zip(*observer.extremes, strict=True)
-            for slot, least, most in zip(slots, *(torch.stack(each).tolist() for each in ends), strict=True):
-                place = places[id(slot)]
-                maxima[place] = max(maxima[place], most, -least, key=_nan_last)
+            slots, *extremes = zip(*observer.extremes, strict=True)
+            for slot, least, most in zip(slots, *(torch.stack(values).tolist() for values in extremes), strict=True):
+                index = indices[id(slot)]
+                maxima[index] = max(maxima[index], most, -least, key=_nan_as_infinity)
         observer.reset()
         return dict(zip(watched, maxima, strict=True))
 
@@ -225,24 +227,30 @@ def watch_forward(model: nn.Module, device: torch.device) -> Iterator[Callable[[
 
 
 class _ForcedPrecision(NamedTuple):
+    """Precision in which a forward runs, whatever autocast is active around it."""
+
     precision: Precision
     device_type: str
-    casts_up: bool  # whether inputs may be cast to fp32: not if the weights are in half precision
+    casts_up: bool  # casts half-precision inputs to fp32 if the precision has no autocast
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call `forward` in this precision and return its output."""
         dtype = AUTOCAST_DTYPES.get(self.precision)
         if dtype is None and self.casts_up:
-            args, kwargs = _cast_up(args), _cast_up(kwargs)
+            args, kwargs = _to_fp32(args), _to_fp32(kwargs)
         # Without the cache: it may contain weights cast to the dtype of an outer autocast.
         with torch.autocast(self.device_type, dtype=dtype, enabled=dtype is not None, cache_enabled=False):
             return forward(*args, **kwargs)
 
 
 class _OutputObserver(NamedTuple):
+    """Observer of one module's output, which writes to the slot `maximum`."""
+
     observer: ForwardObserver
     maximum: Tensor
 
-    def look_at(self, output: Any, *, is_forced: bool) -> None:
+    def observe_output(self, output: Any, *, is_forced: bool) -> None:
+        """Record the output's largest magnitude, and the active precision unless a pin or override set it."""
         is_compiling = torch.compiler.is_compiling()
         if is_compiling or self.observer.is_sampling:
             extremes = _extremes(output, only_half=self.observer.only_half)
@@ -251,7 +259,7 @@ class _OutputObserver(NamedTuple):
             elif extremes is not None:
                 _raise_maximum(self.maximum, *extremes)
         if not is_compiling and self.observer.is_sampling and not is_forced:
-            self.observer.precisions.add(ambient(self.maximum.device.type))
+            self.observer.precisions.add(active_autocast_precision(self.maximum.device.type))
 
 
 class ForwardWrappers(NamedTuple):
@@ -262,36 +270,37 @@ class ForwardWrappers(NamedTuple):
     observed: _OutputObserver | None = None
 
 
-def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Without wrappers: other code, such as Accelerate, kept this forward after the last one was removed.
+def _run_forward(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `forward` with the wrappers of `module`."""
+    # There may be no wrappers left: other code, such as Accelerate, may have kept this forward.
     wrappers = module.__dict__.get(_WRAPPERS) or ForwardWrappers()
     forced = wrappers.pin or wrappers.override
     output = forward(*args, **kwargs) if forced is None else forced.run(forward, args, kwargs)
     if wrappers.observed is not None and module.training:
-        wrappers.observed.look_at(output, is_forced=forced is not None)
+        wrappers.observed.observe_output(output, is_forced=forced is not None)
     return output
 
 
-def _cast_up(inputs: Any) -> Any:
-    """Cast half-precision tensors to fp32, in containers too. Other objects, as key-value caches, stay unchanged."""
-    return tree_map(_tensor_cast_up, inputs, is_leaf=lambda node: not isinstance(node, tuple | list | dict))
+def _to_fp32(inputs: Any) -> Any:
+    """Cast half-precision tensors to fp32, also in tuples, lists and dicts; other objects stay unchanged."""
+    return tree_map(_tensor_to_fp32, inputs, is_leaf=lambda node: not isinstance(node, tuple | list | dict))
 
 
-def _tensor_cast_up(leaf: Any) -> Any:
+def _tensor_to_fp32(leaf: Any) -> Any:
     return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in HALF_DTYPES else leaf
 
 
 @torch.no_grad()
 def _extremes(output: Any, *, only_half: bool) -> tuple[Tensor, Tensor] | None:
     """Return the least and the largest number of the first floating-point tensor; None if there is none to observe."""
-    tensor = _first_floating(output)
-    if tensor is None or tensor.numel() == 0:  # an expert that received no token
+    tensor = _first_floating_tensor(output)
+    if tensor is None or tensor.numel() == 0:  # empty for an expert that received no token
         return None
     if only_half:
         if tensor.dtype not in HALF_DTYPES:
             return None
         tensor = tensor.masked_fill(tensor <= torch.finfo(tensor.dtype).min, 0)
-    least, most = torch.aminmax(tensor.detach())  # abs() would cost a copy of the whole output
+    least, most = torch.aminmax(tensor.detach())  # abs() would copy the whole output
     return least, most
 
 
@@ -300,15 +309,16 @@ def _raise_maximum(maximum: Tensor, least: Tensor, most: Tensor) -> None:
     maximum.copy_(torch.maximum(maximum, torch.maximum(most, -least).to(maximum)))
 
 
-def _nan_last(value: float) -> float:
+def _nan_as_infinity(value: float) -> float:
+    """Return a key for `max` by which NaN is the largest number."""
     return math.inf if math.isnan(value) else value
 
 
-def _first_floating(output: Any) -> Tensor | None:
-    if type(output) is Tensor:  # subclasses may lack the operations, as DTensor does for sharded ones
+def _first_floating_tensor(output: Any) -> Tensor | None:
+    if type(output) is Tensor:  # subclasses such as a sharded DTensor may lack operations
         return output if output.is_floating_point() else None
     for part in output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ():
-        if (tensor := _first_floating(part)) is not None:
+        if (tensor := _first_floating_tensor(part)) is not None:
             return tensor
     return None
 
@@ -320,7 +330,7 @@ _ORIGINAL = "_autotune_amp_original"  # attribute of a patched class: the class 
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """Return the module's class without wrappers."""
+    """Return the module's class before it was patched."""
     kinds = type(module).__mro__
     return next((vars(kind)[_ORIGINAL] for kind in kinds if _ORIGINAL in vars(kind)), type(module))
 
@@ -330,12 +340,13 @@ def wrappers_of(module: nn.Module) -> ForwardWrappers:
     return _uncompiled(module).__dict__.get(_WRAPPERS) or ForwardWrappers()
 
 
-def _change(module: nn.Module, **wrappers: Any) -> None:
+def _update_wrappers(module: nn.Module, **wrappers: Any) -> None:
+    """Replace these fields of the module's `ForwardWrappers`."""
     set_wrappers(module, wrappers_of(module)._replace(**wrappers))
 
 
 def set_wrappers(module: nn.Module, wrappers: ForwardWrappers) -> None:
-    """Set all wrappers of `module`'s forward. Without any, the original class is restored and nothing is left behind.
+    """Set all wrappers of `module`'s forward. Without any, the module's original class and attributes are restored.
 
     Raises `InvalidRequestError` for a TorchScript module.
     """
@@ -344,19 +355,19 @@ def set_wrappers(module: nn.Module, wrappers: ForwardWrappers) -> None:
     if not any(wrappers):
         state.pop(_WRAPPERS, None)
         _restore_forward(state)
-        # A subclass of ours that FSDP2's fully_shard made stays: without wrappers its forward is the original's.
+        # A subclass that FSDP2's fully_shard made of the patched class stays: its forward is now the original.
         if (original := vars(type(module)).get(_ORIGINAL)) is not None:
             _set_class(module, original)
         return
     if not can_be_wrapped(module):
         raise InvalidRequestError(
-            "A TorchScript module cannot be pinned, overridden or observed: its forward is compiled in.",
-            "Give the model as it was before torch.jit.script or torch.jit.trace; torch.compile is supported.",
+            "A TorchScript module cannot be pinned, overridden or observed, since its forward is compiled.",
+            "Pass the model as it was before torch.jit.script or torch.jit.trace, or use torch.compile.",
         )
     if own_class(module) is type(module):
-        _set_class(module, _patched_class(type(module)))  # type: ignore[arg-type] # mypy takes a module's own hash for its class's
-    if "forward" in state and not isinstance(state["forward"], _OwnForward):
-        state["forward"] = _OwnForward(module, state["forward"])
+        _set_class(module, _patched_class(type(module)))  # type: ignore[arg-type] # mypy confuses the hashes of instance and class
+    if "forward" in state and not isinstance(state["forward"], _InstanceForward):
+        state["forward"] = _InstanceForward(module, state["forward"])
     state[_WRAPPERS] = wrappers
 
 
@@ -367,7 +378,7 @@ def _uncompiled(module: nn.Module) -> nn.Module:
 
 
 def _restore_forward(state: dict[str, Any]) -> None:
-    if isinstance(state.get("forward"), _OwnForward):
+    if isinstance(state.get("forward"), _InstanceForward):
         state["forward"] = state["forward"].__wrapped__
 
 
@@ -375,48 +386,48 @@ def _restore_forward(state: dict[str, Any]) -> None:
 def _patched_class(original: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass of `original` whose forward runs the wrappers of its instance.
 
-    `original` is its only base: an instance may change its class only to one with the same layout, which another base
-    before it would change if `original` lists an ABC, `Generic[T]` or another base with empty ``__slots__`` first.
+    `original` is its only base: an instance can change its class only to one with the same memory layout, which a
+    mixin may not have.
     """
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return _run(self, original.forward, (self, *args), kwargs)
+        return _run_forward(self, original.forward, (self, *args), kwargs)
 
     def reduce_ex(self: nn.Module, protocol: SupportsIndex) -> Any:
-        wrappers = _lasting(self)
-        with _as_original(self, patched):
+        wrappers = _copied_wrappers(self)
+        with _temporarily_unpatched(self, patched):
             reduced: Any = original.__reduce_ex__(self, protocol)
             build, arguments, *rest = reduced
             if rest and isinstance(rest[0], dict):
                 rest[0] = dict(rest[0])
                 if not any(wrappers):
                     _restore_forward(rest[0])
-        return _rebuild, (build, arguments, wrappers), *rest
+        return _rebuild_with_wrappers, (build, arguments, wrappers), *rest
 
-    def copied_by(name: str) -> Callable[..., Any]:
-        own: Any = getattr(original, name)
+    def copy_method(name: str) -> Callable[..., Any]:
+        original_copy: Any = getattr(original, name)
 
         def copy(self: nn.Module, *args: Any) -> Any:
-            with _as_original(self, patched):
-                twin = own(self, *args)
-            set_wrappers(twin, _lasting(self))
-            return twin
+            with _temporarily_unpatched(self, patched):
+                copied = original_copy(self, *args)
+            set_wrappers(copied, _copied_wrappers(self))
+            return copied
 
         return copy
 
     body = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     body |= {"forward": forward, "__reduce_ex__": reduce_ex, _ORIGINAL: original}
-    body |= {name: copied_by(name) for name in ("__copy__", "__deepcopy__") if hasattr(original, name)}
-    with _unheard_subclassing(original):
+    body |= {name: copy_method(name) for name in ("__copy__", "__deepcopy__") if hasattr(original, name)}
+    with _suppressed_init_subclass(original):
         # Bypass the metaclass's own __new__ and __init__, which may register classes, or need arguments.
         patched: type[nn.Module] = type.__new__(type(original), original.__name__, (original,), body)
     return patched
 
 
 @contextmanager
-def _unheard_subclassing(original: type[nn.Module]) -> Iterator[None]:
-    """Suppress the class's own ``__init_subclass__``: a registry must not see the patched class."""
+def _suppressed_init_subclass(original: type[nn.Module]) -> Iterator[None]:
+    """Suppress the class's ``__init_subclass__``, so that it does not register the patched class."""
     name = "__init_subclass__"
     own = vars(original).get(name)
     type.__setattr__(original, name, classmethod(lambda _: None))
@@ -429,14 +440,17 @@ def _unheard_subclassing(original: type[nn.Module]) -> Iterator[None]:
             type.__setattr__(original, name, own)
 
 
-def _lasting(module: nn.Module) -> ForwardWrappers:
+def _copied_wrappers(module: nn.Module) -> ForwardWrappers:
     """Return the wrappers that a copy or a pickle of the module keeps: all but the observer."""
     return wrappers_of(module)._replace(observed=None)
 
 
 @contextmanager
-def _as_original(module: nn.Module, patched: type[nn.Module]) -> Iterator[None]:
-    """Remove patched class and wrappers while the module is copied: the patched class cannot be imported by name."""
+def _temporarily_unpatched(module: nn.Module, patched: type[nn.Module]) -> Iterator[None]:
+    """Remove the patched class and the wrappers within the context, to copy or pickle the module.
+
+    pickle could not import the patched class by name.
+    """
     kind, wrappers = type(module), module.__dict__.pop(_WRAPPERS, None)
     if kind is patched:
         _set_class(module, own_class(module))
@@ -448,7 +462,9 @@ def _as_original(module: nn.Module, patched: type[nn.Module]) -> Iterator[None]:
             module.__dict__[_WRAPPERS] = wrappers
 
 
-def _rebuild(build: Callable[..., nn.Module], arguments: tuple[Any, ...], wrappers: ForwardWrappers) -> nn.Module:
+def _rebuild_with_wrappers(
+    build: Callable[..., nn.Module], arguments: tuple[Any, ...], wrappers: ForwardWrappers
+) -> nn.Module:
     module = build(*arguments)
     set_wrappers(module, wrappers)
     return module
@@ -460,8 +476,8 @@ def _set_class(module: nn.Module, kind: type[nn.Module]) -> None:
     descriptor.__set__(module, kind)
 
 
-class _OwnForward:
-    """Wrapper for a forward set on the instance, as by Accelerate, which hides the forward of the class."""
+class _InstanceForward:
+    """Wrapper for a forward set on the instance, for example by Accelerate, which hides that of the class."""
 
     __wrapped__: Callable[..., Any]
 
@@ -470,4 +486,4 @@ class _OwnForward:
         functools.update_wrapper(self, forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _run(self.module, self.__wrapped__, args, kwargs)
+        return _run_forward(self.module, self.__wrapped__, args, kwargs)

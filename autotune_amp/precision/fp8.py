@@ -1,6 +1,6 @@
-"""Linear layers that multiply in fp8 under bf16's autocast, by torchao; their weights do not change.
+"""Linear layers that multiply in fp8 under bf16 autocast, by torchao; their weights stay in fp32.
 
-The first and the last Linear stay in bf16, as in Accelerate: a model is most sensitive there.
+The first and the last Linear of a model stay in bf16, as in Accelerate, since rounding does most harm there.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from torch import nn
 
 from autotune_amp.precision.forward_wrapper import ForwardWrappers, own_class, set_wrappers, unwrap, wrappers_of
 
-MULTIPLE = 16  # divisor of the sizes of fp8 tensor cores' operands (torch._scaled_mm)
-_STATE = "_autotune_amp_fp8"  # the recipe, and the names of torchao's attributes of the layer
+MULTIPLE = 16  # sizes of a matrix product in fp8 must be multiples of this (torch._scaled_mm)
+# Attribute of a converted layer: the recipe, and the names of the attributes that torchao added.
+_STATE = "_autotune_amp_fp8"
 
 
 def is_converted(modules: Iterable[nn.Module], recipe: str) -> bool:
-    """Return whether layers multiply in fp8 already, by this recipe or converted by the user."""
+    """Return whether a layer already multiplies in fp8, by this recipe or converted by the user."""
     if "torchao.float8.float8_linear" not in sys.modules:
         return False
     from torchao.float8.float8_linear import Float8Linear
@@ -30,13 +31,13 @@ def is_converted(modules: Iterable[nn.Module], recipe: str) -> bool:
     return any(layer.__dict__.get(_STATE, (recipe,))[0] == recipe for layer in layers)
 
 
-def has_linears(models: Sequence[nn.Module]) -> bool:
-    """Return whether a layer of these models can be converted, or is."""
+def has_convertible_linears(models: Sequence[nn.Module]) -> bool:
+    """Return whether these models have a layer that can be, or is, converted to fp8."""
     return bool(_linears(models))
 
 
-def switch(models: Sequence[nn.Module], recipe: str | None, device: torch.device) -> None:
-    """Make the Linear layers of these models multiply in fp8 by `recipe`, or as plain ones do for None.
+def set_recipe(models: Sequence[nn.Module], recipe: str | None, device: torch.device) -> None:
+    """Make the Linear layers of these models multiply in fp8 by torchao's `recipe`, or make them plain again for None.
 
     The layers stay the same objects, with the same parameters. On a device without fp8 tensor cores torchao emulates
     them: that shows fp8's effect on training, but not its speed.
@@ -47,36 +48,36 @@ def switch(models: Sequence[nn.Module], recipe: str | None, device: torch.device
         if (state := module.__dict__.pop(_STATE, None)) is not None:
             for name in state[1:]:
                 del module.__dict__[name]
-            _become(module, nn.Linear)
+            _change_class(module, nn.Linear)
     if recipe is None:
         return
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     from autotune_amp.precision.fp8_linear import Fp8Linear
 
-    # Padded: the number of samples, over which the weight's gradient sums, need not be a multiple.
+    # Padding, since the number of samples, an inner dimension of the weight's gradient, may be no multiple of 16.
     emulates = not _has_fp8(device)
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulates, pad_inner_dim=True)
     for linear in _linears(models):
-        made: Any = convert_to_float8_training(nn.Sequential(linear), config=config)[0]
-        own = {name: value for name, value in made.__dict__.items() if name not in linear.__dict__}
-        _become(linear, Fp8Linear)
-        linear.__dict__.update(own, **{_STATE: (recipe, *own)})
+        converted: Any = convert_to_float8_training(nn.Sequential(linear), config=config)[0]
+        attributes = {name: value for name, value in converted.__dict__.items() if name not in linear.__dict__}
+        _change_class(linear, Fp8Linear)
+        linear.__dict__.update(attributes, **{_STATE: (recipe, *attributes)})
 
 
 @contextmanager
-def running(models: Sequence[nn.Module], recipe: str | None, device: torch.device) -> Iterator[None]:
-    """Switch the layers to `recipe` within the context, and back at its end; see `switch`."""
+def temporary_recipe(models: Sequence[nn.Module], recipe: str | None, device: torch.device) -> Iterator[None]:
+    """Set `recipe` within the context, and the previous recipe at its end; see `set_recipe`."""
     before = recipe_of(models)
-    switch(models, recipe, device)
+    set_recipe(models, recipe, device)
     try:
         yield
     finally:
-        switch(models, before, device)
+        set_recipe(models, before, device)
 
 
 def recipe_of(models: Sequence[nn.Module]) -> str | None:
-    """Return the recipe that `switch` applied, None without one."""
+    """Return the recipe that `set_recipe` applied, None without one."""
     return next((module.__dict__[_STATE][0] for module in _modules(models) if _STATE in module.__dict__), None)
 
 
@@ -93,7 +94,7 @@ def _linears(models: Sequence[nn.Module]) -> list[nn.Linear]:
 def _can_be_converted(linear: nn.Linear) -> bool:
     """Return whether a layer can be converted: a plain Linear with an fp32 weight whose sizes are multiples of 16.
 
-    A subclass, a forward of its own, or a pruned or otherwise computed weight is not plain.
+    A subclass, a layer with a forward on the instance, or one with a computed (for example pruned) weight is not plain.
     """
     weight = linear._parameters.get("weight")
     is_plain = (own_class(linear) is nn.Linear and "forward" not in linear.__dict__) or _STATE in linear.__dict__
@@ -102,7 +103,8 @@ def _can_be_converted(linear: nn.Linear) -> bool:
     return not any(size % MULTIPLE for size in weight.shape)
 
 
-def _become(module: nn.Module, kind: type[nn.Module]) -> None:
+def _change_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Set the module's class, keeping its forward wrappers."""
     wrappers = wrappers_of(module)
     set_wrappers(module, ForwardWrappers())
     module.__class__ = kind

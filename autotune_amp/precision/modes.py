@@ -1,4 +1,4 @@
-"""Properties of each precision as plain data, one `Mode` each. No torch."""
+"""Properties of the precisions as plain data, one `Mode` for each. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from autotune_amp.core.precisions import AROUND_FP8, Precision, autocast_precisi
 class Mode:
     """Properties of one precision.
 
-    `autocast_dtype` is the torch dtype's name that autocast casts to, None without autocast. `significand_bits`
-    includes the leading one. `format_max` is the largest number of the format in which activations and gradients are
-    kept: for tf32 that is fp32's. `next_down` is the safer precision that a training run steps down to.
+    `autocast_dtype` is the name of the torch dtype that autocast casts to, None without autocast. `significand_bits`
+    includes the leading one. `format_max` is the largest number of the dtype in which activations and gradients are
+    kept: for tf32 that is fp32. `takes_scaler` is True if a GradScaler is needed. `next_down` is the safer precision
+    that a training run steps down to.
     """
 
     precision: Precision
@@ -53,15 +54,17 @@ _FP16 = Mode(
     takes_scaler=True,
     next_down="bf16",
 )
-_FP8 = Mode(  # the bits are those of e4m3; outside of the fp8 layers, which scale their operands, all is bf16
-    precision="fp8",
-    significand_bits=4,
-    format_max=_BF16.format_max,
-    autocast_dtype=_BF16.autocast_dtype,
-    next_down=AROUND_FP8,
+_FP8 = (
+    Mode(  # significand of e4m3; the rest is bf16's, since fp8 layers scale their operands and other code runs in bf16
+        precision="fp8",
+        significand_bits=4,
+        format_max=_BF16.format_max,
+        autocast_dtype=_BF16.autocast_dtype,
+        next_down=AROUND_FP8,
+    )
 )
 MODES: Final[dict[Precision, Mode]] = {mode.precision: mode for mode in (_FP32, _TF32, _BF16, _FP16, _FP8)}
-# The precisions that autocast itself runs in: fp8 is that of linear layers within one of them.
+# Precisions of autocast itself: without fp8, which linear layers use inside bf16 autocast.
 MIXED_PRECISIONS: Final = tuple(
     name for name in MODES if MODES[name].uses_autocast and autocast_precision(name) == name
 )

@@ -20,11 +20,11 @@ from autotune_amp.core.precisions import Precision
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.torch_state import autocast, scaler_arguments
 
-MAX_CALLS_WITHOUT_STEP = 16  # a train_step may accumulate gradients over several calls
+MAX_CALLS_WITHOUT_STEP = 16  # calls of train_step, which may accumulate gradients over several before a step
 
 
 class StepAmpResult:
-    """Result of `StepAmp.train_step`, like the controller's: true if all optimizers stepped."""
+    """Result of `StepAmp.train_step`, with the controller's interface: true if all optimizers stepped."""
 
     def __init__(self, steps: Sequence[bool | Tensor], loss: Tensor, grad_norm: Tensor | None) -> None:
         self._steps = steps
@@ -37,15 +37,15 @@ class StepAmpResult:
 
 
 class StepAmp(torch.amp.GradScaler):
-    """A GradScaler with the part of `PrecisionController`'s interface that a training step uses.
+    """GradScaler with the part of `PrecisionController`'s interface that a training step uses.
 
-    It records the calls of train_step: the losses that the latest call scaled, detached, and the number of other calls
-    over all of them. `new_autocast` makes a new context for a forward pass. Without `scales` it behaves like a disabled
-    GradScaler, otherwise it uses the config's loss scale. An optimizer without gradients is not stepped, as by the
-    controller.
+    It records how train_step uses it: `losses` are those that the latest call scaled, detached, and `num_autocasts`,
+    `num_scalings`, `num_steps` and `num_updates` count over all calls. `new_autocast` returns a new context for a
+    forward pass. With `scales=False` it behaves like a disabled GradScaler, otherwise it uses the config's loss scale.
+    An optimizer without gradients is not stepped.
     """
 
-    window_size, window_share = 1, 1.0  # a loop that accumulates over its calls does so itself
+    window_size, window_share = 1, 1.0  # accumulation is up to the train_step
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class StepAmp(torch.amp.GradScaler):
         self.num_calls = self.num_autocasts = self.num_scalings = self.num_steps = self.num_updates = 0
         self.losses: list[Tensor] = []
         self._scale_was_read = False
-        self._stepped: dict[int, Any] = {}  # since the last update, by optimizer
+        self._stepped: dict[int, Any] = {}  # by optimizer: whether it has stepped since the last update
         self._on_step: list[tuple[Callable[[], object], int | None]] = []
 
     @property
@@ -71,7 +71,7 @@ class StepAmp(torch.amp.GradScaler):
         return self._config
 
     def begin(self) -> None:
-        """Note that a call of `train_step` begins."""
+        """Start recording a call of `train_step`."""
         self.num_calls += 1
         self.losses = []
         self._scale_was_read = False
@@ -83,9 +83,14 @@ class StepAmp(torch.amp.GradScaler):
 
     @contextmanager
     def validation(self, precision: Precision | None = None) -> Iterator[None]:
-        """Run validation within the context: without gradients, in `precision` or the config's precision."""
-        asked = precision or self.config.precision
-        with torch.no_grad(), self._new_autocast() if asked == self.config.precision else autocast(asked, self._device):
+        """Disable gradients and use autocast of `precision`, by default the config's, within the context."""
+        validation_precision = precision or self.config.precision
+        with (
+            torch.no_grad(),
+            self._new_autocast()
+            if validation_precision == self.config.precision
+            else autocast(validation_precision, self._device),
+        ):
             yield
 
     def train_step(
@@ -95,26 +100,29 @@ class StepAmp(torch.amp.GradScaler):
         *,
         clip_norm: float | None = None,
     ) -> StepAmpResult:
-        """Run a training step: zero_grad, `closure` under autocast, backward, unscale_, clip, step and update."""
+        """Run a training step: zero_grad, `closure` under autocast, backward, unscale_, clip, step and update.
+
+        `closure` returns the loss; gradients are clipped to `clip_norm` unless it is None.
+        """
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        for one in optimizers:
-            one.zero_grad()
+        for each in optimizers:
+            each.zero_grad()
         with self.autocast():
             loss = closure()
         self.backward(loss)
         norm = None
         if clip_norm is not None:
             self.unscale_together(optimizers)
-            held = [parameter for one in optimizers for parameter in parameters_of(one)]
-            norm = nn.utils.clip_grad_norm_(held, clip_norm)
-        steps = [self.step(one) for one in optimizers]
+            parameters = [parameter for each in optimizers for parameter in parameters_of(each)]
+            norm = nn.utils.clip_grad_norm_(parameters, clip_norm)
+        steps = [self.step(each) for each in optimizers]
         self.update()
         return StepAmpResult(steps, loss.detach(), norm)
 
     def scale(self, outputs: Any) -> Any:
         """Multiply `outputs` by the loss scale, and record the losses in them."""
         self.num_scalings += 1
-        if not self._scale_was_read:  # a gradient penalty reads it: its loss holds gradients, which overflow too
+        if not self._scale_was_read:  # after it was read, the loss may be a gradient penalty, which may overflow itself
             losses = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
             self.losses += [loss.detach().sum(dtype=torch.float32) for loss in losses]
         return super().scale(outputs)
@@ -136,18 +144,18 @@ class StepAmp(torch.amp.GradScaler):
     def total_loss(self, *, needs_autocast: bool) -> Tensor:
         """Return the sum of the latest call's losses, or of the previous call's if it had none.
 
-        Raises `WorkloadError` if the calls do not train through amp, or if none has stepped after
-        `MAX_CALLS_WITHOUT_STEP` calls.
+        Raises `WorkloadError` if no call of train_step used amp's methods: backward and, with `needs_autocast`,
+        autocast; after `MAX_CALLS_WITHOUT_STEP` calls step and update too.
         """
-        due = {"amp.backward(loss)": self.num_scalings}
+        required_counts = {"amp.backward(loss)": self.num_scalings}
         if needs_autocast:
-            due["amp.autocast()"] = self.num_autocasts
+            required_counts["amp.autocast()"] = self.num_autocasts
         if self.num_calls >= MAX_CALLS_WITHOUT_STEP:
-            due |= {"amp.step(optimizer)": self.num_steps, "amp.update()": self.num_updates}
-        if missing := [call for call, count in due.items() if count == 0]:
+            required_counts |= {"amp.step(optimizer)": self.num_steps, "amp.update()": self.num_updates}
+        if missing := [call for call, count in required_counts.items() if count == 0]:
             raise WorkloadError(
                 f"train_step(state, batch, amp) did not call {' or '.join(missing)} in {self.num_calls} call(s): "
-                "nothing says that it trains in the precision that is tried.",
+                "whether it trains in the trial's precision is unknown.",
                 "Run each forward pass in `with amp.autocast():` and call amp.backward(loss); in every call of "
                 "train_step, or every few, call amp.step(optimizer) for each optimizer that it trains, then "
                 "amp.update() once.",
@@ -159,7 +167,7 @@ class StepAmp(torch.amp.GradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Run ``optimizer.step(*args, **kwargs)`` unless a gradient is not finite. Return true if it stepped.
 
-        After a fused optimizer the result is a tensor on its device, so that only a caller who reads it waits.
+        For a fused optimizer the result is a tensor on its device, to avoid a synchronisation.
         """
         self.num_steps += 1
         stepped: bool | Tensor = True
@@ -174,21 +182,21 @@ class StepAmp(torch.amp.GradScaler):
         return stepped
 
     def unscale_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Unscale all optimizers; if one has a non-finite gradient, all will skip. Synchronizes with the device."""
-        given = [optimizer for optimizer in optimizers if self._enabled and has_gradients(optimizer)]
-        for optimizer in given:
+        """Unscale all gradients; if any is not finite, no optimizer will step. Synchronizes with the device."""
+        active_optimizers = [optimizer for optimizer in optimizers if self._enabled and has_gradients(optimizer)]
+        for optimizer in active_optimizers:
             if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
                 self.unscale_(optimizer)
-        found = [inf for optimizer in given for inf in self._found_inf_per_device(optimizer).values()]
-        if len(given) > 1 and any(found):
-            for inf in found:
+        infs = [inf for optimizer in active_optimizers for inf in self._found_inf_per_device(optimizer).values()]
+        if len(active_optimizers) > 1 and any(infs):
+            for inf in infs:
                 inf.fill_(1.0)
 
     def step_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
         """Step all optimizers, or none if any gradient is non-finite. Synchronizes with the device."""
-        given = list(optimizers)
-        self.unscale_together(given)
-        stepped = [bool(self.step(optimizer)) for optimizer in given]
+        all_optimizers = list(optimizers)
+        self.unscale_together(all_optimizers)
+        stepped = [bool(self.step(optimizer)) for optimizer in all_optimizers]
         return all(stepped)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -210,7 +218,7 @@ class StepAmp(torch.amp.GradScaler):
         self._on_step.append((callback, None if optimizer is None else id(optimizer)))
 
     def status(self) -> SimpleNamespace:
-        """Return the run's state with the fields of the controller's, with no skips and no monitoring."""
+        """Return a status with the fields of `PrecisionController.status()`; skips and monitoring are not recorded."""
         return SimpleNamespace(
             precision=self.config.precision,
             is_enabled=True,
@@ -268,7 +276,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer's `step` requires a closure that computes gradients, as LBFGS and SAM do."""
-    return _needs_closure(type(optimizer))  # type: ignore[arg-type] # mypy and hashes of classes
+    return _needs_closure(type(optimizer))  # type: ignore[arg-type] # mypy does not know that classes are hashable
 
 
 @functools.cache  # inspecting a signature takes longer than a small step

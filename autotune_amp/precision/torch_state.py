@@ -1,4 +1,4 @@
-"""torch's global state: the autocast, flags and scaler of a precision, and copying the caller's state into trials."""
+"""torch's global state: autocast, flags and scaler of a precision, and the caller's state, which trials copy."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ AUTOCAST_DTYPES = {
     mode.precision: getattr(torch, mode.autocast_dtype) for mode in MODES.values() if mode.autocast_dtype is not None
 }
 HALF_DTYPES = (torch.bfloat16, torch.float16)
-CUDA_FLAGS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")  # flags for the computation of fp32, below torch.backends
+CUDA_FLAGS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")  # names in torch.backends of the flags for TF32
 _ONEDNN_FLAGS = ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
-# The leaves of the fp32_precision tree (torch >= 2.9). The parents only pass their value to these, and writing the leaf
-# that is read avoids the setter of torch.backends.mkldnn.fp32_precision, which writes another one (torch 2.13).
+# Flags in torch.backends whose `fp32_precision` kernels read (torch >= 2.9). Parents such as torch.backends.mkldnn only
+# pass their value on to these, and the setter of torch.backends.mkldnn sets another flag (torch 2.13).
 FP32_PRECISION_FLAGS = (*CUDA_FLAGS, *_ONEDNN_FLAGS)
 _BACKEND_FLAGS = (
     "cudnn.enabled",
@@ -34,63 +34,68 @@ _BACKEND_FLAGS = (
 )
 # Kernels that scaled_dot_product_attention may use.
 _ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
-_BACKENDS: Any = torch.backends  # torch adds its root flag at import and does not type it
+_BACKENDS: Any = torch.backends  # torch does not type torch.backends.fp32_precision
 
 
 def autocast(precision: Precision, device_type: str) -> AbstractContextManager[object]:
-    """Return a new autocast context with an explicit dtype: a reused or default one gives stale compiled graphs."""
+    """Return a new autocast context, empty for precisions without autocast.
+
+    A context that is reused, or has no explicit dtype, would make compiled code use outdated graphs.
+    """
     dtype = AUTOCAST_DTYPES.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype)
 
 
 def set_flags(precision: Precision) -> None:
-    """Set this process's TF32 flags for `precision`: on everywhere for tf32, off everywhere otherwise.
+    """Set this process's TF32 flags for `precision`: all on for tf32, all off otherwise.
 
-    The legacy setters keep both TF32 interfaces of torch consistent, so that user code may read either.
+    Uses torch's older setters, which set the flags of its newer interface too, so that user code may read either.
     """
     is_tf32 = MODES[precision].uses_tf32
-    _BACKENDS.fp32_precision = "none"  # the root of the newer interface, which would override the legacy setters
+    _BACKENDS.fp32_precision = "none"  # the newer interface's root flag would override the older setters
     torch.set_float32_matmul_precision("high" if is_tf32 else "highest")
     _BACKENDS.cudnn.allow_tf32 = is_tf32
-    # oneDNN's own reduced modes on CPUs belong to no setting: strict fp32 means fp32.
+    # No precision uses the reduced modes of oneDNN for fp32 on CPUs.
     for operation in (_BACKENDS.mkldnn.matmul, _BACKENDS.mkldnn.conv, _BACKENDS.mkldnn.rnn):
         operation.fp32_precision = "ieee"
 
 
 def grad_scaler(loss_scale: LossScale | None, device_type: str) -> torch.amp.GradScaler | None:
-    """Return the GradScaler for fp16's `loss_scale`, or None for None."""
+    """Return a GradScaler with the arguments in `loss_scale`; None if that is None."""
     return None if loss_scale is None else torch.amp.GradScaler(device_type, **scaler_arguments(loss_scale))
 
 
 def scaler_arguments(loss_scale: LossScale | None) -> dict[str, Any]:
-    """Return the arguments for torch's GradScaler; for None those of a disabled one."""
+    """Return the arguments of torch's GradScaler for `loss_scale`; for None those of a disabled scaler."""
     if loss_scale is None:
         return {"enabled": False}
     names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
     return {name: getattr(loss_scale, name) for name in names}
 
 
-def as_found(torch_state: Mapping[str, Any], device_type: str, idle: Collection[str] = ()) -> tuple[Precision, bool]:
-    """Return the precision of the caller's autocast and TF32 flags, and whether they equal its strict flags.
+def precision_of_state(
+    torch_state: Mapping[str, Any], device_type: str, idle: Collection[str] = ()
+) -> tuple[Precision, bool]:
+    """Return the precision of the caller's autocast and TF32 flags, and whether `set_flags` would change no flag.
 
-    PyTorch's default on CUDA is a mixture: TF32 in cuDNN's convolutions and RNNs, off in matrix products. Flags in
-    `idle` are ignored, since no operation that they affect is run.
+    The second value is False for PyTorch's default on CUDA, a mixture: TF32 is on in cuDNN's convolutions and RNNs, and
+    off in matrix products. Flags in `idle` are ignored, since no operation uses them.
     """
     flags = {
         name: "off" if torch_state[f"{name}.fp32_precision"] in ("none", "ieee") else "on"
         for name in (CUDA_FLAGS if device_type == "cuda" else _ONEDNN_FLAGS)
         if name not in idle
     }
-    all_off = "on" not in flags.values()
-    around = mode_of_dtype(torch_state.get(f"autocast.{device_type}"))
-    if around.uses_autocast:
-        return around.precision, all_off
+    are_all_off = "on" not in flags.values()
+    autocast_mode = mode_of_dtype(torch_state.get(f"autocast.{device_type}"))
+    if autocast_mode.uses_autocast:
+        return autocast_mode.precision, are_all_off
     if device_type == "cuda" and flags and "off" not in flags.values():
         return "tf32", True
-    return "fp32", all_off
+    return "fp32", are_all_off
 
 
-def ambient(device_type: str) -> Precision:
+def active_autocast_precision(device_type: str) -> Precision:
     """Return the precision of the active autocast; fp32 if none is active."""
     return mode_of_dtype(_autocast_dtype(device_type)).precision
 
@@ -99,30 +104,30 @@ def ambient(device_type: str) -> Precision:
 
 
 def seed(number: int) -> None:
-    """Seed all random generators that the code of a model or dataset may use."""
+    """Seed the generators of Python, torch and, if it is imported, NumPy."""
     random.seed(number)
     torch.manual_seed(number)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(number)
 
 
-def keep_generators() -> Callable[[], None]:
-    """Save the CPU states of Python's, NumPy's and torch's random generators; return a function that restores them."""
-    python, own = random.getstate(), torch.get_rng_state()
+def save_generators() -> Callable[[], None]:
+    """Save the state of Python's, NumPy's and torch's CPU generators; return a function that restores it."""
+    python_state, torch_rng_state = random.getstate(), torch.get_rng_state()
     numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
-    state = None if numpy is None else numpy.get_state()
+    numpy_state = None if numpy is None else numpy.get_state()
 
-    def put_back() -> None:
-        random.setstate(python)
-        torch.set_rng_state(own)
+    def restore() -> None:
+        random.setstate(python_state)
+        torch.set_rng_state(torch_rng_state)
         if numpy is not None:
-            numpy.set_state(state)
+            numpy.set_state(numpy_state)
 
-    return put_back
+    return restore
 
 
 def capture() -> dict[str, Any]:
-    """Return torch's global state as plain data, without touching an accelerator."""
+    """Return torch's global state as plain data, without initializing an accelerator."""
     state: dict[str, Any] = {
         "num_threads": torch.get_num_threads(),
         "num_interop_threads": torch.get_num_interop_threads(),
@@ -144,7 +149,7 @@ def capture() -> dict[str, Any]:
 
 
 def apply(state: dict[str, Any]) -> None:
-    """Set this process's state to one that `capture` returned; autocast is left to `as_found_autocast`."""
+    """Set this process's state to one that `capture` returned, except autocast; see `caller_autocast`."""
     torch.set_num_threads(state["num_threads"])
     if torch.get_num_interop_threads() != state["num_interop_threads"]:
         torch.set_num_interop_threads(state["num_interop_threads"])
@@ -159,7 +164,7 @@ def apply(state: dict[str, Any]) -> None:
 
 
 def apply_fp32_flags(state: dict[str, Any]) -> None:
-    """Set the part of `apply`'s flags that control how fp32 is computed, which `set_flags` changes."""
+    """Set the flags for TF32 and other computation of fp32, which `set_flags` changes, as `apply` does."""
     if _BACKENDS.fp32_precision != state["fp32_precision"]:
         _BACKENDS.fp32_precision = state["fp32_precision"]  # setting the root sets every leaf, so it comes first
     if state["float32_matmul_precision"] is not None:
@@ -171,15 +176,15 @@ def apply_fp32_flags(state: dict[str, Any]) -> None:
 
 
 def _legacy_matmul_precision() -> str | None:
-    """Return the value of the older interface; None if the newer one was used, since torch then refuses to read it."""
+    """Return `torch.get_float32_matmul_precision()`, None if it raises because the newer interface was used."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
         return None
 
 
-def as_found_autocast(state: dict[str, Any], device_type: str) -> AbstractContextManager[object]:
-    """Return the autocast context that was active around the caller's search, empty if there was none."""
+def caller_autocast(state: dict[str, Any], device_type: str) -> AbstractContextManager[object]:
+    """Return the autocast context that was active when `state` was captured, empty if there was none."""
     dtype = state.get(f"autocast.{device_type}")
     return nullcontext() if dtype is None else torch.autocast(device_type, dtype=getattr(torch, dtype))
 

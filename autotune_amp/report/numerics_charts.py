@@ -11,7 +11,7 @@ from plotly.graph_objects import Bar, Figure
 from autotune_amp.core.outcome import Fidelity, Record
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.text import count, exact, one_line
-from autotune_amp.dimensions import numerics
+from autotune_amp.dimensions import numerics_of
 from autotune_amp.numerics.grading import NOISY
 from autotune_amp.report.charts import LOOKS, Drawn, framed, marks, rule, said
 from autotune_amp.search import loss_scales
@@ -87,7 +87,7 @@ def calibrated(recommendation: Recommendation, records: Sequence[Record]) -> Cal
     """Return the calibration behind the config, or else the last one; without any, a clause with the reason."""
     config, evidence = recommendation.config, recommendation.evidence.loss_scale
     known = loss_scales.calibrated(records, DEFAULT_NUM_STEPS if evidence is None else evidence.num_steps)
-    own = numerics(config)
+    own = numerics_of(config)
     for key in (*filter(own.__eq__, known), *reversed(known)):
         found = known[key]
         if isinstance(found, Scales):

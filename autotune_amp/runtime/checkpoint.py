@@ -11,7 +11,7 @@ import msgspec
 
 from autotune_amp.core.documents import Share, Whole
 from autotune_amp.core.errors import FormatError
-from autotune_amp.precision.forward_wrapper import named
+from autotune_amp.precision.forward_wrapper import modules_named
 from autotune_amp.runtime.executor import Executor, RequestKind
 from autotune_amp.runtime.metrics import Totals
 from autotune_amp.runtime.policy import (
@@ -129,7 +129,7 @@ def read(executor: Executor, state: object) -> ValidatedState | None:
         )
     saved = converted(own, _ControllerState)
     if executor.model is not None:
-        named(executor.model.model, saved.pinned)
+        modules_named(executor.model.model, saved.pinned)
     for values, numbers in saved.counters.waiting:
         verdicts, (loss, *shares) = values[: len(numbers)], values[len(numbers) :] or (None,)
         if loss is None or not {*verdicts} <= VERDICTS or len(shares) > 1 or any(not 0 <= its <= 1 for its in shares):

@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.precisions import Precision, autocast_precision
 from autotune_amp.core.setting import DEFAULTS
-from autotune_amp.numerics.locate import Health, Recorder, bad_parameters, health
+from autotune_amp.numerics.locate import Health, PassRecorder, health, nonfinite_parameters
 from autotune_amp.numerics.passes import scaled
 from autotune_amp.precision import fp8, torch_state
 from autotune_amp.precision.forward_wrapper import (
     can_be_pinned,
     can_be_wrapped,
-    is_cast,
+    is_cast_by_autocast,
     modules_by_name,
     override,
     pin_fp32,
@@ -32,7 +32,7 @@ from autotune_amp.precision.forward_wrapper import (
     unwrap,
     wrappers_of,
 )
-from autotune_amp.precision.torch_state import HALF_DTYPES, ambient, autocast, set_flags
+from autotune_amp.precision.torch_state import HALF_DTYPES, active_autocast_precision, autocast, set_flags
 from autotune_amp.runtime.policy import DiagnosisResult
 from autotune_amp.runtime.scaler import Ranks
 
@@ -47,7 +47,7 @@ class RerunResult:
     is_finite: bool
     fits: bool  # False: out of memory, or not run in the requested precision; the other fields are unknown
     is_loss_finite: bool
-    recorder: Recorder
+    recorder: PassRecorder
 
 
 def checked_loss(loss: object, whose: str) -> Tensor:
@@ -95,19 +95,25 @@ def diagnose(
     if decider is not None and not decider.is_finite:
         return DiagnosisResult(True, culprit=rerunner.culprit(decider), is_precision=False)
     healthy = None if decider is None else decider.recorder
-    culprit = rerunner.first(first.recorder.damaged(healthy)[1])
+    culprit = rerunner.first(first.recorder.newly_nonfinite_modules(healthy)[1])
     pins = _find_pins(rerunner, first, healthy, loss_scale) if finds_pins else ()
     finite_in = tuple(precision for precision in lower if run_once(precision).is_finite)
     is_precision = True if pins or decider is not None else None
     return DiagnosisResult(True, finite_in, culprit, pins, is_precision)
 
 
-def _find_pins(rerunner: Rerunner, bad: RerunResult, healthy: Recorder | None, loss_scale: float) -> tuple[str, ...]:
+def _find_pins(
+    rerunner: Rerunner, bad: RerunResult, healthy: PassRecorder | None, loss_scale: float
+) -> tuple[str, ...]:
     """Return modules that make the precision finite when run in fp32; () if there are too many or it does not help."""
     limit = max(1, int(_MAX_PINNED_SHARE * len(rerunner.modules)))
     pins: tuple[str, ...] = ()
     for _ in range(_MAX_PIN_ROUNDS):
-        damaged = (name for name in bad.recorder.damaged(healthy)[0] if name and can_be_pinned(rerunner.modules[name]))
+        damaged = (
+            name
+            for name in bad.recorder.newly_nonfinite_modules(healthy)[0]
+            if name and can_be_pinned(rerunner.modules[name])
+        )
         wanted = tuple(dict.fromkeys((*pins, *rerunner.ranks.union(tuple(damaged)))))
         if wanted == pins or len(wanted) > limit:
             return ()
@@ -145,7 +151,7 @@ class Rerunner:
 
     def culprit(self, bad: RerunResult) -> str | None:
         """Return where a pass became non-finite, if precision is not the cause."""
-        if parameters := self.ranks.union(bad_parameters(self._model)):
+        if parameters := self.ranks.union(nonfinite_parameters(self._model)):
             return f"parameter {parameters[0]}"
         return self.first(bad.recorder.backward_culprit() if bad.is_loss_finite else bad.recorder.forward_culprit())
 
@@ -158,7 +164,7 @@ class Rerunner:
 
         Raises `InvalidRequestError` on every rank if the closure fails on any.
         """
-        recorder = Recorder(self.modules)
+        recorder = PassRecorder(self.modules)
         has_run_out, error = False, None
         self._seen.clear()
         is_loss_finite = is_finite = False
@@ -188,7 +194,9 @@ class Rerunner:
         """Return a context that disables autocast, which the caller may be inside of, and its cache of casts."""
         return torch.autocast(self._device_type, enabled=False, cache_enabled=False)
 
-    def _forward_and_backward(self, recorder: Recorder, precision: Precision, loss_scale: float) -> tuple[bool, bool]:
+    def _forward_and_backward(
+        self, recorder: PassRecorder, precision: Precision, loss_scale: float
+    ) -> tuple[bool, bool]:
         with torch.enable_grad():
             with self._no_autocast(), autocast(precision, self._device_type), recorder.watching_forward():
                 loss = self._rerun()
@@ -207,7 +215,7 @@ class Rerunner:
     @contextmanager
     def _forced(self, precision: Precision, pins: Sequence[str]) -> Iterator[None]:
         def note_precision(*_: object) -> None:
-            self._seen.add(ambient(self._device_type))
+            self._seen.add(active_autocast_precision(self._device_type))
 
         root = unwrap(self._model)
         pinned = [self.modules[name] for name in pins if name in self.modules]  # a pipeline's rank has only some
@@ -218,12 +226,14 @@ class Rerunner:
                 stack.callback(torch_state.apply, torch_state.capture())
                 set_flags(precision)
             recipe = self._fp8_recipe if precision == "fp8" else None
-            stack.enter_context(fp8.running([root], recipe, self.ranks.device))
+            stack.enter_context(fp8.temporary_recipe([root], recipe, self.ranks.device))
             if can_be_wrapped(root):  # else the autocast around the closure has to suffice
                 override(root, precision, self._device_type)
             for module in pinned:
                 pin_fp32(module, self._device_type)
-            for module in (each for each in self.modules.values() if is_cast(each) and can_be_wrapped(each)):
+            for module in (
+                each for each in self.modules.values() if is_cast_by_autocast(each) and can_be_wrapped(each)
+            ):
                 stack.callback(module.register_forward_pre_hook(note_precision).remove)
             # Compiled code would skip the recorder's hooks.
             stack.enter_context(torch.compiler.set_stance("force_eager"))

@@ -14,7 +14,7 @@ from autotune_amp.core.precisions import Precision
 from autotune_amp.dimensions import FP8_RECIPE
 from autotune_amp.dimensions.live_training import LiveTraining
 from autotune_amp.precision import forward_wrapper, fp8, torch_state
-from autotune_amp.precision.forward_wrapper import named, unwrap
+from autotune_amp.precision.forward_wrapper import modules_named, unwrap
 
 
 class AttachedModel:
@@ -47,7 +47,11 @@ class AttachedModel:
         self.run_in(None)
         for module in self.model.modules():
             forward_wrapper.unpin(module)
-        observed = [m for m in self.model.modules() if forward_wrapper.is_cast(m) and forward_wrapper.can_be_wrapped(m)]
+        observed = [
+            m
+            for m in self.model.modules()
+            if forward_wrapper.is_cast_by_autocast(m) and forward_wrapper.can_be_wrapped(m)
+        ]
         self.observer = forward_wrapper.ForwardObserver(len(observed), device)
         for slot, module in enumerate(observed):
             forward_wrapper.observe(module, self.observer, slot)
@@ -105,7 +109,7 @@ class AttachedModel:
 
     def run_fp8(self, recipe: str | None) -> None:
         """Make the linear layers multiply in fp8, or with None as usual. Their parameters stay the same."""
-        fp8.switch([self.model], recipe, self._device)
+        fp8.set_recipe([self.model], recipe, self._device)
 
     def why_not_fp8(self, recipe: str) -> str | None:
         """Return why the model's layers cannot run in fp8, or None if they can or already do."""
@@ -123,9 +127,9 @@ class AttachedModel:
 
         Raises `InvalidRequestError` for a name that the model does not have.
         """
-        modules = named(self.model, names)
+        modules = modules_named(self.model, names)
         if only:
-            for module in named(self.model, self.pinned):
+            for module in modules_named(self.model, self.pinned):
                 forward_wrapper.unpin(module)
             self.pinned = ()
         for module in modules:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.precisions import Precision
-from autotune_amp.numerics.locate import Health, bad_parameters, health
+from autotune_amp.numerics.locate import Health, health, nonfinite_parameters
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.step_amp import needs_closure, parameters_of
 from autotune_amp.precision.torch_state import HALF_DTYPES
@@ -137,7 +137,7 @@ class KnownOptimizers:
 
     def bad_weights(self, model: nn.Module | None) -> tuple[str, ...]:
         """Return the names of non-finite parameters of optimizers and model. Synchronizes with the device."""
-        names = () if model is None else bad_parameters(model)
+        names = () if model is None else nonfinite_parameters(model)
         own = {id(parameter) for parameter in (() if model is None else model.parameters())}
         held = [(known(), number) for number, known in self._known.items()]
         return *names, *(

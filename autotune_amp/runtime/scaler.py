@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import OptState
 from autotune_amp.core.errors import DeviceError, InvalidRequestError
 from autotune_amp.distributed import place_variables
 from autotune_amp.hardware.device import device_of, parse
-from autotune_amp.numerics.passes import stored
+from autotune_amp.numerics.passes import stored_values
 from autotune_amp.precision.step_amp import parameters_of
 from autotune_amp.precision.torch_state import HALF_DTYPES
 from autotune_amp.runtime.policy import ScaleRule
@@ -240,7 +240,7 @@ def _local_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         if gradient.layout != torch.strided:
             if gradient.is_sparse and gradient.dtype == torch.float16 and not gradient.is_coalesced():
                 parameter.grad = gradient = gradient.coalesce()  # summing duplicates is where fp16 overflows
-            gradient = stored(gradient)
+            gradient = stored_values(gradient)
         elif gradient.is_conj() or gradient.is_neg():  # lazily conjugated or negated tensors are not writable
             parameter.grad = gradient = gradient.resolve_conj().resolve_neg()
         yield torch.view_as_real(gradient) if gradient.is_complex() else gradient

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.numerics.accumulation import cut, first_dimensions
+from autotune_amp.numerics.accumulation import first_dimensions, split_batch
 
 Batch = TypeVar("Batch")
 
@@ -100,7 +100,7 @@ def split(batch: Any, num_micro_batches: int) -> Iterable[Any]:
             "smaller batches that the new precision needs.",
             'Pass on_demotion="checkpoint_and_stop" and start again with the batch size in the error\'s config.',
         )
-    return cut(batch, -(-sizes.pop() // num_micro_batches))
+    return split_batch(batch, -(-sizes.pop() // num_micro_batches))
 
 
 def shape(loader_batch: int, batch: int, steps: int) -> tuple[int, int]:

@@ -17,11 +17,11 @@ from autotune_amp.numerics.grading import MAX_FLUSHED_SHARE, MAX_FORWARD_SHARE
 from autotune_amp.numerics.scaler_replay import (
     FlushedShares,
     Replay,
-    extend,
+    constant_scale_stretches,
+    extend_trace,
     replay,
-    skips,
+    skipped_steps,
     starting_scale,
-    stretches,
 )
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
@@ -74,7 +74,7 @@ class Scales:
         self.log2_divisor = 0.0 if is_loss_sum else math.log2(accumulation_steps)
         self.log2_scales = [-math.inf if s is None else s + self.log2_divisor for s in calibration.log2_scales]
         self._accumulation_steps = accumulation_steps
-        self._trace = extend(self.log2_scales, num_steps, num_passes_per_step=accumulation_steps)
+        self._trace = extend_trace(self.log2_scales, num_steps, num_passes_per_step=accumulation_steps)
         self._flushed = FlushedShares(dict(calibration.gradient_histogram), self.log2_divisor)
         self.preferred: Pair = (starting_scale(self.log2_scales, LOG2_INIT_SCALES[1]), _INTERVALS[0])
         self.scored: dict[Pair, Replay] = {}
@@ -96,7 +96,7 @@ class Scales:
     def course(self, pair: Pair, *, is_bounded: bool = True) -> list[Stretch]:
         """Return a pair's stretches of constant loss scale. Without `is_bounded`, follow ``torch.amp.GradScaler``."""
         found, step = [], 0
-        for scale, num_clean, skip in stretches(self._trace, rule(pair), is_bounded=is_bounded):
+        for scale, num_clean, skip in constant_scale_stretches(self._trace, rule(pair), is_bounded=is_bounded):
             found.append(Stretch(scale, step, skip))
             step += num_clean + (skip is not None)
         return found
@@ -145,8 +145,10 @@ class Scales:
         ``torch.amp.GradScaler``, which has no bounds.
         """
         num_foreseen = num_warmup + 64 + num_measured
-        trace = extend(self.log2_scales, num_foreseen, num_burst_steps=0, num_passes_per_step=self._accumulation_steps)
-        steps = set(skips(trace, rule(pair)))
+        trace = extend_trace(
+            self.log2_scales, num_foreseen, num_burst_steps=0, num_passes_per_step=self._accumulation_steps
+        )
+        steps = set(skipped_steps(trace, rule(pair)))
         after_warmup = range(num_warmup, num_foreseen - num_measured)
         start = next((step for step in after_warmup if step - 1 not in steps), after_warmup.stop)
         return sum(start <= step < start + num_measured for step in steps)

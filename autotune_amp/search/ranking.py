@@ -32,7 +32,7 @@ from autotune_amp.core.outcome import (
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import sentence
-from autotune_amp.dimensions import NUMERIC, numerics, risks
+from autotune_amp.dimensions import NUMERIC, numerics_of, risks
 from autotune_amp.search.space import SAME_MEMORY, Space
 from autotune_amp.trial.failures import suggested_fix
 
@@ -183,7 +183,7 @@ def check_key(candidate: Setting) -> Setting:
     A check holds at every batch size. fp32 with the user's own flags counts as TF32, since parts of it may use TF32.
     """
     precision = "tf32" if candidate.as_found and candidate.precision == "fp32" else candidate.precision
-    return replace(numerics(candidate), precision=precision, batch_size=1, accumulation_steps=1)
+    return replace(numerics_of(candidate), precision=precision, batch_size=1, accumulation_steps=1)
 
 
 def needs_check(candidate: Setting, space: Space) -> bool:

@@ -25,9 +25,15 @@ from autotune_amp.core.workload import Workload
 from autotune_amp.dimensions import NUMERIC, VARIANTS
 from autotune_amp.dimensions.live_training import LiveTraining
 from autotune_amp.numerics import accumulation, calibration, fidelity
-from autotune_amp.numerics.accumulation import IGNORED_LABEL, cut, first_dimensions, num_micro_batches, tensors
-from autotune_amp.numerics.paired_runs import train_before
-from autotune_amp.numerics.passes import CheckInputs, Loop, NoStepError, Passes, no_loss
+from autotune_amp.numerics.accumulation import (
+    IGNORED_LABEL,
+    batch_tensors,
+    first_dimensions,
+    num_micro_batches,
+    split_batch,
+)
+from autotune_amp.numerics.paired_runs import train_in_fp32
+from autotune_amp.numerics.passes import CheckedLoop, CheckInputs, NoStepError, Passes, raise_no_loss
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import has_half_weights
 from autotune_amp.trial import data, failures
@@ -60,7 +66,7 @@ def _prepare_and_check(context: Context, spec: Check, tell: Tell) -> CheckOutcom
     try:
         inputs, num_steps = _make_check_inputs(context, spec, tell)
     except CannotCutError as error:
-        return accumulation.unchecked(str(error), spec.candidate.batch_size)
+        return accumulation.unchecked_result(str(error), spec.candidate.batch_size)
     except NotTrainedError as error:
         return spec.unchecked(f"training in fp32 for it failed: {error}")
     spec = msgspec.structs.replace(spec, num_steps_before=num_steps)
@@ -192,7 +198,7 @@ def _inputs_for_model(workload: Workload, spec: Check, model: nn.Module, batches
     # Each pass gets a copy, since the user's code may take parts out of its batch or change them.
     inputs = CheckInputs(
         model=model,
-        loss=no_loss,
+        loss=raise_no_loss,
         batches=batches,
         make_optimizer=partial(make_optimizer, workload),
         device=torch.device(spec.device),
@@ -206,7 +212,7 @@ def _inputs_for_model(workload: Workload, spec: Check, model: nn.Module, batches
     return replace(
         inputs,
         make_optimizer=lambda _: model.first_optimizer(),
-        loop=Loop(
+        loop=CheckedLoop(
             step=lambda state, batch, amp: train_step(state.held, copy.deepcopy(batch), amp),
             forget=LoopState.restore_python_state,
             batch_size=spec.candidate.batch_size,
@@ -310,8 +316,8 @@ def _cut_batch(batch: Any, num_samples: int) -> list[Any]:
     if len(sizes) != 1 or min(sizes) < num_samples:
         dimensions = f"tensors with first dimensions {sorted(sizes)}" if sizes else "no tensors"
         raise CannotCutError(f"a batch of {num_samples} samples has {dimensions} and cannot be cut into smaller ones")
-    whole = cut(batch, num_samples)[0]
-    return [whole, *cut(whole, num_samples // num_micro_batches(num_samples))]
+    whole = split_batch(batch, num_samples)[0]
+    return [whole, *split_batch(whole, num_samples // num_micro_batches(num_samples))]
 
 
 def _are_equal(first: Any, second: Any) -> bool:

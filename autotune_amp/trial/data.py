@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from autotune_amp.core.errors import WorkloadError
-from autotune_amp.numerics.accumulation import tensors
+from autotune_amp.numerics.accumulation import batch_tensors
 
 Stream: TypeAlias = Generator[Any, None, None]
 
@@ -106,7 +106,7 @@ def num_samples(batch: Any, batch_size: int) -> int | None:
     of all tensors that have one (time first). Otherwise it is the largest first dimension or list length, or None
     without a tensor.
     """
-    shapes = [tuple(tensor.shape) for _, tensor in tensors(batch) if tensor.dim() > 0]
+    shapes = [tuple(tensor.shape) for _, tensor in batch_tensors(batch) if tensor.dim() > 0]
     if not shapes:
         return batch_size if batch_size in _lengths(batch) else None
     matrices = [shape for shape in shapes if len(shape) > 1]
@@ -149,7 +149,7 @@ def copy_sample(sample: Any) -> Any:
 
     Tensors are cloned: deepcopy, and a worker's queue, would take the whole storage of a tensor that is one row of it.
     """
-    return copy.deepcopy(sample, {id(tensor): tensor.clone() for _, tensor in tensors(sample)})
+    return copy.deepcopy(sample, {id(tensor): tensor.clone() for _, tensor in batch_tensors(sample)})
 
 
 def rebuild_loader(loader: DataLoader[Any], num_workers: int | None = None, **settings: Any) -> DataLoader[Any]:

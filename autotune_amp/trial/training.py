@@ -19,10 +19,10 @@ from autotune_amp.dimensions import DIMENSIONS
 from autotune_amp.dimensions.dimension import Variant
 from autotune_amp.dimensions.live_training import LiveTraining
 from autotune_amp.precision import forward_wrapper, torch_state
-from autotune_amp.precision.forward_wrapper import named
+from autotune_amp.precision.forward_wrapper import modules_named
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.step_amp import StepAmp, has_gradients
-from autotune_amp.precision.torch_state import as_found_autocast
+from autotune_amp.precision.torch_state import caller_autocast
 from autotune_amp.trial import data
 from autotune_amp.trial.context import LoopState, Optimizers, make_optimizer, users_optimizers
 from autotune_amp.trial.jobs import Trial
@@ -132,7 +132,7 @@ class BaseTraining(ABC):
         """Return a new autocast context for the candidate's forward passes."""
         candidate = self.spec.candidate
         if candidate.as_found:
-            return as_found_autocast(self.spec.torch_state, self.device.type)
+            return caller_autocast(self.spec.torch_state, self.device.type)
         return torch_state.autocast(candidate.precision, self.device.type)
 
     def loss_scale(self) -> float | None:

@@ -25,7 +25,7 @@ from case import Case
 
 from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.fidelity import check
-from autotune_amp.numerics.paired_runs import train_before
+from autotune_amp.numerics.paired_runs import train_in_fp32
 from autotune_amp.numerics.passes import CheckInputs
 
 NUM_BATCHES = 8
@@ -42,7 +42,7 @@ def precisions(case: Case, device: torch.device) -> list[Precision]:
 def prepared(case: Case, seed: int, device: torch.device, num_steps: int) -> CheckInputs:
     """Build the case once for all of its precisions: a check leaves the model as it was."""
     subject = common.subject(case, seed, NUM_BATCHES + num_steps, device)
-    train_before(subject, subject.batches[NUM_BATCHES:])
+    train_in_fp32(subject, subject.batches[NUM_BATCHES:])
     return subject
 
 

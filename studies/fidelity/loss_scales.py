@@ -22,7 +22,7 @@ from autotune_amp.core.config import LossScale
 from autotune_amp.core.outcome import Calibration
 from autotune_amp.numerics.calibration import calibrate
 from autotune_amp.numerics.passes import CheckInputs, Passes
-from autotune_amp.numerics.scaler_replay import extend, skips
+from autotune_amp.numerics.scaler_replay import extend_trace, skipped_steps
 
 NUM_BATCHES = 12  # of the calibration
 NUM_REAL_STEPS = 100
@@ -59,8 +59,8 @@ def brute_force(subject: CheckInputs, log2_scales: Sequence[float | None]) -> di
 
 def foretold(calibration: Calibration, init_scale: float) -> int:
     """Skips that the replay of the calibrated S*(t), extended to the real steps without a burst, counts."""
-    trace = extend([_number(s) for s in calibration.log2_scales], NUM_REAL_STEPS, num_burst_steps=0)
-    return len(skips(trace, LossScale(init_scale=init_scale)))
+    trace = extend_trace([_number(s) for s in calibration.log2_scales], NUM_REAL_STEPS, num_burst_steps=0)
+    return len(skipped_steps(trace, LossScale(init_scale=init_scale)))
 
 
 def outcome(case: Case, seed: int, device: torch.device) -> dict[str, Any]:

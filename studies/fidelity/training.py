@@ -16,7 +16,7 @@ from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.paired_runs import perturb
 from autotune_amp.numerics.passes import CheckInputs
 from autotune_amp.precision import torch_state
-from autotune_amp.precision.forward_wrapper import named, override, pin_fp32
+from autotune_amp.precision.forward_wrapper import modules_named, override, pin_fp32
 from autotune_amp.precision.torch_state import autocast, set_flags
 
 STEPS_PER_RECORD = 10
@@ -59,7 +59,7 @@ def train(
         model.float()
         override(model, "fp32", device)  # casts inputs up
     perturb(model, perturbation, seed)
-    for module in named(model, pinned_modules):
+    for module in modules_named(model, pinned_modules):
         pin_fp32(module, device)
     optimizer = subject.make_optimizer(model)
     taken: list[None] = []

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autotune_amp import AmpConfig
-from autotune_amp.dimensions import CUDNN_BENCHMARK, numerics
+from autotune_amp.dimensions import CUDNN_BENCHMARK, numerics_of
 from autotune_amp.dimensions.dimension import APPLIED_ALREADY
 from autotune_amp.dimensions.live_training import LiveTraining
 from autotune_amp.dimensions.prepare import supported_values
@@ -36,7 +36,7 @@ def unsupported_reason(live: LiveTraining) -> str | None:
 def test_it_is_for_convolutions_on_cuda_that_have_it_not_yet() -> None:
     assert unsupported_reason(live_training(nn.Sequential(LINEAR, CONVOLUTION))) is None
     assert unsupported_reason(live_training(LINEAR)) == "the model has no convolution"
-    assert unsupported_reason(live_training(CONVOLUTION, "cpu")) == "cuDNN is CUDA's"
+    assert unsupported_reason(live_training(CONVOLUTION, "cpu")) == "cuDNN needs CUDA"
     torch.backends.cudnn.benchmark = True
     assert unsupported_reason(live_training(CONVOLUTION)) == APPLIED_ALREADY
 
@@ -55,5 +55,5 @@ def test_plain_pytorch_has_a_line_for_it_and_it_changes_no_numerics_to_check() -
     assert CUDNN_BENCHMARK.export("on", "torch") == ["torch.backends.cudnn.benchmark = True"]
     assert CUDNN_BENCHMARK.export("as_found", "torch") is None
     config = AmpConfig(precision="fp32", batch_size=4, cudnn_benchmark="on")
-    assert numerics(config) == config.ordinary
+    assert numerics_of(config) == config.ordinary
     assert config.active_variants == {"cudnn_benchmark": "on"}

@@ -79,7 +79,7 @@ def test_the_middle_layers_multiply_in_fp8_and_come_back_as_they_were(recipe: Fp
     assert distance(gradients(model, batch), found) == 0
     prepare(config("tensorwise" if recipe == "rowwise" else "rowwise"), model, optimizer)
     assert distance(gradients(model, batch), found) > 0, "the other recipe takes its place"
-    fp8.switch([model], None, CPU)
+    fp8.set_recipe([model], None, CPU)
     assert [type(layer) for layer in model] == [type(layer) for layer in fp8_samples.model()]
     assert [layer.__dict__.keys() for layer in model] == [layer.__dict__.keys() for layer in fp8_samples.model()]
     assert distance(gradients(model, batch), around) == 0
@@ -95,8 +95,8 @@ def test_copies_pickles_pins_and_checkpoints_go_on() -> None:
         assert distance(gradients(other, batch), found) == 0
     pin_fp32(model, "cpu")
     assert distance(gradients(model, batch), exact) == 0, "what is pinned is in fp32, its fp8 layers too"
-    fp8.switch([model], None, CPU)
-    fp8.switch([model], "rowwise", CPU)
+    fp8.set_recipe([model], None, CPU)
+    fp8.set_recipe([model], "rowwise", CPU)
     assert distance(gradients(model, batch), exact) == 0, "under a pin of before"
     unpin(model)
     assert distance(gradients(model, batch), found) == 0
@@ -131,7 +131,7 @@ def test_layers_of_the_users_own_are_known() -> None:
     convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
     found = supported_values(LiveTraining([model], [], CPU))["fp8_recipe"]
     assert found == dict.fromkeys(RECIPES, "it is so already")
-    fp8.switch([model], None, CPU)
+    fp8.set_recipe([model], None, CPU)
     assert type(model[2]).__name__ == "Float8Linear", "only ours are taken off"
 
 

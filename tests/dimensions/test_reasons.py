@@ -11,7 +11,7 @@ from scripted_backend import measured
 
 from autotune_amp.core.outcome import Failure, FailureKind, Measurement, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.dimensions import ALLOCATOR, COMPILE, FP8_RECIPE, OPTIMIZER_IMPL, VARIANTS, in_fallbacks
+from autotune_amp.dimensions import ALLOCATOR, COMPILE, FP8_RECIPE, OPTIMIZER_IMPL, VARIANTS, fallback_setting
 from autotune_amp.dimensions.dimension import Leader
 from autotune_amp.trial.jobs import Trial
 
@@ -96,7 +96,7 @@ def test_the_allocator_changes_no_peak_and_so_is_nothing_for_memory() -> None:
 
 def test_a_fallback_keeps_all_variants_but_compiling() -> None:
     kept = {"memory_format": "channels_last", "optimizer_impl": "fused"}
-    assert in_fallbacks(replace(LEADING, compile="default", **kept)).active_variants == kept
+    assert fallback_setting(replace(LEADING, compile="default", **kept)).active_variants == kept
 
 
 def test_variants_are_set_up_with_the_allocator_first_and_compiled_last() -> None:

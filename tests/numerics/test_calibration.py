@@ -31,7 +31,7 @@ from autotune_amp.numerics.calibration import (
     count_octaves,
     largest_safe_scale,
 )
-from autotune_amp.numerics.comparison import COUNTS
+from autotune_amp.numerics.comparison import MIN_RELATIVE_MAGNITUDE
 from autotune_amp.numerics.passes import CheckInputs, Passes
 from autotune_amp.numerics.scaler_replay import FlushedShares
 from autotune_amp.precision.forward_wrapper import watch_forward
@@ -152,7 +152,7 @@ def test_the_histogram_counts_what_counts_and_foretells_what_fp16_flushes(name: 
     made = shortened(name, 4)  # one step of four is counted
     gradients = Passes(made).run(0, "fp32").gradients.values()
     each = [dense({"": gradient}) for gradient in gradients]
-    gradient = torch.cat([g[g.abs() > COUNTS * g.abs().max()] for g in each])
+    gradient = torch.cat([g[g.abs() > MIN_RELATIVE_MAGNITUDE * g.abs().max()] for g in each])
     counted = dict(calibrate(made, batch_size=8).gradient_histogram)
     assert list(counted) == sorted(counted)
     few = 2 / len(gradient)  # an entry at the edge may fall to the other side where a CPU rounds the repeated pass anew

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autotune_amp.core.outcome import GradientDamage
-from autotune_amp.numerics.comparison import compare, signals
+from autotune_amp.numerics.comparison import compare, parameters_with_signal
 from autotune_amp.numerics.passes import Gradients
 
 
@@ -67,7 +67,7 @@ def test_gradients_that_are_missing_sparse_complex_empty_huge_or_tiny() -> None:
     assert sums([{}, whole, {}], [whole] * 3) == sums([one(0.0, 0.0), whole, one(0.0, 0.0)], [whole] * 3)
     assert sums([whole], [{}]) == sums([whole], [one(0.0, 0.0)])
     assert sums([{}], [{}]) == sums([one()], [one()]) == sums([one(0.0)], [one(0.0)])
-    assert signals(one(), one()) == set()
+    assert parameters_with_signal(one(), one()) == set()
     rows = [torch.tensor([[1.0, 2.0], [0.0, 0.0], [3.0, 0.5]]), torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 1.0]])]
     plain: list[Gradients] = [{"w": tensor} for tensor in rows]
     sparse: list[Gradients] = [{"w": tensor.to_sparse(1)} for tensor in rows]
@@ -92,7 +92,9 @@ def test_flushed_are_entries_that_count_and_are_zero_in_the_low_precision_alone(
 def test_a_signal_is_what_another_rounding_leaves_as_it_is() -> None:
     gradients = {"kept": torch.ones(2), "noise": torch.ones(2), "zero": torch.zeros(2), "missing": torch.ones(2)}
     perturbed = {"kept": torch.full((2,), 1.05), "noise": torch.full((2,), 1.2), "zero": torch.zeros(2)}
-    assert signals(gradients, perturbed) == {"kept"}, "a parameter that another rounding changes by 20 % is noise"
+    assert parameters_with_signal(gradients, perturbed) == {"kept"}, (
+        "a parameter that another rounding changes by 20 % is noise"
+    )
 
 
 def test_of_a_sparse_gradient_only_what_it_stores_is_kept() -> None:

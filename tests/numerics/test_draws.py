@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from autotune_amp.numerics.draws import DrawnInFp32, comparable_draws, without_dropout
+from autotune_amp.numerics.draws import Fp32RandomMode, comparable_draws, without_dropout
 from autotune_amp.numerics.fidelity import check
 
 X = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -98,7 +98,7 @@ def test_half_precision_gets_the_numbers_of_fp32_and_what_follows_does_too(name:
         return DRAWS[name](of), torch.rand(3)
 
     expected, follows = drawn(torch.float32)
-    with DrawnInFp32() as counted:
+    with Fp32RandomMode() as counted:
         found, then = drawn(dtype)
         assert counted.num_drawn == 1
         torch.testing.assert_close(drawn(torch.float32)[0], expected, rtol=0, atol=0)
@@ -111,7 +111,7 @@ def test_half_precision_gets_the_numbers_of_fp32_and_what_follows_does_too(name:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_end_of_a_range_is_not_rounded_to(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    with DrawnInFp32():
+    with Fp32RandomMode():
         assert torch.rand(100_000, dtype=dtype).max() < 1
         assert torch.empty(100_000, dtype=dtype).uniform_(2.0, 8.0).max() < 8
         assert torch.empty(100_000, dtype=dtype).uniform_(-8.0, -2.0).max() < -2

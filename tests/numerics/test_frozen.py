@@ -3,14 +3,14 @@ from __future__ import annotations
 import torch
 
 from autotune_amp.core.outcome import Fidelity
-from autotune_amp.numerics.frozen import judge_frozen
+from autotune_amp.numerics.frozen import fidelity_from_gradients
 
 STEPS = [{"weight": torch.randn(64, generator=torch.Generator().manual_seed(step))} for step in range(3)]
 LOSSES = (1.0, 1.1, 0.9)
 
 
 def judged(low: list[dict[str, torch.Tensor]], losses: tuple[float, ...] = LOSSES) -> Fidelity:
-    return judge_frozen(low, STEPS, (losses, LOSSES), "bf16", 8)
+    return fidelity_from_gradients(low, STEPS, (losses, LOSSES), "bf16", 8)
 
 
 def test_rounding_is_faithful() -> None:
@@ -41,7 +41,7 @@ def test_gradients_that_are_not_finite_are_never_faithful() -> None:
 
 def test_gradients_that_are_zero_in_both_say_nothing() -> None:
     zero = [{"weight": torch.zeros(64)} for _ in STEPS]
-    found = judge_frozen(zero, zero, (LOSSES, LOSSES), "bf16", 8)
+    found = fidelity_from_gradients(zero, zero, (LOSSES, LOSSES), "bf16", 8)
     assert found.verdict == "unchecked"
     assert "gradient" in found.reason
 

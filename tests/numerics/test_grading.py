@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from autotune_amp.core.outcome import GradientDamage, Verdict
-from autotune_amp.numerics.grading import Findings, TrainingDivergence, grade, next_step, suspicion
+from autotune_amp.numerics.grading import Findings, TrainingDivergence, grade, next_step, reason_to_train_longer
 
 
 def damage(least: float = 0.0, flushed_share: float = 0.0) -> GradientDamage:
@@ -43,7 +43,7 @@ APART, TOGETHER = parted(0.5), parted(0.09)
 BIAS: dict[str, Any] = {"common_error": 0.1, "common_error_interval": (0.05, 0.15)}
 UNRESOLVED = {"noise_ratio": 1.0, "common_error_interval": (0.0, 0.5)}
 CASES: list[tuple[dict[str, Any], Verdict, str]] = [
-    ({}, "faithful", "sampling"),
+    ({}, "faithful", "noise between batches"),
     ({"is_reference_finite": False, "is_finite": False}, "unchecked", "fp32"),
     ({"has_signal": False}, "unchecked", "gradient is zero"),
     ({"has_signal": False, "forward_max": 6e4}, "unfaithful", "activations reach"),
@@ -55,12 +55,12 @@ CASES: list[tuple[dict[str, Any], Verdict, str]] = [
     ({"is_finite": False, "has_safe_scale": False}, "unfaithful", "every loss scale"),
     ({"is_training_finite": False}, "unfaithful", "no longer finite"),
     # Noise is told, and harms nobody where no error is hidden in it.
-    ({"noise_ratio": 0.24}, "faithful", "sampling"),
+    ({"noise_ratio": 0.24}, "faithful", "noise between batches"),
     ({"noise_ratio": 1.0}, "faithful", "a batch 50 % smaller"),
-    (UNRESOLVED, "undecided", "no training was made"),
+    (UNRESOLVED, "undecided", "no training run was made"),
     ({**UNRESOLVED, "divergence": TOGETHER}, "faithful", "a batch 50 % smaller"),
     ({**UNRESOLVED, "divergence": APART}, "unfaithful", "0.5 from fp32's"),
-    ({"noise_ratio": 1.0, "common_error_interval": None}, "undecided", "no training was made"),
+    ({"noise_ratio": 1.0, "common_error_interval": None}, "undecided", "no training run was made"),
     ({"divergence": parted(0.5, spread=0.6)}, "faithful", ""),  # as orders of fp32 part
     ({"divergence": parted(0.03, spread=0.01)}, "faithful", ""),  # a small share of its fall
     # An error that all batches share harms, or may.
@@ -81,7 +81,7 @@ CASES: list[tuple[dict[str, Any], Verdict, str]] = [
     ({"is_cut": True, "loss_error": None}, "undecided", "no time to find a loss scale"),
     ({"is_cut": True, "flushed_share": 0.5}, "unfaithful", "flushed"),
     ({"flushed_share": 0.005}, "faithful", ""),
-    ({"flushed_share": 0.05}, "unfaithful", "5 % of the gradient's entries"),
+    ({"flushed_share": 0.05}, "unfaithful", "5 % of the significant gradient entries"),
     ({"flushed_share": 0.05, "format_max": 3.4e38}, "faithful", ""),
     ({"most_flushed": damage(flushed_share=0.4)}, "faithful", ""),
     ({"most_flushed": damage(flushed_share=0.6)}, "unfaithful", "60 % of the gradient of body.weight"),
@@ -106,7 +106,9 @@ def test_where_the_limits_lie(worse: dict[str, Any], verdict: Verdict, says: str
     assert found.verdict == verdict, found.reason
     assert says in found.reason
     assert verdict != "unfaithful" or "updates" not in found.reason
-    assert (verdict == "undecided") <= (suspicion(FAITHFUL._replace(**worse)) is not None or "is_cut" in worse)
+    assert (verdict == "undecided") <= (
+        reason_to_train_longer(FAITHFUL._replace(**worse)) is not None or "is_cut" in worse
+    )
 
 
 def test_what_to_do_next_follows_from_the_verdict_the_pins_and_the_weights() -> None:

@@ -11,7 +11,7 @@ from subjects import Applied, compiled, running_sum, subject
 from torch import nn
 
 from autotune_amp.core.precisions import Precision
-from autotune_amp.numerics.locate import first_wrong
+from autotune_amp.numerics.locate import first_inaccurate_module
 from autotune_amp.numerics.passes import Passes
 
 
@@ -47,7 +47,7 @@ def chain(guilty: nn.Module, innocent: Callable[[], nn.Module]) -> nn.Module:
 
 
 def found_in(passes: Passes, precision: Precision = "bf16") -> str | None:
-    return first_wrong(passes, passes, 0, precision)
+    return first_inaccurate_module(passes, passes, 0, precision)
 
 
 @pytest.mark.parametrize("guilty", GUILTY)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autotune_amp.core.outcome import Accumulation
 from autotune_amp.numerics import accumulation
-from autotune_amp.numerics.accumulation import GradientProducts, check, cut, find_weights
+from autotune_amp.numerics.accumulation import GradientProducts, check_accumulation, find_weights, split_batch
 from autotune_amp.numerics.passes import CheckInputs
 
 Loss = Callable[[Any, Any], Tensor]
@@ -26,7 +26,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 def found_of(model: nn.Module, loss: Loss, whole: Any, num_samples: int = 16, seed: int = 0) -> Accumulation:
     """A check, what holds of every one asserted."""
-    micro_batches = cut(whole, num_samples // accumulation.num_micro_batches(num_samples))
+    micro_batches = split_batch(whole, num_samples // accumulation.num_micro_batches(num_samples))
     subject = CheckInputs(
         model=model,
         loss=lambda model, batch: loss(model, copy.deepcopy(batch)),
@@ -36,7 +36,7 @@ def found_of(model: nn.Module, loss: Loss, whole: Any, num_samples: int = 16, se
         seed=seed,
     )
     before = everything_of(model)
-    found = check(subject, num_samples)
+    found = check_accumulation(subject, num_samples)
     torch.testing.assert_close(everything_of(model), before, rtol=0, atol=0)
     assert found.num_passes <= 3 + len(micro_batches)
     assert (found.batch_size, found.num_micro_batches) == (num_samples, len(micro_batches))
@@ -87,7 +87,7 @@ def test_the_mean_over_samples_is_what_accumulation_averages(num_samples: int) -
     assert "accumulation steps" in found.next_step
     summed = found_of(mlp(), lambda m, b: (m(b["x"]) - b["y"]).square().sum(), regression(num_samples), num_samples)
     assert summed.verdict == "sum", summed.reason
-    assert "do not divide" in summed.next_step
+    assert "without dividing" in summed.next_step
 
 
 def test_batch_norm_is_named_and_in_eval_mode_does_no_harm() -> None:

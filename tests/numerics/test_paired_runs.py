@@ -15,15 +15,15 @@ from autotune_amp.core.outcome import LostUpdates
 from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.paired_runs import (
     TrainingRun,
-    gap,
     lost_updates,
     noise_gap,
     perturb,
-    shuffled,
+    relative_gap,
+    shuffled_batch_order,
     train,
     training_divergence,
 )
-from autotune_amp.numerics.passes import Pass, Passes
+from autotune_amp.numerics.passes import Passes, PassResult
 
 NUM_STEPS = 4
 
@@ -32,10 +32,10 @@ def overflowing(from_call: int, limit: float) -> tuple[Any, list[tuple[int, floa
     """Passes whose gradient is infinite above `limit`, and the batch and the loss scale of each."""
     seen: list[tuple[int, float]] = []
 
-    def run(index: int, _: Precision, *, scale: float, **__: Any) -> Pass:
+    def run(index: int, _: Precision, *, scale: float, **__: Any) -> PassResult:
         seen.append((index, scale))
         is_bad = len(seen) >= from_call and scale > limit
-        return Pass(1.0, {"w": torch.tensor(0.0)}, largest=math.inf if is_bad else 0.0)
+        return PassResult(1.0, {"w": torch.tensor(0.0)}, largest=math.inf if is_bad else 0.0)
 
     return Mock(subject=build("MLP"), model=mlp(), run=run), seen
 
@@ -44,7 +44,7 @@ def test_a_run_repeats_and_is_what_a_plain_loop_does() -> None:
     passes = Passes(build("transformer with dropout"))
     first, again, moved = (train(passes, "fp32", NUM_STEPS, perturbation=p) for p in (0.0, 0.0, 0.01))
     assert first == again
-    assert gap(first, again, moved) == noise_gap(first, again) == 0.0
+    assert relative_gap(first, again, moved) == noise_gap(first, again) == 0.0
     made, plain = build("convnet with BatchNorm"), build("convnet with BatchNorm")
     run = train(Passes(made), "fp32", NUM_STEPS)
     optimizer, losses = plain.make_optimizer(plain.model), []
@@ -64,14 +64,14 @@ def test_the_gap_by_hand() -> None:
         TrainingRun((3.0, 1.5, 2.5), 0),
         TrainingRun((3.0, 1.1, 2.1), 0),
     )
-    assert gap(low, reference, perturbed) == pytest.approx(5.0)
+    assert relative_gap(low, reference, perturbed) == pytest.approx(5.0)
     # The loss moves by -2 and +1: their standard deviation is 1.5, that of one loss 1.5 / sqrt(2).
     assert noise_gap(low, reference) == pytest.approx(1 / 3 / (1.5 / math.sqrt(2)))
-    assert gap(low, reference, reference) == math.inf
+    assert relative_gap(low, reference, reference) == math.inf
 
 
 def test_orders_hold_every_batch_once_in_each_round_and_runs_part_by_the_end_of_each() -> None:
-    orders = [shuffled(12, 4, order) for order in range(2)]
+    orders = [shuffled_batch_order(12, 4, order) for order in range(2)]
     assert orders[0] != orders[1]
     assert all(sorted(order[start : start + 4]) == [0, 1, 2, 3] for order in orders for start in (0, 4, 8))
     fp32 = [TrainingRun((9.0, 7.0, 3.0, 1.0), 0), TrainingRun((8.0, 8.0, 2.0, 3.0), 0)]

@@ -124,7 +124,7 @@ def test_a_pass_knows_whether_it_drew_and_waits_once_however_many_parameters_the
     with Waits():  # type: ignore[no-untyped-call] # torch's
         assert deep.run(0, "fp32").has_gradient
     assert num_waits["_local_scalar_dense"] <= 2
-    assert not deep.has_drawn
+    assert not deep.has_random_draws
     drawing = Passes(build("transformer with dropout"))
     drawing.run(0, "fp32")
-    assert drawing.has_drawn
+    assert drawing.has_random_draws

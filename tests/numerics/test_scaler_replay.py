@@ -15,9 +15,9 @@ from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
 from autotune_amp.numerics.scaler_replay import (
     FlushedShares,
     SafeScaleTrace,
-    extend,
+    extend_trace,
     replay,
-    skips,
+    skipped_steps,
     starting_scale,
 )
 from autotune_amp.precision.torch_state import scaler_arguments
@@ -92,7 +92,7 @@ def test_skip_for_skip_and_to_the_bit_it_is_gradscaler(
     skipped, final_scale = real_gradscaler(safe_scales, loss_scale)
     trace = trace_of(safe_scales)
     result = replay(trace, loss_scale)
-    assert skips(trace, loss_scale) == skipped
+    assert skipped_steps(trace, loss_scale) == skipped
     assert (result.num_skips, result.first_skip) == (len(skipped), skipped[0] if skipped else None)
     assert result.applied_share == pytest.approx(1 - len(skipped) / len(safe_scales), abs=1e-12)
     assert result.final_scale == final_scale
@@ -121,7 +121,7 @@ def test_bounded_it_is_the_controllers_rule_and_what_is_applied_is_the_mean_over
             applied += 1 - REACHES_FAR_DOWN.at(math.log2(rule.scale))
             rule.clean()
     trace = trace_of(safe_scales)
-    assert skips(trace, loss_scale, is_bounded=True) == skipped
+    assert skipped_steps(trace, loss_scale, is_bounded=True) == skipped
     result = replay(trace, loss_scale, REACHES_FAR_DOWN, is_bounded=True)
     assert result.final_scale == rule.scale
     assert result.applied_share == pytest.approx(applied / len(safe_scales), abs=1e-12)
@@ -150,17 +150,17 @@ def log2_scales_of(trace: SafeScaleTrace) -> list[float]:
 
 def test_a_stretch_is_extended_by_its_second_half_with_one_burst() -> None:
     stretch = [float(step) for step in range(8)]
-    extended = log2_scales_of(extend(stretch, 300))
+    extended = log2_scales_of(extend_trace(stretch, 300))
     assert extended[:8] == stretch
     assert [step for step, log2_scale in enumerate(extended) if log2_scale == NEVER_FINITE] == list(range(100, 105))
     assert set(extended[8:100] + extended[105:]) == {4.0, 5.0, 6.0, 7.0}
-    assert log2_scales_of(extend(stretch, 300)) == extended
-    assert log2_scales_of(extend(stretch, 300, seed=1)) != extended
-    assert log2_scales_of(extend(stretch, 3)) == stretch[:3]
+    assert log2_scales_of(extend_trace(stretch, 300)) == extended
+    assert log2_scales_of(extend_trace(stretch, 300, seed=1)) != extended
+    assert log2_scales_of(extend_trace(stretch, 3)) == stretch[:3]
     for nothing in ([], [1.0, math.nan]):
         with pytest.raises(ValueError, match="at least one step"):
             SafeScaleTrace(nothing)
-    late = log2_scales_of(extend(stretch, 12, num_burst_steps=3))  # never in what was recorded
+    late = log2_scales_of(extend_trace(stretch, 12, num_burst_steps=3))  # never in what was recorded
     assert (late[:8], late[8:11]) == (stretch, [NEVER_FINITE] * 3)
 
 
@@ -169,7 +169,7 @@ def test_a_stretch_is_extended_by_its_second_half_with_one_burst() -> None:
     num_passes=st.integers(1, 8),
 )
 def test_a_window_is_as_bad_as_its_worst_pass(stretch: list[float], num_passes: int) -> None:
-    windows = log2_scales_of(extend(stretch, 60, num_burst_steps=0, num_passes_per_step=num_passes))
+    windows = log2_scales_of(extend_trace(stretch, 60, num_burst_steps=0, num_passes_per_step=num_passes))
     whole = [min(stretch[i : i + num_passes]) for i in range(0, len(stretch) - num_passes + 1, num_passes)]
     assert windows[: len(whole)] == whole
     # Drawn as the passes of a longer horizon are, and the least of each window taken.

@@ -13,7 +13,7 @@ import torch
 from autotune_amp.core.precisions import PRECISIONS as ALL_PRECISIONS
 from autotune_amp.core.precisions import autocast_precision
 from autotune_amp.precision.modes import MODES
-from autotune_amp.precision.torch_state import CUDA_FLAGS, FP32_PRECISION_FLAGS, as_found
+from autotune_amp.precision.torch_state import CUDA_FLAGS, FP32_PRECISION_FLAGS, precision_of_state
 
 # In a process of its own, where every flag is as PyTorch begins with it.
 PROGRAM = """
@@ -134,7 +134,7 @@ def state(matmul: str, conv: str, rnn: str, autocast: str | None = None, mkldnn:
 def test_what_the_callers_flags_amount_to(
     found: dict[str, str | None], device: str, idle: tuple[str, ...], expected: tuple[str, bool]
 ) -> None:
-    assert as_found(found, device, idle) == expected
+    assert precision_of_state(found, device, idle) == expected
 
 
 def test_modes_are_in_the_order_of_risk_and_know_their_formats() -> None:

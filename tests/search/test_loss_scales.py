@@ -12,7 +12,7 @@ from scripted_backend import calibration, candidate, measurement
 from autotune_amp.core.config import LossScale
 from autotune_amp.core.outcome import Calibration, Failure, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.numerics.scaler_replay import Replay, extend, replay, skips
+from autotune_amp.numerics.scaler_replay import Replay, extend_trace, replay, skipped_steps
 from autotune_amp.search import loss_scales
 from autotune_amp.search.loss_scales import DEFAULT_PAIR, Scales, best_pair, calibrated
 
@@ -105,7 +105,9 @@ def test_a_window_overflows_where_any_of_its_passes_does() -> None:
     pair, four = (2.0**15, 50), Scales(noisy, 10_000, accumulation_steps=4)
     of_passes = [s + 2 for s in (14.5, 14.5, 14.5, 14.5, 14.5, 8.0) * 4]
     rule = LossScale(init_scale=pair[0], growth_interval=pair[1])
-    windows, single = (replay(extend(of_passes, 10_000, num_passes_per_step=k), rule, is_bounded=True) for k in (4, 1))
+    windows, single = (
+        replay(extend_trace(of_passes, 10_000, num_passes_per_step=k), rule, is_bounded=True) for k in (4, 1)
+    )
     assert four.replay(pair)[:2] == windows[:2] != single[:2]
 
 
@@ -122,8 +124,8 @@ def test_what_a_process_should_have_skipped_is_counted_as_the_trial_counts() -> 
     known = scales(log2_scale=14.5)
     assert known.num_skips_among(known.preferred, 400, 3) == 0
     pair = (2.0**14, 5)  # grows to 2^15 after five steps, which is one skip, and so on every six steps
-    trace = extend(known.log2_scales, 100)
-    assert skips(trace, LossScale(init_scale=pair[0], growth_interval=5))[:3] == [5, 11, 17]
+    trace = extend_trace(known.log2_scales, 100)
+    assert skipped_steps(trace, LossScale(init_scale=pair[0], growth_interval=5))[:3] == [5, 11, 17]
     assert known.num_skips_among(pair, 15, 3) == 3
     assert known.num_skips_among(pair, 15, 7) == 2  # the first of the three was in the warm-up
     assert known.num_skips_among((2.0**20, 2000), 50, 3) == 0  # it comes down during the warm-up

@@ -14,7 +14,7 @@ from torch import nn
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController
 from autotune_amp.core.precisions import Precision
-from autotune_amp.numerics.passes import CatchingAmp
+from autotune_amp.numerics.passes import GradientCollectingAmp
 from autotune_amp.precision.step_amp import StepAmp
 from autotune_amp.precision.torch_state import autocast
 
@@ -35,7 +35,7 @@ def public(kind: type) -> set[str]:
     return {name for name in dir(kind) if not name.startswith("_")}
 
 
-@pytest.mark.parametrize("kind", [StepAmp, CatchingAmp])
+@pytest.mark.parametrize("kind", [StepAmp, GradientCollectingAmp])
 def test_it_has_the_controllers_methods_with_the_same_parameters(kind: type) -> None:
     wanted = public(PrecisionController) - NOT_IN_A_STEP.keys()
     assert wanted <= public(kind)
@@ -52,7 +52,7 @@ def test_it_has_the_controllers_methods_with_the_same_parameters(kind: type) -> 
 def test_a_step_can_read_the_config_and_the_status(precision: Precision) -> None:
     controller, amp = scalers(precision)
     config = controller.config
-    for each in (controller, amp, CatchingAmp(nullcontext, "cpu", config, {}, 2.0**14)):
+    for each in (controller, amp, GradientCollectingAmp(nullcontext, "cpu", config, {}, 2.0**14)):
         assert each.config == config
         status = each.status()
         given = vars(status) if isinstance(status, SimpleNamespace) else msgspec.structs.asdict(status)

@@ -89,7 +89,7 @@ def as_it_is(batch: Any) -> Any:
 
 def numbers(batch: Any) -> list[int]:
     """Which samples a batch holds, by the first number of its first tensor."""
-    first = next(tensor for _, tensor in accumulation.tensors(batch))
+    first = next(tensor for _, tensor in accumulation.batch_tensors(batch))
     return [int(row.flatten()[0]) for row in first]
 
 

@@ -115,7 +115,7 @@ def make_finding(
         line=place.line,
         code=place.code,
         why=why or rule.why,
-        mend=mend or rule.mend,
+        mend=mend or rule.fix,
         source=rule.source,
     )
 

@@ -18,7 +18,7 @@ from autotune_amp.core.job import Phase, Tell
 from autotune_amp.core.outcome import Failure
 from autotune_amp.diagnostics.memory.results import MemoryBreakdown, MemoryJob, ModuleActivations
 from autotune_amp.dimensions.activation_checkpointing import ACTIVATION_CHECKPOINTING, repeated_blocks
-from autotune_amp.numerics.accumulation import tensors
+from autotune_amp.numerics.accumulation import batch_tensors
 from autotune_amp.precision.forward_wrapper import can_be_wrapped, modules_by_name
 from autotune_amp.trial import data
 from autotune_amp.trial.context import Context
@@ -100,7 +100,9 @@ def storages(held: Iterable[Tensor]) -> dict[int, int]:
 
 def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
     """Return every tensor in the state of these optimizers, at any depth."""
-    return [tensor for optimizer in optimizers for state in optimizer.state.values() for _, tensor in tensors(state)]
+    return [
+        tensor for optimizer in optimizers for state in optimizer.state.values() for _, tensor in batch_tensors(state)
+    ]
 
 
 class _Saved:
@@ -141,7 +143,7 @@ class HeldMemory:
     @contextmanager
     def watching(self, batch: Any) -> Iterator[None]:
         """Inspect the forward and backward pass on this batch, which is on the device."""
-        given = [tensor for _, tensor in tensors(batch)]
+        given = [tensor for _, tensor in batch_tensors(batch)]
         self._batch = _without(self._storages(given), self._parameters)
         # The batch may be a view of a whole dataset.
         self._batch_bytes = min(sum(self._batch.values()), sum(map(_num_bytes, given)))

@@ -12,7 +12,7 @@ from autotune_amp.core.config import FallbackPlan
 from autotune_amp.core.outcome import Failure, Measurement, Record
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
-from autotune_amp.dimensions import in_fallbacks
+from autotune_amp.dimensions import fallback_setting
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import ranking
 from autotune_amp.search.ledger import Ledger
@@ -84,7 +84,7 @@ def _stepped_down(setting: Setting, precision: Precision, factor: int) -> Settin
     """
     batch_size, num_steps = setting.batch_size // factor, setting.accumulation_steps * factor
     split = replace(setting, batch_size=batch_size, accumulation_steps=num_steps)
-    bare = in_fallbacks(split.without_fp8)
+    bare = fallback_setting(split.without_fp8)
     return replace(bare, precision=precision, as_found=False, pinned_modules=())
 
 
@@ -117,7 +117,7 @@ def fallback_plans(
         and _fits(chosen, c.precision)
         and c not in failed
     ]
-    alike = next(c for c in (in_fallbacks(chosen), chosen) if c in speeds)
+    alike = next(c for c in (fallback_setting(chosen), chosen) if c in speeds)
     rivals = [[c for c in fitting if c.precision == precision] for precision in MODES[chosen.precision].rungs_below]
     return tuple(
         FallbackPlan.of(

@@ -42,7 +42,7 @@ def test_the_search_the_check_and_trained_weights_cite_the_rule() -> None:
     check = Check(what="fidelity", candidate=FP16, device="cpu")
     later: Any = msgspec.structs.replace(check, num_steps_before=300).after(FACTORISED, None)
     for found in (gate(FACTORISED), check.unchecked(FACTORISED), later):
-        assert rules.LINEAR_ALGEBRA.mend in found.next_step
+        assert rules.LINEAR_ALGEBRA.fix in found.next_step
         assert "check_samples.py:" in found.next_step
         assert "finds other places like it" in found.next_step, "one step does not see all of them"
 
