@@ -28,7 +28,7 @@ def fix_constant(code: str, number: float) -> str | None:
 
 
 def fix_epsilon(code: str, number: float) -> str | None:
-    """Return the line with the operand that the epsilon `number` is added to cast to fp32, or None without an epsilon."""
+    """Return the line with a cast to fp32 of the operand that the epsilon `number` is added to; None without one."""
 
     def find_replacement(node: ast.AST, get_source: GetSource) -> tuple[ast.AST, str] | None:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):

@@ -19,7 +19,7 @@ from autotune_amp.precision import rules
 from autotune_amp.precision.rules import AutocastDevice
 from autotune_amp.precision.torch_state import HALF_DTYPES
 
-# Dtype to which autocast is set while a step is recorded. Code that breaks in bf16 breaks in fp16 too, whose range is smaller.
+# Autocast dtype of the recorded step. Code that breaks in bf16 breaks in fp16 too, whose range is smaller.
 AUTOCAST_DTYPE: Final = torch.float16
 FLUSHED_TO_ZERO: Final = 2.0**-25  # magnitudes up to this are zero in fp16
 # Sizes below this get no advice: a classifier's ten classes fill no tile of a tensor core anyway.
@@ -132,7 +132,7 @@ def _decomposition_findings(call: Call, device: AutocastDevice) -> Iterator[Find
 
 
 def _fourier_findings(call: Call) -> Iterator[Finding]:
-    """Yield a finding for a Fourier transform in half precision. On CUDA, fp16 works if all lengths are powers of two."""
+    """Yield a finding for a Fourier transform in half precision. CUDA has fp16 ones for lengths that are powers of 2."""
     is_refused = call.error is not None and rules.rule_of(call.error) is rules.FFT
     if not is_refused and not (_FFTS.fullmatch(call.name) and torch.float16 in call.input_dtypes[:1]):
         return

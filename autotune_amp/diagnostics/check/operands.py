@@ -59,8 +59,8 @@ class OperandCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 def _error_on_cpu(func: Any, args: Any, kwargs: dict[str, Any], half_dtype: torch.dtype) -> str | None:
     """Return the error about dtypes that the CPU raises for an operation, or None.
 
-    The operation runs on zeros, with `half_dtype` in place of any half-precision dtype. Other errors are ignored, since the
-    zeros may cause them.
+    The operation runs on zeros, with `half_dtype` in place of any half-precision dtype. Other errors are ignored:
+    the zeros may cause them.
     """
     was_enabled = torch.is_autocast_enabled("cpu")
     torch.set_autocast_enabled("cpu", False)  # the operands are cast already

@@ -221,7 +221,7 @@ class StepRecorder(TorchFunctionMode):
         self.findings += call_findings(call, self._device)
 
     def _repeat_call(self, name: str, func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], str | None]:
-        """Run a call on the shadows of its arguments under autocast; return its outputs and its error message, or None."""
+        """Run a call on its arguments' shadows under autocast; return its outputs, and its error message or None."""
         self._operand_dtypes = self._operands.last_dtypes = []
         if name == "__getitem__" or name in _HALF_UNDER_AUTOCAST:  # not possible without the device
             has_known_dtype = name == "__getitem__" or self._autocast_dtypes[-1] is not None
