@@ -101,23 +101,23 @@ def recommend_config(
     so far is saved); on ranks above 0 also `RunnerError` if rank 0 died. SIGTERM saves the best so far too and then
     ends the process with exit code 143, unless there is a handler for it already.
     """
-    asked = {name: given for name, given in locals().items() if name not in ("workload", "fresh", "quiet", "progress")}
-    where = place()
+    arguments = {name: argument for name, argument in locals().items() if name not in ("workload", "fresh", "quiet", "progress")}
+    launch = place()
 
-    def find() -> Recommendation:
-        options = SearchOptions.from_user(num_ranks=where.num_ranks, **asked)
+    def run_search() -> Recommendation:
+        options = SearchOptions.from_user(num_ranks=launch.num_ranks, **arguments)
         origin = _origin(workload, "recommend_config", "search")
-        with _shown(quiet, progress) as shown:
-            warn = _warn if quiet else shown.note
+        with _shown(quiet, progress) as shown_progress:
+            warn = _warn if quiet else shown_progress.note
             try:
-                found = search(origin, options, shown, is_fresh=fresh, is_rerun=where.is_rerun)
+                recommendation = search(origin, options, shown_progress, is_fresh=fresh, is_rerun=launch.is_rerun)
             except (NothingWorksError, SearchInterruptedError):
-                keep_report(Path(out, study or origin.name), shown.note, warn)
+                keep_report(Path(out, study or origin.name), shown_progress.note, warn)
                 raise
-            keep_report(Path(out, found.search.study), shown.note, warn)
-            return found
+            keep_report(Path(out, recommendation.search.study), shown_progress.note, warn)
+            return recommendation
 
-    return answer_on_first(find, where, budget)
+    return answer_on_first(run_search, launch, budget)
 
 
 @interruptible()
@@ -243,19 +243,19 @@ def profile_memory(
         return run_memory_profile(origin, progress, precision, batch_size, device, fit, snapshot)
 
 
-def _origin(workload: WorkloadArgument, caller: str, what: str) -> Source:
+def _origin(workload: WorkloadArgument, caller: str, action: str) -> Source:
     if "AUTOTUNE_AMP_TRIAL" in os.environ:
         raise InvalidRequestError(
-            f"{caller}() was called inside a trial: the workload's own file runs a {what} when it is imported.",
+            f"{caller}() was called inside a trial: the workload's own file runs a {action} when it is imported.",
             'Put that call behind `if __name__ == "__main__":`.',
         )
     if isinstance(workload, CommandTemplate):
         require_startable(workload.arguments, os.environ.get("PATH"))
         return CommandSource(workload)
     if isinstance(workload, str) and ":" not in workload and caller == "recommend_config":
-        words = likely_command([workload])
-        if words is not None:
-            line, is_script = shell_line(words), workload.endswith(".py")
+        command = likely_command([workload])
+        if command is not None:
+            line, is_script = shell_line(command), workload.endswith(".py")
             function = (
                 f"Name the function in it that returns a Workload: {workload}:FUNCTION. Or search"
                 if is_script
@@ -273,14 +273,14 @@ def _warn(text: str) -> None:
 
 
 @contextmanager
-def _shown(quiet: bool, given: Progress | None = None) -> Iterator[Progress]:
+def _shown(quiet: bool, user_progress: Progress | None = None) -> Iterator[Progress]:
     """Provide the given progress, else one on standard error, unless `quiet`; end it when the context ends.
 
     The state of `random` is restored at the end, since rich draws random numbers when it is imported.
     """
     state = random.getstate()
-    progress = given or Progress()
-    if given is None and not quiet:
+    progress = user_progress or Progress()
+    if user_progress is None and not quiet:
         from autotune_amp.report.progress import TerminalProgress
 
         progress = TerminalProgress(sys.stderr)

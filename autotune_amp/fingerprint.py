@@ -67,10 +67,10 @@ _LEFT_OUT = {
 def versions() -> dict[str, str]:
     """Return the versions that a measurement depends on. Imports nothing: `cuda` is there only if torch is loaded."""
     torch: Any = sys.modules.get("torch")
-    found = {name: version(name) for name in ("torch", "autotune_amp", "optuna", "torchao")}
-    found["cuda"] = None if torch is None else torch.version.cuda
-    found |= {"python": platform.python_version(), "platform": f"{sys.platform} {platform.machine()}"}
-    return {name: known for name, known in found.items() if known is not None}
+    all_versions = {name: version(name) for name in ("torch", "autotune_amp", "optuna", "torchao")}
+    all_versions["cuda"] = None if torch is None else torch.version.cuda
+    all_versions |= {"python": platform.python_version(), "platform": f"{sys.platform} {platform.machine()}"}
+    return {name: value for name, value in all_versions.items() if value is not None}
 
 
 def compute(
@@ -112,9 +112,9 @@ def workload_parts(workload: object) -> tuple[dict[str, str], tuple[str, ...]]:
 
 def file_digest(file: str | Path) -> str:
     """Return 16 hexadecimal digits of the hash of a file's bytes, or the size and time of a large file."""
-    found = Path(file).stat()
-    if found.st_size > MAX_READ_BYTES:
-        return f"{found.st_size} bytes of {found.st_mtime_ns}"
+    stat = Path(file).stat()
+    if stat.st_size > MAX_READ_BYTES:
+        return f"{stat.st_size} bytes of {stat.st_mtime_ns}"
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
 
 
@@ -153,10 +153,10 @@ def imported_names(text: str) -> Iterator[str]:
 
     The result may contain more: attributes of modules, and text that only resembles an import.
     """
-    for start, listed in dict.fromkeys(_IMPORT.findall(text)):
-        names = re.findall(r"[.\w]+", re.sub(r"#.*", "", listed))
-        base = start if start.endswith(".") or not start else f"{start}."
-        yield from (start, *(f"{base}{name}" for name in names))
+    for base_module, imported in dict.fromkeys(_IMPORT.findall(text)):
+        names = re.findall(r"[.\w]+", re.sub(r"#.*", "", imported))
+        base = base_module if base_module.endswith(".") or not base_module else f"{base_module}."
+        yield from (base_module, *(f"{base}{name}" for name in names))
 
 
 def user_modules(name: str, folders: Sequence[str], loaded: Mapping[str, object]) -> Iterator[tuple[str, str | None]]:
@@ -222,9 +222,9 @@ class Walk:
         """Add a part for a library's version, or for a user's file and each that it imports; see `user_label`."""
         root, label = module.partition(".")[0], user_label(module, file)
         if label is None and root not in sys.stdlib_module_names:
-            known = version(root)
-            self.parts[f"version of {root if known else module}"] = (
-                f"={known}" if known or not file else file_digest(file)
+            installed_version = version(root)
+            self.parts[f"version of {root if installed_version else module}"] = (
+                f"={installed_version}" if installed_version or not file else file_digest(file)
             )
         if label is None or file is None or (path := Path(file).absolute()) in self._files:
             return label
@@ -283,19 +283,19 @@ def _pickled(walk: Walk, obj: Any) -> bytes:
 
 def _attributes(cls: type, named: Mapping[str, Any]) -> list[Any]:
     """Return names and values of the attributes that count of an object of class `cls`, in the order of their names."""
-    found: list[Any] = []
+    counted: list[Any] = []
     left_out = {name for base in cls.__mro__ for name in _LEFT_OUT.get(_class_name(base), ())}
     for name in sorted(named.keys() - left_out, key=str):
         value = named[name]
         if "_hooks" in name and isinstance(value, dict):
-            found += [name, list(value.values())] if value else []  # the keys count all hooks of the process
+            counted += [name, list(value.values())] if value else []  # the keys count all hooks of the process
         elif name in ("_parameters", "_buffers", "_modules"):
-            found += [name, list(value.items())]  # in their order
+            counted += [name, list(value.items())]  # in their order
         elif name == "param_groups":
-            found += [name, [{**group, "params": len(group["params"])} for group in value]]
+            counted += [name, [{**group, "params": len(group["params"])} for group in value]]
         else:
-            found += [name, value]
-    return found
+            counted += [name, value]
+    return counted
 
 
 def _function(walk: Walk, function: FunctionType) -> bytes:
@@ -308,9 +308,9 @@ def _function(walk: Walk, function: FunctionType) -> bytes:
             if attrgetter(function.__qualname__)(sys.modules.get(function.__module__)) is function:
                 return walk.node("library", function.__module__, function.__qualname__)
     cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]  # some are empty
-    known = (code, *_variables(walk, function)) if label else (function.__module__, code.co_name)
+    identity = (code, *_variables(walk, function)) if label else (function.__module__, code.co_name)
     attributes = {name: value for name, value in vars(function).items() if name != "__wrapped__"}
-    return walk.node("function", *known, function.__defaults__, function.__kwdefaults__, cells, attributes)
+    return walk.node("function", *identity, function.__defaults__, function.__kwdefaults__, cells, attributes)
 
 
 def _wrapper(walk: Walk, obj: object) -> bytes:
@@ -338,7 +338,7 @@ def _variables(walk: Walk, function: FunctionType) -> Iterator[tuple[str, Any]]:
         for name in [name for name in names if is_user and name in space]:
             if isinstance(space[name], ModuleType):
                 inner = vars(space[name])
-                spaces += [inner] if all(inner is not known for known in spaces) else []
+                spaces += [inner] if all(inner is not space_seen for space_seen in spaces) else []
             elif not name.startswith("__"):  # names of the module system, some of them paths
                 yield name, space[name]
     if "__file__" not in function.__globals__:  # a notebook, which keeps the text of its cells

@@ -103,19 +103,19 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def placeholders(self) -> dict[str, Placeholder]:
         """Return the placeholders by name. Raises `InvalidRequestError` if one is given twice in different ways."""
-        found: dict[str, Placeholder] = {}
+        by_name: dict[str, Placeholder] = {}
         for text in (*self.arguments, *self.files.values()):
             for placeholder in map(_of, filter(itemgetter("name"), _BRACES.finditer(text))):
                 bare = Placeholder(name=placeholder.name)
-                known = found.setdefault(placeholder.name, placeholder)
-                if bare not in (placeholder, known) and placeholder != known:
+                earlier = by_name.setdefault(placeholder.name, placeholder)
+                if bare not in (placeholder, earlier) and placeholder != earlier:
                     raise InvalidRequestError(
-                        f"{{{known.name}}} is given twice in different ways.",
-                        f"Give today's value once, and write {{{known.name}}} elsewhere.",
+                        f"{{{earlier.name}}} is given twice in different ways.",
+                        f"Give today's value once, and write {{{earlier.name}}} elsewhere.",
                     )
-                if known == bare:
-                    found[known.name] = placeholder
-        return found
+                if earlier == bare:
+                    by_name[earlier.name] = placeholder
+        return by_name
 
     @property
     def name(self) -> str:
@@ -131,25 +131,25 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
             return None
         if name != "precision":
             return placeholder.today
-        return next((ours for ours, theirs in self.values.items() if theirs == placeholder.today), placeholder.today)
+        return next((precision for precision, word in self.values.items() if word == placeholder.today), placeholder.today)
 
     @property
     def today_values(self) -> dict[str, Any]:
         """Return the present values in the command by the names of a setting's fields."""
-        found = {name: self.today(name) for name in ("precision", *_NUMBERS)}
-        return {n: value if n == "precision" else int(value) for n, value in found.items() if value is not None}
+        values = {name: self.today(name) for name in ("precision", *_NUMBERS)}
+        return {n: value if n == "precision" else int(value) for n, value in values.items() if value is not None}
 
     def first_commands(self) -> list[tuple[str, ...]]:
         """Return the commands to start first: the present one, another precision, and half the batch size."""
         today = {"batch_size": 32, "precision": "fp32", **self.today_values}
-        of_trial = {"seed": 0, "trial_dir": "TRIAL_DIR", "port": 29500}
+        trial_values = {"seed": 0, "trial_dir": "TRIAL_DIR", "port": 29500}
         precision = self.placeholders.get("precision")
-        known = list((precision and precision.choices) or ("bf16", "fp32"))
+        precisions = list((precision and precision.choices) or ("bf16", "fp32"))
         others = [
-            {"precision": next((p for p in known if p != today["precision"]), today["precision"])},
+            {"precision": next((p for p in precisions if p != today["precision"]), today["precision"])},
             {"batch_size": max(1, today["batch_size"] // 2)},
         ]
-        commands = [self.filled({**today, **other, **of_trial}, "TRIAL_DIR")[0] for other in ({}, *others)]
+        commands = [self.filled({**today, **other, **trial_values}, "TRIAL_DIR")[0] for other in ({}, *others)]
         return list(dict.fromkeys(commands))
 
     def outside(self, setting: Setting, today: Setting) -> dict[str, Any]:
@@ -166,12 +166,12 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
         script that keeps its effective batch size."""
         return frozenset(self.placeholders) | ({"accumulation_steps"} if self.keeps_effective_batch_size else set())
 
-    def of_setting(self, setting: Setting, files_in: str, **of_trial: Any) -> tuple[tuple[str, ...], dict[str, str]]:
+    def of_setting(self, setting: Setting, files_in: str, **trial_values: Any) -> tuple[tuple[str, ...], dict[str, str]]:
         """Return the command for a setting, as `filled` does. Values left out of `of_trial` are not changed."""
         values = {name: getattr(setting, name) for name in ("precision", *_NUMBERS)}
         if setting.num_workers is None:
             del values["num_workers"]
-        return self.filled({**values, **of_trial}, files_in)
+        return self.filled({**values, **trial_values}, files_in)
 
     def filled(self, values: Mapping[str, Any], files_in: str) -> tuple[tuple[str, ...], dict[str, str]]:
         """Return the arguments with filled placeholders, and the filled settings files by their paths in `files_in`.
@@ -228,23 +228,23 @@ def _refuse_unknown(text: str, where: str, *, is_file: bool) -> None:
     before a colon is a key of a mapping (OmegaConf, YAML) if a blank or a further key follows, and no choices.
     """
     for match in _MEANT.finditer(_BRACES.sub("", text)):
-        given, name, rest = match[0], match["name"], match["rest"] or ""
-        ours, has_no_end = _like_ours(name, _LIKENESS), not match[0].endswith("}")
+        braces, name, rest = match[0], match["name"], match["rest"] or ""
+        similar_name, has_no_end = _like_ours(name, _LIKENESS), not match[0].endswith("}")
         is_format = rest.startswith(":") and not _CHOICES.match(rest)  # {date:%Y}, {lr: 0.1}
         has_keys = rest.startswith(": ") or (rest.startswith(":") and "," in rest)
         is_mapping = name in _NAMES and has_keys and not _OF_CHOICES.intersection(rest)
-        if is_mapping or (is_format and is_file) or (ours is None and (is_file or is_format or has_no_end)):
+        if is_mapping or (is_format and is_file) or (similar_name is None and (is_file or is_format or has_no_end)):
             continue
-        literally = "" if has_no_end else f" Where the braces are meant as text, double them: {{{given}}}."
+        literally = "" if has_no_end else f" Where the braces are meant as text, double them: {{{braces}}}."
         if name in _NAMES:
             raise InvalidRequestError(
-                f"{given!r} in {where} begins a placeholder that does not end as one.",
+                f"{braces!r} in {where} begins a placeholder that does not end as one.",
                 f"Write {{{name}=VALUE}}, in quotes: the shell takes | for a pipe, and a blank for the end. "
                 f"Choices, as in {{precision:bf16=--bf16|fp32=}}, are the precision's alone.{literally}",
             )
-        nearest, meant = ours or _like_ours(name, 0.6), rest.replace(":", "=", 1) if is_format else rest
+        nearest, meant = similar_name or _like_ours(name, 0.6), rest.replace(":", "=", 1) if is_format else rest
         raise InvalidRequestError(
-            f"{given!r} in {where} is no placeholder: there is no {name!r}.",
+            f"{braces!r} in {where} is no placeholder: there is no {name!r}.",
             (f"Write {{{nearest}{meant}}}." if nearest else f"There are {', '.join(f'{{{each}}}' for each in _NAMES)}.")
             + literally,
         )
@@ -252,7 +252,7 @@ def _refuse_unknown(text: str, where: str, *, is_file: bool) -> None:
 
 def _check(placeholder: Placeholder, words: Mapping[str, str]) -> None:
     """Raise `InvalidRequestError` if a value of the placeholder is invalid; `words` are the command's own names."""
-    name, given = placeholder.name, [*(placeholder.choices or {}), *filter(None, [placeholder.today])]
+    name, used_values = placeholder.name, [*(placeholder.choices or {}), *filter(None, [placeholder.today])]
     if placeholder.today is None and (placeholder.choices is not None or name == "num_workers"):
         choices = placeholder.choices or {}
         example = "fp32" if "fp32" in choices else next(iter(choices), "2")
@@ -267,7 +267,7 @@ def _check(placeholder: Placeholder, words: Mapping[str, str]) -> None:
                 f"{{precision:…}} names {value!r}, which is none of {', '.join(PRECISIONS)}.",
                 "Write our names before the =, and the command's arguments after it.",
             )
-    for value in given:
+    for value in used_values:
         if name == "precision" and value not in PRECISIONS and value not in words.values():
             raise InvalidRequestError(
                 f"{{precision}} has the value {value!r}, which is none of {', '.join(PRECISIONS)}.",
@@ -281,8 +281,8 @@ def _check(placeholder: Placeholder, words: Mapping[str, str]) -> None:
 
 def to_command_line(line: CommandTemplate) -> list[str]:
     """Return the options and arguments from which `from_command_line` makes this line."""
-    said = [word for name, value in line.values.items() for word in ("--value", f"{name}={value}")]
-    return [*said, *(word for file in line.files for word in ("--file", file)), "--", *line.arguments]
+    value_options = [word for name, value in line.values.items() for word in ("--value", f"{name}={value}")]
+    return [*value_options, *(word for file in line.files for word in ("--file", file)), "--", *line.arguments]
 
 
 def from_command_line(

@@ -47,16 +47,16 @@ def allocator_variable(mode: str, environment: Mapping[str, str]) -> dict[str, s
     return {name: ",".join((*others, f"{mode}:True"))}
 
 
-def _must_be(given: msgspec.Struct, names: str, what: str, is_right: Callable[[Any], bool]) -> None:
+def _must_be(struct: msgspec.Struct, names: str, expected: str, is_valid: Callable[[Any], bool]) -> None:
     """Raise `InvalidRequestError` for the first field for which `is_right(value)` is false.
 
     `names` lists the fields to check, separated by blanks; `what` completes "it must be …" in the message.
     """
     for name in names.split():
-        value = getattr(given, name)
-        if not is_right(value):
+        value = getattr(struct, name)
+        if not is_valid(value):
             raise InvalidRequestError(
-                f"{type(given).__name__}.{name} is {value!r}; it must be {what}.",
+                f"{type(struct).__name__}.{name} is {value!r}; it must be {expected}.",
                 f"Change {name}; to use the default, leave it out.",
             )
 
@@ -124,7 +124,7 @@ def _check_setting(setting: Setting) -> None:
     or_none = "a whole number from 0 up, or None to keep the data's own"
     _must_be(setting, "num_workers", or_none, lambda num: num is None or (type(num) is int and num >= 0))
     names = "a list of module names, each a text without control characters"
-    _must_be(setting, "pinned_modules", names, lambda given: _is_list(given) and all(map(_is_printable, given)))
+    _must_be(setting, "pinned_modules", names, lambda module_names: _is_list(module_names) and all(map(_is_printable, module_names)))
     msgspec.structs.force_setattr(setting, "pinned_modules", tuple(setting.pinned_modules))
     for name, values in VARIANT_VALUES.items():
         _must_be(setting, name, f"one of {', '.join(values)}", values.__contains__)
@@ -257,29 +257,29 @@ def training_arguments(config: AmpConfig, others: Mapping[str, Any] | None = Non
     Raises `InvalidRequestError` if `others` sets an argument that the config sets. On a CPU a plain ``Trainer`` trains
     in fp32 even if `fp16` is set.
     """
-    decided: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "per_device_train_batch_size": config.batch_size,
         "gradient_accumulation_steps": config.accumulation_steps,
         "fp16": config.precision == "fp16",
         "bf16": config.autocast_precision == "bf16",
     }
     if not config.as_found:
-        decided["tf32"] = config.precision == "tf32"
+        arguments["tf32"] = config.precision == "tf32"
     if config.num_workers is not None:
-        decided["dataloader_num_workers"] = config.num_workers
+        arguments["dataloader_num_workers"] = config.num_workers
     if config.is_compiled:
-        decided |= {"torch_compile": True, "torch_compile_mode": config.compile}
+        arguments |= {"torch_compile": True, "torch_compile_mode": config.compile}
     if config.uses("activation_checkpointing"):
-        decided |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
+        arguments |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
     if config.optimizer_impl == "fused":
-        decided["optim"] = "adamw_torch_fused"
-    given = dict(others or {})
-    if twice := [name for name in decided if name in given]:
+        arguments["optim"] = "adamw_torch_fused"
+    further = dict(others or {})
+    if conflicts := [name for name in arguments if name in further]:
         raise InvalidRequestError(
-            f"{', '.join(f'{name}={given[name]!r}' for name in twice)}: the config decides that.",
-            f"Leave {', '.join(twice)} out, or change the config: msgspec.structs.replace(config, ...).",
+            f"{', '.join(f'{name}={further[name]!r}' for name in conflicts)}: the config decides that.",
+            f"Leave {', '.join(conflicts)} out, or change the config: msgspec.structs.replace(config, ...).",
         )
-    return decided | given
+    return arguments | further
 
 
 def beside_training_arguments(config: AmpConfig) -> Setting:

@@ -295,8 +295,8 @@ def certainty_line(evidence: Evidence) -> str:
     landing = landing_line(evidence.samples_per_second_interval, " samples/s")
     if evidence.num_processes < MIN_PROCESSES or not evidence.is_confirmed:
         return f"{_why_unconfirmed(evidence)}; {landing}"
-    known = "measured" if is_wide(evidence.samples_per_second_interval) else "confirmed"
-    return f"{known} in {count(evidence.num_processes, 'process', 'processes')}; {landing}"
+    certainty = "measured" if is_wide(evidence.samples_per_second_interval) else "confirmed"
+    return f"{certainty} in {count(evidence.num_processes, 'process', 'processes')}; {landing}"
 
 
 def plain_environment_line(evidence: Evidence) -> str | None:
@@ -310,13 +310,13 @@ def plain_environment_line(evidence: Evidence) -> str | None:
 
 def memory_line(evidence: Evidence, device_type: str) -> str:
     """Return the peak memory and the conditions of its measurement; on a CPU also the number of processes behind it."""
-    text, found = f"{size(evidence.peak_memory_bytes)} at the peak", evidence.memory
-    if found is not None:
-        also = ["an evaluation"] * found.has_evaluation + ["a checkpoint"] * found.has_checkpoint
-        text += f", with {' and '.join(also)}" if also else ""
-        text += f", on {found.worst_case}" if found.worst_case is not None else ""
-        if device_type == "cpu" and len(found.processes) > 1:
-            text += f"; the highest of {len(found.processes)} processes"
+    text, memory = f"{size(evidence.peak_memory_bytes)} at the peak", evidence.memory
+    if memory is not None:
+        extras = ["an evaluation"] * memory.has_evaluation + ["a checkpoint"] * memory.has_checkpoint
+        text += f", with {' and '.join(extras)}" if extras else ""
+        text += f", on {memory.worst_case}" if memory.worst_case is not None else ""
+        if device_type == "cpu" and len(memory.processes) > 1:
+            text += f"; the highest of {len(memory.processes)} processes"
     return text
 
 
@@ -340,22 +340,22 @@ def outlook_line(outlook: LargerBatchOption) -> str:
     return f"with another effective batch size: {reached}; the learning rate would have to be looked at"
 
 
-def check_line(found: Fidelity) -> str:
+def check_line(fidelity: Fidelity) -> str:
     """Return a fidelity check on one line: the verdict with its reason, the numbers, and the modules to pin."""
-    pinned = f"with {module_names(found.pinned_modules)} in fp32 " if found.pinned_modules else ""
-    parts = [pinned + one_line(found.reason).rstrip("."), *_numbers(found)]
-    if found.later is not None:
-        parts.append(f"{found.later.verdict}{after_steps(found.later.num_steps)}")
-    if found.healing_pins:
-        parts.append(f"with {module_names(found.healing_pins)} in fp32 it is faithful")
+    pinned = f"with {module_names(fidelity.pinned_modules)} in fp32 " if fidelity.pinned_modules else ""
+    parts = [pinned + one_line(fidelity.reason).rstrip("."), *_numbers(fidelity)]
+    if fidelity.later is not None:
+        parts.append(f"{fidelity.later.verdict}{after_steps(fidelity.later.num_steps)}")
+    if fidelity.healing_pins:
+        parts.append(f"with {module_names(fidelity.healing_pins)} in fp32 it is faithful")
     return "; ".join(parts)
 
 
-def accumulation_line(found: Accumulation) -> str:
+def accumulation_line(accumulation: Accumulation) -> str:
     """Return how accumulated gradients compare with the gradient of the whole batch."""
-    by = f" by {found.weighted_by}" if found.weighted_by else ""
-    error = "" if found.error is None else f", {small(found.error)} off the whole batch's gradient"
-    return f"{found.verdict}{by}{error}"
+    by = f" by {accumulation.weighted_by}" if accumulation.weighted_by else ""
+    error = "" if accumulation.error is None else f", {small(accumulation.error)} off the whole batch's gradient"
+    return f"{accumulation.verdict}{by}{error}"
 
 
 def devices_line(names: tuple[str, ...]) -> str:
@@ -363,14 +363,14 @@ def devices_line(names: tuple[str, ...]) -> str:
     return f"trials ran on {', '.join(names)} at the same time, the confirmation on one of them"
 
 
-def ranks_line(found: RanksEvidence, device_type: str) -> str:
+def ranks_line(ranks: RanksEvidence, device_type: str) -> str:
     """Return the number of ranks and the share of their combined speed that remains after exchanging gradients."""
-    text = f"{found.num_ranks} train together under DistributedDataParallel"
-    if found.efficiency is None or found.one_rank_samples_per_second is None:
+    text = f"{ranks.num_ranks} train together under DistributedDataParallel"
+    if ranks.efficiency is None or ranks.one_rank_samples_per_second is None:
         return f"{text}; one alone was not measured, for want of time"
     where = "on its share of the CPU" if device_type == "cpu" else "on its GPU"
-    share = f"{100 * found.efficiency:.0f} % of {found.num_ranks} times what one reaches alone {where}"
-    return f"{text}: {found.setting} at {share} ({rate(found.one_rank_samples_per_second)}, in one process)"
+    share = f"{100 * ranks.efficiency:.0f} % of {ranks.num_ranks} times what one reaches alone {where}"
+    return f"{text}: {ranks.setting} at {share} ({rate(ranks.one_rank_samples_per_second)}, in one process)"
 
 
 def ranked_run_line(config: AmpConfig, workload: Description) -> str:
@@ -381,37 +381,37 @@ def ranked_run_line(config: AmpConfig, workload: Description) -> str:
     return f"{text}; all passes but the last of a step in no_sync()" if config.accumulation_steps > 1 else text
 
 
-def loss_scale_line(scale: LossScale, known: LossScaleEvidence | None) -> str:
+def loss_scale_line(scale: LossScale, evidence: LossScaleEvidence | None) -> str:
     """Return fp16's init_scale and growth interval, and the skips predicted and observed with them."""
     text = f"starts at {exact(scale.init_scale)}, growth interval {scale.growth_interval}"
-    if known is None:
+    if evidence is None:
         return text
     text += (
-        f"; over {known.num_steps:,} steps {count(known.num_skips, 'skip')} predicted, "
-        f"{_percent(known.applied_share)} of the gradient applied "
-        f"(GradScaler's defaults: {known.default_num_skips}, {_percent(known.default_applied_share)})"
+        f"; over {evidence.num_steps:,} steps {count(evidence.num_skips, 'skip')} predicted, "
+        f"{_percent(evidence.applied_share)} of the gradient applied "
+        f"(GradScaler's defaults: {evidence.default_num_skips}, {_percent(evidence.default_applied_share)})"
     )
-    if known.num_confirming_steps:
+    if evidence.num_confirming_steps:
         text += (
-            f"; in {known.num_confirming_steps:,} measured steps {count(known.num_skips_seen, 'skip')} seen, "
-            f"{known.num_skips_foretold} predicted"
+            f"; in {evidence.num_confirming_steps:,} measured steps {count(evidence.num_skips_seen, 'skip')} seen, "
+            f"{evidence.num_skips_foretold} predicted"
         )
-    return f"{text}; {_percent(known.flushed_share)} of the gradient's entries flushed"
+    return f"{text}; {_percent(evidence.flushed_share)} of the gradient's entries flushed"
 
 
-def _numbers(found: Fidelity) -> list[str]:
+def _numbers(fidelity: Fidelity) -> list[str]:
     parts = []
-    if found.noise_ratio is not None:
-        parts.append(f"noise ratio {small(found.noise_ratio)}")
-    if found.flushed_share is not None:
-        parts.append(f"{_percent(found.flushed_share)} flushed")
-    if found.forward_max:  # 0 if no output is in half precision
-        limit = f" of {found.format_max:.5g}" if found.precision == "fp16" and found.format_max is not None else ""
-        parts.append(f"activations up to {found.forward_max:.3g}{limit}")
-    if found.training_gap is not None:
-        parts.append(f"training gap {small(found.training_gap)} over {count(found.num_paired_steps, 'step')}")
-    if found.low_weights is not None:
-        parts.append(f"{_percent(found.low_weights.lost_share)} of the updates round away")
+    if fidelity.noise_ratio is not None:
+        parts.append(f"noise ratio {small(fidelity.noise_ratio)}")
+    if fidelity.flushed_share is not None:
+        parts.append(f"{_percent(fidelity.flushed_share)} flushed")
+    if fidelity.forward_max:  # 0 if no output is in half precision
+        limit = f" of {fidelity.format_max:.5g}" if fidelity.precision == "fp16" and fidelity.format_max is not None else ""
+        parts.append(f"activations up to {fidelity.forward_max:.3g}{limit}")
+    if fidelity.training_gap is not None:
+        parts.append(f"training gap {small(fidelity.training_gap)} over {count(fidelity.num_paired_steps, 'step')}")
+    if fidelity.low_weights is not None:
+        parts.append(f"{_percent(fidelity.low_weights.lost_share)} of the updates round away")
     return parts
 
 
@@ -428,10 +428,10 @@ def _percent(share: float) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
-def measured_line(what: object, samples_per_second: float | None, peak_memory_bytes: int | None) -> str:
+def measured_line(name: object, samples_per_second: float | None, peak_memory_bytes: int | None) -> str:
     """Return the name `what` with its measured throughput and peak memory."""
     speed = [] if samples_per_second is None else [rate(samples_per_second)]
-    return ", ".join([str(what), *speed, *([] if peak_memory_bytes is None else [size(peak_memory_bytes)])])
+    return ", ".join([str(name), *speed, *([] if peak_memory_bytes is None else [size(peak_memory_bytes)])])
 
 
 AUTOCAST_DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp8": "torch.bfloat16"}

@@ -90,8 +90,8 @@ def apart_interval(
     groups = [[math.log(value) for value in values] for values in (a_values, b_values, *others)]
     share = 1 / len(a_values) + 1 / len(b_values)
     low, high = _interval(groups, SPREAD_PRIOR, share, _prior_weight(groups))
-    theirs = math.exp(fmean(groups[1]))
-    return low / theirs, high / theirs
+    b_mean = math.exp(fmean(groups[1]))
+    return low / b_mean, high / b_mean
 
 
 def _prior_weight(groups: Sequence[Sequence[float]]) -> int:
@@ -124,10 +124,10 @@ def fit_memory(points: Iterable[tuple[int, int]]) -> Callable[[float], float] | 
     `points` are (batch size, bytes) pairs. The smallest batches lie on the optimizer's plateau m0 (studies/README.md),
     so the line is drawn through the two largest, with a slope of 0 at least. None for fewer than two sizes.
     """
-    at = sorted(dict(points).items())
-    if len(at) < 2:
+    sizes = sorted(dict(points).items())
+    if len(sizes) < 2:
         return None
-    (b1, m1), (b2, m2) = at[-2:]
+    (b1, m1), (b2, m2) = sizes[-2:]
     slope = max(0.0, (m2 - m1) / (b2 - b1))
-    m0 = min(m for _, m in at)
+    m0 = min(m for _, m in sizes)
     return lambda size: max(m0, m2 + slope * (size - b2))

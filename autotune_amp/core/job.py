@@ -153,8 +153,8 @@ class Job(msgspec.Struct, Generic[Found], frozen=True, kw_only=True):
 
     def run(self, context: Any, tell: Tell) -> Found | Failure:
         """Run the job in a process that holds `context`, and return its result. `tell` sends an event to the parent."""
-        found: Found | Failure = _named(self.work)(context, self, tell)
-        return found
+        result: Found | Failure = _named(self.work)(context, self, tell)
+        return result
 
     def after(self, problem: Failure | AutotuneAmpError, so_far: Found | None) -> Found | Failure | Job[Found]:
         """Return the result of a job that failed or whose process could not load the workload, or a job to run instead.

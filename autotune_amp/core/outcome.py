@@ -219,7 +219,7 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
 
     def most_damaged(self) -> list[GradientDamage]:
         """Return the modules with the largest gradient noise, in descending order."""
-        return sorted(self.modules, key=lambda found: -found.noise_ratio)[:_NUM_DAMAGED]
+        return sorted(self.modules, key=lambda module: -module.noise_ratio)[:_NUM_DAMAGED]
 
     def facts(self) -> list[tuple[str, str]]:
         """Return (label, text) pairs for the verdict and each known number, with its meaning."""
@@ -256,7 +256,7 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
         return lines
 
     def _repr_html_(self) -> str:
-        cells = [found.cells() for found in self.most_damaged()]
+        cells = [module.cells() for module in self.most_damaged()]
         table = pieces.table(DAMAGE_COLUMNS, cells, num_numeric=5) if cells else ""
         return pieces.fragment(f"{self.heading()}: {self.verdict}", pieces.facts(self.facts()), table)
 
@@ -393,8 +393,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     num_beside: Whole = 0
 
     def __post_init__(self) -> None:
-        answers = _ANSWERS.get(self.purpose, Measurement)
-        if not isinstance(self.outcome, (answers, Failure)):
+        outcome_type = _ANSWERS.get(self.purpose, Measurement)
+        if not isinstance(self.outcome, (outcome_type, Failure)):
             raise ValueError(f"a {type(self.outcome).__name__} does not answer a trial for {self.purpose!r}")
         if not is_recommended(self.environment):
             raise ValueError(f"its environment has more than {', '.join(RECOMMENDED_VARIABLES)}")

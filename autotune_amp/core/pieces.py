@@ -34,10 +34,10 @@ def facts(pairs: Iterable[tuple[str, str]]) -> str:
     return "<dl>" + "".join(f"<dt>{text(label)}</dt><dd>{text(words)}</dd>" for label, words in pairs) + "</dl>"
 
 
-def tiles(told: Iterable[tuple[str, str, str]]) -> str:
+def tiles(key_numbers: Iterable[tuple[str, str, str]]) -> str:
     """Return a row of tiles for key numbers, given as (label, number, note)."""
-    each = (f'<div class="tile"><span>{text(a)}</span><b>{text(b)}</b><span>{text(c)}</span></div>' for a, b, c in told)
-    return f'<div class="tiles">{"".join(each)}</div>'
+    boxes = (f'<div class="tile"><span>{text(a)}</span><b>{text(b)}</b><span>{text(c)}</span></div>' for a, b, c in key_numbers)
+    return f'<div class="tiles">{"".join(boxes)}</div>'
 
 
 def paragraph(words: str, kind: str = "") -> str:

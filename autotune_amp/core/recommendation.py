@@ -278,11 +278,11 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         """
         assert self.command_template is not None
         assert self.workload is not None  # a search of a command describes it
-        line = self.command_template
-        others = {"trial_dir": "OUTPUT_DIR", "seed": 0, "port": 29500}  # used if the command gives no present value
-        of_trial = {name: value for name, value in others.items() if line.today(name) is None}
-        command = shell_line(line.of_setting(self.config, study.as_posix(), **of_trial)[0])
-        if not line.outside(self.config, self.workload.today):
+        template = self.command_template
+        example_values = {"trial_dir": "OUTPUT_DIR", "seed": 0, "port": 29500}  # used if the command gives no present value
+        trial_values = {name: value for name, value in example_values.items() if template.today(name) is None}
+        command = shell_line(template.of_setting(self.config, study.as_posix(), **trial_values)[0])
+        if not template.outside(self.config, self.workload.today):
             return False, command
         return True, f"autotune-amp run {shell_line([study.as_posix()])} -- {command}"
 
@@ -307,13 +307,13 @@ class Recommendation(Decision, frozen=True, kw_only=True):
                 "Run `autotune-amp search` to make one." if is_missing else "Name a file that a search wrote.",
             ) from error
         try:
-            written = decode(text, _Format).format
-            if written <= FORMAT:
+            format_version = decode(text, _Format).format
+            if format_version <= FORMAT:
                 return decode(text, cls)
         except msgspec.MsgspecError as error:
             raise FormatError(f"{path} is damaged: {error}.", _DAMAGED) from error
         raise FormatError(
-            f"{path} has format {written}; this version reads up to {FORMAT}.",
+            f"{path} has format {format_version}; this version reads up to {FORMAT}.",
             "Upgrade autotune_amp, or move the file away and search again.",
         )
 
@@ -366,7 +366,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         limit_bytes = self.options.get("memory_limit")
         accumulation = evidence.accumulation if config.accumulation_steps > 1 else None
         pauses = {"an evaluation": evidence.evaluation_seconds, "a checkpoint": evidence.checkpoint_seconds}
-        taken = [f"{name} takes {duration(seconds)}" for name, seconds in pauses.items() if seconds is not None]
+        pause_texts = [f"{name} takes {duration(seconds)}" for name, seconds in pauses.items() if seconds is not None]
         lines = [
             ("config", explain.config_line(config, self.num_ranks)),
             ("speed", explain.speed_line(evidence)),
@@ -385,11 +385,11 @@ class Recommendation(Decision, frozen=True, kw_only=True):
             ("run", None if workload is None or not workload.is_ranked else explain.ranked_run_line(config, workload)),
             ("reason", one_line(self.reason)),
             ("outlook", None if self.outlook is None else explain.outlook_line(self.outlook)),
-            ("pauses", ", ".join(taken) or None),
+            ("pauses", ", ".join(pause_texts) or None),
             ("loss scale", None if scale is None else explain.loss_scale_line(scale, evidence.loss_scale)),
             ("accumulation", None if accumulation is None else explain.accumulation_line(accumulation)),
             ("pinned", f"{module_names(config.pinned_modules)} in fp32" if config.pinned_modules else None),
-            *(("fidelity", explain.check_line(found)) for found in self.checks()),
+            *(("fidelity", explain.check_line(check)) for check in self.checks()),
             *(("fallback", explain.measured_line(p, p.samples_per_second, p.peak_memory_bytes)) for p in config.plans),
             *(("warning", one_line(warning)) for warning in self.warnings),
         ]
@@ -410,10 +410,10 @@ class Recommendation(Decision, frozen=True, kw_only=True):
             ("samples/s", number(evidence.samples_per_second), f"{duration(evidence.step_seconds)} a step"),
             ("peak memory", size(evidence.peak_memory_bytes), limit),
         ]
-        counted = f"{count(search.num_trials, 'trial')}, {search.num_failures} failed, {duration(search.seconds)}"
-        on = f"{hardware.device} ({one_line(hardware.identity.name)})"
-        told = [fact for fact in self.answer() if fact[0] in ("sure", "why")]
-        return pieces.tiles(tiles) + pieces.facts([*told, ("search", f"{counted} on {on}")])
+        trials = f"{count(search.num_trials, 'trial')}, {search.num_failures} failed, {duration(search.seconds)}"
+        device = f"{hardware.device} ({one_line(hardware.identity.name)})"
+        certainty = [fact for fact in self.answer() if fact[0] in ("sure", "why")]
+        return pieces.tiles(tiles) + pieces.facts([*certainty, ("search", f"{trials} on {device}")])
 
     def warnings_html(self) -> str:
         """Return the warnings as HTML; "" without any."""
@@ -424,21 +424,21 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         """Return the notes as HTML; "" without any."""
         return "".join(pieces.paragraph(one_line(note)) for note in self.notes)
 
-    def _gain_tile(self, over: str) -> tuple[str, str]:
+    def _gain_tile(self, baseline: str) -> tuple[str, str]:
         """The number of the first tile, and what stands below it."""
         speedup, interval = self.evidence.speedup, self.evidence.speedup_interval
         if self.is_kept:
             return "none", "what runs today is kept"
         if speedup is None:
-            return "unknown", over
+            return "unknown", baseline
         between = "" if interval is None else f"{times(interval[0])} to {times(interval[1])} "
         is_unclear = interval is not None and interval[0] < 1 < interval[1]
-        return "not sure" if is_unclear else times(speedup), f"{between}{over}"
+        return "not sure" if is_unclear else times(speedup), f"{between}{baseline}"
 
     def _repr_html_(self) -> str:
-        told = [fact for fact in self.facts() if fact[0] not in ("config", "reason", "warning")]
+        further = [fact for fact in self.facts() if fact[0] not in ("config", "reason", "warning")]
         title = f"{self.title()}: {explain.config_line(self.config, self.num_ranks)}"
-        details = {"Evidence": pieces.facts(told), "Notes": self.notes_html()}
+        details = {"Evidence": pieces.facts(further), "Notes": self.notes_html()}
         folded = (pieces.folded(name, body) for name, body in details.items() if body)
         return pieces.fragment(title, self.answer_html(), self.warnings_html(), *folded)
 
@@ -457,8 +457,8 @@ class Recommendation(Decision, frozen=True, kw_only=True):
 
     def checks(self) -> list[Fidelity]:
         """Return all fidelity checks, with that of the config's own precision first if the list lacks it."""
-        own, made = self.evidence.fidelity, list(self.fidelity)
-        return made if own is None or own in made else [own, *made]
+        own, checks = self.evidence.fidelity, list(self.fidelity)
+        return checks if own is None or own in checks else [own, *checks]
 
 
 class _Format(msgspec.Struct):

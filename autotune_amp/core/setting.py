@@ -114,12 +114,12 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def misfits(self) -> dict[str, str]:
         """Return the fields whose values this precision does not allow, by name with the values that it allows."""
-        found = {}
+        allowed = {}
         if self.weights not in ("as_found", self.precision):
-            found["weights"] = f"as_found with {self.precision}: bf16 weights are for bf16 alone"
+            allowed["weights"] = f"as_found with {self.precision}: bf16 weights are for bf16 alone"
         if self.precision != "fp8" and self.fp8_recipe != DEFAULTS["fp8_recipe"]:
-            found["fp8_recipe"] = "left out but with fp8"
-        return found
+            allowed["fp8_recipe"] = "left out but with fp8"
+        return allowed
 
     @property
     def autocast_precision(self) -> Precision:

@@ -38,12 +38,12 @@ def in_python(words: str) -> str:
     Commands in backticks stay as they are.
     """
 
-    def argument(found: re.Match[str]) -> str:
-        command, option, value = found.groups()
+    def argument(match: re.Match[str]) -> str:
+        command, option, value = match.groups()
         if command is not None:
             return str(command)
-        given = "" if value is None else f"={value}" if value.isdigit() else f'="{value}"'
-        return ARGUMENTS[option] + given
+        assignment = "" if value is None else f"={value}" if value.isdigit() else f'="{value}"'
+        return ARGUMENTS[option] + assignment
 
     return _OPTION.sub(argument, words)
 
@@ -83,21 +83,21 @@ A_SIZE = "a size such as 16GiB, 16GB, 16384MiB or a number of bytes"  # the inpu
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt]?)(i?)b)?", re.IGNORECASE | re.ASCII)
 
 
-def parse_size(given: str | int) -> int:
+def parse_size(text: str | int) -> int:
     """Return the bytes of a size: ``16GiB`` (1024^3), ``16GB`` (1000^3), ``16384MiB``, ``1.5 GiB``, or plain bytes.
 
     Raises `ValueError` for anything else, and for less than 1 byte.
     """
-    match = None if isinstance(given, bool) else _SIZE.fullmatch(str(given))
+    match = None if isinstance(text, bool) else _SIZE.fullmatch(str(text))
     if match is None:
-        raise ValueError(given)
+        raise ValueError(text)
     figure, letter, is_binary = match.groups()
     if not letter and ("." in figure or is_binary):
-        raise ValueError(given)
+        raise ValueError(text)
     power = "kmgt".index(letter.lower()) + 1 if letter else 0
     num_bytes = int(Fraction(figure) * (1024 if is_binary else 1000) ** power)
     if num_bytes < 1:
-        raise ValueError(given)
+        raise ValueError(text)
     return num_bytes
 
 

@@ -219,11 +219,11 @@ class Workload:
                 "A Workload is either model, loss and optimizer, or both build and train_step.",
                 "Give build=, train_step= and data= alone: build() makes the models and optimizers itself.",
             )
-        given = self.optimizer if isinstance(self.optimizer, list | tuple) else [self.optimizer]
-        are_optimizers = bool(given) and all(hasattr(optimizer, "param_groups") for optimizer in given)
+        optimizers = self.optimizer if isinstance(self.optimizer, list | tuple) else [self.optimizer]
+        are_optimizers = bool(optimizers) and all(hasattr(optimizer, "param_groups") for optimizer in optimizers)
         is_data = callable(self.data) or hasattr(self.data, "__getitem__") or hasattr(self.data, "__iter__")
         sgd = "`lambda parameters: torch.optim.SGD(parameters, lr=0.1)`"
-        wanted = {
+        requirements = {
             "model": (self.is_loop or callable(self.model), "an nn.Module or a function, as `lambda: MyModel()`"),
             "loss": (self.is_loop or callable(self.loss), "a function, as `lambda model, batch: model(batch).loss`"),
             "optimizer": (
@@ -236,11 +236,11 @@ class Workload:
             ),
         }
         for name in ("build", "train_step", "worst_batch", "evaluate", "checkpoint", "clip", "schedule", "fit"):
-            wanted[name] = (getattr(self, name) is None or callable(getattr(self, name)), "a function")
-        for name, (is_right, what) in wanted.items():
-            if not is_right:
+            requirements[name] = (getattr(self, name) is None or callable(getattr(self, name)), "a function")
+        for name, (is_valid, expected) in requirements.items():
+            if not is_valid:
                 kind = type_name(getattr(self, name))
-                raise WorkloadError(f"Workload({name}=...) is a {kind}; it must be {what}.", f"Pass such a {name}.")
+                raise WorkloadError(f"Workload({name}=...) is a {kind}; it must be {expected}.", f"Pass such a {name}.")
 
     def _check_today(self) -> None:
         steps = self.accumulation_steps
@@ -284,15 +284,15 @@ def import_target(target: str) -> WorkloadSource:
     A file is imported as a module of its own name, so that its ``if __name__ == "__main__"`` part does not run. Raises
     `WorkloadError` if the file, module or function does not exist; exceptions of the user's code pass through.
     """
-    place, colon, attribute = target.rpartition(":")
-    if not (colon and place and attribute):
+    module_name, colon, attribute = target.rpartition(":")
+    if not (colon and module_name and attribute):
         raise WorkloadError(f"{target!r} names no workload.", "Give path/file.py:function or package.module:function.")
-    found: Any = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    obj: Any = _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
     for name in attribute.split("."):
-        if not hasattr(found, name):
-            raise WorkloadError(f"{place} has no {attribute!r}.", _WRITE_ONE)
-        found = getattr(found, name)
-    return check_source(found, target)
+        if not hasattr(obj, name):
+            raise WorkloadError(f"{module_name} has no {attribute!r}.", _WRITE_ONE)
+        obj = getattr(obj, name)
+    return check_source(obj, target)
 
 
 _WRITE_ONE = (
@@ -300,20 +300,20 @@ _WRITE_ONE = (
 )
 
 
-def check_source(found: Any, origin: str) -> WorkloadSource:
+def check_source(obj: Any, origin: str) -> WorkloadSource:
     """Return `found` if it is a Workload or callable; otherwise raise `WorkloadError`, with `origin` as its name."""
-    if isinstance(found, Workload) or callable(found):
-        source: WorkloadSource = found
+    if isinstance(obj, Workload) or callable(obj):
+        source: WorkloadSource = obj
         return source
-    raise WorkloadError(f"{origin} is a {type_name(found)}; it must be a Workload or make one.", _WRITE_ONE)
+    raise WorkloadError(f"{origin} is a {type_name(obj)}; it must be a Workload or make one.", _WRITE_ONE)
 
 
 def make_workload(source: WorkloadSource, origin: str) -> Workload:
     """Return `source`, or the workload that it returns. Raises `WorkloadError` if it returns something else."""
-    made = source if isinstance(source, Workload) else source()
-    if not isinstance(made, Workload):
-        raise WorkloadError(f"{origin} returned a {type_name(made)}; it must return a Workload.", _WRITE_ONE)
-    return made
+    workload = source if isinstance(source, Workload) else source()
+    if not isinstance(workload, Workload):
+        raise WorkloadError(f"{origin} returned a {type_name(workload)}; it must return a Workload.", _WRITE_ONE)
+    return workload
 
 
 def _import_module(name: str) -> Any:
@@ -334,10 +334,10 @@ def _import_file(path: Path) -> Any:
     folder = str(path.resolve().parent)
     if folder not in sys.path:  # as `python path/file.py` would have it
         sys.path.insert(0, folder)
-    loaded = sys.modules.get(path.stem)
-    if loaded is not None and getattr(loaded, "__file__", None) == str(path.resolve()):
-        return loaded
-    name = path.stem if loaded is None else f"{path.stem}_workload"
+    loaded_module = sys.modules.get(path.stem)
+    if loaded_module is not None and getattr(loaded_module, "__file__", None) == str(path.resolve()):
+        return loaded_module
+    name = path.stem if loaded_module is None else f"{path.stem}_workload"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
         raise WorkloadError(f"{path} cannot be imported.", "Give a Python source file.")

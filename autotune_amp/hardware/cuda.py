@@ -103,9 +103,9 @@ def uuid(device: str | torch.device) -> str | None:
 def identity(device: str) -> DeviceIdentity:
     """Return the GPU's identity, from NVML if it knows the UUID that torch reports, otherwise from torch."""
     index, gpu = torch.device(device).index, uuid(device)
-    found = None if gpu is None else nvml.identity(index, gpu)
-    if found is not None:
-        return found
+    nvml_identity = None if gpu is None else nvml.identity(index, gpu)
+    if nvml_identity is not None:
+        return nvml_identity
     properties = torch.cuda.get_device_properties(device)
     return DeviceIdentity(
         type="cuda",
@@ -128,8 +128,8 @@ def memory(device: str) -> DeviceMemory:
     """Return the GPU's memory in bytes as the driver counts it: memory of other processes is not free."""
     free, total = torch.cuda.mem_get_info(device)
     gpu = uuid(device)
-    held = 0 if gpu is None else nvml.held_by_caller(gpu)
-    return DeviceMemory(total=total, free=free, available=free, held_by_caller=held)
+    caller_bytes = 0 if gpu is None else nvml.held_by_caller(gpu)
+    return DeviceMemory(total=total, free=free, available=free, held_by_caller=caller_bytes)
 
 
 def is_bf16_native(device: str | torch.device) -> bool:

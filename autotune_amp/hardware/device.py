@@ -71,8 +71,8 @@ def unsupported(reason: str) -> Capability:
 def device_of(kind: str) -> Device:
     """Import and return the module for a kind of device; imports torch."""
     module: Any = import_module(DEVICES[kind])
-    found: Device = module
-    return found
+    device_module: Device = module
+    return device_module
 
 
 def parse(device: str) -> tuple[str, int | None]:
@@ -124,9 +124,9 @@ def identify(device: str = "auto") -> DeviceIdentity:
     is_nvidia = kind == "cuda" and not _torch_is_built_for("hip")
     uuids = nvml.visible_uuids() if is_nvidia else ()
     index = index or 0
-    found = nvml.identity(index, uuids[index]) if index < len(uuids) else None
+    nvml_identity = nvml.identity(index, uuids[index]) if index < len(uuids) else None
     # Otherwise the device is visible only to its own runtime.
-    return found or DeviceIdentity(
+    return nvml_identity or DeviceIdentity(
         type=kind, name="unknown", index=index, num_cpus=host.num_cpus(), total_memory_bytes=0
     )
 
@@ -179,25 +179,25 @@ def probe(device: str = "auto", *, deadline_seconds: float = DEADLINE_SECONDS) -
     standard error, if the child dies or does not answer within `deadline_seconds`.
     """
     parse(device)
-    busy = host.load_notes()  # before the child process adds its own load
+    load_notes = host.load_notes()  # before the child process adds its own load
     with TemporaryDirectory(prefix="autotune_amp-") as folder:
         # A file: printed text and processes that keep an inherited pipe open cannot corrupt it.
-        answer, log = Path(folder, "answer.json"), Path(folder, "log")
-        how = _run(
-            [sys.executable, "-m", "autotune_amp.hardware.measuring", device, str(answer)], log, deadline_seconds
+        reply_file, log = Path(folder, "answer.json"), Path(folder, "log")
+        ending = _run(
+            [sys.executable, "-m", "autotune_amp.hardware.measuring", device, str(reply_file)], log, deadline_seconds
         )
-        if not answer.exists():
+        if not reply_file.exists():
             raise RunnerError(
                 "\n".join(
-                    [f"The process that probes the device {how}.", *log.read_text(errors="replace").splitlines()[-20:]]
+                    [f"The process that probes the device {ending}.", *log.read_text(errors="replace").splitlines()[-20:]]
                 ),
                 "Check that `import torch` works in a fresh Python and that the device's driver answers (nvidia-smi).",
             )
-        reply = msgspec.json.decode(answer.read_bytes(), type=ProbeReply)
+        reply = msgspec.json.decode(reply_file.read_bytes(), type=ProbeReply)
     if reply.no_device is not None:
         raise DeviceError(*reply.no_device)
     assert reply.hardware is not None, "the child answers one of the two"
-    return msgspec.structs.replace(reply.hardware, notes=(*busy, *reply.hardware.notes))
+    return msgspec.structs.replace(reply.hardware, notes=(*load_notes, *reply.hardware.notes))
 
 
 def _run(command: list[str], log: Path, deadline_seconds: float) -> str:

@@ -51,19 +51,19 @@ def load_between(before: Reading, after: Reading, own_pid: int) -> MachineLoad:
     seconds = after.at_seconds - before.at_seconds
     if seconds < MIN_SECONDS or before.busy_seconds is None or after.busy_seconds is None:
         return MachineLoad(seconds=seconds, num_cpus=after.num_cpus)
-    found: dict[str, Any] = {}
+    measurements: dict[str, Any] = {}
     busy = max(0.0, after.busy_seconds - before.busy_seconds)
     if before.stolen_seconds is not None and after.stolen_seconds is not None:
         stolen = max(0.0, after.stolen_seconds - before.stolen_seconds)
         wanted = max(stolen + busy, _MIN_WANTED_SHARE * after.num_cpus * seconds)
-        found["stolen_share"] = stolen / wanted
+        measurements["stolen_share"] = stolen / wanted
     if before.processes is not None and after.processes is not None:
         own = max(0.0, _tree_seconds(after.processes, own_pid) - _tree_seconds(before.processes, own_pid))
         if busy >= 0.5 * own:  # some sandboxes count CPU time per process, but not for the machine
-            found["others_num_cores"] = min(float(after.num_cpus), max(0.0, busy - own) / seconds)
-            found["own_num_cores"] = own / seconds
-            found["busiest"] = _busiest(before.processes, after.processes, own_pid, seconds)
-    return MachineLoad(seconds=seconds, num_cpus=after.num_cpus, **found)
+            measurements["others_num_cores"] = min(float(after.num_cpus), max(0.0, busy - own) / seconds)
+            measurements["own_num_cores"] = own / seconds
+            measurements["busiest"] = _busiest(before.processes, after.processes, own_pid, seconds)
+    return MachineLoad(seconds=seconds, num_cpus=after.num_cpus, **measurements)
 
 
 def tree(processes: dict[int, ProcessTimes], own_pid: int) -> set[int]:
@@ -71,27 +71,27 @@ def tree(processes: dict[int, ProcessTimes], own_pid: int) -> set[int]:
     children: dict[int, list[int]] = {}
     for pid, process in processes.items():
         children.setdefault(process.parent, []).append(pid)
-    found, new = {own_pid}, [own_pid]
-    while new:
-        new = [child for pid in new for child in children.get(pid, ()) if child not in found]
-        found.update(new)
-    return found
+    pids, new_pids = {own_pid}, [own_pid]
+    while new_pids:
+        new_pids = [child for pid in new_pids for child in children.get(pid, ()) if child not in pids]
+        pids.update(new_pids)
+    return pids
 
 
 def _tree_seconds(processes: dict[int, ProcessTimes], own_pid: int) -> float:
-    ours = (processes[pid] for pid in tree(processes, own_pid) if pid in processes)
-    return sum(process.own_seconds + process.children_seconds for process in ours)
+    tree_processes = (processes[pid] for pid in tree(processes, own_pid) if pid in processes)
+    return sum(process.own_seconds + process.children_seconds for process in tree_processes)
 
 
 def _busiest(
     before: dict[int, ProcessTimes], after: dict[int, ProcessTimes], own_pid: int, seconds: float
 ) -> tuple[BusyProcess, ...]:
-    used = []
+    others = []
     for pid in after.keys() - tree(before, own_pid) - tree(after, own_pid):
-        begun = before[pid].own_seconds if pid in before else 0.0
-        used.append(BusyProcess(pid=pid, name=after[pid].name, num_cores=(after[pid].own_seconds - begun) / seconds))
-    most = sorted(used, key=lambda process: (-process.num_cores, process.pid))[:_NUM_BUSIEST]
-    return tuple(process for process in most if process.num_cores >= _BUSIEST_NUM_CORES)
+        seconds_before = before[pid].own_seconds if pid in before else 0.0
+        others.append(BusyProcess(pid=pid, name=after[pid].name, num_cores=(after[pid].own_seconds - seconds_before) / seconds))
+    busiest = sorted(others, key=lambda process: (-process.num_cores, process.pid))[:_NUM_BUSIEST]
+    return tuple(process for process in busiest if process.num_cores >= _BUSIEST_NUM_CORES)
 
 
 def read(root: Path = Path("/proc")) -> Reading:
@@ -100,16 +100,16 @@ def read(root: Path = Path("/proc")) -> Reading:
         times = psutil.cpu_times(percpu=True)
     except (OSError, RuntimeError, ValueError):  # a sandbox may hide them
         times = []
-    ours = times
+    own_cpus = times
     # If CPUs are switched off, their numbers are not indices into this list.
     if hasattr(os, "sched_getaffinity") and len(times) == os.sysconf("SC_NPROCESSORS_CONF"):
-        ours = [times[cpu] for cpu in os.sched_getaffinity(0)]
+        own_cpus = [times[cpu] for cpu in os.sched_getaffinity(0)]
     return Reading(
         at_seconds=time.monotonic(),
-        num_cpus=len(ours) or os.cpu_count() or 1,
+        num_cpus=len(own_cpus) or os.cpu_count() or 1,
         # Without interrupts, which our own transfers cause, and guests, which "user" includes.
-        busy_seconds=sum(cpu.user + cpu.system + getattr(cpu, "nice", 0.0) for cpu in ours) if ours else None,
-        stolen_seconds=sum(cpu.steal for cpu in ours) if ours and hasattr(ours[0], "steal") else None,
+        busy_seconds=sum(cpu.user + cpu.system + getattr(cpu, "nice", 0.0) for cpu in own_cpus) if own_cpus else None,
+        stolen_seconds=sum(cpu.steal for cpu in own_cpus) if own_cpus and hasattr(own_cpus[0], "steal") else None,
         processes=_processes(root),
     )
 
@@ -122,7 +122,7 @@ def _processes(root: Path) -> dict[int, ProcessTimes] | None:
     if not (root / "self" / "stat").exists():
         return None
     ticks_per_second = os.sysconf("SC_CLK_TCK")
-    found: dict[int, ProcessTimes] = {}
+    processes: dict[int, ProcessTimes] = {}
     for folder in root.iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):  # it has just ended, after its parent was read: rare
@@ -130,8 +130,8 @@ def _processes(root: Path) -> dict[int, ProcessTimes] | None:
                 name, _, rest = text.partition("(")[2].rpartition(")")
                 fields = rest.split()  # from "state", which proc_pid_stat(5) numbers 3
                 own, children = ((int(fields[k]) + int(fields[k + 1])) / ticks_per_second for k in (11, 13))
-                found[int(folder.name)] = ProcessTimes(int(fields[1]), name, own, children)
-    return found
+                processes[int(folder.name)] = ProcessTimes(int(fields[1]), name, own, children)
+    return processes
 
 
 class LoadMeter:
@@ -180,16 +180,16 @@ class LoadMeter:
         )
 
     def _gpu_processes(self, reading: Reading) -> tuple[GpuProcess, ...] | None:
-        listed = None if self._uuid is None else nvml.processes(self._uuid)
-        if listed is None:
+        gpu_processes = None if self._uuid is None else nvml.processes(self._uuid)
+        if gpu_processes is None:
             return None
-        seen = reading.processes or {}
-        ours = tree(seen, os.getpid()) | nvml.ancestors()
+        processes = reading.processes or {}
+        own_pids = tree(processes, os.getpid()) | nvml.ancestors()
         # Inside a container NVML's process ids may be of invisible processes, which may be our own.
         return tuple(
-            GpuProcess(pid=pid, name=seen[pid].name, memory_bytes=memory_bytes)
-            for pid, memory_bytes in listed
-            if pid in seen and pid not in ours
+            GpuProcess(pid=pid, name=processes[pid].name, memory_bytes=memory_bytes)
+            for pid, memory_bytes in gpu_processes
+            if pid in processes and pid not in own_pids
         )
 
 
@@ -206,17 +206,17 @@ def worth_cores(num_cpus: int) -> float:
 
 def is_busy(loads: Sequence[MachineLoad]) -> bool:
     """Return whether others used enough CPU time to matter: on average, or twice as much in one process."""
-    used = [load.others_num_cores for load in loads if load.others_num_cores is not None]
-    if not used:
+    num_cores = [load.others_num_cores for load in loads if load.others_num_cores is not None]
+    if not num_cores:
         return False
-    enough = worth_cores(loads[0].num_cpus)
-    return fmean(used) >= enough or max(used) >= 2 * enough
+    threshold = worth_cores(loads[0].num_cpus)
+    return fmean(num_cores) >= threshold or max(num_cores) >= 2 * threshold
 
 
 def is_stolen(loads: Sequence[MachineLoad]) -> bool:
     """Return whether the hypervisor gave away enough CPU time on average to matter."""
-    stolen = [load.stolen_share for load in loads if load.stolen_share is not None]
-    return bool(stolen) and fmean(stolen) >= WORTH_STOLEN_SHARE
+    shares = [load.stolen_share for load in loads if load.stolen_share is not None]
+    return bool(shares) and fmean(shares) >= WORTH_STOLEN_SHARE
 
 
 def others_slowdown(load: MachineLoad) -> float:
@@ -231,10 +231,10 @@ def others_slowdown(load: MachineLoad) -> float:
     others, num_cpus, own = load.others_num_cores or 0.0, load.num_cpus, load.own_num_cores or 0.0
     if others < worth_cores(num_cpus) or num_cpus - others - own >= 1:
         return 1.0
-    taken = min(others, max(0.5, others / num_cpus), 0.95)
+    core_share = min(others, max(0.5, others / num_cpus), 0.95)
     if load.gpu_processes is not None:
-        taken = min(taken, max(0.0, 1 - own))
-    return 1 / (1 - taken)
+        core_share = min(core_share, max(0.0, 1 - own))
+    return 1 / (1 - core_share)
 
 
 def interval_factors(loads: Sequence[MachineLoad]) -> tuple[float, float]:
@@ -244,12 +244,12 @@ def interval_factors(loads: Sequence[MachineLoad]) -> tuple[float, float]:
     max(s), for the worst load observed, and median(s), for no load: a steady load keeps the lower end, an intermittent
     one widens both. (1, 1) if no load mattered. Processes with unknown load are ignored.
     """
-    known = [load for load in loads if load.others_num_cores is not None or load.stolen_share is not None]
-    slowdowns = [1.0] * max(1, len(known))
-    if is_busy(known):
-        slowdowns = [others_slowdown(load) for load in known]
-    if is_stolen(known):
-        slowdowns = [s / (1 - (load.stolen_share or 0.0)) for s, load in zip(slowdowns, known, strict=True)]
+    known_loads = [load for load in loads if load.others_num_cores is not None or load.stolen_share is not None]
+    slowdowns = [1.0] * max(1, len(known_loads))
+    if is_busy(known_loads):
+        slowdowns = [others_slowdown(load) for load in known_loads]
+    if is_stolen(known_loads):
+        slowdowns = [s / (1 - (load.stolen_share or 0.0)) for s, load in zip(slowdowns, known_loads, strict=True)]
     return median(slowdowns) / max(slowdowns), median(slowdowns)
 
 
@@ -257,15 +257,15 @@ def evidence(loads: Sequence[MachineLoad]) -> LoadEvidence | None:
     """Summarize the loads during the processes behind a throughput's interval; None for an empty sequence."""
     if not loads:
         return None
-    used = [load.others_num_cores for load in loads if load.others_num_cores is not None]
+    num_cores = [load.others_num_cores for load in loads if load.others_num_cores is not None]
     stolen = [load.stolen_share for load in loads if load.stolen_share is not None]
-    on_gpu = {process.pid: process for load in loads for process in load.gpu_processes or ()}
+    gpu_processes = {process.pid: process for load in loads for process in load.gpu_processes or ()}
     return LoadEvidence(
         num_cpus=loads[0].num_cpus,
-        others_num_cores=fmean(used) if used else None,
+        others_num_cores=fmean(num_cores) if num_cores else None,
         busiest=max(loads, key=lambda load: load.others_num_cores or 0.0).busiest,
         stolen_share=fmean(stolen) if stolen else None,
-        gpu_processes=tuple(on_gpu.values()),
+        gpu_processes=tuple(gpu_processes.values()),
         gpu_slowdowns=tuple(dict.fromkeys(name for load in loads for name in load.gpu_slowdowns or ())),
         is_busy=is_busy(loads),
         is_stolen=is_stolen(loads),
@@ -273,21 +273,21 @@ def evidence(loads: Sequence[MachineLoad]) -> LoadEvidence | None:
     )
 
 
-def load_warnings(found: LoadEvidence | None, remedy: str = "search again with --fresh") -> list[str]:
+def load_warnings(load: LoadEvidence | None, remedy: str = "search again with --fresh") -> list[str]:
     """Return warnings about the load, each with a way to a more reliable result; `remedy` completes the advice."""
-    if found is None:
+    if load is None:
         return []
-    said = []
-    if found.is_busy:
-        busiest = "; ".join(f"{p.name}, pid {p.pid}: {p.num_cores:.2f}" for p in found.busiest)
-        said.append(
-            f"The machine was busy: other processes used {found.others_num_cores or 0.0:.2f} of {found.num_cpus} cores "
+    warnings = []
+    if load.is_busy:
+        busiest = "; ".join(f"{p.name}, pid {p.pid}: {p.num_cores:.2f}" for p in load.busiest)
+        warnings.append(
+            f"The machine was busy: other processes used {load.others_num_cores or 0.0:.2f} of {load.num_cpus} cores "
             f"({busiest}). Stop them and {remedy} for a surer answer; without them a run may be faster."
         )
-    if found.is_stolen:
-        said.append(f"The hypervisor gave {100 * (found.stolen_share or 0.0):.0f} % of the CPU time to others.")
-    if found.gpu_processes:
-        said.append(f"Others were on the GPU: {'; '.join(f'{p.name}, pid {p.pid}' for p in found.gpu_processes)}.")
-    if found.gpu_slowdowns:
-        said.append(f"The GPU lowered its clocks: {'; '.join(found.gpu_slowdowns)}.")
-    return said
+    if load.is_stolen:
+        warnings.append(f"The hypervisor gave {100 * (load.stolen_share or 0.0):.0f} % of the CPU time to others.")
+    if load.gpu_processes:
+        warnings.append(f"Others were on the GPU: {'; '.join(f'{p.name}, pid {p.pid}' for p in load.gpu_processes)}.")
+    if load.gpu_slowdowns:
+        warnings.append(f"The GPU lowered its clocks: {'; '.join(load.gpu_slowdowns)}.")
+    return warnings

@@ -65,10 +65,10 @@ def _resolve(device: str) -> tuple[Device, str, tuple[str, ...]]:
         return device_of(kind), device_of(kind).resolve(index), ()
     passed_over: list[str] = []
     *accelerators, last = map(device_of, DEVICES)
-    for found in accelerators:
-        if found.is_built():
+    for accelerator in accelerators:
+        if accelerator.is_built():
             try:
-                return found, found.resolve(None), tuple(passed_over)
+                return accelerator, accelerator.resolve(None), tuple(passed_over)
             except DeviceError as error:
                 passed_over.append(error.message)
     return last, last.resolve(None), tuple(passed_over)
@@ -125,8 +125,8 @@ def _product(device: str, precision: Precision, size: int) -> Callable[[], torch
     left, right = torch.randn(2, size, size, device=device)
     if precision == "fp8":
         a, b = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn).t()  # the second must be column-major
-        one = torch.ones((), device=device)
-        return lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16)
+        unit_scale = torch.ones((), device=device)
+        return lambda: torch._scaled_mm(a, b, unit_scale, unit_scale, out_dtype=torch.bfloat16)
     left, right = left.to(_DTYPES[precision]), right.to(_DTYPES[precision])
     return lambda: left @ right
 
@@ -156,8 +156,8 @@ def _fp32_mode(mode: str) -> Iterator[None]:
     try:
         yield
     finally:
-        for backend, found in zip(backends, modes, strict=True):
-            backend.fp32_precision = found
+        for backend, former_mode in zip(backends, modes, strict=True):
+            backend.fp32_precision = former_mode
 
 
 if __name__ == "__main__":

@@ -43,15 +43,15 @@ def select_visible(uuids: Sequence[str], visible: str | None) -> tuple[str, ...]
     """
     if visible is None:
         return tuple(uuids)
-    chosen: list[str] = []
+    selected: list[str] = []
     for entry in visible.split(","):
         uuid = _named(entry.strip(), uuids)
         if uuid is None:
             break
-        if uuid in chosen:
+        if uuid in selected:
             return ()
-        chosen.append(uuid)
-    return tuple(chosen)
+        selected.append(uuid)
+    return tuple(selected)
 
 
 def _named(entry: str, uuids: Sequence[str]) -> str | None:
@@ -90,19 +90,19 @@ def process_notes(uuid: str) -> tuple[str, ...]:
 
     This process and its ancestors, which wait for it, are left out.
     """
-    ours = {os.getpid(), *ancestors()}
+    own_pids = {os.getpid(), *ancestors()}
     return tuple(
-        f"Process {pid} holds {'memory' if used is None else f'{used / 2**30:.1f} GiB'} on this GPU: its work slows "
+        f"Process {pid} holds {'memory' if num_bytes is None else f'{num_bytes / 2**30:.1f} GiB'} on this GPU: its work slows "
         "what is measured. In a container it may be the calling one, under another number."
-        for pid, used in processes(uuid) or ()
-        if pid not in ours
+        for pid, num_bytes in processes(uuid) or ()
+        if pid not in own_pids
     )
 
 
 def held_by_caller(uuid: str) -> int:
     """Return the bytes that the ancestors of this process hold on the GPU, as far as the driver reports them."""
-    callers = ancestors()
-    return sum(used or 0 for pid, used in processes(uuid) or () if pid in callers)
+    caller_pids = ancestors()
+    return sum(num_bytes or 0 for pid, num_bytes in processes(uuid) or () if pid in caller_pids)
 
 
 def ancestors() -> set[int]:
@@ -118,8 +118,8 @@ def processes(uuid: str) -> tuple[tuple[int, int | None], ...] | None:
     Inside a container the process ids may be the host's.
     """
     handle = _handle(uuid)
-    found = None if handle is None else _ask("nvmlDeviceGetComputeRunningProcesses", handle)
-    return None if found is None else tuple((process.pid, process.usedGpuMemory) for process in found)
+    running = None if handle is None else _ask("nvmlDeviceGetComputeRunningProcesses", handle)
+    return None if running is None else tuple((process.pid, process.usedGpuMemory) for process in running)
 
 
 def slowdown_names(uuid: str) -> tuple[str, ...] | None:

@@ -132,7 +132,7 @@ def _decomposition_findings(call: Call, device: AutocastDevice) -> Iterator[Find
 
 
 def _fourier_findings(call: Call) -> Iterator[Finding]:
-    """Yield a finding for a Fourier transform in half precision. CUDA has fp16 ones for lengths that are powers of 2."""
+    """Yield a finding for a Fourier transform in half precision. CUDA has fp16 ones for powers of 2 as lengths."""
     is_refused = call.error is not None and rules.rule_of(call.error) is rules.FFT
     if not is_refused and not (_FFTS.fullmatch(call.name) and torch.float16 in call.input_dtypes[:1]):
         return

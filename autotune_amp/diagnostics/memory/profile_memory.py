@@ -302,7 +302,7 @@ def next_batch_size(
 
 
 def largest_fitting_size(model: Callable[[float], float], limit_bytes: float, max_size: int) -> int:
-    """Return the largest batch size up to `max_size` that a non-decreasing memory `model` puts within the limit, or 0."""
+    """Return the largest batch size up to `max_size` for which a non-decreasing `model` is within the limit, else 0."""
     low, high = 0, max_size + 1
     while high - low > 1:
         middle = (low + high) // 2
