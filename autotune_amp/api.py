@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from autotune_amp.command.startable import likely_command, require_startable
 from autotune_amp.core.command_template import CommandTemplate
-from autotune_amp.core.documents import check_new
+from autotune_amp.core.documents import raise_if_exists
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.recommendation import NothingWorksError, Recommendation, SearchInterruptedError
 from autotune_amp.core.text import shell_line
@@ -101,13 +101,15 @@ def recommend_config(
     so far is saved); on ranks above 0 also `RunnerError` if rank 0 died. SIGTERM saves the best so far too and then
     ends the process with exit code 143, unless there is a handler for it already.
     """
-    arguments = {name: argument for name, argument in locals().items() if name not in ("workload", "fresh", "quiet", "progress")}
+    arguments = {
+        name: argument for name, argument in locals().items() if name not in ("workload", "fresh", "quiet", "progress")
+    }
     launch = place()
 
     def run_search() -> Recommendation:
         options = SearchOptions.from_user(num_ranks=launch.num_ranks, **arguments)
-        origin = _origin(workload, "recommend_config", "search")
-        with _shown(quiet, progress) as shown_progress:
+        origin = _workload_source(workload, "recommend_config", "search")
+        with _shown_progress(quiet, progress) as shown_progress:
             warn = _warn if quiet else shown_progress.note
             try:
                 recommendation = search(origin, options, shown_progress, is_fresh=fresh, is_rerun=launch.is_rerun)
@@ -147,8 +149,8 @@ def check_fidelity(
     """
     from autotune_amp.diagnostics.check_fidelity import run_fidelity_check
 
-    origin = _origin(workload, "check_fidelity", "check")
-    with _shown(quiet) as progress:
+    origin = _workload_source(workload, "check_fidelity", "check")
+    with _shown_progress(quiet) as progress:
         return run_fidelity_check(origin, progress, precision, batch_size, device, pinned_modules, seed, budget)
 
 
@@ -174,8 +176,8 @@ def check_workload(
     """
     from autotune_amp.diagnostics.check.check_workload import run_workload_check
 
-    origin = _origin(workload, "check_workload", "check")
-    with _shown(quiet) as progress:
+    origin = _workload_source(workload, "check_workload", "check")
+    with _shown_progress(quiet) as progress:
         return run_workload_check(origin, progress, device, batch_size, seed)
 
 
@@ -205,9 +207,9 @@ def profile_amp(
     """
     from autotune_amp.diagnostics.profile_amp import run_profile
 
-    check_new("--trace", trace)
-    origin = _origin(workload, "profile_amp", "profile")
-    with _shown(quiet) as progress:
+    raise_if_exists("--trace", trace)
+    origin = _workload_source(workload, "profile_amp", "profile")
+    with _shown_progress(quiet) as progress:
         return run_profile(origin, progress, num_batches, device, precision, batch_size, trace)
 
 
@@ -237,13 +239,13 @@ def profile_memory(
     """
     from autotune_amp.diagnostics.memory.profile_memory import run_memory_profile
 
-    check_new("--snapshot", snapshot)
-    origin = _origin(workload, "profile_memory", "memory profile")
-    with _shown(quiet) as progress:
+    raise_if_exists("--snapshot", snapshot)
+    origin = _workload_source(workload, "profile_memory", "memory profile")
+    with _shown_progress(quiet) as progress:
         return run_memory_profile(origin, progress, precision, batch_size, device, fit, snapshot)
 
 
-def _origin(workload: WorkloadArgument, caller: str, action: str) -> Source:
+def _workload_source(workload: WorkloadArgument, caller: str, action: str) -> Source:
     if "AUTOTUNE_AMP_TRIAL" in os.environ:
         raise InvalidRequestError(
             f"{caller}() was called inside a trial: the workload's own file runs a {action} when it is imported.",
@@ -273,7 +275,7 @@ def _warn(text: str) -> None:
 
 
 @contextmanager
-def _shown(quiet: bool, user_progress: Progress | None = None) -> Iterator[Progress]:
+def _shown_progress(quiet: bool, user_progress: Progress | None = None) -> Iterator[Progress]:
     """Provide the given progress, else one on standard error, unless `quiet`; end it when the context ends.
 
     The state of `random` is restored at the end, since rich draws random numbers when it is imported.

@@ -18,9 +18,9 @@ from autotune_amp.core.precisions import PRECISIONS
 from autotune_amp.core.setting import Setting
 
 # Placeholders that each trial fills besides the values of its setting.
-OF_TRIAL = ("seed", "trial_dir", "port")
+TRIAL_PLACEHOLDERS = ("seed", "trial_dir", "port")
 _NUMBERS = ("batch_size", "accumulation_steps", "num_workers")
-_NAMES = ("precision", *_NUMBERS, *OF_TRIAL)
+_NAMES = ("precision", *_NUMBERS, *TRIAL_PLACEHOLDERS)
 # Only the precision may have choices.
 _PLACEHOLDER = re.compile(
     r"\{(?P<name>(?P<precision>precision)|" + "|".join(_NAMES[1:]) + r")"
@@ -30,10 +30,10 @@ _PLACEHOLDER = re.compile(
 _LITERAL = re.compile(r"\$\{[^{}]*\}|\{(?P<single>\{(?P<literal>[A-Za-z_][\w-]*)(?:[=:][^{}]*)?\})\}")
 _BRACES = re.compile(f"{_LITERAL.pattern}|{_PLACEHOLDER.pattern}")
 # What may be meant as a placeholder: other braces (JSON, {}, {1..3}, { command; }) are not.
-_MEANT = re.compile(r"\{(?P<name>[A-Za-z_][\w-]*)(?:(?P<rest>[=:][^{}]*)\}?|\}|$)")
+_POSSIBLE_PLACEHOLDER = re.compile(r"\{(?P<name>[A-Za-z_][\w-]*)(?:(?P<rest>[=:][^{}]*)\}?|\}|$)")
 _CHOICES = re.compile(r":[\w.-]+=")
-_OF_CHOICES = frozenset("=|")  # what choices are written with
-_LIKENESS = 0.75  # from which on a word is one of ours misspelt (difflib)
+_CHOICE_CHARACTERS = frozenset("=|")  # what choices are written with
+_MIN_SIMILARITY = 0.75  # from which on a word is one of ours misspelt (difflib)
 
 
 class Placeholder(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,27 +85,27 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidRequestError(
                     f"--file {file} cannot be read: {cause(error)}.", "Name a settings file that the command reads."
                 ) from error
-        line = cls(arguments=arguments, values=dict(values or {}), files=texts)
+        template = cls(arguments=arguments, values=dict(values or {}), files=texts)
         for name in values or {}:
             if name not in PRECISIONS:
                 raise InvalidRequestError(
                     f"--value {name} is none of the precisions.",
                     f"Give PRECISION=WORD with one of {', '.join(PRECISIONS)}.",
                 )
-        for placeholder in line.placeholders.values():
-            _check(placeholder, line.values)
+        for placeholder in template.placeholders.values():
+            _check_placeholder(placeholder, template.values)
         for argument in arguments:
-            _refuse_unknown(argument, "the command", is_file=False)
+            _raise_if_unknown_placeholder(argument, "the command", is_file=False)
         for file, text in texts.items():
-            _refuse_unknown(text, file, is_file=True)
-        return line
+            _raise_if_unknown_placeholder(text, file, is_file=True)
+        return template
 
     @property
     def placeholders(self) -> dict[str, Placeholder]:
         """Return the placeholders by name. Raises `InvalidRequestError` if one is given twice in different ways."""
         by_name: dict[str, Placeholder] = {}
         for text in (*self.arguments, *self.files.values()):
-            for placeholder in map(_of, filter(itemgetter("name"), _BRACES.finditer(text))):
+            for placeholder in map(_placeholder_from_match, filter(itemgetter("name"), _BRACES.finditer(text))):
                 bare = Placeholder(name=placeholder.name)
                 earlier = by_name.setdefault(placeholder.name, placeholder)
                 if bare not in (placeholder, earlier) and placeholder != earlier:
@@ -131,7 +131,9 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
             return None
         if name != "precision":
             return placeholder.today
-        return next((precision for precision, word in self.values.items() if word == placeholder.today), placeholder.today)
+        return next(
+            (precision for precision, word in self.values.items() if word == placeholder.today), placeholder.today
+        )
 
     @property
     def today_values(self) -> dict[str, Any]:
@@ -166,7 +168,9 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
         script that keeps its effective batch size."""
         return frozenset(self.placeholders) | ({"accumulation_steps"} if self.keeps_effective_batch_size else set())
 
-    def of_setting(self, setting: Setting, files_in: str, **trial_values: Any) -> tuple[tuple[str, ...], dict[str, str]]:
+    def of_setting(
+        self, setting: Setting, files_in: str, **trial_values: Any
+    ) -> tuple[tuple[str, ...], dict[str, str]]:
         """Return the command for a setting, as `filled` does. Values left out of `of_trial` are not changed."""
         values = {name: getattr(setting, name) for name in ("precision", *_NUMBERS)}
         if setting.num_workers is None:
@@ -193,9 +197,11 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
     def _fill(self, text: str, values: Mapping[str, Any], *, is_file: bool = False) -> str:
         def fill(match: re.Match[str]) -> str:
             if match["name"] is None:
-                is_single = match["single"] and not (is_file and _like_ours(match["literal"], _LIKENESS) is None)
+                is_single = match["single"] and not (
+                    is_file and _similar_placeholder(match["literal"], _MIN_SIMILARITY) is None
+                )
                 return match["single"] if is_single else match[0]
-            placeholder = _of(match)
+            placeholder = _placeholder_from_match(match)
             value = values.get(placeholder.name, placeholder.today)
             if value is None:
                 return f"{{{placeholder.name}}}"
@@ -206,7 +212,7 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
         return _BRACES.sub(fill, text)
 
 
-def _of(match: re.Match[str]) -> Placeholder:
+def _placeholder_from_match(match: re.Match[str]) -> Placeholder:
     choices = None
     if match["choices"] is not None:
         choices = dict(choice.partition("=")[::2] for choice in match["choices"].split("|"))
@@ -216,23 +222,23 @@ def _of(match: re.Match[str]) -> Placeholder:
     return Placeholder(name=match["name"], today=today, choices=choices)
 
 
-def _like_ours(name: str, likeness: float) -> str | None:
+def _similar_placeholder(name: str, likeness: float) -> str | None:
     """Return the name of ours that a word may be, misspelt or not."""
     return next(iter(get_close_matches(name.lower().replace("-", "_"), _NAMES, 1, likeness)), None)
 
 
-def _refuse_unknown(text: str, where: str, *, is_file: bool) -> None:
+def _raise_if_unknown_placeholder(text: str, where: str, *, is_file: bool) -> None:
     """Raise `InvalidRequestError` for braces that are meant as a placeholder and are none.
 
     In a settings file, whose braces are mostly its own, those with a name of ours or one misspelt are. A name of ours
     before a colon is a key of a mapping (OmegaConf, YAML) if a blank or a further key follows, and no choices.
     """
-    for match in _MEANT.finditer(_BRACES.sub("", text)):
+    for match in _POSSIBLE_PLACEHOLDER.finditer(_BRACES.sub("", text)):
         braces, name, rest = match[0], match["name"], match["rest"] or ""
-        similar_name, has_no_end = _like_ours(name, _LIKENESS), not match[0].endswith("}")
+        similar_name, has_no_end = _similar_placeholder(name, _MIN_SIMILARITY), not match[0].endswith("}")
         is_format = rest.startswith(":") and not _CHOICES.match(rest)  # {date:%Y}, {lr: 0.1}
         has_keys = rest.startswith(": ") or (rest.startswith(":") and "," in rest)
-        is_mapping = name in _NAMES and has_keys and not _OF_CHOICES.intersection(rest)
+        is_mapping = name in _NAMES and has_keys and not _CHOICE_CHARACTERS.intersection(rest)
         if is_mapping or (is_format and is_file) or (similar_name is None and (is_file or is_format or has_no_end)):
             continue
         literally = "" if has_no_end else f" Where the braces are meant as text, double them: {{{braces}}}."
@@ -242,7 +248,10 @@ def _refuse_unknown(text: str, where: str, *, is_file: bool) -> None:
                 f"Write {{{name}=VALUE}}, in quotes: the shell takes | for a pipe, and a blank for the end. "
                 f"Choices, as in {{precision:bf16=--bf16|fp32=}}, are the precision's alone.{literally}",
             )
-        nearest, meant = similar_name or _like_ours(name, 0.6), rest.replace(":", "=", 1) if is_format else rest
+        nearest, meant = (
+            similar_name or _similar_placeholder(name, 0.6),
+            rest.replace(":", "=", 1) if is_format else rest,
+        )
         raise InvalidRequestError(
             f"{braces!r} in {where} is no placeholder: there is no {name!r}.",
             (f"Write {{{nearest}{meant}}}." if nearest else f"There are {', '.join(f'{{{each}}}' for each in _NAMES)}.")
@@ -250,7 +259,7 @@ def _refuse_unknown(text: str, where: str, *, is_file: bool) -> None:
         )
 
 
-def _check(placeholder: Placeholder, words: Mapping[str, str]) -> None:
+def _check_placeholder(placeholder: Placeholder, words: Mapping[str, str]) -> None:
     """Raise `InvalidRequestError` if a value of the placeholder is invalid; `words` are the command's own names."""
     name, used_values = placeholder.name, [*(placeholder.choices or {}), *filter(None, [placeholder.today])]
     if placeholder.today is None and (placeholder.choices is not None or name == "num_workers"):
@@ -279,10 +288,10 @@ def _check(placeholder: Placeholder, words: Mapping[str, str]) -> None:
             )
 
 
-def to_command_line(line: CommandTemplate) -> list[str]:
+def to_command_line(template: CommandTemplate) -> list[str]:
     """Return the options and arguments from which `from_command_line` makes this line."""
-    value_options = [word for name, value in line.values.items() for word in ("--value", f"{name}={value}")]
-    return [*value_options, *(word for file in line.files for word in ("--file", file)), "--", *line.arguments]
+    value_options = [word for name, value in template.values.items() for word in ("--value", f"{name}={value}")]
+    return [*value_options, *(word for file in template.files for word in ("--file", file)), "--", *template.arguments]
 
 
 def from_command_line(

@@ -124,7 +124,12 @@ def _check_setting(setting: Setting) -> None:
     or_none = "a whole number from 0 up, or None to keep the data's own"
     _must_be(setting, "num_workers", or_none, lambda num: num is None or (type(num) is int and num >= 0))
     names = "a list of module names, each a text without control characters"
-    _must_be(setting, "pinned_modules", names, lambda module_names: _is_list(module_names) and all(map(_is_printable, module_names)))
+    _must_be(
+        setting,
+        "pinned_modules",
+        names,
+        lambda module_names: _is_list(module_names) and all(map(_is_printable, module_names)),
+    )
     msgspec.structs.force_setattr(setting, "pinned_modules", tuple(setting.pinned_modules))
     for name, values in VARIANT_VALUES.items():
         _must_be(setting, name, f"one of {', '.join(values)}", values.__contains__)
@@ -282,7 +287,7 @@ def training_arguments(config: AmpConfig, others: Mapping[str, Any] | None = Non
     return arguments | further
 
 
-def beside_training_arguments(config: AmpConfig) -> Setting:
+def setting_beyond_training_arguments(config: AmpConfig) -> Setting:
     """Return the parts of the config's setting that ``TrainingArguments`` do not set up themselves."""
     return msgspec.structs.replace(Setting.of(config), compile=DEFAULTS["compile"])
 

@@ -72,7 +72,7 @@ class LossScaleEvidence(msgspec.Struct, frozen=True, kw_only=True):
     flushed_share: Share
 
 
-class WorkersTried(msgspec.Struct, frozen=True, kw_only=True):
+class WorkersTrial(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a trial of `candidate` with another number of loader workers; numbers are None if it failed."""
 
     candidate: str
@@ -92,7 +92,7 @@ class LoaderEvidence(msgspec.Struct, frozen=True, kw_only=True):
     num_workers: Whole | None
     data_share: Number
     step_samples_per_second: Positive
-    tried: tuple[WorkersTried, ...] = ()
+    tried: tuple[WorkersTrial, ...] = ()
 
 
 class ProcessPeak(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,7 +206,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
 # --- formatting as lines of text
 
-_WIDE = 2.0  # the upper end of an interval over its lower one, from which on it says nothing of use
+_MAX_USEFUL_RATIO = 2.0  # the upper end of an interval over its lower one, from which on it says nothing of use
 
 
 def config_line(config: AmpConfig, num_ranks: int = 1) -> str:
@@ -226,14 +226,14 @@ def config_line(config: AmpConfig, num_ranks: int = 1) -> str:
 
 def speed_line(evidence: Evidence) -> str:
     """Return the throughput to expect from a new run, and the shares of a step spent on data and in the optimizer."""
-    text = f"{rate(evidence.samples_per_second)} ({landing_line(evidence.samples_per_second_interval)})"
+    text = f"{rate(evidence.samples_per_second)} ({new_run_line(evidence.samples_per_second_interval)})"
     text += f", {step_line(evidence)}"
     if evidence.num_processes < MIN_PROCESSES:
-        text += f"; {_why_unconfirmed(evidence)}"
+        text += f"; {_unconfirmed_reason(evidence)}"
     return text
 
 
-def _why_unconfirmed(evidence: Evidence) -> str:
+def _unconfirmed_reason(evidence: Evidence) -> str:
     """Return the reason that a speed is unconfirmed: too few processes measured the choice, or else the baseline."""
     if evidence.num_processes < MIN_PROCESSES:
         return f"unconfirmed, measured in {count(evidence.num_processes, 'process', 'processes')} only"
@@ -249,7 +249,7 @@ def step_line(evidence: Evidence) -> str:
     return text
 
 
-def landing_line(interval: tuple[float, float], unit: str = "") -> str:
+def new_run_line(interval: tuple[float, float], unit: str = "") -> str:
     """Say where a new run is expected to land, in samples per second, and where that is no promise."""
     low, high = interval
     return f"a new run: {number(low)} to {number(high)}{unit}" + ", too wide to promise a speed" * is_wide(interval)
@@ -258,7 +258,7 @@ def landing_line(interval: tuple[float, float], unit: str = "") -> str:
 def is_wide(interval: tuple[float, float]) -> bool:
     """Whether an interval of speeds says nothing of use."""
     low, high = interval
-    return high > _WIDE * low
+    return high > _MAX_USEFUL_RATIO * low
 
 
 def gain_line(speedup: float, interval: tuple[float, float] | None) -> str:
@@ -270,7 +270,7 @@ def gain_line(speedup: float, interval: tuple[float, float] | None) -> str:
     return f"not sure ({between})" if low < 1 < high else f"{times(speedup)} ({between})"
 
 
-def is_todays(config: AmpConfig, baseline: AmpConfig) -> bool:
+def is_same_as_baseline(config: AmpConfig, baseline: AmpConfig) -> bool:
     """Whether a config changes nothing of the baseline, its environment included."""
     return Setting.of(config) == Setting.of(baseline) and not config.environment
 
@@ -281,20 +281,20 @@ def speedup_line(config: AmpConfig, evidence: Evidence) -> str:
     if evidence.speedup is None or baseline.samples_per_second is None:
         reason = one_line(baseline.reason or "it was not measured")
         return f"unknown; the baseline is {Setting.of(baseline.config)}: {reason}"
-    if is_todays(config, baseline.config):
+    if is_same_as_baseline(config, baseline.config):
         return "none: this is what runs today"
     text = gain_line(evidence.speedup, evidence.speedup_interval)
     text += f" over the baseline, {Setting.of(baseline.config)} at {rate(baseline.samples_per_second)}"
     if not evidence.is_confirmed and evidence.num_processes >= MIN_PROCESSES:
-        text += f"; {_why_unconfirmed(evidence)}"
+        text += f"; {_unconfirmed_reason(evidence)}"
     return text
 
 
 def certainty_line(evidence: Evidence) -> str:
     """Return how sure the speed is: the number of fresh processes that measured it, and the range of a new run."""
-    landing = landing_line(evidence.samples_per_second_interval, " samples/s")
+    landing = new_run_line(evidence.samples_per_second_interval, " samples/s")
     if evidence.num_processes < MIN_PROCESSES or not evidence.is_confirmed:
-        return f"{_why_unconfirmed(evidence)}; {landing}"
+        return f"{_unconfirmed_reason(evidence)}; {landing}"
     certainty = "measured" if is_wide(evidence.samples_per_second_interval) else "confirmed"
     return f"{certainty} in {count(evidence.num_processes, 'process', 'processes')}; {landing}"
 
@@ -343,7 +343,7 @@ def outlook_line(outlook: LargerBatchOption) -> str:
 def check_line(fidelity: Fidelity) -> str:
     """Return a fidelity check on one line: the verdict with its reason, the numbers, and the modules to pin."""
     pinned = f"with {module_names(fidelity.pinned_modules)} in fp32 " if fidelity.pinned_modules else ""
-    parts = [pinned + one_line(fidelity.reason).rstrip("."), *_numbers(fidelity)]
+    parts = [pinned + one_line(fidelity.reason).rstrip("."), *_fidelity_numbers(fidelity)]
     if fidelity.later is not None:
         parts.append(f"{fidelity.later.verdict}{after_steps(fidelity.later.num_steps)}")
     if fidelity.healing_pins:
@@ -399,14 +399,16 @@ def loss_scale_line(scale: LossScale, evidence: LossScaleEvidence | None) -> str
     return f"{text}; {_percent(evidence.flushed_share)} of the gradient's entries flushed"
 
 
-def _numbers(fidelity: Fidelity) -> list[str]:
+def _fidelity_numbers(fidelity: Fidelity) -> list[str]:
     parts = []
     if fidelity.noise_ratio is not None:
         parts.append(f"noise ratio {small(fidelity.noise_ratio)}")
     if fidelity.flushed_share is not None:
         parts.append(f"{_percent(fidelity.flushed_share)} flushed")
     if fidelity.forward_max:  # 0 if no output is in half precision
-        limit = f" of {fidelity.format_max:.5g}" if fidelity.precision == "fp16" and fidelity.format_max is not None else ""
+        limit = (
+            f" of {fidelity.format_max:.5g}" if fidelity.precision == "fp16" and fidelity.format_max is not None else ""
+        )
         parts.append(f"activations up to {fidelity.forward_max:.3g}{limit}")
     if fidelity.training_gap is not None:
         parts.append(f"training gap {small(fidelity.training_gap)} over {count(fidelity.num_paired_steps, 'step')}")
@@ -462,7 +464,7 @@ def loader_line(config: AmpConfig) -> str:
     return f"loader = DataLoader(dataset, batch_size={config.batch_size}{workers})"
 
 
-def accumulates(config: AmpConfig) -> bool:
+def has_accumulation(config: AmpConfig) -> bool:
     """Return whether the config or one of its fallback plans accumulates gradients."""
     return max([config.accumulation_steps, *(plan.accumulation_steps for plan in config.plans)]) > 1
 

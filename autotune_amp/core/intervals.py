@@ -14,7 +14,7 @@ from statistics import fmean
 TRIM_SHARE = 0.1  # share of the slowest steps that is dropped, against garbage collections and page faults
 SPREAD_PRIOR = 0.05  # prior spread between processes, log scale; 2.5 to 9.5 % observed (studies/README.md, Timing)
 PRIOR_WEIGHT = 3  # degrees of freedom of the prior; from five observed processes on they outweigh it
-NUM_DEGREES_SEEN = 2  # from this many observed degrees of freedom on, ratios are compared without the prior
+MIN_DEGREES_WITHOUT_PRIOR = 2  # from this many observed degrees of freedom on, ratios are compared without the prior
 
 # 97.5 % quantiles of Student's t, 1 to 30 degrees of freedom: NIST/SEMATECH e-Handbook of Statistical Methods,
 # 1.3.6.7.2.
@@ -71,7 +71,7 @@ def ratio_interval(
     """Return the 95 % interval of the mean ratio a / b, from pairs measured in the same round (one pair at least).
 
     Pairing removes the effect of a slow round. The spread is that of these ratios and of `others`, the ratios of other
-    candidates in the same rounds; if it has fewer than `NUM_DEGREES_SEEN` degrees of freedom, the prior of
+    candidates in the same rounds; if it has fewer than `MIN_DEGREES_WITHOUT_PRIOR` degrees of freedom, the prior of
     `prediction_interval` is added, times sqrt(2), since a ratio involves two processes. Raises `ValueError` for
     sequences of different lengths.
     """
@@ -80,7 +80,7 @@ def ratio_interval(
     return _interval(logs, SPREAD_PRIOR * math.sqrt(2), 1 / len(ratios), _prior_weight(logs))
 
 
-def apart_interval(
+def unpaired_ratio_interval(
     a_values: Sequence[float], b_values: Sequence[float], others: Sequence[Sequence[float]] = ()
 ) -> tuple[float, float]:
     """Return the 95 % interval of the ratio of the means of a and b, from processes without a common round.
@@ -95,7 +95,7 @@ def apart_interval(
 
 
 def _prior_weight(groups: Sequence[Sequence[float]]) -> int:
-    return 0 if sum(len(logs) - 1 for logs in groups) >= NUM_DEGREES_SEEN else PRIOR_WEIGHT
+    return 0 if sum(len(logs) - 1 for logs in groups) >= MIN_DEGREES_WITHOUT_PRIOR else PRIOR_WEIGHT
 
 
 def _interval(

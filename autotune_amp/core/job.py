@@ -14,7 +14,7 @@ from autotune_amp.core import errors
 from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.outcome import Failure
 
-Found = TypeVar("Found")
+ResultType = TypeVar("ResultType")
 
 
 class _JobEvent(msgspec.Struct, frozen=True, tag_field="event"):
@@ -118,7 +118,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     compiling_seconds: float | None = None
 
 
-class Job(msgspec.Struct, Generic[Found], frozen=True, kw_only=True):
+class Job(msgspec.Struct, Generic[ResultType], frozen=True, kw_only=True):
     """Base class of the work that runs in a child process: a trial, a check, a profile and others.
 
     Subclasses set `answer`, the type of the result, and `work`, the function "package.module:function" that computes it
@@ -151,12 +151,14 @@ class Job(msgspec.Struct, Generic[Found], frozen=True, kw_only=True):
         """Return the time limits after which the parent ends the job."""
         return Deadlines(whole_seconds=self.deadline_seconds)
 
-    def run(self, context: Any, tell: Tell) -> Found | Failure:
+    def run(self, context: Any, tell: Tell) -> ResultType | Failure:
         """Run the job in a process that holds `context`, and return its result. `tell` sends an event to the parent."""
-        result: Found | Failure = _named(self.work)(context, self, tell)
+        result: ResultType | Failure = _import_attribute(self.work)(context, self, tell)
         return result
 
-    def after(self, problem: Failure | AutotuneAmpError, so_far: Found | None) -> Found | Failure | Job[Found]:
+    def after(
+        self, problem: Failure | AutotuneAmpError, so_far: ResultType | None
+    ) -> ResultType | Failure | Job[ResultType]:
         """Return the result of a job that failed or whose process could not load the workload, or a job to run instead.
 
         `so_far` is the partial result when its process ended. Raises `problem` if it is an `AutotuneAmpError`.
@@ -169,10 +171,10 @@ class Job(msgspec.Struct, Generic[Found], frozen=True, kw_only=True):
 
 def find_job(kind: str, fields: dict[str, Any]) -> Job[Any]:
     """Return the job of class `kind` (see `Job.kind`) with the given fields, as received over a pipe."""
-    job: Job[Any] = msgspec.convert(fields, _named(kind))
+    job: Job[Any] = msgspec.convert(fields, _import_attribute(kind))
     return job
 
 
-def _named(name: str) -> Any:
+def _import_attribute(name: str) -> Any:
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)

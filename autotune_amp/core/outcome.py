@@ -104,13 +104,13 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", ta
 
 
 # Kinds of failure of a check that are evidence against the precision; any other is a failure of the check itself.
-OF_THE_PRECISION: Final = ("unsupported", "nonfinite")
+PRECISION_FAILURE_KINDS: Final = ("unsupported", "nonfinite")
 # undecided: no harm was found, but the deciding part was not run; unchecked: nothing was checked.
 Verdict: TypeAlias = Literal["faithful", "undecided", "doubtful", "unfaithful", "unchecked"]
 
 
 DAMAGE_COLUMNS = ("module", "noise ratio", "common error", "cosine", "norm ratio", "flushed to 0")
-_NUM_DAMAGED = 8  # number of modules in a table
+_NUM_SHOWN_MODULES = 8  # number of modules in a table
 
 
 class GradientDamage(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,7 +146,7 @@ def after_steps(num_steps: int) -> str:
     return f" after {num_steps} fp32 steps" if num_steps else ""
 
 
-class Later(msgspec.Struct, frozen=True, kw_only=True):
+class LaterVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """Verdict of a fidelity check on weights that were first trained in fp32 for `num_steps`."""
 
     num_steps: Whole
@@ -206,7 +206,7 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     seconds: NotNegative = 0.0
     fp32_step_seconds: NotNegative | None = None
     num_steps_before: Whole = 0
-    later: Later | None = None
+    later: LaterVerdict | None = None
 
     @property
     def is_equal(self) -> bool:
@@ -219,7 +219,7 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
 
     def most_damaged(self) -> list[GradientDamage]:
         """Return the modules with the largest gradient noise, in descending order."""
-        return sorted(self.modules, key=lambda module: -module.noise_ratio)[:_NUM_DAMAGED]
+        return sorted(self.modules, key=lambda module: -module.noise_ratio)[:_NUM_SHOWN_MODULES]
 
     def facts(self) -> list[tuple[str, str]]:
         """Return (label, text) pairs for the verdict and each known number, with its meaning."""
@@ -262,7 +262,7 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
 
 
 # Least number of samples for a check of accumulation: two micro-batches of two, since BatchNorm cannot train on one.
-MIN_CUT_SAMPLES = 4
+MIN_ACCUMULATION_SAMPLES = 4
 AccumulationVerdict: TypeAlias = Literal["mean", "sum", "weighted", "inexact", "unchecked"]
 
 
@@ -327,7 +327,7 @@ class ProfiledStep(msgspec.Struct, frozen=True, kw_only=True):
     convolution_seconds: NotNegative = 0.0
 
 
-class Split(msgspec.Struct, frozen=True, kw_only=True):
+class StepSplit(msgspec.Struct, frozen=True, kw_only=True):
     """Profiled steps of one precision, equal but for other load on the machine.
 
     `largest` names the operations that took most time in each kind, over all steps, in descending order. `is_device`:
@@ -348,7 +348,7 @@ class Profiled(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     """
 
     device_type: str
-    split: Split | None = None
+    split: StepSplit | None = None
     split_problem: str | None = None
     flops_per_step: Whole | None = None
     flops_problem: str | None = None
@@ -359,7 +359,7 @@ Outcome: TypeAlias = Measurement | Failure
 CheckOutcome: TypeAlias = Fidelity | Calibration | Accumulation | Failure
 
 
-_ANSWERS: Final[dict[Purpose, type]] = {
+_OUTCOME_TYPES: Final[dict[Purpose, type]] = {
     "fidelity": Fidelity,
     "calibration": Calibration,
     "accumulation": Accumulation,
@@ -393,7 +393,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     num_beside: Whole = 0
 
     def __post_init__(self) -> None:
-        outcome_type = _ANSWERS.get(self.purpose, Measurement)
+        outcome_type = _OUTCOME_TYPES.get(self.purpose, Measurement)
         if not isinstance(self.outcome, (outcome_type, Failure)):
             raise ValueError(f"a {type(self.outcome).__name__} does not answer a trial for {self.purpose!r}")
         if not is_recommended(self.environment):

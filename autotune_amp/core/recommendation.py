@@ -89,7 +89,7 @@ from autotune_amp.core.text import (
 
 FORMAT = 1
 MAX_WARNINGS = 3  # more are not read
-_DAMAGED = "Move the file away and search again, or restore it from a backup."
+_RESTORE_ADVICE = "Move the file away and search again, or restore it from a backup."
 Options = TypeVar("Options")
 
 
@@ -235,7 +235,7 @@ class _ShownOptions(msgspec.Struct):
 
 
 # Facts that the answer or the warnings hold.
-_IN_ANSWER = ("config", "speed", "speed-up", "memory", "reason", "warning")
+_ANSWER_LABELS = ("config", "speed", "speed-up", "memory", "reason", "warning")
 
 
 class Recommendation(Decision, frozen=True, kw_only=True):
@@ -268,9 +268,11 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         try:
             return convert(self.options, kind)
         except msgspec.MsgspecError as error:
-            raise FormatError(f"The options of study {self.search.study} are damaged: {error}.", _DAMAGED) from error
+            raise FormatError(
+                f"The options of study {self.search.study} are damaged: {error}.", _RESTORE_ADVICE
+            ) from error
 
-    def answered_command(self, study: Path) -> tuple[bool, str]:
+    def recommended_command(self, study: Path) -> tuple[bool, str]:
         """Return the filled `command_template`, preceded by whether it must run under `autotune-amp run`.
 
         `autotune-amp run` sets the environment and the values without a placeholder; `study` is the folder that it
@@ -279,7 +281,11 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         assert self.command_template is not None
         assert self.workload is not None  # a search of a command describes it
         template = self.command_template
-        example_values = {"trial_dir": "OUTPUT_DIR", "seed": 0, "port": 29500}  # used if the command gives no present value
+        example_values = {
+            "trial_dir": "OUTPUT_DIR",
+            "seed": 0,
+            "port": 29500,
+        }  # used if the command gives no present value
         trial_values = {name: value for name, value in example_values.items() if template.today(name) is None}
         command = shell_line(template.of_setting(self.config, study.as_posix(), **trial_values)[0])
         if not template.outside(self.config, self.workload.today):
@@ -311,7 +317,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
             if format_version <= FORMAT:
                 return decode(text, cls)
         except msgspec.MsgspecError as error:
-            raise FormatError(f"{path} is damaged: {error}.", _DAMAGED) from error
+            raise FormatError(f"{path} is damaged: {error}.", _RESTORE_ADVICE) from error
         raise FormatError(
             f"{path} has format {format_version}; this version reads up to {FORMAT}.",
             "Upgrade autotune_amp, or move the file away and search again.",
@@ -330,7 +336,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
     @property
     def is_kept(self) -> bool:
         """Whether it is to keep what runs today, environment and all."""
-        return explain.is_todays(self.config, self.evidence.baseline.config)
+        return explain.is_same_as_baseline(self.config, self.evidence.baseline.config)
 
     @property
     def is_sure(self) -> bool:
@@ -397,7 +403,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
 
     def further_facts(self) -> list[tuple[str, str]]:
         """Return the pairs of `facts` that neither `answer` nor the warnings hold."""
-        return [fact for fact in self.facts() if fact[0] not in _IN_ANSWER]
+        return [fact for fact in self.facts() if fact[0] not in _ANSWER_LABELS]
 
     def answer_html(self) -> str:
         """Return HTML for a report or a notebook: the key numbers, how sure they are, and the reason."""

@@ -79,7 +79,7 @@ def size(num_bytes: float) -> str:
     return f"{number(num_bytes)} {unit}"
 
 
-A_SIZE = "a size such as 16GiB, 16GB, 16384MiB or a number of bytes"  # the inputs that `parse_size` accepts
+SIZE_FORMATS = "a size such as 16GiB, 16GB, 16384MiB or a number of bytes"  # the inputs that `parse_size` accepts
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt]?)(i?)b)?", re.IGNORECASE | re.ASCII)
 
 

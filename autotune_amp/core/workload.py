@@ -183,7 +183,7 @@ class Workload:
         self.fit = fit
         self.trainer = trainer
         self._check_parts()
-        self._check_today()
+        self._check_present_setting()
 
     @classmethod
     def from_trainer(cls, trainer: Any) -> Workload:
@@ -242,7 +242,7 @@ class Workload:
                 kind = type_name(getattr(self, name))
                 raise WorkloadError(f"Workload({name}=...) is a {kind}; it must be {expected}.", f"Pass such a {name}.")
 
-    def _check_today(self) -> None:
+    def _check_present_setting(self) -> None:
         steps = self.accumulation_steps
         if type(steps) is not int or steps < 1 or (self.is_loop and steps > 1):
             raise WorkloadError(
@@ -290,12 +290,12 @@ def import_target(target: str) -> WorkloadSource:
     obj: Any = _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
     for name in attribute.split("."):
         if not hasattr(obj, name):
-            raise WorkloadError(f"{module_name} has no {attribute!r}.", _WRITE_ONE)
+            raise WorkloadError(f"{module_name} has no {attribute!r}.", _NAME_A_FUNCTION)
         obj = getattr(obj, name)
     return check_source(obj, target)
 
 
-_WRITE_ONE = (
+_NAME_A_FUNCTION = (
     "Name a function that returns one, such as `def workload(): return Workload(model=..., loss=..., data=...)`."
 )
 
@@ -305,14 +305,14 @@ def check_source(obj: Any, origin: str) -> WorkloadSource:
     if isinstance(obj, Workload) or callable(obj):
         source: WorkloadSource = obj
         return source
-    raise WorkloadError(f"{origin} is a {type_name(obj)}; it must be a Workload or make one.", _WRITE_ONE)
+    raise WorkloadError(f"{origin} is a {type_name(obj)}; it must be a Workload or make one.", _NAME_A_FUNCTION)
 
 
 def make_workload(source: WorkloadSource, origin: str) -> Workload:
     """Return `source`, or the workload that it returns. Raises `WorkloadError` if it returns something else."""
     workload = source if isinstance(source, Workload) else source()
     if not isinstance(workload, Workload):
-        raise WorkloadError(f"{origin} returned a {type_name(workload)}; it must return a Workload.", _WRITE_ONE)
+        raise WorkloadError(f"{origin} returned a {type_name(workload)}; it must return a Workload.", _NAME_A_FUNCTION)
     return workload
 
 

@@ -1,4 +1,4 @@
-"""Load by other processes during a measurement: counters, thresholds for warnings, widened intervals. No torch."""
+"""Measures the load by other processes, and derives warnings and factors for intervals from it. No torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ import psutil
 from autotune_amp.core.hardware import BusyProcess, GpuProcess, LoadEvidence, MachineLoad
 from autotune_amp.hardware import nvml
 
-# CPU times are counted in hundredths of a second per process: shorter periods are meaningless.
+# Shortest period over which a load is computed: CPU times are counted in hundredths of a second.
 MIN_SECONDS = 0.25
-_LOOK_SECONDS = 1.0
-_NUM_BUSIEST, _BUSIEST_NUM_CORES = 3, 0.05
-_MIN_WANTED_SHARE = 0.05  # share of the CPUs' time: on an idle machine a single stolen tick would be a large share
+_SLOWDOWN_POLL_SECONDS = 1.0  # between two reads of the GPU's slowdown reasons
+_NUM_BUSIEST, _MIN_BUSY_CORES = 3, 0.05
+# Least CPU time, as a share of the CPUs' time, that stolen time is divided by: on an idle machine a single stolen tick
+# would be a large share.
+_MIN_DEMANDED_SHARE = 0.05
 
 
 class ProcessTimes(NamedTuple):
@@ -33,7 +35,7 @@ class ProcessTimes(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Counters of the machine at one moment, None if the system hides them; in CPU seconds since its start."""
+    """CPU time counters of the machine at one moment, in CPU seconds since boot; None if the system hides them."""
 
     at_seconds: float
     num_cpus: int
@@ -46,7 +48,7 @@ def load_between(before: Reading, after: Reading, own_pid: int) -> MachineLoad:
     """Return the load between two readings. The process `own_pid` and its descendants do not count as others.
 
     A process that ends leaves its CPU time to the parent that waits for it (times(2), tms_cutime), so the sum over the
-    processes of a tree includes the time of ended ones. The rest of the machine's busy time is that of others.
+    processes of a tree includes the time of ended ones. The rest of the machine's busy time is the load by others.
     """
     seconds = after.at_seconds - before.at_seconds
     if seconds < MIN_SECONDS or before.busy_seconds is None or after.busy_seconds is None:
@@ -55,7 +57,7 @@ def load_between(before: Reading, after: Reading, own_pid: int) -> MachineLoad:
     busy = max(0.0, after.busy_seconds - before.busy_seconds)
     if before.stolen_seconds is not None and after.stolen_seconds is not None:
         stolen = max(0.0, after.stolen_seconds - before.stolen_seconds)
-        wanted = max(stolen + busy, _MIN_WANTED_SHARE * after.num_cpus * seconds)
+        wanted = max(stolen + busy, _MIN_DEMANDED_SHARE * after.num_cpus * seconds)
         measurements["stolen_share"] = stolen / wanted
     if before.processes is not None and after.processes is not None:
         own = max(0.0, _tree_seconds(after.processes, own_pid) - _tree_seconds(before.processes, own_pid))
@@ -66,7 +68,7 @@ def load_between(before: Reading, after: Reading, own_pid: int) -> MachineLoad:
     return MachineLoad(seconds=seconds, num_cpus=after.num_cpus, **measurements)
 
 
-def tree(processes: dict[int, ProcessTimes], own_pid: int) -> set[int]:
+def process_tree(processes: dict[int, ProcessTimes], own_pid: int) -> set[int]:
     """Return the process ids of `own_pid` and its descendants."""
     children: dict[int, list[int]] = {}
     for pid, process in processes.items():
@@ -79,7 +81,7 @@ def tree(processes: dict[int, ProcessTimes], own_pid: int) -> set[int]:
 
 
 def _tree_seconds(processes: dict[int, ProcessTimes], own_pid: int) -> float:
-    tree_processes = (processes[pid] for pid in tree(processes, own_pid) if pid in processes)
+    tree_processes = (processes[pid] for pid in process_tree(processes, own_pid) if pid in processes)
     return sum(process.own_seconds + process.children_seconds for process in tree_processes)
 
 
@@ -87,14 +89,16 @@ def _busiest(
     before: dict[int, ProcessTimes], after: dict[int, ProcessTimes], own_pid: int, seconds: float
 ) -> tuple[BusyProcess, ...]:
     others = []
-    for pid in after.keys() - tree(before, own_pid) - tree(after, own_pid):
+    for pid in after.keys() - process_tree(before, own_pid) - process_tree(after, own_pid):
         seconds_before = before[pid].own_seconds if pid in before else 0.0
-        others.append(BusyProcess(pid=pid, name=after[pid].name, num_cores=(after[pid].own_seconds - seconds_before) / seconds))
+        others.append(
+            BusyProcess(pid=pid, name=after[pid].name, num_cores=(after[pid].own_seconds - seconds_before) / seconds)
+        )
     busiest = sorted(others, key=lambda process: (-process.num_cores, process.pid))[:_NUM_BUSIEST]
-    return tuple(process for process in busiest if process.num_cores >= _BUSIEST_NUM_CORES)
+    return tuple(process for process in busiest if process.num_cores >= _MIN_BUSY_CORES)
 
 
-def read(root: Path = Path("/proc")) -> Reading:
+def read_counters(root: Path = Path("/proc")) -> Reading:
     """Read the counters of the CPUs that this process may run on. Takes milliseconds."""
     try:
         times = psutil.cpu_times(percpu=True)
@@ -107,7 +111,7 @@ def read(root: Path = Path("/proc")) -> Reading:
     return Reading(
         at_seconds=time.monotonic(),
         num_cpus=len(own_cpus) or os.cpu_count() or 1,
-        # Without interrupts, which our own transfers cause, and guests, which "user" includes.
+        # Leaves out interrupts, which this search's transfers cause too, and guests, which "user" includes already.
         busy_seconds=sum(cpu.user + cpu.system + getattr(cpu, "nice", 0.0) for cpu in own_cpus) if own_cpus else None,
         stolen_seconds=sum(cpu.steal for cpu in own_cpus) if own_cpus and hasattr(own_cpus[0], "steal") else None,
         processes=_processes(root),
@@ -135,7 +139,7 @@ def _processes(root: Path) -> dict[int, ProcessTimes] | None:
 
 
 class LoadMeter:
-    """Meter of the load by other processes during a trial, from its last warm-up step on, or from its start."""
+    """Measures the load by other processes during a trial, from its last warm-up step on, or from its start."""
 
     def __init__(self, uuid: str | None = None) -> None:  # the GPU's UUID
         self._uuid = uuid
@@ -143,10 +147,10 @@ class LoadMeter:
 
     def start(self) -> None:
         """Restart the measurement."""
-        self._before = read()
+        self._before = read_counters()
         self._after: Reading | None = None
         self._is_stepping = False
-        self._last_look = -_LOOK_SECONDS
+        self._last_poll = -_SLOWDOWN_POLL_SECONDS
         self._slowdowns: dict[str, None] | None = None
 
     def warm_up(self) -> None:
@@ -155,24 +159,24 @@ class LoadMeter:
         Measured steps are reported at their end. Starting at the first of them would miss a single long step.
         """
         if not self._is_stepping and time.monotonic() - self._before.at_seconds >= MIN_SECONDS:
-            self._before = read()
+            self._before = read_counters()
 
     def step(self) -> None:
         """Note a measured step, and read the GPU's slowdown reasons at most once a second."""
         now, self._is_stepping = time.monotonic(), True
-        if self._uuid is not None and now - self._last_look >= _LOOK_SECONDS:
-            self._last_look = now
+        if self._uuid is not None and now - self._last_poll >= _SLOWDOWN_POLL_SECONDS:
+            self._last_poll = now
             names = nvml.slowdown_names(self._uuid)
             if names is not None:
                 self._slowdowns = {**(self._slowdowns or {}), **dict.fromkeys(names)}
 
     def hold(self) -> None:
-        """Read the counters now: our processes are about to be killed, and their CPU time may be lost with them."""
-        self._after = self._after or read()
+        """Read the final counters now: the trial's processes are about to be killed, and their CPU time may be lost."""
+        self._after = self._after or read_counters()
 
     def stop(self) -> MachineLoad:
         """Return the load by others since `start`, or since the last warm-up step."""
-        after = self._after or read()
+        after = self._after or read_counters()
         return msgspec.structs.replace(
             load_between(self._before, after, os.getpid()),
             gpu_processes=self._gpu_processes(after),
@@ -184,8 +188,8 @@ class LoadMeter:
         if gpu_processes is None:
             return None
         processes = reading.processes or {}
-        own_pids = tree(processes, os.getpid()) | nvml.ancestors()
-        # Inside a container NVML's process ids may be of invisible processes, which may be our own.
+        own_pids = process_tree(processes, os.getpid()) | nvml.ancestors()
+        # Inside a container NVML may list ids of invisible processes, which may belong to this search.
         return tuple(
             GpuProcess(pid=pid, name=processes[pid].name, memory_bytes=memory_bytes)
             for pid, memory_bytes in gpu_processes
@@ -193,43 +197,44 @@ class LoadMeter:
         )
 
 
-# Smaller loads come from daemons and from counting CPU time in ticks. One process that keeps a core busy matters
-# however many cores there are: the step waits for the thread that shares its core.
-WORTH_CORES, WORTH_SHARE_OF_CPUS, SURELY_WORTH_CORES = 0.25, 0.05, 0.75
-WORTH_STOLEN_SHARE = 0.03
+# Thresholds for a warning: a share of the CPUs, within these numbers of cores. Smaller loads come from daemons and from
+# counting CPU time in ticks. One process that keeps a core busy matters on any number of cores: the step waits for the
+# thread that shares this core.
+MIN_WARNING_CORES, WARNING_SHARE_OF_CPUS, MAX_WARNING_CORES = 0.25, 0.05, 0.75
+WARNING_STOLEN_SHARE = 0.03
 
 
-def worth_cores(num_cpus: int) -> float:
-    """Return the number of cores used by others from which on a warning is given."""
-    return max(WORTH_CORES, min(WORTH_SHARE_OF_CPUS * num_cpus, SURELY_WORTH_CORES))
+def warning_threshold_cores(num_cpus: int) -> float:
+    """Return the number of cores that others must use for a warning."""
+    return max(MIN_WARNING_CORES, min(WARNING_SHARE_OF_CPUS * num_cpus, MAX_WARNING_CORES))
 
 
 def is_busy(loads: Sequence[MachineLoad]) -> bool:
-    """Return whether others used enough CPU time to matter: on average, or twice as much in one process."""
+    """Return whether others used enough CPU time for a warning: on average, or twice as much during one measurement."""
     num_cores = [load.others_num_cores for load in loads if load.others_num_cores is not None]
     if not num_cores:
         return False
-    threshold = worth_cores(loads[0].num_cpus)
+    threshold = warning_threshold_cores(loads[0].num_cpus)
     return fmean(num_cores) >= threshold or max(num_cores) >= 2 * threshold
 
 
 def is_stolen(loads: Sequence[MachineLoad]) -> bool:
-    """Return whether the hypervisor gave away enough CPU time on average to matter."""
+    """Return whether the hypervisor gave away enough CPU time on average for a warning."""
     shares = [load.stolen_share for load in loads if load.stolen_share is not None]
-    return bool(shares) and fmean(shares) >= WORTH_STOLEN_SHARE
+    return bool(shares) and fmean(shares) >= WARNING_STOLEN_SHARE
 
 
 def others_slowdown(load: MachineLoad) -> float:
     """Return the estimated factor by which other processes on the CPUs slowed the steps.
 
-    Loads below `worth_cores` count as none, and so does any load while a core was idle. Otherwise the step is as slow
-    as its slowest thread, the one whose core others used most. They used no more of that core than they used in total,
-    and, since a scheduler gives equal shares, no more than half of it, unless there are several of them per core. One
-    busy process beside two threads on two cores: 2 by this rule, 68 ms instead of 32 as measured (studies/README.md). A
-    GPU is fed by one thread: others may have taken at most the rest of that thread's core.
+    The factor is 1 for loads below `warning_threshold_cores`, and if a core was idle. Otherwise the step is as slow as
+    its slowest thread, the one whose core others used most. They used no more of that core than they used in total,
+    and, since a scheduler gives equal shares, no more than half of it, unless there are several of them per core. For
+    one busy process beside two threads on two cores the factor is 2; measured were 68 ms instead of 32
+    (studies/README.md). A GPU is fed by one thread: others took at most the rest of that thread's core.
     """
     others, num_cpus, own = load.others_num_cores or 0.0, load.num_cpus, load.own_num_cores or 0.0
-    if others < worth_cores(num_cpus) or num_cpus - others - own >= 1:
+    if others < warning_threshold_cores(num_cpus) or num_cpus - others - own >= 1:
         return 1.0
     core_share = min(others, max(0.5, others / num_cpus), 0.95)
     if load.gpu_processes is not None:
@@ -254,7 +259,7 @@ def interval_factors(loads: Sequence[MachineLoad]) -> tuple[float, float]:
 
 
 def evidence(loads: Sequence[MachineLoad]) -> LoadEvidence | None:
-    """Summarize the loads during the processes behind a throughput's interval; None for an empty sequence."""
+    """Summarize the loads while a throughput was measured; return None for an empty sequence."""
     if not loads:
         return None
     num_cores = [load.others_num_cores for load in loads if load.others_num_cores is not None]
@@ -282,12 +287,13 @@ def load_warnings(load: LoadEvidence | None, remedy: str = "search again with --
         busiest = "; ".join(f"{p.name}, pid {p.pid}: {p.num_cores:.2f}" for p in load.busiest)
         warnings.append(
             f"The machine was busy: other processes used {load.others_num_cores or 0.0:.2f} of {load.num_cpus} cores "
-            f"({busiest}). Stop them and {remedy} for a surer answer; without them a run may be faster."
+            f"({busiest}). Stop them and {remedy} for a more reliable result; without them training may be faster."
         )
     if load.is_stolen:
         warnings.append(f"The hypervisor gave {100 * (load.stolen_share or 0.0):.0f} % of the CPU time to others.")
     if load.gpu_processes:
-        warnings.append(f"Others were on the GPU: {'; '.join(f'{p.name}, pid {p.pid}' for p in load.gpu_processes)}.")
+        names = "; ".join(f"{p.name}, pid {p.pid}" for p in load.gpu_processes)
+        warnings.append(f"Other processes used the GPU: {names}.")
     if load.gpu_slowdowns:
         warnings.append(f"The GPU lowered its clocks: {'; '.join(load.gpu_slowdowns)}.")
     return warnings

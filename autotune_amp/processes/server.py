@@ -38,7 +38,7 @@ from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.job import ChildExit, JobEvent, Ready, RequestError, RequestFailure, Result, find_job
 from autotune_amp.core.outcome import Failure
 from autotune_amp.hardware import identify
-from autotune_amp.hardware.device import parse
+from autotune_amp.hardware.device import parse_device_name
 from autotune_amp.hardware.measuring import make_current
 from autotune_amp.precision import torch_state
 from autotune_amp.processes import packing
@@ -202,7 +202,7 @@ class Server:
 
 def _needs_choosing(device: str) -> bool:
     """Return whether "cuda" means this device only after making it current, which starts its driver."""
-    return bool(parse(device)[1])
+    return bool(parse_device_name(device)[1])
 
 
 # -- a process that stands by ------------------------------------------------------------------------------------------

@@ -164,9 +164,9 @@ class _Live(Source):
         return {**torch_state.capture(), **threads}
 
     def fingerprint(self, options: dict[str, Any], identity: DeviceIdentity) -> Fingerprint | None:
-        from autotune_amp.fingerprint import compute
+        from autotune_amp.fingerprint import compute_fingerprint
 
-        return compute(self._workload, options, identity, self.torch_state({}))
+        return compute_fingerprint(self._workload, options, identity, self.torch_state({}))
 
 
 def target(name: str) -> Source:

@@ -20,7 +20,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.job import PartialResult, Phase, Ready, Tell
-from autotune_amp.core.outcome import MIN_CUT_SAMPLES, Accumulation, Calibration, CheckOutcome, Failure, Fidelity
+from autotune_amp.core.outcome import (
+    MIN_ACCUMULATION_SAMPLES,
+    Accumulation,
+    Calibration,
+    CheckOutcome,
+    Failure,
+    Fidelity,
+)
 from autotune_amp.core.workload import Workload
 from autotune_amp.dimensions import NUMERIC, VARIANTS
 from autotune_amp.dimensions.live_training import LiveTraining
@@ -234,8 +241,9 @@ def whole_and_parts(user_data: Any, num_samples: int, seed: int, seconds: float 
     collated twice, so that padding is as in training. For other data, and if collating draws at random, the first batch
     is cut along the first dimension of its tensors. Raises `CannotCutError` if that is impossible.
     """
-    if num_samples < MIN_CUT_SAMPLES:
-        raise CannotCutError(f"fewer than {MIN_CUT_SAMPLES} samples cannot be cut into micro-batches of two at least")
+    if num_samples < MIN_ACCUMULATION_SAMPLES:
+        few = f"fewer than {MIN_ACCUMULATION_SAMPLES} samples"
+        raise CannotCutError(f"{few} cannot be cut into micro-batches of two at least")
     stream, loader = data.opened(user_data, num_samples)
     with closing(stream):
         # Without samples to choose from, the dataset gives ready batches or a stream.

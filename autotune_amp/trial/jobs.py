@@ -14,8 +14,8 @@ from autotune_amp.core.hardware import DeviceIdentity, Hardware
 from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.job import Deadlines, Job, Tell
 from autotune_amp.core.outcome import (
-    MIN_CUT_SAMPLES,
-    OF_THE_PRECISION,
+    MIN_ACCUMULATION_SAMPLES,
+    PRECISION_FAILURE_KINDS,
     Accumulation,
     Calibration,
     CheckOutcome,
@@ -176,12 +176,12 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
         if failure.kind != "oom":
             if not self.num_steps_before or failure.is_loading:
                 return failure
-            if failure.kind in OF_THE_PRECISION:
+            if failure.kind in PRECISION_FAILURE_KINDS:
                 next_step = mended(failure) or "Use another precision."
                 return self._judged("unfaithful", f"{failure.kind}: {failure.message}", next_step)
             return self.unchecked(failure)
         smaller = self.candidate.batch_size // 2
-        if smaller >= (MIN_CUT_SAMPLES if self.what == "accumulation" else 1):
+        if smaller >= (MIN_ACCUMULATION_SAMPLES if self.what == "accumulation" else 1):
             return msgspec.structs.replace(self, candidate=msgspec.structs.replace(self.candidate, batch_size=smaller))
         return self.unchecked(failure) if self.what == "fidelity" else failure
 
@@ -239,10 +239,10 @@ class FingerprintJob(Job[Fingerprint], frozen=True, kw_only=True):
     identity: DeviceIdentity
 
     def run(self, context: Any, tell: Tell) -> Fingerprint:  # noqa: ARG002 - it takes no steps to tell of
-        """Return the fingerprint; see `fingerprint.compute`."""
-        from autotune_amp.fingerprint import compute
+        """Return the fingerprint; see `fingerprint.compute_fingerprint`."""
+        from autotune_amp.fingerprint import compute_fingerprint
 
-        return compute(context.source, self.options, self.identity, self.torch_state)
+        return compute_fingerprint(context.source, self.options, self.identity, self.torch_state)
 
 
 def as_failure(problem: Failure | AutotuneAmpError) -> Failure:

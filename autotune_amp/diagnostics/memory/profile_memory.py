@@ -17,7 +17,7 @@ from autotune_amp.core.intervals import fit_memory
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.text import A_SIZE, count, parse_size
+from autotune_amp.core.text import SIZE_FORMATS, count, parse_size
 from autotune_amp.diagnostics.memory.results import (
     LargestBatch,
     MemoryBreakdown,
@@ -215,7 +215,8 @@ def _parse_fit(fit: Any) -> int:
     try:
         return parse_size(fit)
     except ValueError:
-        raise InvalidRequestError(f"--fit is {fit!r}; it must be {A_SIZE}.", "Give --fit 16GiB, for example.") from None
+        message = f"--fit is {fit!r}; it must be {SIZE_FORMATS}."
+        raise InvalidRequestError(message, "Give --fit 16GiB, for example.") from None
 
 
 def _snapshot_path(snapshot: str | os.PathLike[str], device: str) -> Path:

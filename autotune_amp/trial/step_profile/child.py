@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 from autotune_amp.core.job import Phase, Tell
-from autotune_amp.core.outcome import Failure, Profiled, ProfiledStep, Split
+from autotune_amp.core.outcome import Failure, Profiled, ProfiledStep, StepSplit
 from autotune_amp.core.precisions import Precision
 from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.precision.modes import MIXED_PRECISIONS
@@ -99,7 +99,7 @@ def warm_up(training: BaseTraining) -> None:
             require_step(training, len(steps))
 
 
-def _traced(training: BaseTraining, trace_file: str) -> tuple[Split | None, str | None]:
+def _traced(training: BaseTraining, trace_file: str) -> tuple[StepSplit | None, str | None]:
     """Trace a few steps and divide them by kind of operation; None with the reason if no trace can be written."""
     precision, device = training.spec.candidate.precision, training.device
     activities = [ProfilerActivity.CPU]
@@ -227,7 +227,7 @@ class Trace(msgspec.Struct, frozen=True, rename={"events": "traceEvents"}):
     events: list[Event]
 
 
-def split(trace: Trace, precision: Precision, numbers: Iterable[int]) -> Split | None:
+def split(trace: Trace, precision: Precision, numbers: Iterable[int]) -> StepSplit | None:
     """Return the time of these profiled steps by kind of operation; None if the trace has none of them."""
     marks = {step_mark(precision, number) for number in numbers}
     spans = sorted((event for event in trace.events if event.ph == "X"), key=_start)
@@ -255,7 +255,7 @@ def split(trace: Trace, precision: Precision, numbers: Iterable[int]) -> Split |
                 convolution_seconds=convolution_seconds,
             )
         )
-    return Split(
+    return StepSplit(
         steps=tuple(steps),
         largest={kind: _largest_names(names) for kind, names in by_name.items()},
         is_device=has_kernels,
