@@ -1,4 +1,4 @@
-"""Public functions: recommend_config() searches; the others, such as check_workload(), work without a search."""
+"""Public functions: recommend_config() runs a search; the others check or profile a workload without a search."""
 
 from __future__ import annotations
 
@@ -86,15 +86,15 @@ def recommend_config(
     for each process of a trial, as "16GiB" or in bytes, for a training run on a smaller device than this one.
     `objective` is "speed", "memory" (the least memory, no slower than the baseline) or "energy". `steps` or `samples`
     is the length of the training run: fp16's loss scale is chosen for it (10,000 steps if left out), and the
-    recommendation's `job` has its hours, with `price_per_hour` its price too. A change of these options measures
-    nothing anew: a finished search is ranked again.
-    Results go to `out`/`study`, including report.html; if that cannot be drawn, there is only a warning. `fresh`
+    recommendation's `job` has its hours, with `price_per_hour` its price too. Changing these options needs no new
+    measurements: a finished search is ranked again.
+    Results go to `out`/`study`, including report.html; if that cannot be written, a warning is given. `fresh`
     repeats measurements that exist already. `progress` receives the events of the search; by default they are shown on
     standard error or in the notebook's cell, unless `quiet`.
 
     Under torchrun, srun or another launcher (WORLD_SIZE above 1), or in a process group, call it on all ranks alike,
-    before or after init_process_group(): rank 0 searches and shows its progress, the others wait for its answer. A
-    process that Lightning starts by running the script again takes the answer that the first process has saved.
+    before or after init_process_group(): rank 0 searches and shows its progress, the others wait for its result. A
+    process that Lightning starts by running the script again loads the result that the first process has saved.
 
     Raises on every rank alike `InvalidRequestError` (a wrong option, workload, device or folder),
     `BudgetTooSmallError`, `NothingWorksError` (every candidate failed) and `SearchInterruptedError` (Ctrl-C; the best
@@ -276,7 +276,7 @@ def _warn(text: str) -> None:
 
 @contextmanager
 def _shown_progress(quiet: bool, user_progress: Progress | None = None) -> Iterator[Progress]:
-    """Provide the given progress, else one on standard error, unless `quiet`; end it when the context ends.
+    """Provide `user_progress` or, unless `quiet`, progress on standard error; end it when the context ends.
 
     The state of `random` is restored at the end, since rich draws random numbers when it is imported.
     """

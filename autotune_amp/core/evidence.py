@@ -1,4 +1,4 @@
-"""Evidence for a recommended config: the measurements as plain data, and functions that format them as text and code.
+"""Evidence for a recommended config: measurements as plain data, and functions that format them as text and code.
 
 The formatted lines are shared by the terminal, the report, `explain()` and the exports.
 """
@@ -23,14 +23,14 @@ Objective: TypeAlias = Literal["speed", "memory", "energy"]
 
 
 class PlainEnvironment(msgspec.Struct, frozen=True, kw_only=True):
-    """Speed of the recommended config without `config.environment`, for a user who forgets to set the variables."""
+    """Speed of the recommended config if the variables in `config.environment` are not set."""
 
     samples_per_second: Positive | None
     speedup: Positive | None
 
 
-# Number of fresh processes needed to call a number confirmed. With fewer the spread between processes, which dominates
-# the error, is unknown (studies/README.md).
+# Number of fresh processes from which on a speed counts as confirmed. With fewer the spread between processes, which
+# dominates the error, is unknown (studies/README.md).
 MIN_PROCESSES = 3
 
 
@@ -105,7 +105,7 @@ class ProcessPeak(msgspec.Struct, frozen=True, kw_only=True):
 class MemoryEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """Conditions under which the peak memory was measured.
 
-    `worst_case` describes the largest batch, None if all are alike or it is unknown; it was found by looking at
+    `worst_case` describes the largest batch, None if all are alike or it is unknown; it was found by scanning
     `num_seen` of `num_samples` samples, None if the user named it. `has_evaluation`, `has_checkpoint`: the confirmation
     ran the workload's own. `processes` holds the peak of each process; the reported peak is the highest.
     """
@@ -206,7 +206,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
 # --- formatting as lines of text
 
-_MAX_USEFUL_RATIO = 2.0  # the upper end of an interval over its lower one, from which on it says nothing of use
+# Upper over lower end from which on an interval is called too wide: the speed is known to less than a factor of two.
+_MAX_USEFUL_RATIO = 2.0
 
 
 def config_line(config: AmpConfig, num_ranks: int = 1) -> str:
@@ -234,7 +235,7 @@ def speed_line(evidence: Evidence) -> str:
 
 
 def _unconfirmed_reason(evidence: Evidence) -> str:
-    """Return the reason that a speed is unconfirmed: too few processes measured the choice, or else the baseline."""
+    """Return why a speed is unconfirmed: too few processes measured the recommended setting, or else the baseline."""
     if evidence.num_processes < MIN_PROCESSES:
         return f"unconfirmed, measured in {count(evidence.num_processes, 'process', 'processes')} only"
     return f"unconfirmed, fewer than {MIN_PROCESSES} processes measured the baseline"
@@ -250,19 +251,19 @@ def step_line(evidence: Evidence) -> str:
 
 
 def new_run_line(interval: tuple[float, float], unit: str = "") -> str:
-    """Say where a new run is expected to land, in samples per second, and where that is no promise."""
+    """Return the interval in which a new run is expected, in samples per second, with a remark if it is too wide."""
     low, high = interval
     return f"a new run: {number(low)} to {number(high)}{unit}" + ", too wide to promise a speed" * is_wide(interval)
 
 
 def is_wide(interval: tuple[float, float]) -> bool:
-    """Whether an interval of speeds says nothing of use."""
+    """Whether an interval of speeds is too wide to promise a speed."""
     low, high = interval
     return high > _MAX_USEFUL_RATIO * low
 
 
 def gain_line(speedup: float, interval: tuple[float, float] | None) -> str:
-    """Return a ratio of speeds with its interval; one that may be above or below 1 is no gain that can be told."""
+    """Return a ratio of speeds with its interval, or "not sure" with the interval if that includes 1."""
     if interval is None:
         return times(speedup)
     low, high = interval
@@ -271,7 +272,7 @@ def gain_line(speedup: float, interval: tuple[float, float] | None) -> str:
 
 
 def is_same_as_baseline(config: AmpConfig, baseline: AmpConfig) -> bool:
-    """Whether a config changes nothing of the baseline, its environment included."""
+    """Whether a config equals the baseline and needs no environment variables."""
     return Setting.of(config) == Setting.of(baseline) and not config.environment
 
 
@@ -291,7 +292,7 @@ def speedup_line(config: AmpConfig, evidence: Evidence) -> str:
 
 
 def certainty_line(evidence: Evidence) -> str:
-    """Return how sure the speed is: the number of fresh processes that measured it, and the range of a new run."""
+    """Return the certainty of the speed: the number of processes that measured it, and the interval of a new run."""
     landing = new_run_line(evidence.samples_per_second_interval, " samples/s")
     if evidence.num_processes < MIN_PROCESSES or not evidence.is_confirmed:
         return f"{_unconfirmed_reason(evidence)}; {landing}"
@@ -337,7 +338,7 @@ def outlook_line(outlook: LargerBatchOption) -> str:
     """Return the throughput at another effective batch size, with the warning about the learning rate."""
     speedup = "" if outlook.speedup is None else f", {outlook.speedup:.1f} times today's"
     reached = measured_line(f"{outlook}{speedup}", outlook.samples_per_second, outlook.peak_memory_bytes)
-    return f"with another effective batch size: {reached}; the learning rate would have to be looked at"
+    return f"with another effective batch size: {reached}; the learning rate would have to be adapted"
 
 
 def check_line(fidelity: Fidelity) -> str:
@@ -364,12 +365,12 @@ def devices_line(names: tuple[str, ...]) -> str:
 
 
 def ranks_line(ranks: RanksEvidence, device_type: str) -> str:
-    """Return the number of ranks and the share of their combined speed that remains after exchanging gradients."""
+    """Return the number of ranks, and their combined speed as a share of that many times one rank's speed."""
     text = f"{ranks.num_ranks} train together under DistributedDataParallel"
     if ranks.efficiency is None or ranks.one_rank_samples_per_second is None:
-        return f"{text}; one alone was not measured, for want of time"
+        return f"{text}; one rank alone was not measured: too little time"
     where = "on its share of the CPU" if device_type == "cpu" else "on its GPU"
-    share = f"{100 * ranks.efficiency:.0f} % of {ranks.num_ranks} times what one reaches alone {where}"
+    share = f"{100 * ranks.efficiency:.0f} % of {ranks.num_ranks} times the speed of one alone {where}"
     return f"{text}: {ranks.setting} at {share} ({rate(ranks.one_rank_samples_per_second)}, in one process)"
 
 
@@ -431,7 +432,7 @@ def _percent(share: float) -> str:
 
 
 def measured_line(name: object, samples_per_second: float | None, peak_memory_bytes: int | None) -> str:
-    """Return the name `what` with its measured throughput and peak memory."""
+    """Return a name with its measured throughput and peak memory."""
     speed = [] if samples_per_second is None else [rate(samples_per_second)]
     return ", ".join([str(name), *speed, *([] if peak_memory_bytes is None else [size(peak_memory_bytes)])])
 

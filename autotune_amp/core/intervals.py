@@ -1,4 +1,4 @@
-"""Intervals for step times and throughputs, and a fit of memory against batch size; arithmetic only.
+"""Intervals for step times and throughputs, and a fit of memory against batch size. Pure functions.
 
 The variance between processes exceeds that between steps: thirty steps in one process are within 5 % of the truth 78 %
 of the time, five processes of six steps 93 % (studies/README.md, Timing). Three to five processes say little about
@@ -14,7 +14,7 @@ from statistics import fmean
 TRIM_SHARE = 0.1  # share of the slowest steps that is dropped, against garbage collections and page faults
 SPREAD_PRIOR = 0.05  # prior spread between processes, log scale; 2.5 to 9.5 % observed (studies/README.md, Timing)
 PRIOR_WEIGHT = 3  # degrees of freedom of the prior; from five observed processes on they outweigh it
-MIN_DEGREES_WITHOUT_PRIOR = 2  # from this many observed degrees of freedom on, ratios are compared without the prior
+MIN_DEGREES_WITHOUT_PRIOR = 2  # observed degrees of freedom from which on ratios need no prior
 
 # 97.5 % quantiles of Student's t, 1 to 30 degrees of freedom: NIST/SEMATECH e-Handbook of Statistical Methods,
 # 1.3.6.7.2.
@@ -53,8 +53,8 @@ def trimmed_interval(samples: Sequence[float]) -> tuple[float, float]:
 def prediction_interval(process_values: Sequence[float], others: Sequence[Sequence[float]] = ()) -> tuple[float, float]:
     """Return the interval in which a new process's value is expected to land with 95 % probability.
 
-    `process_values` are the values of the processes measured so far, one at least. A prediction interval, since the
-    user is promised their next run and not the mean of ours: exp(m -+ t(v) * s * sqrt(1 + 1/n)) with m the mean log of
+    `process_values` are the values of the processes measured so far, one at least. This is a prediction interval, since
+    the report promises the speed of the next run, not a mean: exp(m -+ t(v) * s * sqrt(1 + 1/n)) with m the mean log of
     n values, v = v0 + sum(n_k - 1), s^2 = (v0 * s0^2 + sum((n_k - 1) * s_k^2)) / v, s0 = `SPREAD_PRIOR`, v0 =
     `PRIOR_WEIGHT`: the posterior prediction of a normal sample under a scaled inverse chi-squared prior on its variance
     (Gelman et al., Bayesian Data Analysis, 3.2-3.3). The sum is over these values and `others`, the values of other
@@ -83,7 +83,7 @@ def ratio_interval(
 def unpaired_ratio_interval(
     a_values: Sequence[float], b_values: Sequence[float], others: Sequence[Sequence[float]] = ()
 ) -> tuple[float, float]:
-    """Return the 95 % interval of the ratio of the means of a and b, from processes without a common round.
+    """Return the 95 % interval of the ratio of the means of a and b, from processes that were not run in pairs.
 
     The spread is pooled over both and the processes of `others`, with the prior as in `ratio_interval`.
     """

@@ -1,4 +1,4 @@
-"""Job: a unit of work that a backend runs in another process, and the events that the process sends meanwhile. Both are
+"""Job: work that a backend runs in another process, and the events that this process sends to its parent. Both are
 plain data, sent as lines of JSON.
 """
 
@@ -18,7 +18,7 @@ ResultType = TypeVar("ResultType")
 
 
 class _JobEvent(msgspec.Struct, frozen=True, tag_field="event"):
-    """Base of all events."""
+    """Base class of the events that a child process sends."""
 
 
 class Ready(_JobEvent, frozen=True, tag="ready"):
@@ -41,14 +41,14 @@ class Compilation(_JobEvent, frozen=True, tag="compiling"):
 
 
 class Phase(_JobEvent, frozen=True, tag="phase"):
-    """Event that other work than steps begins, which may take these seconds; None for no limit of its own."""
+    """Event that work other than steps begins, with its time limit in seconds; None for no limit of its own."""
 
     name: str
     seconds: float | None = None
 
 
 class PartialResult(_JobEvent, frozen=True, tag="so far"):
-    """Event with the result that holds if the process ends before it sends another one."""
+    """Event with a preliminary result, used if the process ends before it sends another one."""
 
     value: Any
 
@@ -66,7 +66,7 @@ class RequestFailure(_JobEvent, frozen=True, tag="failed"):
 
 
 class RequestError(_JobEvent, frozen=True, tag="error"):
-    """Event that a request ended by an error of ours; `kind` is the name of its class."""
+    """Event that a request raised an `AutotuneAmpError`; `kind` is the name of its class."""
 
     kind: str
     message: str

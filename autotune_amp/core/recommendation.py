@@ -88,7 +88,7 @@ from autotune_amp.core.text import (
 )
 
 FORMAT = 1
-MAX_WARNINGS = 3  # more are not read
+MAX_WARNINGS = 3  # readers skip longer lists
 _RESTORE_ADVICE = "Move the file away and search again, or restore it from a backup."
 Options = TypeVar("Options")
 
@@ -117,8 +117,8 @@ class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
 class SearchSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of a search. Checks and calibrations do not count as trials.
 
-    `search_id` names its lines in outcomes.jsonl; `warnings` and `notes` concern the circumstances of the search and
-    hold for every ranking; `files` tells of the files that trials left. `load` is the load by others before the first
+    `search_id` names its lines in outcomes.jsonl; `warnings` and `notes` are about the search itself and hold for every
+    ranking; `files` are messages about files that trials left. `load` is the load by others before the first
     trial, `start_seconds` the time that a new process takes to load the workload.
     """
 
@@ -178,14 +178,14 @@ class VariantRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """Conditions under which a recommendation is valid: a digest per part. Parts in `unknown` are not comparable."""
+    """Conditions under which a recommendation is valid: a digest for each part, and parts that cannot be compared."""
 
     digest: str
     parts: dict[str, str]
     unknown: tuple[str, ...] = ()
 
     def differences(self, now: Fingerprint) -> tuple[str, ...]:
-        """Return the differences to `now`, one readable line each; empty if all parts are known and equal."""
+        """Return a line for each difference to `now` and each unknown part; empty if both are the same."""
         lines = []
         for name in {**now.parts, **self.parts}:
             before, after = self.parts.get(name), now.parts.get(name)
@@ -205,7 +205,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Result of ranking a search's records: the config, its evidence, and the outcome of every other candidate.
 
-    `warnings` are at most `MAX_WARNINGS`, those that change what the reader does, the most important first; `notes` are
+    `warnings` are those that change what the reader does, at most `MAX_WARNINGS`, the most important first; `notes` are
     further facts about the numbers. `fidelity` holds all checks against fp32; `variants` the results for the values of
     further dimensions; `outlook` is the speed at another effective batch size, None if that was not measured or is no
     faster.
@@ -234,7 +234,7 @@ class _ShownOptions(msgspec.Struct):
     price_per_hour: NotNegative | None = None
 
 
-# Facts that the answer or the warnings hold.
+# Labels of the facts that `answer` or the warnings contain already.
 _ANSWER_LABELS = ("config", "speed", "speed-up", "memory", "reason", "warning")
 
 
@@ -273,19 +273,15 @@ class Recommendation(Decision, frozen=True, kw_only=True):
             ) from error
 
     def recommended_command(self, study: Path) -> tuple[bool, str]:
-        """Return the filled `command_template`, preceded by whether it must run under `autotune-amp run`.
+        """Return whether the recommended command must run under `autotune-amp run`, and the command line.
 
-        `autotune-amp run` sets the environment and the values without a placeholder; `study` is the folder that it
-        reads.
+        `autotune-amp run` sets the environment and the values without a placeholder; it reads the folder `study`.
         """
         assert self.command_template is not None
         assert self.workload is not None  # a search of a command describes it
         template = self.command_template
-        example_values = {
-            "trial_dir": "OUTPUT_DIR",
-            "seed": 0,
-            "port": 29500,
-        }  # used if the command gives no present value
+        # Used for placeholders without a present value in the command.
+        example_values = {"trial_dir": "OUTPUT_DIR", "seed": 0, "port": 29500}
         trial_values = {name: value for name, value in example_values.items() if template.today(name) is None}
         command = shell_line(template.of_setting(self.config, study.as_posix(), **trial_values)[0])
         if not template.outside(self.config, self.workload.today):
@@ -335,25 +331,25 @@ class Recommendation(Decision, frozen=True, kw_only=True):
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is to keep what runs today, environment and all."""
+        """Whether the recommendation is to keep the present setting and environment."""
         return explain.is_same_as_baseline(self.config, self.evidence.baseline.config)
 
     @property
     def is_sure(self) -> bool:
-        """Whether a gain was confirmed that no chance explains."""
+        """Whether the speed-up is confirmed: by enough processes, with an interval above 1."""
         evidence, interval = self.evidence, self.evidence.speedup_interval
         is_wide = explain.is_wide(evidence.samples_per_second_interval)
         return evidence.is_confirmed and not is_wide and interval is not None and interval[0] > 1
 
     def title(self) -> str:
-        """Say what kind of an answer it is."""
+        """Return the kind of recommendation: "Recommended", "Keep what you have", or the best so far."""
         kept = "keep what you have" if self.is_kept else "recommended"
         if self.search.was_interrupted:
             return f"Best so far, the search was interrupted: {kept}"
         return kept[0].upper() + kept[1:]
 
     def answer(self) -> list[tuple[str, str]]:
-        """Label and text of what is to be read first: what to set, what it gains, how sure that is, and why."""
+        """Return the (label, text) pairs to read first: what to set, its gain, how certain that is, and the reason."""
         config, evidence = self.config, self.evidence
         own = explain.config_line(config, self.num_ranks)
         return [
@@ -379,7 +375,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
             ("speed-up", explain.speedup_line(config, evidence)),
             ("plain", explain.plain_environment_line(evidence)),
             ("memory", explain.memory_line(evidence, self.hardware.identity.type)),
-            ("limit", None if limit_bytes is None else f"{size(limit_bytes)} of memory for any trial, as asked"),
+            ("limit", None if limit_bytes is None else f"{size(limit_bytes)} of memory for each trial, as requested"),
             ("objective", None if self.objective == "speed" else self.objective),
             ("energy", None if joules is None else f"{joules:.3g} J a sample"),
             ("job", None if self.job is None else explain.job_line(self.job)),
@@ -402,7 +398,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         return [(label, text) for label, text in lines if text is not None]
 
     def further_facts(self) -> list[tuple[str, str]]:
-        """Return the pairs of `facts` that neither `answer` nor the warnings hold."""
+        """Return the pairs of `facts` that neither `answer` nor the warnings contain."""
         return [fact for fact in self.facts() if fact[0] not in _ANSWER_LABELS]
 
     def answer_html(self) -> str:
@@ -431,7 +427,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         return "".join(pieces.paragraph(one_line(note)) for note in self.notes)
 
     def _gain_tile(self, baseline: str) -> tuple[str, str]:
-        """The number of the first tile, and what stands below it."""
+        """Return the number of the speed-up tile and the note below it."""
         speedup, interval = self.evidence.speedup, self.evidence.speedup_interval
         if self.is_kept:
             return "none", "what runs today is kept"
@@ -468,7 +464,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
 
 
 class _Format(msgspec.Struct):
-    """The only field of a document that is read before its format version is known."""
+    """Format version of a document, read before the rest of it."""
 
     format: int = FORMAT
 

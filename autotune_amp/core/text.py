@@ -1,4 +1,4 @@
-"""Formatting of numbers and of foreign text for people. ASCII only, so that every terminal and encoding can show it."""
+"""Formats numbers and untrusted text for people. ASCII only, so that every terminal and encoding can show it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OUTCOMES = {
     "untried": "not tried",
 }
 
-# Arguments of the functions in api.py, by the command line's options in their place.
+# Arguments of the functions in api.py, by the option of the command line that they correspond to.
 _RENAMED_OPTIONS = {"batches": "num_batches", "for": "device", "fresh": "fresh=True", "try": "try_"}
 _SAME_OPTIONS = (
     *("baseline", "batch-size", "budget", "device", "devices", "effective-batch-size", "fit", "memory-fraction"),
@@ -33,7 +33,7 @@ _OPTION = re.compile(
 
 
 def in_python(words: str) -> str:
-    """Return a sentence with Python's arguments in place of the command line's options: ``budget=30``, ``try_``.
+    """Return a message with the options of the command line replaced by Python arguments: ``budget=30``, ``try_``.
 
     Commands in backticks stay as they are.
     """
@@ -142,7 +142,7 @@ def outcome_name(status: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Put foreign text on one line, without control characters or lone surrogates that a terminal could act on."""
+    """Put untrusted text on one line, without control characters or lone surrogates that a terminal could act on."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
@@ -152,7 +152,7 @@ def module_names(names: Iterable[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape the control characters of foreign text, except line breaks and tabs."""
+    """Escape the control characters of untrusted text, except line breaks and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 

@@ -217,7 +217,7 @@ class Workload:
         if self.is_loop and (None in loop or any(part is not None for part in parts)):
             raise WorkloadError(
                 "A Workload is either model, loss and optimizer, or both build and train_step.",
-                "Give build=, train_step= and data= alone: build() makes the models and optimizers itself.",
+                "For a training loop give only build=, train_step= and data=: build() makes the models and optimizers.",
             )
         optimizers = self.optimizer if isinstance(self.optimizer, list | tuple) else [self.optimizer]
         are_optimizers = bool(optimizers) and all(hasattr(optimizer, "param_groups") for optimizer in optimizers)
@@ -232,7 +232,7 @@ class Workload:
             ),
             "data": (
                 is_data and not isinstance(self.data, Iterator),
-                "a Dataset, a DataLoader or a function of the batch size; an iterator can be used only once",
+                "a Dataset, a DataLoader or a function of the batch size; not an iterator, which can be used only once",
             ),
         }
         for name in ("build", "train_step", "worst_batch", "evaluate", "checkpoint", "clip", "schedule", "fit"):
@@ -246,8 +246,8 @@ class Workload:
         steps = self.accumulation_steps
         if type(steps) is not int or steps < 1 or (self.is_loop and steps > 1):
             raise WorkloadError(
-                f"Workload(accumulation_steps={steps!r}); it must be a whole number from 1 up, and 1 for a loop of its "
-                "own, which takes its own optimizer steps.",
+                f"Workload(accumulation_steps={steps!r}); it must be a whole number from 1 up, and 1 for a training loop "
+                "of your own, which accumulates by itself.",
                 "Leave accumulation_steps out, or pass the number of passes behind an optimizer step.",
             )
         if self.precision not in (None, "fp32", "tf32", "bf16", "fp16"):
@@ -258,14 +258,14 @@ class Workload:
 
 
 def _adapter(framework: str) -> Callable[..., Workload]:
-    """Return the function of a framework's adapter that makes a workload; adapters are plugins, imported by name."""
+    """Return a framework's `workload` function, imported by name so that the core does not depend on frameworks."""
     module = importlib.import_module(f"autotune_amp.integrations.{framework}_workload")
     adapter: Callable[..., Workload] = module.workload
     return adapter
 
 
 class OptimizersOfModel:
-    """Adapter for ``Workload(optimizer=...)`` from a function of the model, for models that make their optimizers."""
+    """Argument ``Workload(optimizer=...)`` for models that make their own optimizers: wraps a function of the model."""
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
         self.make = make
@@ -301,7 +301,7 @@ _NAME_A_FUNCTION = (
 
 
 def check_source(obj: Any, origin: str) -> WorkloadSource:
-    """Return `found` if it is a Workload or callable; otherwise raise `WorkloadError`, with `origin` as its name."""
+    """Return `obj` if it is a Workload or callable; otherwise raise `WorkloadError`, naming it by `origin`."""
     if isinstance(obj, Workload) or callable(obj):
         source: WorkloadSource = obj
         return source
@@ -330,9 +330,9 @@ def _import_module(name: str) -> Any:
 
 def _import_file(path: Path) -> Any:
     if not path.is_file():
-        raise WorkloadError(f"There is no file {path}.", "Check the path: it is taken from the working directory.")
+        raise WorkloadError(f"There is no file {path}.", "Check the path, which is relative to the working directory.")
     folder = str(path.resolve().parent)
-    if folder not in sys.path:  # as `python path/file.py` would have it
+    if folder not in sys.path:  # as `python path/file.py` does
         sys.path.insert(0, folder)
     loaded_module = sys.modules.get(path.stem)
     if loaded_module is not None and getattr(loaded_module, "__file__", None) == str(path.resolve()):

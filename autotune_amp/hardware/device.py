@@ -190,12 +190,7 @@ def probe(device: str = "auto", *, deadline_seconds: float = DEADLINE_SECONDS) -
         if not reply_file.exists():
             log_lines = log.read_text(errors="replace").splitlines()
             raise RunnerError(
-                "\n".join(
-                    [
-                        f"The process that probes the device {ending}.",
-                        *log.read_text(errors="replace").splitlines()[-20:],
-                    ]
-                ),
+                "\n".join([f"The process that probes the device {ending}.", *log_lines[-20:]]),
                 "Check that `import torch` works in a fresh Python and that the device's driver answers (nvidia-smi).",
             )
         reply = msgspec.json.decode(reply_file.read_bytes(), type=ProbeReply)

@@ -92,7 +92,7 @@ def container_memory(root: Path = Path("/")) -> ContainerMemory | None:
         limit, usage = _read_text(folder / "memory.max").strip(), _read_text(folder / "memory.current").strip()
         if limit.isdigit() and usage.isdigit():  # otherwise "max", or the folder does not exist
             stat = dict(line.split(None, 1) for line in _read_text(folder / "memory.stat").splitlines())
-            # Usage includes the page cache, which can be freed: after reading a large dataset all memory would seem used.
+            # Usage includes the page cache, which can be freed: after reading a large dataset all would seem used.
             used = int(usage) - int(stat.get("inactive_file", 0))
             levels.append(ContainerMemory(int(limit), min(int(limit), max(0, int(limit) - used))))
     return ContainerMemory(*map(min, zip(*levels, strict=True))) if levels else None
