@@ -246,8 +246,8 @@ class Workload:
         steps = self.accumulation_steps
         if type(steps) is not int or steps < 1 or (self.is_loop and steps > 1):
             raise WorkloadError(
-                f"Workload(accumulation_steps={steps!r}); it must be a whole number from 1 up, and 1 for a training loop "
-                "of your own, which accumulates by itself.",
+                f"Workload(accumulation_steps={steps!r}); it must be a whole number from 1 up, and 1 for a loop of "
+                "your own, which accumulates by itself.",
                 "Leave accumulation_steps out, or pass the number of passes behind an optimizer step.",
             )
         if self.precision not in (None, "fp32", "tf32", "bf16", "fp16"):
