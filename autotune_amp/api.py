@@ -101,20 +101,20 @@ def recommend_config(
     so far is saved); on ranks above 0 also `RunnerError` if rank 0 died. SIGTERM saves the best so far too and then
     ends the process with exit code 143, unless there is a handler for it already.
     """
-    arguments = {
+    search_arguments = {
         name: argument for name, argument in locals().items() if name not in ("workload", "fresh", "quiet", "progress")
     }
     launch = place()
 
     def run_search() -> Recommendation:
-        options = SearchOptions.from_user(num_ranks=launch.num_ranks, **arguments)
-        origin = _workload_source(workload, "recommend_config", "search")
+        options = SearchOptions.from_user(num_ranks=launch.num_ranks, **search_arguments)
+        source = _workload_source(workload, "recommend_config", "search")
         with _shown_progress(quiet, progress) as shown_progress:
             warn = _warn if quiet else shown_progress.note
             try:
-                recommendation = search(origin, options, shown_progress, is_fresh=fresh, is_rerun=launch.is_rerun)
+                recommendation = search(source, options, shown_progress, is_fresh=fresh, is_rerun=launch.is_rerun)
             except (NothingWorksError, SearchInterruptedError):
-                keep_report(Path(out, study or origin.name), shown_progress.note, warn)
+                keep_report(Path(out, study or source.name), shown_progress.note, warn)
                 raise
             keep_report(Path(out, recommendation.search.study), shown_progress.note, warn)
             return recommendation
@@ -149,9 +149,9 @@ def check_fidelity(
     """
     from autotune_amp.diagnostics.check_fidelity import run_fidelity_check
 
-    origin = _workload_source(workload, "check_fidelity", "check")
+    source = _workload_source(workload, "check_fidelity", "check")
     with _shown_progress(quiet) as progress:
-        return run_fidelity_check(origin, progress, precision, batch_size, device, pinned_modules, seed, budget)
+        return run_fidelity_check(source, progress, precision, batch_size, device, pinned_modules, seed, budget)
 
 
 @interruptible()
@@ -163,7 +163,7 @@ def check_workload(
     seed: int = 0,
     quiet: bool = False,
 ) -> CheckReport:
-    """Find what breaks or hurts in `workload` under the autocast of a device. It runs on the CPU, without that device.
+    """Find code that breaks or hurts in `workload` under the autocast of a device. Runs on the CPU, without that device.
 
     `workload` is as in `recommend_config`, but no command; it runs in a process of its own, on copies. `device` is
     "cuda", "cpu" or "mps". One fp32 step of `batch_size` samples is recorded (by default 2, or if that does not run the
@@ -176,9 +176,9 @@ def check_workload(
     """
     from autotune_amp.diagnostics.check.check_workload import run_workload_check
 
-    origin = _workload_source(workload, "check_workload", "check")
+    source = _workload_source(workload, "check_workload", "check")
     with _shown_progress(quiet) as progress:
-        return run_workload_check(origin, progress, device, batch_size, seed)
+        return run_workload_check(source, progress, device, batch_size, seed)
 
 
 @interruptible()
@@ -208,9 +208,9 @@ def profile_amp(
     from autotune_amp.diagnostics.profile_amp import run_profile
 
     raise_if_exists("--trace", trace)
-    origin = _workload_source(workload, "profile_amp", "profile")
+    source = _workload_source(workload, "profile_amp", "profile")
     with _shown_progress(quiet) as progress:
-        return run_profile(origin, progress, num_batches, device, precision, batch_size, trace)
+        return run_profile(source, progress, num_batches, device, precision, batch_size, trace)
 
 
 @interruptible()
@@ -224,7 +224,7 @@ def profile_memory(
     snapshot: str | os.PathLike[str] | None = None,
     quiet: bool = False,
 ) -> MemoryProfile:
-    """Measure what fills the memory of a training step of `workload` in each precision, and which batch size fits.
+    """Measure the memory of a training step of `workload` by kind, in each precision, and the batch size that fits.
 
     `workload` is as in `recommend_config`. It runs in processes of its own, on copies, at the user's own batch size
     unless `batch_size` is given: a few steps for the peak, and one in which every tensor is examined. `precision` names
@@ -240,9 +240,9 @@ def profile_memory(
     from autotune_amp.diagnostics.memory.profile_memory import run_memory_profile
 
     raise_if_exists("--snapshot", snapshot)
-    origin = _workload_source(workload, "profile_memory", "memory profile")
+    source = _workload_source(workload, "profile_memory", "memory profile")
     with _shown_progress(quiet) as progress:
-        return run_memory_profile(origin, progress, precision, batch_size, device, fit, snapshot)
+        return run_memory_profile(source, progress, precision, batch_size, device, fit, snapshot)
 
 
 def _workload_source(workload: WorkloadArgument, caller: str, action: str) -> Source:

@@ -133,8 +133,8 @@ def _check_setting(setting: Setting) -> None:
     msgspec.structs.force_setattr(setting, "pinned_modules", tuple(setting.pinned_modules))
     for name, values in VARIANT_VALUES.items():
         _must_be(setting, name, f"one of {', '.join(values)}", values.__contains__)
-    for name, what in setting.misfits.items():
-        _must_be(setting, name, what, lambda _: False)
+    for name, allowed in setting.misfits.items():
+        _must_be(setting, name, allowed, lambda _: False)
 
 
 class FallbackPlan(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -172,13 +172,13 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
         variables = f"values without control characters for variables of {', '.join(RECOMMENDED_VARIABLES)}"
         _must_be(self, "environment", variables, is_recommended)
         is_fp16 = self.precision == "fp16"
-        what = "LossScale() with fp16" if is_fp16 else f"left out with {self.precision}: only fp16 has a loss scale"
+        expected = "LossScale() with fp16" if is_fp16 else f"left out with {self.precision}: only fp16 has a loss scale"
         if is_fp16 and self.loss_scale is None:
             raise InvalidRequestError(
                 f"{type(self).__name__}.loss_scale is None with fp16, which scales the loss.",
                 "Add loss_scale=LossScale().",
             )
-        _must_be(self, "loss_scale", what, lambda scale: (scale is not None) == is_fp16)
+        _must_be(self, "loss_scale", expected, lambda scale: (scale is not None) == is_fp16)
         _must_be(self, "fallback", 'a list of precisions or plans, as ["fp32"]', _is_list)
         msgspec.structs.force_setattr(self, "fallback", tuple(self.fallback))
         safety = [PRECISIONS.index(rung.precision) for rung in (self, *self.plans)]

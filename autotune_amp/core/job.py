@@ -30,14 +30,14 @@ class FirstStep(_JobEvent, frozen=True, tag="first step"):
 
 
 class StepDone(_JobEvent, frozen=True, tag="step"):
-    """Event that a training step took these seconds; `number` is 0 during the warm-up."""
+    """Event that a training step ended, with its duration in seconds; `number` is 0 during the warm-up."""
 
     number: int
     seconds: float
 
 
 class Compilation(_JobEvent, frozen=True, tag="compiling"):
-    """Event that torch compiles something."""
+    """Event that torch compiles code, which takes time of its own."""
 
 
 class Phase(_JobEvent, frozen=True, tag="phase"):
@@ -85,7 +85,7 @@ class ChildExit(_JobEvent, frozen=True, tag="exit"):
 
 
 class EndOfEvents(_JobEvent, frozen=True, tag="end"):
-    """Event that the reader of a process adds at its end."""
+    """Event that the parent adds after the last event of a process."""
 
 
 JobEvent: TypeAlias = (

@@ -225,8 +225,8 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
         """Return (label, text) pairs for the verdict and each known number, with its meaning."""
         lines = [("verdict", one_line(self.reason)), ("next step", one_line(self.next_step))]
         paired = (
-            f"is the distance of the losses of {self.num_paired_steps} paired steps ({self.num_skips} skipped) from fp32, "
-            "over that of an fp32 run whose initial weights were rounded once"
+            f"is the distance of the losses of {self.num_paired_steps} paired steps ({self.num_skips} skipped) from "
+            "fp32, over that of an fp32 run whose initial weights were rounded once"
         )
         ratios = (
             ("noise", self.noise_ratio, "is the effect of rounding on the gradient over that of another batch"),

@@ -3,7 +3,7 @@
 How to read one:
 
 * The answer comes first: what to set, what it gains, how sure that is and why. **Warnings**, three at most, change what
-  you do; **notes** are what else is to be known of the numbers.
+  you do; **notes** are further facts about the numbers.
 * **speed** is the median over fresh processes, and the interval is where a new run is expected to land (95 %). On a
   GPU, where a process takes seconds to start, each process measures all confirmed settings in turn; on a CPU
   each measures one. The width of the interval comes from the differences between processes on your machine, including

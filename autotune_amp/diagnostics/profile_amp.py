@@ -11,8 +11,8 @@ workload = Workload(
     data=lambda size: (torch.randn(size, 64), torch.randint(10, (size,))),
     optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
 )
-found = profile_amp(workload, num_batches=20, batch_size=32)
-print(found.best_precision, found.speedup, found.verdict, found.next_step)
+profile = profile_amp(workload, num_batches=20, batch_size=32)
+print(profile.best_precision, profile.speedup, profile.verdict, profile.next_step)
 ```
 
 A quick answer without a search: fp32 is compared with bf16 and fp16 (and TF32 on a GPU that has it) on the same batches
@@ -263,7 +263,7 @@ def _parts_text(gap: StepBreakdown) -> str:
 
 
 def run_profile(
-    origin: Source,
+    source: Source,
     progress: Progress,
     num_batches: int,
     device: str,
@@ -290,8 +290,8 @@ def run_profile(
     progress.work_started(None)
     hidden = "the steps of a command cannot be profiled"
     advice = "Give a Workload, or search the command: it measures what mixed precision gains."
-    with loaded(origin, watcher, clock.left(), hidden=hidden, next_step=advice) as backend:
-        opened = open_workload(backend, origin, device, watcher)
+    with loaded(source, watcher, clock.left(), hidden=hidden, next_step=advice) as backend:
+        opened = open_workload(backend, source, device, watcher)
         progress.found_hardware(opened.hardware)
         requested = _precisions_to_profile(precisions, opened.hardware)
         space = space_at_batch_size(batch_size, opened, requested)
@@ -336,7 +336,7 @@ def run_profile(
     return make_profile(
         make_rows(requested, results),
         results,
-        workload=origin.name,
+        workload=source.name,
         setting=space.baseline,
         num_batches=num_batches,
         trace=None if path is None or problem is not None else str(path),

@@ -151,9 +151,9 @@ def _weight_findings(
         if parameter.is_floating_point() and parameter.dtype != torch.float32:
             modules_by_dtype.setdefault(parameter.dtype, {})[name.rpartition(".")[0]] = None
     for dtype, modules in modules_by_dtype.items():
-        will_break = dtype == torch.float16 or (dtype == torch.float64 and device == "mps")  # MPS has no float64
+        is_breaking = dtype == torch.float16 or (dtype == torch.float64 and device == "mps")  # MPS has no float64
         name = str(dtype).removeprefix("torch.")
-        yield reading.weights_finding(name, "breaks" if will_break else "hurts", tuple(modules), sources, makers)
+        yield reading.weights_finding(name, "breaks" if is_breaking else "hurts", tuple(modules), sources, makers)
 
 
 def _max_samples(workload: Workload) -> int:

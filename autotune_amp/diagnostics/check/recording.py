@@ -421,8 +421,8 @@ class StepRecorder(TorchFunctionMode):
         try:
             yield
         finally:
-            for device_type, was_on, dtype_before in before:
-                torch.set_autocast_enabled(device_type, was_on)
+            for device_type, was_enabled, dtype_before in before:
+                torch.set_autocast_enabled(device_type, was_enabled)
                 torch.set_autocast_dtype(device_type, dtype_before)
 
 

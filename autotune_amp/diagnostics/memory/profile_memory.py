@@ -285,8 +285,8 @@ def next_batch_size(
     highest = min(num_samples or _UNLIMITED, MAX_EXTRAPOLATION * largest, failed - 1 if failed else _UNLIMITED)
     model = _memory_model(bytes_by_size, limit_bytes)
     if model is None:
-        larger_fits = 2 * largest <= highest and 2 * bytes_by_size[largest] <= available_bytes
-        return 2 * largest if larger_fits else largest // 2 or None
+        has_room = 2 * largest <= highest and 2 * bytes_by_size[largest] <= available_bytes
+        return 2 * largest if has_room else largest // 2 or None
     is_near = any(NEAR_SHARE * target_bytes <= num_bytes <= target_bytes for num_bytes in bytes_by_size.values())
     is_enough = len(bytes_by_size) >= MIN_MEASURED
     if is_enough and (is_near or failed or len(bytes_by_size) >= MAX_MEASURED):
