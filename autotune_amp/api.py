@@ -163,7 +163,7 @@ def check_workload(
     seed: int = 0,
     quiet: bool = False,
 ) -> CheckReport:
-    """Find code that breaks or hurts in `workload` under the autocast of a device. Runs on the CPU, without that device.
+    """Find code in `workload` that breaks or hurts under a device's autocast. Runs on the CPU, without that device.
 
     `workload` is as in `recommend_config`, but no command; it runs in a process of its own, on copies. `device` is
     "cuda", "cpu" or "mps". One fp32 step of `batch_size` samples is recorded (by default 2, or if that does not run the
