@@ -222,9 +222,9 @@ def _placeholder_from_match(match: re.Match[str]) -> Placeholder:
     return Placeholder(name=match["name"], today=today, choices=choices)
 
 
-def _similar_placeholder(name: str, likeness: float) -> str | None:
+def _similar_placeholder(name: str, min_similarity: float) -> str | None:
     """Return the placeholder whose name is most similar to `name`, None if none is similar enough."""
-    return next(iter(get_close_matches(name.lower().replace("-", "_"), _NAMES, 1, likeness)), None)
+    return next(iter(get_close_matches(name.lower().replace("-", "_"), _NAMES, 1, min_similarity)), None)
 
 
 def _raise_if_unknown_placeholder(text: str, where: str, *, is_file: bool) -> None:
@@ -248,14 +248,12 @@ def _raise_if_unknown_placeholder(text: str, where: str, *, is_file: bool) -> No
                 f"Write {{{name}=VALUE}}, in quotes, since the shell splits it at blanks and |. "
                 f"Only the precision can have choices: {{precision:bf16=--bf16|fp32=}}.{literally}",
             )
-        nearest, meant = (
-            similar_name or _similar_placeholder(name, 0.6),
-            rest.replace(":", "=", 1) if is_format else rest,
-        )
+        nearest = similar_name or _similar_placeholder(name, 0.6)  # 0.6: difflib's default ratio for a guess
+        value = rest.replace(":", "=", 1) if is_format else rest
         raise InvalidRequestError(
             f"{braces!r} in {where} is not a placeholder: {name!r} is unknown.",
             (
-                f"Write {{{nearest}{meant}}}."
+                f"Write {{{nearest}{value}}}."
                 if nearest
                 else f"Use one of {', '.join(f'{{{each}}}' for each in _NAMES)}."
             )

@@ -288,7 +288,7 @@ def run_profile(
     meter = LoadMeter(identify(device).uuid)  # before this process has a context on the GPU
     watcher = ProgressWatcher(progress, clock, meter)
     progress.work_started(None)
-    hidden = "the steps of a command cannot be profiled"
+    hidden = "steps cannot be profiled"
     advice = "Give a Workload, or search the command: it measures what mixed precision gains."
     with loaded(source, watcher, clock.left(), hidden=hidden, next_step=advice) as backend:
         opened = open_workload(backend, source, device, watcher)
@@ -304,16 +304,9 @@ def run_profile(
             load = msgspec.structs.replace(load, interval_factors=(1.0, 1.0))
         load_notes = machine_load.load_warnings(load, "profile again")
         notes = [*_assumption_notes(batch_size, opened.description), *load_notes]
-        if not any(
-            isinstance(outcome, Measurement)
-            for precision_outcomes in outcomes.values()
-            for outcome in precision_outcomes
-        ):
-            failures = {
-                p: precision_outcomes[0]
-                for p, precision_outcomes in outcomes.items()
-                if precision_outcomes and isinstance(precision_outcomes[0], Failure)
-            }
+        if not any(isinstance(outcome, Measurement) for outcome in itertools.chain(*outcomes.values())):
+            firsts = {p: rounds[0] for p, rounds in outcomes.items() if rounds}
+            failures = {p: first for p, first in firsts.items() if isinstance(first, Failure)}
             advice = "Fix the first error above, or give a smaller --batch-size."
             raise nothing_works_error(reasons, failures, advice)
         with TemporaryDirectory(prefix="autotune_amp-") as folder:

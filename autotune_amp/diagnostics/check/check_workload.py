@@ -35,7 +35,7 @@ def run_workload_check(
         )
     watcher = ProgressWatcher(progress, Budget(math.inf))
     progress.work_started(None)
-    hidden = "steps cannot be recorded from outside"
+    hidden = "steps cannot be recorded"
     next_step = "Give a Workload, or search the command: its trials show what breaks."
     with loaded(source, watcher, DEADLINE_SECONDS, hidden=hidden, next_step=next_step) as backend:
         opened = backend.open("cpu", source.num_threads(), DEADLINE_SECONDS)

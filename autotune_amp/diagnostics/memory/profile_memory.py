@@ -69,7 +69,7 @@ def run_memory_profile(
     clock = Budget(math.inf)
     watcher = ProgressWatcher(progress, clock)
     progress.work_started(None)
-    hidden = "the tensors of a command cannot be inspected"
+    hidden = "tensors cannot be inspected"
     advice = "Give a Workload, or search the command: it measures the peak of each precision and batch size."
     with loaded(source, watcher, clock.left(), hidden=hidden, next_step=advice) as backend:
         opened = open_workload(backend, source, device, watcher, baseline_batch_size=batch_size or ASSUMED_BATCH_SIZE)
