@@ -84,7 +84,7 @@ def test_a_file_that_is_there_is_left_alone(tmp_path: Path) -> None:
     raise_if_exists("--trace", tmp_path / "new")
     (tmp_path / "link").symlink_to(tmp_path / "missing")
     for there in (tmp_path, tmp_path / "link"):
-        with pytest.raises(InvalidRequestError, match="left alone"):
+        with pytest.raises(InvalidRequestError, match="not overwritten"):
             raise_if_exists("--trace", there)
     with pytest.raises(InvalidRequestError, match="snapshot"):
         profile_memory(snapshot=__file__)

@@ -98,7 +98,7 @@ def test_a_dataset_too_small_for_larger_batches_is_profiled_at_its_own() -> None
         ({"precision": "half"}, "'half'"),
         ({"device": "gpu"}, "device is 'gpu'"),
         ({"trace": "no/such/folder/trace.json"}, "trace is 'no/such/folder/trace.json'"),
-        ({"trace": "trace.json.gz"}, "not compressed"),
+        ({"trace": "trace.json.gz"}, "uncompressed"),
         ({"trace": __file__}, "is not overwritten"),
         ({"workload": "nothing"}, "'nothing'"),
     ],
