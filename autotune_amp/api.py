@@ -1,4 +1,4 @@
-"""Public functions: recommend_config() searches; the others, such as check_workload(), work without a search."""
+"""Public functions: recommend_config() runs a search; the others check or profile a workload without a search."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from autotune_amp.command.startable import likely_command, require_startable
 from autotune_amp.core.command_template import CommandTemplate
-from autotune_amp.core.documents import check_new
+from autotune_amp.core.documents import raise_if_exists
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.recommendation import NothingWorksError, Recommendation, SearchInterruptedError
 from autotune_amp.core.text import shell_line
@@ -86,38 +86,40 @@ def recommend_config(
     for each process of a trial, as "16GiB" or in bytes, for a training run on a smaller device than this one.
     `objective` is "speed", "memory" (the least memory, no slower than the baseline) or "energy". `steps` or `samples`
     is the length of the training run: fp16's loss scale is chosen for it (10,000 steps if left out), and the
-    recommendation's `job` has its hours, with `price_per_hour` its price too. A change of these options measures
-    nothing anew: a finished search is ranked again.
-    Results go to `out`/`study`, including report.html; if that cannot be drawn, there is only a warning. `fresh`
+    recommendation's `job` has its hours, with `price_per_hour` its price too. Changing these options needs no new
+    measurements: a finished search is ranked again.
+    Results go to `out`/`study`, including report.html; if that cannot be written, a warning is given. `fresh`
     repeats measurements that exist already. `progress` receives the events of the search; by default they are shown on
     standard error or in the notebook's cell, unless `quiet`.
 
     Under torchrun, srun or another launcher (WORLD_SIZE above 1), or in a process group, call it on all ranks alike,
-    before or after init_process_group(): rank 0 searches and shows its progress, the others wait for its answer. A
-    process that Lightning starts by running the script again takes the answer that the first process has saved.
+    before or after init_process_group(): rank 0 searches and shows its progress, the others wait for its result. A
+    process that Lightning starts by running the script again loads the result that the first process has saved.
 
     Raises on every rank alike `InvalidRequestError` (a wrong option, workload, device or folder),
     `BudgetTooSmallError`, `NothingWorksError` (every candidate failed) and `SearchInterruptedError` (Ctrl-C; the best
     so far is saved); on ranks above 0 also `RunnerError` if rank 0 died. SIGTERM saves the best so far too and then
     ends the process with exit code 143, unless there is a handler for it already.
     """
-    asked = {name: given for name, given in locals().items() if name not in ("workload", "fresh", "quiet", "progress")}
-    where = place()
+    search_arguments = {
+        name: argument for name, argument in locals().items() if name not in ("workload", "fresh", "quiet", "progress")
+    }
+    launch = place()
 
-    def find() -> Recommendation:
-        options = SearchOptions.from_user(num_ranks=where.num_ranks, **asked)
-        origin = _origin(workload, "recommend_config", "search")
-        with _shown(quiet, progress) as shown:
-            warn = _warn if quiet else shown.note
+    def run_search() -> Recommendation:
+        options = SearchOptions.from_user(num_ranks=launch.num_ranks, **search_arguments)
+        source = _workload_source(workload, "recommend_config", "search")
+        with _shown_progress(quiet, progress) as shown_progress:
+            warn = _warn if quiet else shown_progress.note
             try:
-                found = search(origin, options, shown, is_fresh=fresh, is_rerun=where.is_rerun)
+                recommendation = search(source, options, shown_progress, is_fresh=fresh, is_rerun=launch.is_rerun)
             except (NothingWorksError, SearchInterruptedError):
-                keep_report(Path(out, study or origin.name), shown.note, warn)
+                keep_report(Path(out, study or source.name), shown_progress.note, warn)
                 raise
-            keep_report(Path(out, found.search.study), shown.note, warn)
-            return found
+            keep_report(Path(out, recommendation.search.study), shown_progress.note, warn)
+            return recommendation
 
-    return answer_on_first(find, where, budget)
+    return answer_on_first(run_search, launch, budget)
 
 
 @interruptible()
@@ -147,9 +149,9 @@ def check_fidelity(
     """
     from autotune_amp.diagnostics.check_fidelity import run_fidelity_check
 
-    origin = _origin(workload, "check_fidelity", "check")
-    with _shown(quiet) as progress:
-        return run_fidelity_check(origin, progress, precision, batch_size, device, pinned_modules, seed, budget)
+    source = _workload_source(workload, "check_fidelity", "check")
+    with _shown_progress(quiet) as progress:
+        return run_fidelity_check(source, progress, precision, batch_size, device, pinned_modules, seed, budget)
 
 
 @interruptible()
@@ -161,7 +163,7 @@ def check_workload(
     seed: int = 0,
     quiet: bool = False,
 ) -> CheckReport:
-    """Find what breaks or hurts in `workload` under the autocast of a device. It runs on the CPU, without that device.
+    """Find code in `workload` that breaks or hurts under a device's autocast. Runs on the CPU, without that device.
 
     `workload` is as in `recommend_config`, but no command; it runs in a process of its own, on copies. `device` is
     "cuda", "cpu" or "mps". One fp32 step of `batch_size` samples is recorded (by default 2, or if that does not run the
@@ -174,9 +176,9 @@ def check_workload(
     """
     from autotune_amp.diagnostics.check.check_workload import run_workload_check
 
-    origin = _origin(workload, "check_workload", "check")
-    with _shown(quiet) as progress:
-        return run_workload_check(origin, progress, device, batch_size, seed)
+    source = _workload_source(workload, "check_workload", "check")
+    with _shown_progress(quiet) as progress:
+        return run_workload_check(source, progress, device, batch_size, seed)
 
 
 @interruptible()
@@ -205,10 +207,10 @@ def profile_amp(
     """
     from autotune_amp.diagnostics.profile_amp import run_profile
 
-    check_new("--trace", trace)
-    origin = _origin(workload, "profile_amp", "profile")
-    with _shown(quiet) as progress:
-        return run_profile(origin, progress, num_batches, device, precision, batch_size, trace)
+    raise_if_exists("--trace", trace)
+    source = _workload_source(workload, "profile_amp", "profile")
+    with _shown_progress(quiet) as progress:
+        return run_profile(source, progress, num_batches, device, precision, batch_size, trace)
 
 
 @interruptible()
@@ -222,7 +224,7 @@ def profile_memory(
     snapshot: str | os.PathLike[str] | None = None,
     quiet: bool = False,
 ) -> MemoryProfile:
-    """Measure what fills the memory of a training step of `workload` in each precision, and which batch size fits.
+    """Measure the memory of a training step of `workload` by kind, in each precision, and the batch size that fits.
 
     `workload` is as in `recommend_config`. It runs in processes of its own, on copies, at the user's own batch size
     unless `batch_size` is given: a few steps for the peak, and one in which every tensor is examined. `precision` names
@@ -237,25 +239,25 @@ def profile_memory(
     """
     from autotune_amp.diagnostics.memory.profile_memory import run_memory_profile
 
-    check_new("--snapshot", snapshot)
-    origin = _origin(workload, "profile_memory", "memory profile")
-    with _shown(quiet) as progress:
-        return run_memory_profile(origin, progress, precision, batch_size, device, fit, snapshot)
+    raise_if_exists("--snapshot", snapshot)
+    source = _workload_source(workload, "profile_memory", "memory profile")
+    with _shown_progress(quiet) as progress:
+        return run_memory_profile(source, progress, precision, batch_size, device, fit, snapshot)
 
 
-def _origin(workload: WorkloadArgument, caller: str, what: str) -> Source:
+def _workload_source(workload: WorkloadArgument, caller: str, action: str) -> Source:
     if "AUTOTUNE_AMP_TRIAL" in os.environ:
         raise InvalidRequestError(
-            f"{caller}() was called inside a trial: the workload's own file runs a {what} when it is imported.",
+            f"{caller}() was called inside a trial: the workload's own file runs a {action} when it is imported.",
             'Put that call behind `if __name__ == "__main__":`.',
         )
     if isinstance(workload, CommandTemplate):
         require_startable(workload.arguments, os.environ.get("PATH"))
         return CommandSource(workload)
     if isinstance(workload, str) and ":" not in workload and caller == "recommend_config":
-        words = likely_command([workload])
-        if words is not None:
-            line, is_script = shell_line(words), workload.endswith(".py")
+        command = likely_command([workload])
+        if command is not None:
+            line, is_script = shell_line(command), workload.endswith(".py")
             function = (
                 f"Name the function in it that returns a Workload: {workload}:FUNCTION. Or search"
                 if is_script
@@ -273,14 +275,14 @@ def _warn(text: str) -> None:
 
 
 @contextmanager
-def _shown(quiet: bool, given: Progress | None = None) -> Iterator[Progress]:
-    """Provide the given progress, else one on standard error, unless `quiet`; end it when the context ends.
+def _shown_progress(quiet: bool, user_progress: Progress | None = None) -> Iterator[Progress]:
+    """Provide `user_progress` or, unless `quiet`, progress on standard error; end it when the context ends.
 
     The state of `random` is restored at the end, since rich draws random numbers when it is imported.
     """
     state = random.getstate()
-    progress = given or Progress()
-    if given is None and not quiet:
+    progress = user_progress or Progress()
+    if user_progress is None and not quiet:
         from autotune_amp.report.progress import TerminalProgress
 
         progress = TerminalProgress(sys.stderr)

@@ -1,9 +1,9 @@
-"""Fingerprint of a search: the conditions under which its recommendation holds, found without running the workload.
+"""Fingerprint of a search: the conditions under which its recommendation holds, without running the workload.
 
-It covers the user's source files that are reached, with all that they import; the code that is loaded and the variables
-that it names; shapes, dtypes and settings of live objects; options, device, environment and versions of libraries. It
-does not cover values of tensors, states of random generators, folders, and files that a factory opens. Objects are read
-by what pickle would write of them; those that it refuses (a lock, an open file) are listed as unknown.
+It covers the source files of the user's code and of all modules that it imports; loaded functions and the variables
+that they name; shapes, dtypes and settings of live objects; options, device, environment and versions of libraries. It
+does not cover values of tensors, states of random generators, folders, and files that a factory opens. Objects are
+hashed by their pickled content; those that cannot be pickled (a lock, an open file) are listed as unknown.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from autotune_amp.core.hardware import DeviceIdentity
 
 # Environment variables that affect the allocator, the threads and the kernels: names or prefixes.
-_DECIDING = (
+_SPEED_VARIABLES = (
     *("LD_PRELOAD", "MALLOC_", "GLIBC_TUNABLES", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNNL_"),
     *("TORCH", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32_OVERRIDE"),
 )
-# Set by us in child processes, by torch, its compiler and scikit-learn in the running process, or by Slurm for each
-# job; devices have their own parts. The location of files does not affect speed.
+# Set by this package in child processes, by torch, its compiler and scikit-learn in the running process, or by Slurm
+# for each job. Devices have parts of their own, and the location of files does not affect speed.
 _SET_BY_PROGRAMS = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_CACHE_PATH", "TORCH_HOME", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_INIT_AT_FORK"),
     *("CUDA_MODULE_LOADING", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK"),
@@ -53,7 +53,7 @@ MAX_READ_BYTES = 1 << 24  # larger files (data, checkpoints) are compared by siz
 # names does not cost seconds. A larger set has no order to sample by.
 MAX_ELEMENTS, NUM_SAMPLED = 1000, 100
 # Attributes of library objects that differ between equal objects, or change while they are used.
-_LEFT_OUT = {
+_IGNORED_ATTRIBUTES = {
     "torch.optim.optimizer.Optimizer": {"state", "step", "_opt_called", "_warned_capturable_if_run_uncaptured"},
     "torch.utils.data.dataloader.DataLoader": {"_iterator", "_IterableDataset_len_called"},
     # Salted `hash()` of the object's own JSON; lists in the order of a set; the Trainer that fitted the module before.
@@ -65,15 +65,15 @@ _LEFT_OUT = {
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a measurement depends on. Imports nothing: `cuda` is there only if torch is loaded."""
+    """Return the versions that a measurement depends on, without importing; `cuda` only if torch is loaded."""
     torch: Any = sys.modules.get("torch")
-    found = {name: version(name) for name in ("torch", "autotune_amp", "optuna", "torchao")}
-    found["cuda"] = None if torch is None else torch.version.cuda
-    found |= {"python": platform.python_version(), "platform": f"{sys.platform} {platform.machine()}"}
-    return {name: known for name, known in found.items() if known is not None}
+    all_versions = {name: version(name) for name in ("torch", "autotune_amp", "optuna", "torchao")}
+    all_versions["cuda"] = None if torch is None else torch.version.cuda
+    all_versions |= {"python": platform.python_version(), "platform": f"{sys.platform} {platform.machine()}"}
+    return {name: value for name, value in all_versions.items() if value is not None}
 
 
-def compute(
+def compute_fingerprint(
     workload: object, options: dict[str, object], identity: DeviceIdentity, torch_state: dict[str, object]
 ) -> Fingerprint:
     """Return the fingerprint of a search: workload, options, device, torch flags, environment and versions."""
@@ -81,19 +81,19 @@ def compute(
     parts = {name: part for name, part in parts.items() if name.rpartition("variable ")[2] not in _SET_BY_PROGRAMS}
     groups = {"option": options, "device": msgspec.structs.asdict(identity), "torch flag": torch_state}
     for group, named in groups.items():
-        parts |= {f"{group} {name}": _setting(value) for name, value in named.items()}
+        parts |= {f"{group} {name}": _text_or_hash(value) for name, value in named.items()}
     parts |= {"platform" if name == "platform" else f"version of {name}": f"={v}" for name, v in versions().items()}
     for name, value in os.environ.items():
-        if name.startswith(_DECIDING) and not (name in _SET_BY_PROGRAMS or is_from_launcher(name)):
-            parts[f"environment variable {name}"] = _hex(Walk().hash(value))
+        if name.startswith(_SPEED_VARIABLES) and not (name in _SET_BY_PROGRAMS or is_from_launcher(name)):
+            parts[f"environment variable {name}"] = _hex(FingerprintBuilder().hash(value))
     content = msgspec.json.encode(sorted(parts.items()))
     return Fingerprint(digest=hashlib.sha256(content).hexdigest(), parts=parts, unknown=unknown)
 
 
-def _setting(value: object) -> str:
+def _text_or_hash(value: object) -> str:
     """Return `value` as text if it is short and not a URL, which may contain a password; otherwise its hash."""
     is_plain = value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and "://" not in value)
-    return f"={value}" if is_plain and len(str(value)) <= 60 else _hex(Walk().hash(value))
+    return f"={value}" if is_plain and len(str(value)) <= 60 else _hex(FingerprintBuilder().hash(value))
 
 
 def workload_parts(workload: object) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -102,19 +102,19 @@ def workload_parts(workload: object) -> tuple[dict[str, str], tuple[str, ...]]:
     `workload` is an object with attributes, or a function that returns one and is not called. Examples of names are
     ``workload.model`` and ``source file train.py``. A value with the prefix ``=`` is plain text.
     """
-    walk = Walk()
+    builder = FingerprintBuilder()
     is_function = isinstance(workload, (FunctionType, BuiltinFunctionType, MethodType, type, functools.partial))
-    walk.add("workload", workload if is_function else type(workload))
+    builder.add("workload", workload if is_function else type(workload))
     for name, value in () if is_function else vars(workload).items():
-        walk.add(f"workload.{name}", value)
-    return walk.parts, tuple(walk.unknown)
+        builder.add(f"workload.{name}", value)
+    return builder.parts, tuple(builder.unknown)
 
 
 def file_digest(file: str | Path) -> str:
     """Return 16 hexadecimal digits of the hash of a file's bytes, or the size and time of a large file."""
-    found = Path(file).stat()
-    if found.st_size > MAX_READ_BYTES:
-        return f"{found.st_size} bytes of {found.st_mtime_ns}"
+    stat = Path(file).stat()
+    if stat.st_size > MAX_READ_BYTES:
+        return f"{stat.st_size} bytes of {stat.st_mtime_ns}"
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
 
 
@@ -153,10 +153,10 @@ def imported_names(text: str) -> Iterator[str]:
 
     The result may contain more: attributes of modules, and text that only resembles an import.
     """
-    for start, listed in dict.fromkeys(_IMPORT.findall(text)):
-        names = re.findall(r"[.\w]+", re.sub(r"#.*", "", listed))
-        base = start if start.endswith(".") or not start else f"{start}."
-        yield from (start, *(f"{base}{name}" for name in names))
+    for base_module, imported in dict.fromkeys(_IMPORT.findall(text)):
+        names = re.findall(r"[.\w]+", re.sub(r"#.*", "", imported))
+        base = base_module if base_module.endswith(".") or not base_module else f"{base_module}."
+        yield from (base_module, *(f"{base}{name}" for name in names))
 
 
 def user_modules(name: str, folders: Sequence[str], loaded: Mapping[str, object]) -> Iterator[tuple[str, str | None]]:
@@ -179,8 +179,8 @@ def _hex(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-class Walk:
-    """Parts of a fingerprint, by name: objects, and the files, libraries and variables that their code uses."""
+class FingerprintBuilder:
+    """Collects the parts of a fingerprint by name: objects, and the files, libraries and variables of their code."""
 
     def __init__(self) -> None:
         self.parts: dict[str, str] = {}
@@ -196,35 +196,35 @@ class Walk:
         try:
             self.parts[name] = _hex(self.hash(obj))
         except Exception as error:  # pickling may run any code; objects may be nested too deeply
-            self.unknowable(obj, f"cannot be read ({type(error).__name__}: {error})")
+            self.add_unknown(obj, f"cannot be read ({type(error).__name__}: {error})")
 
-    def unknowable(self, obj: object, why: str) -> bytes:
-        """Record `obj` as not comparable, with the reason `why`, and return the hash for it."""
+    def add_unknown(self, obj: object, why: str) -> bytes:
+        """Record that `obj` cannot be compared, with the reason `why`, and return the hash that stands for it."""
         self.unknown[f"{self._name} cannot be known: {_class_name(type(obj)).removeprefix('builtins.')} {why}"] = None
         return b"unknown"
 
     def hash(self, obj: Any) -> bytes:
-        """Return the hash of any object, equal in every process: no address, ``hash()`` or order of a set counts."""
+        """Return the hash of any object, equal in every process: addresses, ``hash()`` and set order do not count."""
         cls: type = type(obj)
         if cls in _ATOMS:
             return marshal.dumps(obj, 0)  # version 0 has no references and no interned strings
         if id(obj) not in self._hashes:
             self._hashes[id(obj)] = (obj, b"cycle")  # for objects below it that refer back to it
-            self._hashes[id(obj)] = (obj, _reader(cls)(self, obj))
+            self._hashes[id(obj)] = (obj, _hash_method(cls)(self, obj))
         return self._hashes[id(obj)][1]
 
     def node(self, tag: str, *values: Any, ordered: bool = True) -> bytes:
-        """Return the hash of something called `tag` that these values describe."""
+        """Return the hash of a kind of object, `tag`, with the values that describe it."""
         children = map(self.hash, values) if ordered else sorted(map(self.hash, values))
         return hashlib.sha256(b"".join([tag.encode(), *[b":%d:%b" % (len(c), c) for c in children]])).digest()
 
-    def note(self, module: str, file: str | None) -> str | None:
-        """Add a part for a library's version, or for a user's file and each that it imports; see `user_label`."""
+    def add_source(self, module: str, file: str | None) -> str | None:
+        """Add the version of a library, or a user's source file and all that it imports; return its `user_label`."""
         root, label = module.partition(".")[0], user_label(module, file)
         if label is None and root not in sys.stdlib_module_names:
-            known = version(root)
-            self.parts[f"version of {root if known else module}"] = (
-                f"={known}" if known or not file else file_digest(file)
+            installed_version = version(root)
+            self.parts[f"version of {root if installed_version else module}"] = (
+                f"={installed_version}" if installed_version or not file else file_digest(file)
             )
         if label is None or file is None or (path := Path(file).absolute()) in self._files:
             return label
@@ -234,182 +234,189 @@ class Walk:
             self.parts[name] = self.parts.get(name, "") + file_digest(file)  # two files may have one label
             if file.endswith(".py"):
                 package = module if Path(file).stem == "__init__" else module.rpartition(".")[0]
-                self.note_imports(Path(file).read_text("utf-8", "replace"), package)
+                self.add_imports(Path(file).read_text("utf-8", "replace"), package)
         except OSError as error:
             self.unknown[f"{name} cannot be known: {error.strerror}"] = None
         return label
 
-    def note_imports(self, code: str, package: str) -> None:
-        """Add parts for the user's files that this text of a module in `package` imports."""
+    def add_imports(self, code: str, package: str) -> None:
+        """Add the user's files that `code`, the text of a module in `package`, imports."""
         for name in imported_names(code):
             with suppress(ImportError):  # relative to nothing
                 for module, file in user_modules(resolve_name(name, package), sys.path, sys.modules):
-                    self.note(module, file)
+                    self.add_source(module, file)
 
-    def note_globals(self, module: Any) -> str | None:
-        """Note the module with these globals, or with this name; return the label of a user's module, or None."""
+    def add_module(self, module: Any) -> str | None:
+        """Add a module, given by its globals or its name, and return the label of a user's module, else None."""
         if isinstance(module, str):
             module = vars(sys.modules[module]) if module in sys.modules else {"__name__": module}
         name, file = (value if type(value) is str else None for value in map(module.get, ("__name__", "__file__")))
-        return self.note(name or "?", file)
+        return self.add_source(name or "?", file)
 
 
 def _class_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _container(walk: Walk, obj: Any) -> bytes:
-    """Return the hash of a container. A dictionary has no order, which is a set's if it was made from one."""
+def _hash_container(builder: FingerprintBuilder, obj: Any) -> bytes:
+    """Return the hash of a container, regardless of a dictionary's order, which may come from a set."""
     elements = obj.items() if hasattr(obj, "items") else obj
     if len(obj) > MAX_ELEMENTS:
         elements = () if isinstance(obj, (set, frozenset)) else islice(elements, 0, None, -(-len(obj) // NUM_SAMPLED))
-    return walk.node(f"{type(obj).__name__} {len(obj)}", *elements, ordered=isinstance(obj, (list, tuple)))
+    return builder.node(f"{type(obj).__name__} {len(obj)}", *elements, ordered=isinstance(obj, (list, tuple)))
 
 
-def _pickled(walk: Walk, obj: Any) -> bytes:
-    """Return the hash of what pickle would write of an object."""
+def _hash_pickled(builder: FingerprintBuilder, obj: Any) -> bytes:
+    """Return the hash of the content that pickle would write for an object."""
     cls: Any = type(obj)
     try:
         registered = copyreg.dispatch_table.get(cls)
         reduced: Any = registered(obj) if registered is not None else obj.__reduce_ex__(4)
-    except Exception as error:  # any code may run here
-        return walk.unknowable(obj, f"has no content to compare ({error})")
+    except Exception as error:  # __reduce_ex__ may be the user's
+        return builder.add_unknown(obj, f"has no content to compare ({error})")
     if isinstance(reduced, str):
-        return walk.node("global", cls, str(getattr(obj, "__module__", "")), reduced)
+        return builder.node("global", cls, str(getattr(obj, "__module__", "")), reduced)
     function, arguments, state, elements, items = (*reduced, None, None, None)[:5]
-    state = _attributes(cls, state) if isinstance(state, dict) else state
-    return walk.node("object", cls, function, arguments, state, list(elements or ()), dict(items or ()))
+    state = _counted_attributes(cls, state) if isinstance(state, dict) else state
+    return builder.node("object", cls, function, arguments, state, list(elements or ()), dict(items or ()))
 
 
-def _attributes(cls: type, named: Mapping[str, Any]) -> list[Any]:
-    """Return names and values of the attributes that count of an object of class `cls`, in the order of their names."""
-    found: list[Any] = []
-    left_out = {name for base in cls.__mro__ for name in _LEFT_OUT.get(_class_name(base), ())}
+def _counted_attributes(cls: type, named: Mapping[str, Any]) -> list[Any]:
+    """Return names and values of the attributes of an object that identify it, in the order of their names."""
+    counted: list[Any] = []
+    left_out = {name for base in cls.__mro__ for name in _IGNORED_ATTRIBUTES.get(_class_name(base), ())}
     for name in sorted(named.keys() - left_out, key=str):
         value = named[name]
         if "_hooks" in name and isinstance(value, dict):
-            found += [name, list(value.values())] if value else []  # the keys count all hooks of the process
+            counted += [name, list(value.values())] if value else []  # the keys count all hooks of the process
         elif name in ("_parameters", "_buffers", "_modules"):
-            found += [name, list(value.items())]  # in their order
+            counted += [name, list(value.items())]  # in their order
         elif name == "param_groups":
-            found += [name, [{**group, "params": len(group["params"])} for group in value]]
+            counted += [name, [{**group, "params": len(group["params"])} for group in value]]
         else:
-            found += [name, value]
-    return found
+            counted += [name, value]
+    return counted
 
 
-def _function(walk: Walk, function: FunctionType) -> bytes:
-    """Return the hash of a function: a library's by its name, a user's by its code and the variables that it names."""
+def _hash_function(builder: FingerprintBuilder, function: FunctionType) -> bytes:
+    """Return the hash of a function: a library function by its name, a user's by its code and its variables."""
     if "hooked" in vars(function):  # torch wraps an optimizer class's `step` when its first instance is made
-        return walk.hash(vars(function)["__wrapped__"])
-    label, code = walk.note_globals(function.__globals__), function.__code__
-    if label is None and walk.note_globals(function.__module__) is None:  # else it wraps a user's
-        with suppress(AttributeError):  # it is not found by its name
+        return builder.hash(vars(function)["__wrapped__"])
+    label, code = builder.add_module(function.__globals__), function.__code__
+    if label is None and builder.add_module(function.__module__) is None:  # else it wraps a user's function
+        with suppress(AttributeError):  # e.g. a nested function
             if attrgetter(function.__qualname__)(sys.modules.get(function.__module__)) is function:
-                return walk.node("library", function.__module__, function.__qualname__)
+                return builder.node("library", function.__module__, function.__qualname__)
     cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]  # some are empty
-    known = (code, *_variables(walk, function)) if label else (function.__module__, code.co_name)
+    identity = (code, *_global_variables(builder, function)) if label else (function.__module__, code.co_name)
     attributes = {name: value for name, value in vars(function).items() if name != "__wrapped__"}
-    return walk.node("function", *known, function.__defaults__, function.__kwdefaults__, cells, attributes)
+    return builder.node("function", *identity, function.__defaults__, function.__kwdefaults__, cells, attributes)
 
 
-def _wrapper(walk: Walk, obj: object) -> bytes:
+def _hash_wrapper(builder: FingerprintBuilder, obj: object) -> bytes:
     """Return the hash of a method, a property, or a function with a cache."""
     names = ("fget", "fset", "fdel", "__func__", "__self__", "func", "__wrapped__")
-    return walk.node(type(obj).__name__, *[getattr(obj, name, None) for name in names])
+    return builder.node(type(obj).__name__, *[getattr(obj, name, None) for name in names])
 
 
-def _code(walk: Walk, code: CodeType) -> bytes:
+def _hash_code(builder: FingerprintBuilder, code: CodeType) -> bytes:
     """Return the hash of instructions, constants and names, but not of the position in the file."""
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     handlers = getattr(code, "co_exceptiontable", b"")  # from Python 3.11 on
-    return walk.node("code", code.co_code, handlers, names, counts, *code.co_consts)
+    return builder.node("code", code.co_code, handlers, names, counts, *code.co_consts)
 
 
-def _variables(walk: Walk, function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the globals that code names, in modules that it names too; note its environment variables and imports."""
+def _global_variables(builder: FingerprintBuilder, function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the global variables that a function names, also in modules that it names.
+
+    Adds the environment variables that it reads and the modules that a notebook's cells import.
+    """
     codes, spaces = [function.__code__], [function.__globals__]
     for code in codes:
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     names = dict.fromkeys(name for code in codes for name in code.co_names)  # of attributes too
     for space in spaces:
-        is_user = walk.note_globals(space) is not None
+        is_user = builder.add_module(space) is not None
         for name in [name for name in names if is_user and name in space]:
             if isinstance(space[name], ModuleType):
                 inner = vars(space[name])
-                spaces += [inner] if all(inner is not known for known in spaces) else []
+                spaces += [inner] if all(inner is not space_seen for space_seen in spaces) else []
             elif not name.startswith("__"):  # names of the module system, some of them paths
                 yield name, space[name]
     if "__file__" not in function.__globals__:  # a notebook, which keeps the text of its cells
-        walk.note_imports("".join(linecache.getlines(function.__code__.co_filename)), "")
+        builder.add_imports("".join(linecache.getlines(function.__code__.co_filename)), "")
     if names.keys() & {"environ", "getenv"}:
         for name in {c for code in codes for c in code.co_consts if isinstance(c, str) and c.isidentifier()}:
             if name == name.upper() and not is_from_launcher(name):
-                walk.parts[f"environment variable {name}"] = _hex(walk.hash(os.environ.get(name)))
+                builder.parts[f"environment variable {name}"] = _hex(builder.hash(os.environ.get(name)))
 
 
-def _class(walk: Walk, cls: type) -> bytes:
-    """Return the hash of a class: a library's by its name, a user's by bases, metaclass and members."""
-    if (label := walk.note_globals(cls.__module__)) is None:
-        return walk.node("library", cls.__module__, cls.__qualname__)
+def _hash_class(builder: FingerprintBuilder, cls: type) -> bytes:
+    """Return the hash of a class: a library class by its name, a user's by bases, metaclass and members."""
+    if (label := builder.add_module(cls.__module__)) is None:
+        return builder.node("library", cls.__module__, cls.__qualname__)
     members = {
         name: value
         for name, value in vars(cls).items()
         if isinstance(value, (FunctionType, *_WRAPPERS)) or not (name.startswith("__") or name == "_abc_impl")
     }
-    return walk.node("class", label, cls.__qualname__, type(cls), cls.__bases__, members)
+    return builder.node("class", label, cls.__qualname__, type(cls), cls.__bases__, members)
 
 
-def _tensor(walk: Walk, tensor: Any) -> bytes:
+def _hash_tensor(builder: FingerprintBuilder, tensor: Any) -> bytes:
     torch: Any = sys.modules["torch"]
     with torch._C.DisableTorchFunctionSubclass():  # a subclass may see reading an attribute as an operation
         kind = [str(tensor.dtype), tensor.device.type, str(tensor.layout), tensor.requires_grad]
         with suppress(RuntimeError):  # uninitialized and nested tensors have no shape, sparse ones no strides
             kind.append(tuple(tensor.shape))
             kind.append(tensor.stride())
-    walk.num_tensors += 1
-    return walk.node("tensor", type(tensor), kind, walk.num_tensors)
+    builder.num_tensors += 1
+    return builder.node("tensor", type(tensor), kind, builder.num_tensors)
 
 
-def _compiled(walk: Walk, module: Any) -> bytes:
+def _hash_compiled(builder: FingerprintBuilder, module: Any) -> bytes:
     """Return the hash of the result of ``torch.compile``: the module inside and the plain settings."""
     settings = vars(module.dynamo_ctx)
     plain = [item for item in (settings.get("compiler_config") or {}).items() if isinstance(item[1], (bool, int))]
-    return walk.node("compiled", module._orig_mod, plain, settings.get("fullgraph"), settings.get("_dynamic"))
+    return builder.node("compiled", module._orig_mod, plain, settings.get("fullgraph"), settings.get("_dynamic"))
 
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _WRAPPERS = (property, staticmethod, classmethod, functools.cached_property, functools._lru_cache_wrapper, MethodType)
-# What hashes an object, by the name of its class or of a base: a library that is not needed is not imported.
-_READERS: dict[str, Callable[[Walk, Any], bytes]] = {
-    **{f"exactly builtins.{kind}": _container for kind in ("list", "tuple", "set", "frozenset", "dict")},
-    **dict.fromkeys(map(_class_name, _WRAPPERS), _wrapper),
-    "builtins.mappingproxy": _container,
-    "builtins.function": _function,
-    "builtins.code": _code,
-    "builtins.type": _class,
-    "builtins.module": lambda walk, module: walk.node("module", walk.note_globals(vars(module)) or module.__name__),
-    _class_name(weakref.ReferenceType): lambda walk, obj: walk.node("weakref", obj()),
+# Functions that hash an object, by the name of its class or a base class: names, so that no library is imported.
+_HASH_METHODS: dict[str, Callable[[FingerprintBuilder, Any], bytes]] = {
+    **{f"exactly builtins.{kind}": _hash_container for kind in ("list", "tuple", "set", "frozenset", "dict")},
+    **dict.fromkeys(map(_class_name, _WRAPPERS), _hash_wrapper),
+    "builtins.mappingproxy": _hash_container,
+    "builtins.function": _hash_function,
+    "builtins.code": _hash_code,
+    "builtins.type": _hash_class,
+    "builtins.module": lambda builder, module: builder.node(
+        "module", builder.add_module(vars(module)) or module.__name__
+    ),
+    _class_name(weakref.ReferenceType): lambda builder, obj: builder.node("weakref", obj()),
     # The state of a generator counts as little as a tensor's values; variables that code names have their own parts.
     **dict.fromkeys(
         ("os._Environ", "random.Random", "numpy.random._generator.Generator", "numpy.random.mtrand.RandomState"),
-        lambda walk, obj: walk.hash(type(obj)),
+        lambda builder, obj: builder.hash(type(obj)),
     ),
-    "numpy.ndarray": lambda walk, obj: walk.node("array", type(obj), str(obj.dtype), obj.shape),
-    "datasets.arrow_dataset.Dataset": lambda walk, obj: walk.node("dataset", obj._fingerprint),  # a hash of its content
-    "torch.Tensor": _tensor,
+    "numpy.ndarray": lambda builder, obj: builder.node("array", type(obj), str(obj.dtype), obj.shape),
+    "datasets.arrow_dataset.Dataset": lambda builder, obj: builder.node(
+        "dataset", obj._fingerprint
+    ),  # a hash of its content
+    "torch.Tensor": _hash_tensor,
     **dict.fromkeys(
         ("torch.nn.modules.module.Module", "torch.optim.optimizer.Optimizer"),
-        lambda walk, obj: walk.node("live", type(obj), *_attributes(type(obj), vars(obj))),
+        lambda builder, obj: builder.node("live", type(obj), *_counted_attributes(type(obj), vars(obj))),
     ),
-    "torch.nn.parallel.distributed.DistributedDataParallel": lambda walk, obj: walk.hash(obj.module),
-    "torch._dynamo.eval_frame.OptimizedModule": _compiled,
+    "torch.nn.parallel.distributed.DistributedDataParallel": lambda builder, obj: builder.hash(obj.module),
+    "torch._dynamo.eval_frame.OptimizedModule": _hash_compiled,
 }
 
 
 @functools.cache
-def _reader(cls: Any) -> Callable[[Walk, Any], bytes]:
-    """Return what hashes the objects of a class."""
+def _hash_method(cls: Any) -> Callable[[FingerprintBuilder, Any], bytes]:
+    """Return the function that hashes the objects of a class."""
     names = (f"exactly {_class_name(cls)}", *map(_class_name, cls.__mro__))
-    return next((_READERS[name] for name in names if name in _READERS), _pickled)
+    return next((_HASH_METHODS[name] for name in names if name in _HASH_METHODS), _hash_pickled)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware
-from autotune_amp.core.outcome import Measurement, Profiled, ProfiledStep, Split
+from autotune_amp.core.outcome import Measurement, Profiled, ProfiledStep, StepSplit
 
 HARDWARE = Hardware(
     device="cpu",
@@ -45,5 +45,5 @@ def host_step(step_seconds: float = 1.0, convolution_seconds: float = 0.0, **ope
 def profiled(
     *steps: ProfiledStep, device_type: str = "cpu", flops_per_step: int | None = None, is_device: bool = False
 ) -> Profiled:
-    split = Split(steps=steps, largest={}, is_device=is_device)
+    split = StepSplit(steps=steps, largest={}, is_device=is_device)
     return Profiled(device_type=device_type, split=split, flops_per_step=flops_per_step)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autotune_amp.command.running import INJECTED
-from autotune_amp.core.command_template import OF_TRIAL, CommandTemplate
+from autotune_amp.core.command_template import TRIAL_PLACEHOLDERS, CommandTemplate
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.setting import Setting
@@ -50,7 +50,7 @@ def to_start(
     files = [file for file in (searched.files if searched else ()) if any(file in argument for argument in command)]
     given = CommandTemplate.of(command, values=searched.values if searched else {}, files=files)
     arguments, _ = given.of_setting(config, str(path.parent))
-    left = [name for name, each in given.placeholders.items() if name in OF_TRIAL and each.today is None]
+    left = [name for name, each in given.placeholders.items() if name in TRIAL_PLACEHOLDERS and each.today is None]
     if left:
         raise InvalidRequestError(
             f"The command has {{{left[0]}}}, which no recommendation fills.",

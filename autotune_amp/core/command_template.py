@@ -1,4 +1,4 @@
-"""CommandTemplate: a training command with placeholders that a setting fills. Text only; nothing is started here."""
+"""CommandTemplate: a training command with placeholders that a setting fills. Only text is handled, nothing started."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.precisions import PRECISIONS
 from autotune_amp.core.setting import Setting
 
-# Placeholders that each trial fills besides the values of its setting.
-OF_TRIAL = ("seed", "trial_dir", "port")
+# Placeholders that each trial fills with values of its own, besides those of its setting.
+TRIAL_PLACEHOLDERS = ("seed", "trial_dir", "port")
 _NUMBERS = ("batch_size", "accumulation_steps", "num_workers")
-_NAMES = ("precision", *_NUMBERS, *OF_TRIAL)
+_NAMES = ("precision", *_NUMBERS, *TRIAL_PLACEHOLDERS)
 # Only the precision may have choices.
 _PLACEHOLDER = re.compile(
     r"\{(?P<name>(?P<precision>precision)|" + "|".join(_NAMES[1:]) + r")"
     r"(?:=(?P<today>[^{}:|]*))?(?(precision)(?::(?P<choices>[^{}=]*=[^{}]*))?)\}"
 )
-# What is passed on as it is: a shell's ${NAME}, and what stands in doubled braces, with single ones.
+# Text that is no placeholder: a shell's ${NAME}, which is kept, and {{NAME}}, which becomes {NAME}.
 _LITERAL = re.compile(r"\$\{[^{}]*\}|\{(?P<single>\{(?P<literal>[A-Za-z_][\w-]*)(?:[=:][^{}]*)?\})\}")
 _BRACES = re.compile(f"{_LITERAL.pattern}|{_PLACEHOLDER.pattern}")
-# What may be meant as a placeholder: other braces (JSON, {}, {1..3}, { command; }) are not.
-_MEANT = re.compile(r"\{(?P<name>[A-Za-z_][\w-]*)(?:(?P<rest>[=:][^{}]*)\}?|\}|$)")
+# Braces that may be a misspelt placeholder, unlike JSON, {}, {1..3} and { command; }.
+_POSSIBLE_PLACEHOLDER = re.compile(r"\{(?P<name>[A-Za-z_][\w-]*)(?:(?P<rest>[=:][^{}]*)\}?|\}|$)")
 _CHOICES = re.compile(r":[\w.-]+=")
-_OF_CHOICES = frozenset("=|")  # what choices are written with
-_LIKENESS = 0.75  # from which on a word is one of ours misspelt (difflib)
+_CHOICE_CHARACTERS = frozenset("=|")  # separators of choices
+_MIN_SIMILARITY = 0.75  # ratio of difflib from which on a name counts as a misspelt placeholder
 
 
 class Placeholder(msgspec.Struct, frozen=True, kw_only=True):
     """A placeholder in a command: ``{name=today}``, or ``{name:value=arguments|value=arguments}``.
 
-    The second form is replaced by the arguments of the chosen value, none or several. `today` is the value that the
-    user runs at present, in the words of the command; if none is named, the choice that adds no arguments.
+    The second form is replaced by the arguments of the chosen value, none or several. `today` is the present value, as
+    written in the command; without one it is the choice that adds no arguments.
     """
 
     name: str
@@ -52,11 +52,11 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
     """A training command with placeholders that a setting fills.
 
     Placeholders are ``batch_size``, ``precision``, ``accumulation_steps``, ``num_workers``, and ``seed``,
-    ``trial_dir``, ``port``, which differ for each trial. Doubled braces stand for single ones; a shell's ``${NAME}``
-    and braces that cannot be a placeholder are kept. `values` translates names of precisions into the command's own
-    words, such as ``{"bf16": "bf16-mixed"}``. `files` maps the names of settings files with placeholders to their
+    ``trial_dir``, ``port``, which differ for each trial. Doubled braces become single ones; a shell's ``${NAME}``
+    and braces that cannot be a placeholder are kept. `values` maps names of precisions to the command's own names,
+    such as ``{"bf16": "bf16-mixed"}``. `files` maps the names of settings files with placeholders to their
     texts; each name occurs in an argument, which is changed to the path of a filled copy for each trial. With
-    `keeps_effective_batch_size` the script accumulates to a total that does not depend on its batch size.
+    `keeps_effective_batch_size` the script itself accumulates so that the effective batch size does not change.
     """
 
     arguments: tuple[str, ...]
@@ -76,7 +76,7 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
         for file in files:
             if not any(file in argument for argument in arguments):
                 raise InvalidRequestError(
-                    f"--file {file} is in none of the command's arguments.",
+                    f"--file {file} does not occur in the command's arguments.",
                     f"Write {file!r} where the command takes its settings file.",
                 )
             try:
@@ -85,37 +85,37 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidRequestError(
                     f"--file {file} cannot be read: {cause(error)}.", "Name a settings file that the command reads."
                 ) from error
-        line = cls(arguments=arguments, values=dict(values or {}), files=texts)
+        template = cls(arguments=arguments, values=dict(values or {}), files=texts)
         for name in values or {}:
             if name not in PRECISIONS:
                 raise InvalidRequestError(
-                    f"--value {name} is none of the precisions.",
+                    f"--value names {name!r}, which is not a precision.",
                     f"Give PRECISION=WORD with one of {', '.join(PRECISIONS)}.",
                 )
-        for placeholder in line.placeholders.values():
-            _check(placeholder, line.values)
+        for placeholder in template.placeholders.values():
+            _check_placeholder(placeholder, template.values)
         for argument in arguments:
-            _refuse_unknown(argument, "the command", is_file=False)
+            _raise_if_unknown_placeholder(argument, "the command", is_file=False)
         for file, text in texts.items():
-            _refuse_unknown(text, file, is_file=True)
-        return line
+            _raise_if_unknown_placeholder(text, file, is_file=True)
+        return template
 
     @property
     def placeholders(self) -> dict[str, Placeholder]:
         """Return the placeholders by name. Raises `InvalidRequestError` if one is given twice in different ways."""
-        found: dict[str, Placeholder] = {}
+        by_name: dict[str, Placeholder] = {}
         for text in (*self.arguments, *self.files.values()):
-            for placeholder in map(_of, filter(itemgetter("name"), _BRACES.finditer(text))):
+            for placeholder in map(_placeholder_from_match, filter(itemgetter("name"), _BRACES.finditer(text))):
                 bare = Placeholder(name=placeholder.name)
-                known = found.setdefault(placeholder.name, placeholder)
-                if bare not in (placeholder, known) and placeholder != known:
+                earlier = by_name.setdefault(placeholder.name, placeholder)
+                if bare not in (placeholder, earlier) and placeholder != earlier:
                     raise InvalidRequestError(
-                        f"{{{known.name}}} is given twice in different ways.",
-                        f"Give today's value once, and write {{{known.name}}} elsewhere.",
+                        f"{{{earlier.name}}} is given twice with different values.",
+                        f"Give today's value once, and write {{{earlier.name}}} elsewhere.",
                     )
-                if known == bare:
-                    found[known.name] = placeholder
-        return found
+                if earlier == bare:
+                    by_name[earlier.name] = placeholder
+        return by_name
 
     @property
     def name(self) -> str:
@@ -125,35 +125,37 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
         return scripts[0] if scripts else Path(self.arguments[module]).name
 
     def today(self, name: str) -> str | None:
-        """Return the present value of a placeholder, with our name for a precision; None if the command has none."""
+        """Return the present value of a placeholder, a precision by its name in `PRECISIONS`; None if there is none."""
         placeholder = self.placeholders.get(name)
         if placeholder is None or placeholder.today is None:
             return None
         if name != "precision":
             return placeholder.today
-        return next((ours for ours, theirs in self.values.items() if theirs == placeholder.today), placeholder.today)
+        return next(
+            (precision for precision, word in self.values.items() if word == placeholder.today), placeholder.today
+        )
 
     @property
     def today_values(self) -> dict[str, Any]:
-        """Return the present values in the command by the names of a setting's fields."""
-        found = {name: self.today(name) for name in ("precision", *_NUMBERS)}
-        return {n: value if n == "precision" else int(value) for n, value in found.items() if value is not None}
+        """Return the present values that the command gives for fields of a setting, by field."""
+        values = {name: self.today(name) for name in ("precision", *_NUMBERS)}
+        return {n: value if n == "precision" else int(value) for n, value in values.items() if value is not None}
 
     def first_commands(self) -> list[tuple[str, ...]]:
-        """Return the commands to start first: the present one, another precision, and half the batch size."""
+        """Return example commands: the present one, one with another precision, and one with half the batch size."""
         today = {"batch_size": 32, "precision": "fp32", **self.today_values}
-        of_trial = {"seed": 0, "trial_dir": "TRIAL_DIR", "port": 29500}
+        trial_values = {"seed": 0, "trial_dir": "TRIAL_DIR", "port": 29500}
         precision = self.placeholders.get("precision")
-        known = list((precision and precision.choices) or ("bf16", "fp32"))
+        precisions = list((precision and precision.choices) or ("bf16", "fp32"))
         others = [
-            {"precision": next((p for p in known if p != today["precision"]), today["precision"])},
+            {"precision": next((p for p in precisions if p != today["precision"]), today["precision"])},
             {"batch_size": max(1, today["batch_size"] // 2)},
         ]
-        commands = [self.filled({**today, **other, **of_trial}, "TRIAL_DIR")[0] for other in ({}, *others)]
+        commands = [self.filled({**today, **other, **trial_values}, "TRIAL_DIR")[0] for other in ({}, *others)]
         return list(dict.fromkeys(commands))
 
     def outside(self, setting: Setting, today: Setting) -> dict[str, Any]:
-        """Return the values of `setting` that have no placeholder and differ from `today`: hooks have to set them."""
+        """Return the values of `setting` that differ from `today` and have no placeholder: hooks must set them."""
         return {
             name: getattr(setting, name)
             for name in ("precision", "batch_size", "accumulation_steps")
@@ -162,16 +164,18 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def filled_names(self) -> frozenset[str]:
-        """The names of what the command does itself once it is filled: its placeholders, and the accumulation of a
-        script that keeps its effective batch size."""
+        """Return the dimensions that the command sets itself: its placeholders, and the accumulation of a script that
+        keeps its effective batch size."""
         return frozenset(self.placeholders) | ({"accumulation_steps"} if self.keeps_effective_batch_size else set())
 
-    def of_setting(self, setting: Setting, files_in: str, **of_trial: Any) -> tuple[tuple[str, ...], dict[str, str]]:
-        """Return the command for a setting, as `filled` does. Values left out of `of_trial` are not changed."""
+    def of_setting(
+        self, setting: Setting, files_in: str, **trial_values: Any
+    ) -> tuple[tuple[str, ...], dict[str, str]]:
+        """Return the command for a setting, as `filled` does; `trial_values` fill the placeholders of the trial."""
         values = {name: getattr(setting, name) for name in ("precision", *_NUMBERS)}
         if setting.num_workers is None:
             del values["num_workers"]
-        return self.filled({**values, **of_trial}, files_in)
+        return self.filled({**values, **trial_values}, files_in)
 
     def filled(self, values: Mapping[str, Any], files_in: str) -> tuple[tuple[str, ...], dict[str, str]]:
         """Return the arguments with filled placeholders, and the filled settings files by their paths in `files_in`.
@@ -193,9 +197,11 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
     def _fill(self, text: str, values: Mapping[str, Any], *, is_file: bool = False) -> str:
         def fill(match: re.Match[str]) -> str:
             if match["name"] is None:
-                is_single = match["single"] and not (is_file and _like_ours(match["literal"], _LIKENESS) is None)
+                is_single = match["single"] and not (
+                    is_file and _similar_placeholder(match["literal"], _MIN_SIMILARITY) is None
+                )
                 return match["single"] if is_single else match[0]
-            placeholder = _of(match)
+            placeholder = _placeholder_from_match(match)
             value = values.get(placeholder.name, placeholder.today)
             if value is None:
                 return f"{{{placeholder.name}}}"
@@ -206,7 +212,7 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
         return _BRACES.sub(fill, text)
 
 
-def _of(match: re.Match[str]) -> Placeholder:
+def _placeholder_from_match(match: re.Match[str]) -> Placeholder:
     choices = None
     if match["choices"] is not None:
         choices = dict(choice.partition("=")[::2] for choice in match["choices"].split("|"))
@@ -216,73 +222,79 @@ def _of(match: re.Match[str]) -> Placeholder:
     return Placeholder(name=match["name"], today=today, choices=choices)
 
 
-def _like_ours(name: str, likeness: float) -> str | None:
-    """Return the name of ours that a word may be, misspelt or not."""
-    return next(iter(get_close_matches(name.lower().replace("-", "_"), _NAMES, 1, likeness)), None)
+def _similar_placeholder(name: str, min_similarity: float) -> str | None:
+    """Return the placeholder whose name is most similar to `name`, None if none is similar enough."""
+    return next(iter(get_close_matches(name.lower().replace("-", "_"), _NAMES, 1, min_similarity)), None)
 
 
-def _refuse_unknown(text: str, where: str, *, is_file: bool) -> None:
-    """Raise `InvalidRequestError` for braces that are meant as a placeholder and are none.
+def _raise_if_unknown_placeholder(text: str, where: str, *, is_file: bool) -> None:
+    """Raise `InvalidRequestError` for braces that look like an invalid or misspelt placeholder.
 
-    In a settings file, whose braces are mostly its own, those with a name of ours or one misspelt are. A name of ours
-    before a colon is a key of a mapping (OmegaConf, YAML) if a blank or a further key follows, and no choices.
+    In a settings file only braces with a name similar to a placeholder's do. A placeholder's name before a colon is a
+    key of a mapping (OmegaConf, YAML) if a blank or a further key follows, and no choices.
     """
-    for match in _MEANT.finditer(_BRACES.sub("", text)):
-        given, name, rest = match[0], match["name"], match["rest"] or ""
-        ours, has_no_end = _like_ours(name, _LIKENESS), not match[0].endswith("}")
+    for match in _POSSIBLE_PLACEHOLDER.finditer(_BRACES.sub("", text)):
+        braces, name, rest = match[0], match["name"], match["rest"] or ""
+        similar_name, has_no_end = _similar_placeholder(name, _MIN_SIMILARITY), not match[0].endswith("}")
         is_format = rest.startswith(":") and not _CHOICES.match(rest)  # {date:%Y}, {lr: 0.1}
         has_keys = rest.startswith(": ") or (rest.startswith(":") and "," in rest)
-        is_mapping = name in _NAMES and has_keys and not _OF_CHOICES.intersection(rest)
-        if is_mapping or (is_format and is_file) or (ours is None and (is_file or is_format or has_no_end)):
+        is_mapping = name in _NAMES and has_keys and not _CHOICE_CHARACTERS.intersection(rest)
+        if is_mapping or (is_format and is_file) or (similar_name is None and (is_file or is_format or has_no_end)):
             continue
-        literally = "" if has_no_end else f" Where the braces are meant as text, double them: {{{given}}}."
+        literally = "" if has_no_end else f" If the braces are plain text, double them: {{{braces}}}."
         if name in _NAMES:
             raise InvalidRequestError(
-                f"{given!r} in {where} begins a placeholder that does not end as one.",
-                f"Write {{{name}=VALUE}}, in quotes: the shell takes | for a pipe, and a blank for the end. "
-                f"Choices, as in {{precision:bf16=--bf16|fp32=}}, are the precision's alone.{literally}",
+                f"{braces!r} in {where} is an invalid placeholder.",
+                f"Write {{{name}=VALUE}}, in quotes, since the shell splits it at blanks and |. "
+                f"Only the precision can have choices: {{precision:bf16=--bf16|fp32=}}.{literally}",
             )
-        nearest, meant = ours or _like_ours(name, 0.6), rest.replace(":", "=", 1) if is_format else rest
+        nearest = similar_name or _similar_placeholder(name, 0.6)  # 0.6: difflib's default ratio for a guess
+        value = rest.replace(":", "=", 1) if is_format else rest
         raise InvalidRequestError(
-            f"{given!r} in {where} is no placeholder: there is no {name!r}.",
-            (f"Write {{{nearest}{meant}}}." if nearest else f"There are {', '.join(f'{{{each}}}' for each in _NAMES)}.")
+            f"{braces!r} in {where} is not a placeholder: {name!r} is unknown.",
+            (
+                f"Write {{{nearest}{value}}}."
+                if nearest
+                else f"Use one of {', '.join(f'{{{each}}}' for each in _NAMES)}."
+            )
             + literally,
         )
 
 
-def _check(placeholder: Placeholder, words: Mapping[str, str]) -> None:
-    """Raise `InvalidRequestError` if a value of the placeholder is invalid; `words` are the command's own names."""
-    name, given = placeholder.name, [*(placeholder.choices or {}), *filter(None, [placeholder.today])]
+def _check_placeholder(placeholder: Placeholder, words: Mapping[str, str]) -> None:
+    """Raise `InvalidRequestError` for an invalid value; `words` maps precisions to the command's own names."""
+    name, used_values = placeholder.name, [*(placeholder.choices or {}), *filter(None, [placeholder.today])]
     if placeholder.today is None and (placeholder.choices is not None or name == "num_workers"):
         choices = placeholder.choices or {}
         example = "fp32" if "fp32" in choices else next(iter(choices), "2")
         if choices:
             example += ":" + "|".join(f"{value}={arguments}" for value, arguments in choices.items())
         raise InvalidRequestError(
-            f"{{{name}}} does not say what is run today.", f"Write it so, if that is what is: {{{name}={example}}}."
+            f"{{{name}}} has no present value.",
+            f"Write it with the value that you use today, e.g. {{{name}={example}}}.",
         )
     for value in placeholder.choices or {}:
         if name == "precision" and value not in PRECISIONS:
             raise InvalidRequestError(
                 f"{{precision:…}} names {value!r}, which is none of {', '.join(PRECISIONS)}.",
-                "Write our names before the =, and the command's arguments after it.",
+                "Write the precision before the =, and the command's arguments after it.",
             )
-    for value in given:
+    for value in used_values:
         if name == "precision" and value not in PRECISIONS and value not in words.values():
             raise InvalidRequestError(
                 f"{{precision}} has the value {value!r}, which is none of {', '.join(PRECISIONS)}.",
-                f"Say which of them the command calls so, as in --value bf16={value}.",
+                f"Say which of them it stands for, e.g. --value bf16={value}.",
             )
         if name in _NUMBERS and not (value.isdecimal() and (int(value) or name == "num_workers")):
             raise InvalidRequestError(
-                f"{{{name}}} has the value {value!r}, which is no such number.", f"Write {{{name}=8}}, say."
+                f"{{{name}}} has the value {value!r}, which is not a valid number.", f"Write {{{name}=8}}, for example."
             )
 
 
-def to_command_line(line: CommandTemplate) -> list[str]:
-    """Return the options and arguments from which `from_command_line` makes this line."""
-    said = [word for name, value in line.values.items() for word in ("--value", f"{name}={value}")]
-    return [*said, *(word for file in line.files for word in ("--file", file)), "--", *line.arguments]
+def to_command_line(template: CommandTemplate) -> list[str]:
+    """Return the command-line options and arguments from which `from_command_line` makes this template."""
+    value_options = [word for name, value in template.values.items() for word in ("--value", f"{name}={value}")]
+    return [*value_options, *(word for file in template.files for word in ("--file", file)), "--", *template.arguments]
 
 
 def from_command_line(
@@ -296,10 +308,12 @@ def from_command_line(
     if command is None:
         for option, is_given in (("--value", values), ("--file", files), ("--dry-run", is_dry)):
             if is_given:
-                raise InvalidRequestError(f"{option} says something of a command.", "Give the command after `--`.")
+                raise InvalidRequestError(f"{option} needs a command.", "Give the command after `--`.")
         return None
     if target is not None:
-        raise InvalidRequestError(f"{target!r} is given, and a command after `--` too.", "Give one of them.")
+        raise InvalidRequestError(
+            f"Both a workload, {target!r}, and a command after `--` are given.", "Give only one of them."
+        )
     pairs = [pair.partition("=") for pair in values]
     for precision, sign, _ in pairs:
         if not sign:

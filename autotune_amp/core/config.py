@@ -1,4 +1,4 @@
-"""AmpConfig and LossScale: the settings that a training run should use, validated and stored as plain JSON.
+"""AmpConfig and LossScale: the recommended settings of a training run, validated and stored as plain JSON.
 
 msgspec rather than pydantic: a cached recommendation must be read within 50 ms, and importing pydantic alone takes 160
 ms where msgspec takes 4 (measured, Python 3.11).
@@ -32,14 +32,14 @@ RECOMMENDED_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", *AL
 
 
 def is_recommended(environment: object) -> bool:
-    """Return whether `environment` maps only variables of `RECOMMENDED_VARIABLES` to printable values on one line."""
+    """Return whether `environment` maps only `RECOMMENDED_VARIABLES`, to values without control characters."""
     return isinstance(environment, Mapping) and all(
         name in RECOMMENDED_VARIABLES and _is_printable(value) for name, value in environment.items()
     )
 
 
 def allocator_variable(mode: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variable that sets a mode of the allocator, merged with its value in `environment`."""
+    """Return the environment variable, with value, that sets a mode of the allocator and keeps its other settings."""
     if mode == "as_found":
         return {}
     name = next((name for name in ALLOCATOR_VARIABLES if name in environment), ALLOCATOR_VARIABLES[0])
@@ -47,16 +47,16 @@ def allocator_variable(mode: str, environment: Mapping[str, str]) -> dict[str, s
     return {name: ",".join((*others, f"{mode}:True"))}
 
 
-def _must_be(given: msgspec.Struct, names: str, what: str, is_right: Callable[[Any], bool]) -> None:
+def _must_be(struct: msgspec.Struct, names: str, expected: str, is_valid: Callable[[Any], bool]) -> None:
     """Raise `InvalidRequestError` for the first field for which `is_right(value)` is false.
 
-    `names` lists the fields to check, separated by blanks; `what` completes "it must be …" in the message.
+    `names` lists the fields to check, separated by blanks; `expected` completes "it must be …" in the message.
     """
     for name in names.split():
-        value = getattr(given, name)
-        if not is_right(value):
+        value = getattr(struct, name)
+        if not is_valid(value):
             raise InvalidRequestError(
-                f"{type(given).__name__}.{name} is {value!r}; it must be {what}.",
+                f"{type(struct).__name__}.{name} is {value!r}; it must be {expected}.",
                 f"Change {name}; to use the default, leave it out.",
             )
 
@@ -124,12 +124,17 @@ def _check_setting(setting: Setting) -> None:
     or_none = "a whole number from 0 up, or None to keep the data's own"
     _must_be(setting, "num_workers", or_none, lambda num: num is None or (type(num) is int and num >= 0))
     names = "a list of module names, each a text without control characters"
-    _must_be(setting, "pinned_modules", names, lambda given: _is_list(given) and all(map(_is_printable, given)))
+    _must_be(
+        setting,
+        "pinned_modules",
+        names,
+        lambda module_names: _is_list(module_names) and all(map(_is_printable, module_names)),
+    )
     msgspec.structs.force_setattr(setting, "pinned_modules", tuple(setting.pinned_modules))
     for name, values in VARIANT_VALUES.items():
         _must_be(setting, name, f"one of {', '.join(values)}", values.__contains__)
-    for name, what in setting.misfits.items():
-        _must_be(setting, name, what, lambda _: False)
+    for name, allowed in setting.misfits.items():
+        _must_be(setting, name, allowed, lambda _: False)
 
 
 class FallbackPlan(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -167,20 +172,18 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
         variables = f"values without control characters for variables of {', '.join(RECOMMENDED_VARIABLES)}"
         _must_be(self, "environment", variables, is_recommended)
         is_fp16 = self.precision == "fp16"
-        what = (
-            "LossScale() with fp16" if is_fp16 else f"left out with {self.precision}: no precision but fp16 takes one"
-        )
+        expected = "LossScale() with fp16" if is_fp16 else f"left out with {self.precision}: only fp16 has a loss scale"
         if is_fp16 and self.loss_scale is None:
             raise InvalidRequestError(
                 f"{type(self).__name__}.loss_scale is None with fp16, which scales the loss.",
                 "Add loss_scale=LossScale().",
             )
-        _must_be(self, "loss_scale", what, lambda scale: (scale is not None) == is_fp16)
+        _must_be(self, "loss_scale", expected, lambda scale: (scale is not None) == is_fp16)
         _must_be(self, "fallback", 'a list of precisions or plans, as ["fp32"]', _is_list)
         msgspec.structs.force_setattr(self, "fallback", tuple(self.fallback))
         safety = [PRECISIONS.index(rung.precision) for rung in (self, *self.plans)]
         below = ", ".join(PRECISIONS[: safety[0]][::-1]) or "none"
-        order = f"below {self.precision}, each with less to go wrong than the one before it: of {below}, in this order"
+        order = f"precisions below {self.precision}, each safer than the one before: out of {below}, in this order"
         _must_be(self, "fallback", order, lambda _: all(after < before for before, after in pairwise(safety)))
 
     __str__ = msgspec.Struct.__repr__  # print all fields of a config, and not only those of its setting
@@ -257,40 +260,40 @@ def training_arguments(config: AmpConfig, others: Mapping[str, Any] | None = Non
     Raises `InvalidRequestError` if `others` sets an argument that the config sets. On a CPU a plain ``Trainer`` trains
     in fp32 even if `fp16` is set.
     """
-    decided: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "per_device_train_batch_size": config.batch_size,
         "gradient_accumulation_steps": config.accumulation_steps,
         "fp16": config.precision == "fp16",
         "bf16": config.autocast_precision == "bf16",
     }
     if not config.as_found:
-        decided["tf32"] = config.precision == "tf32"
+        arguments["tf32"] = config.precision == "tf32"
     if config.num_workers is not None:
-        decided["dataloader_num_workers"] = config.num_workers
+        arguments["dataloader_num_workers"] = config.num_workers
     if config.is_compiled:
-        decided |= {"torch_compile": True, "torch_compile_mode": config.compile}
+        arguments |= {"torch_compile": True, "torch_compile_mode": config.compile}
     if config.uses("activation_checkpointing"):
-        decided |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
+        arguments |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
     if config.optimizer_impl == "fused":
-        decided["optim"] = "adamw_torch_fused"
-    given = dict(others or {})
-    if twice := [name for name in decided if name in given]:
+        arguments["optim"] = "adamw_torch_fused"
+    further = dict(others or {})
+    if conflicts := [name for name in arguments if name in further]:
         raise InvalidRequestError(
-            f"{', '.join(f'{name}={given[name]!r}' for name in twice)}: the config decides that.",
-            f"Leave {', '.join(twice)} out, or change the config: msgspec.structs.replace(config, ...).",
+            f"{', '.join(f'{name}={further[name]!r}' for name in conflicts)}: the config decides that.",
+            f"Leave {', '.join(conflicts)} out, or change the config: msgspec.structs.replace(config, ...).",
         )
-    return decided | given
+    return arguments | further
 
 
-def beside_training_arguments(config: AmpConfig) -> Setting:
-    """Return the parts of the config's setting that ``TrainingArguments`` do not set up themselves."""
+def setting_beyond_training_arguments(config: AmpConfig) -> Setting:
+    """Return the config's setting without compilation, which ``TrainingArguments`` set up themselves."""
     return msgspec.structs.replace(Setting.of(config), compile=DEFAULTS["compile"])
 
 
 class DemotedError(TrainingStoppedError):
-    """Raised on a demotion if the controller's `on_demotion` is ``"checkpoint_and_stop"``.
+    """Raised when the controller falls back to a safer setting and `on_demotion` is ``"checkpoint_and_stop"``.
 
-    The training script should save a checkpoint and restart with `config`, the setting that was stepped down to.
+    The training script should save a checkpoint and restart with `config`, the safer setting.
     """
 
     def __init__(self, message: str, next_step: str, config: AmpConfig) -> None:

@@ -1,4 +1,4 @@
-"""Safe reading of files that somebody else may have written: regular files only, decoded with one kind of error."""
+"""Safe reading of files that may come from others: only regular files are read, and all decoding errors are alike."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Number = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
 Kind = TypeVar("Kind")
 
 
-def regular(path: str, flags: int) -> int:
-    """Open the regular file at `path`; for the `opener` argument of Python's ``open``.
+def open_regular(path: str, flags: int) -> int:
+    """Open the regular file at `path` and return its descriptor: an `opener` for Python's ``open``.
 
     Raises `OSError` for a folder, and for a FIFO, a socket or a device, which could block or never end.
     """
@@ -40,16 +40,18 @@ def regular(path: str, flags: int) -> int:
 def read_file(path: str | os.PathLike[str]) -> bytes:
     """Return the bytes of a regular file. Raises `OSError` for any other kind of file and for an invalid path."""
     try:
-        with open(path, "rb", opener=regular) as file:
+        with open(path, "rb", opener=open_regular) as file:
             return file.read()
     except ValueError as error:  # for a NUL byte in the path
-        raise OSError(errno.EINVAL, f"no file has such a name ({error})") from error
+        raise OSError(errno.EINVAL, f"it is not a valid file name ({error})") from error
 
 
-def check_new(option: str, path: str | os.PathLike[str] | None) -> None:
+def raise_if_exists(option: str, path: str | os.PathLike[str] | None) -> None:
     """Raise `InvalidRequestError` if `path`, the output file given by `option`, exists already; None is accepted."""
     if path is not None and os.path.lexists(path):
-        raise InvalidRequestError(f"{option} is {str(path)!r}, which is there: it is left alone.", "Name a new file.")
+        raise InvalidRequestError(
+            f"{option} is {str(path)!r}, which exists and is not overwritten.", "Name a new file."
+        )
 
 
 def cause(error: Exception) -> str:

@@ -14,7 +14,7 @@ WILL_BREAK_EXIT_CODE: Final = 4  # exit code of the command `check` if it predic
 
 
 class AutotuneAmpError(Exception):
-    """Base class of all errors that this package raises on purpose."""
+    """Base class of all errors that this package defines."""
 
     exit_code: ClassVar[int] = 1  # exit code of the command line; 1 for errors of autotune_amp itself
 
@@ -24,7 +24,8 @@ class AutotuneAmpError(Exception):
         self.next_step = next_step
 
     def __str__(self) -> str:
-        # The command line prints the parts; in a traceback the caller is Python's. A message may hold foreign text.
+        # The command line prints message and next step itself; a traceback is for callers of the Python functions. Only
+        # messages that begin with an option are translated, since others may quote the user's text.
         message = in_python(self.message) if self.message.startswith("--") else self.message
         return f"{message}\nNext step: {in_python(self.next_step)}"
 
@@ -68,8 +69,8 @@ class BudgetTooSmallError(AutotuneAmpError):
 
 
 class RunnerError(AutotuneAmpError):
-    """Raised if one of our own processes fails: a trial process that cannot be started or that dies while it records a
-    step which works without being recorded, or a rank that gets no answer from rank 0, which runs the search."""
+    """Raised if a process of this package fails: a trial process cannot be started, or dies while it records a step
+    that runs without recording; or a rank gets no answer from rank 0, which runs the search."""
 
 
 class ClusterLostError(AutotuneAmpError):

@@ -1,4 +1,4 @@
-"""Evidence for a recommended config: the measurements as plain data, and functions that format them as text and code.
+"""Evidence for a recommended config: measurements as plain data, and functions that format them as text and code.
 
 The formatted lines are shared by the terminal, the report, `explain()` and the exports.
 """
@@ -23,14 +23,14 @@ Objective: TypeAlias = Literal["speed", "memory", "energy"]
 
 
 class PlainEnvironment(msgspec.Struct, frozen=True, kw_only=True):
-    """Speed of the recommended config without `config.environment`, for a user who forgets to set the variables."""
+    """Speed of the recommended config if the variables in `config.environment` are not set."""
 
     samples_per_second: Positive | None
     speedup: Positive | None
 
 
-# Number of fresh processes needed to call a number confirmed. With fewer the spread between processes, which dominates
-# the error, is unknown (studies/README.md).
+# Number of fresh processes from which on a speed counts as confirmed. With fewer the spread between processes, which
+# dominates the error, is unknown (studies/README.md).
 MIN_PROCESSES = 3
 
 
@@ -72,7 +72,7 @@ class LossScaleEvidence(msgspec.Struct, frozen=True, kw_only=True):
     flushed_share: Share
 
 
-class WorkersTried(msgspec.Struct, frozen=True, kw_only=True):
+class WorkersTrial(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a trial of `candidate` with another number of loader workers; numbers are None if it failed."""
 
     candidate: str
@@ -92,7 +92,7 @@ class LoaderEvidence(msgspec.Struct, frozen=True, kw_only=True):
     num_workers: Whole | None
     data_share: Number
     step_samples_per_second: Positive
-    tried: tuple[WorkersTried, ...] = ()
+    tried: tuple[WorkersTrial, ...] = ()
 
 
 class ProcessPeak(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +105,7 @@ class ProcessPeak(msgspec.Struct, frozen=True, kw_only=True):
 class MemoryEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """Conditions under which the peak memory was measured.
 
-    `worst_case` describes the largest batch, None if all are alike or it is unknown; it was found by looking at
+    `worst_case` describes the largest batch, None if all are alike or it is unknown; it was found by scanning
     `num_seen` of `num_samples` samples, None if the user named it. `has_evaluation`, `has_checkpoint`: the confirmation
     ran the workload's own. `processes` holds the peak of each process; the reported peak is the highest.
     """
@@ -206,7 +206,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
 # --- formatting as lines of text
 
-_WIDE = 2.0  # the upper end of an interval over its lower one, from which on it says nothing of use
+# Upper over lower end from which on an interval is called too wide: the speed is known to less than a factor of two.
+_MAX_USEFUL_RATIO = 2.0
 
 
 def config_line(config: AmpConfig, num_ranks: int = 1) -> str:
@@ -226,15 +227,15 @@ def config_line(config: AmpConfig, num_ranks: int = 1) -> str:
 
 def speed_line(evidence: Evidence) -> str:
     """Return the throughput to expect from a new run, and the shares of a step spent on data and in the optimizer."""
-    text = f"{rate(evidence.samples_per_second)} ({landing_line(evidence.samples_per_second_interval)})"
+    text = f"{rate(evidence.samples_per_second)} ({new_run_line(evidence.samples_per_second_interval)})"
     text += f", {step_line(evidence)}"
     if evidence.num_processes < MIN_PROCESSES:
-        text += f"; {_why_unconfirmed(evidence)}"
+        text += f"; {_unconfirmed_reason(evidence)}"
     return text
 
 
-def _why_unconfirmed(evidence: Evidence) -> str:
-    """Return the reason that a speed is unconfirmed: too few processes measured the choice, or else the baseline."""
+def _unconfirmed_reason(evidence: Evidence) -> str:
+    """Return why a speed is unconfirmed: too few processes measured the recommended setting, or else the baseline."""
     if evidence.num_processes < MIN_PROCESSES:
         return f"unconfirmed, measured in {count(evidence.num_processes, 'process', 'processes')} only"
     return f"unconfirmed, fewer than {MIN_PROCESSES} processes measured the baseline"
@@ -249,20 +250,20 @@ def step_line(evidence: Evidence) -> str:
     return text
 
 
-def landing_line(interval: tuple[float, float], unit: str = "") -> str:
-    """Say where a new run is expected to land, in samples per second, and where that is no promise."""
+def new_run_line(interval: tuple[float, float], unit: str = "") -> str:
+    """Return the interval in which a new run is expected, in samples per second, with a remark if it is too wide."""
     low, high = interval
     return f"a new run: {number(low)} to {number(high)}{unit}" + ", too wide to promise a speed" * is_wide(interval)
 
 
 def is_wide(interval: tuple[float, float]) -> bool:
-    """Whether an interval of speeds says nothing of use."""
+    """Whether an interval of speeds is too wide to promise a speed."""
     low, high = interval
-    return high > _WIDE * low
+    return high > _MAX_USEFUL_RATIO * low
 
 
 def gain_line(speedup: float, interval: tuple[float, float] | None) -> str:
-    """Return a ratio of speeds with its interval; one that may be above or below 1 is no gain that can be told."""
+    """Return a ratio of speeds with its interval, or "not sure" with the interval if that includes 1."""
     if interval is None:
         return times(speedup)
     low, high = interval
@@ -270,8 +271,8 @@ def gain_line(speedup: float, interval: tuple[float, float] | None) -> str:
     return f"not sure ({between})" if low < 1 < high else f"{times(speedup)} ({between})"
 
 
-def is_todays(config: AmpConfig, baseline: AmpConfig) -> bool:
-    """Whether a config changes nothing of the baseline, its environment included."""
+def is_same_as_baseline(config: AmpConfig, baseline: AmpConfig) -> bool:
+    """Whether a config equals the baseline and needs no environment variables."""
     return Setting.of(config) == Setting.of(baseline) and not config.environment
 
 
@@ -281,22 +282,22 @@ def speedup_line(config: AmpConfig, evidence: Evidence) -> str:
     if evidence.speedup is None or baseline.samples_per_second is None:
         reason = one_line(baseline.reason or "it was not measured")
         return f"unknown; the baseline is {Setting.of(baseline.config)}: {reason}"
-    if is_todays(config, baseline.config):
+    if is_same_as_baseline(config, baseline.config):
         return "none: this is what runs today"
     text = gain_line(evidence.speedup, evidence.speedup_interval)
     text += f" over the baseline, {Setting.of(baseline.config)} at {rate(baseline.samples_per_second)}"
     if not evidence.is_confirmed and evidence.num_processes >= MIN_PROCESSES:
-        text += f"; {_why_unconfirmed(evidence)}"
+        text += f"; {_unconfirmed_reason(evidence)}"
     return text
 
 
 def certainty_line(evidence: Evidence) -> str:
-    """Return how sure the speed is: the number of fresh processes that measured it, and the range of a new run."""
-    landing = landing_line(evidence.samples_per_second_interval, " samples/s")
+    """Return the certainty of the speed: the number of processes that measured it, and the interval of a new run."""
+    landing = new_run_line(evidence.samples_per_second_interval, " samples/s")
     if evidence.num_processes < MIN_PROCESSES or not evidence.is_confirmed:
-        return f"{_why_unconfirmed(evidence)}; {landing}"
-    known = "measured" if is_wide(evidence.samples_per_second_interval) else "confirmed"
-    return f"{known} in {count(evidence.num_processes, 'process', 'processes')}; {landing}"
+        return f"{_unconfirmed_reason(evidence)}; {landing}"
+    certainty = "measured" if is_wide(evidence.samples_per_second_interval) else "confirmed"
+    return f"{certainty} in {count(evidence.num_processes, 'process', 'processes')}; {landing}"
 
 
 def plain_environment_line(evidence: Evidence) -> str | None:
@@ -310,13 +311,13 @@ def plain_environment_line(evidence: Evidence) -> str | None:
 
 def memory_line(evidence: Evidence, device_type: str) -> str:
     """Return the peak memory and the conditions of its measurement; on a CPU also the number of processes behind it."""
-    text, found = f"{size(evidence.peak_memory_bytes)} at the peak", evidence.memory
-    if found is not None:
-        also = ["an evaluation"] * found.has_evaluation + ["a checkpoint"] * found.has_checkpoint
-        text += f", with {' and '.join(also)}" if also else ""
-        text += f", on {found.worst_case}" if found.worst_case is not None else ""
-        if device_type == "cpu" and len(found.processes) > 1:
-            text += f"; the highest of {len(found.processes)} processes"
+    text, memory = f"{size(evidence.peak_memory_bytes)} at the peak", evidence.memory
+    if memory is not None:
+        extras = ["an evaluation"] * memory.has_evaluation + ["a checkpoint"] * memory.has_checkpoint
+        text += f", with {' and '.join(extras)}" if extras else ""
+        text += f", on {memory.worst_case}" if memory.worst_case is not None else ""
+        if device_type == "cpu" and len(memory.processes) > 1:
+            text += f"; the highest of {len(memory.processes)} processes"
     return text
 
 
@@ -337,25 +338,25 @@ def outlook_line(outlook: LargerBatchOption) -> str:
     """Return the throughput at another effective batch size, with the warning about the learning rate."""
     speedup = "" if outlook.speedup is None else f", {outlook.speedup:.1f} times today's"
     reached = measured_line(f"{outlook}{speedup}", outlook.samples_per_second, outlook.peak_memory_bytes)
-    return f"with another effective batch size: {reached}; the learning rate would have to be looked at"
+    return f"with another effective batch size: {reached}; the learning rate would have to be adapted"
 
 
-def check_line(found: Fidelity) -> str:
+def check_line(fidelity: Fidelity) -> str:
     """Return a fidelity check on one line: the verdict with its reason, the numbers, and the modules to pin."""
-    pinned = f"with {module_names(found.pinned_modules)} in fp32 " if found.pinned_modules else ""
-    parts = [pinned + one_line(found.reason).rstrip("."), *_numbers(found)]
-    if found.later is not None:
-        parts.append(f"{found.later.verdict}{after_steps(found.later.num_steps)}")
-    if found.healing_pins:
-        parts.append(f"with {module_names(found.healing_pins)} in fp32 it is faithful")
+    pinned = f"with {module_names(fidelity.pinned_modules)} in fp32 " if fidelity.pinned_modules else ""
+    parts = [pinned + one_line(fidelity.reason).rstrip("."), *_fidelity_numbers(fidelity)]
+    if fidelity.later is not None:
+        parts.append(f"{fidelity.later.verdict}{after_steps(fidelity.later.num_steps)}")
+    if fidelity.healing_pins:
+        parts.append(f"with {module_names(fidelity.healing_pins)} in fp32 it is faithful")
     return "; ".join(parts)
 
 
-def accumulation_line(found: Accumulation) -> str:
+def accumulation_line(accumulation: Accumulation) -> str:
     """Return how accumulated gradients compare with the gradient of the whole batch."""
-    by = f" by {found.weighted_by}" if found.weighted_by else ""
-    error = "" if found.error is None else f", {small(found.error)} off the whole batch's gradient"
-    return f"{found.verdict}{by}{error}"
+    by = f" by {accumulation.weighted_by}" if accumulation.weighted_by else ""
+    error = "" if accumulation.error is None else f", {small(accumulation.error)} off the whole batch's gradient"
+    return f"{accumulation.verdict}{by}{error}"
 
 
 def devices_line(names: tuple[str, ...]) -> str:
@@ -363,14 +364,14 @@ def devices_line(names: tuple[str, ...]) -> str:
     return f"trials ran on {', '.join(names)} at the same time, the confirmation on one of them"
 
 
-def ranks_line(found: RanksEvidence, device_type: str) -> str:
-    """Return the number of ranks and the share of their combined speed that remains after exchanging gradients."""
-    text = f"{found.num_ranks} train together under DistributedDataParallel"
-    if found.efficiency is None or found.one_rank_samples_per_second is None:
-        return f"{text}; one alone was not measured, for want of time"
+def ranks_line(ranks: RanksEvidence, device_type: str) -> str:
+    """Return the number of ranks, and their combined speed as a share of that many times one rank's speed."""
+    text = f"{ranks.num_ranks} train together under DistributedDataParallel"
+    if ranks.efficiency is None or ranks.one_rank_samples_per_second is None:
+        return f"{text}; one rank alone was not measured: too little time"
     where = "on its share of the CPU" if device_type == "cpu" else "on its GPU"
-    share = f"{100 * found.efficiency:.0f} % of {found.num_ranks} times what one reaches alone {where}"
-    return f"{text}: {found.setting} at {share} ({rate(found.one_rank_samples_per_second)}, in one process)"
+    share = f"{100 * ranks.efficiency:.0f} % of {ranks.num_ranks} times the speed of one alone {where}"
+    return f"{text}: {ranks.setting} at {share} ({rate(ranks.one_rank_samples_per_second)}, in one process)"
 
 
 def ranked_run_line(config: AmpConfig, workload: Description) -> str:
@@ -381,37 +382,39 @@ def ranked_run_line(config: AmpConfig, workload: Description) -> str:
     return f"{text}; all passes but the last of a step in no_sync()" if config.accumulation_steps > 1 else text
 
 
-def loss_scale_line(scale: LossScale, known: LossScaleEvidence | None) -> str:
+def loss_scale_line(scale: LossScale, evidence: LossScaleEvidence | None) -> str:
     """Return fp16's init_scale and growth interval, and the skips predicted and observed with them."""
     text = f"starts at {exact(scale.init_scale)}, growth interval {scale.growth_interval}"
-    if known is None:
+    if evidence is None:
         return text
     text += (
-        f"; over {known.num_steps:,} steps {count(known.num_skips, 'skip')} predicted, "
-        f"{_percent(known.applied_share)} of the gradient applied "
-        f"(GradScaler's defaults: {known.default_num_skips}, {_percent(known.default_applied_share)})"
+        f"; over {evidence.num_steps:,} steps {count(evidence.num_skips, 'skip')} predicted, "
+        f"{_percent(evidence.applied_share)} of the gradient applied "
+        f"(GradScaler's defaults: {evidence.default_num_skips}, {_percent(evidence.default_applied_share)})"
     )
-    if known.num_confirming_steps:
+    if evidence.num_confirming_steps:
         text += (
-            f"; in {known.num_confirming_steps:,} measured steps {count(known.num_skips_seen, 'skip')} seen, "
-            f"{known.num_skips_foretold} predicted"
+            f"; in {evidence.num_confirming_steps:,} measured steps {count(evidence.num_skips_seen, 'skip')} seen, "
+            f"{evidence.num_skips_foretold} predicted"
         )
-    return f"{text}; {_percent(known.flushed_share)} of the gradient's entries flushed"
+    return f"{text}; {_percent(evidence.flushed_share)} of the gradient's entries flushed"
 
 
-def _numbers(found: Fidelity) -> list[str]:
+def _fidelity_numbers(fidelity: Fidelity) -> list[str]:
     parts = []
-    if found.noise_ratio is not None:
-        parts.append(f"noise ratio {small(found.noise_ratio)}")
-    if found.flushed_share is not None:
-        parts.append(f"{_percent(found.flushed_share)} flushed")
-    if found.forward_max:  # 0 if no output is in half precision
-        limit = f" of {found.format_max:.5g}" if found.precision == "fp16" and found.format_max is not None else ""
-        parts.append(f"activations up to {found.forward_max:.3g}{limit}")
-    if found.training_gap is not None:
-        parts.append(f"training gap {small(found.training_gap)} over {count(found.num_paired_steps, 'step')}")
-    if found.low_weights is not None:
-        parts.append(f"{_percent(found.low_weights.lost_share)} of the updates round away")
+    if fidelity.noise_ratio is not None:
+        parts.append(f"noise ratio {small(fidelity.noise_ratio)}")
+    if fidelity.flushed_share is not None:
+        parts.append(f"{_percent(fidelity.flushed_share)} flushed")
+    if fidelity.forward_max:  # 0 if no output is in half precision
+        limit = (
+            f" of {fidelity.format_max:.5g}" if fidelity.precision == "fp16" and fidelity.format_max is not None else ""
+        )
+        parts.append(f"activations up to {fidelity.forward_max:.3g}{limit}")
+    if fidelity.training_gap is not None:
+        parts.append(f"training gap {small(fidelity.training_gap)} over {count(fidelity.num_paired_steps, 'step')}")
+    if fidelity.low_weights is not None:
+        parts.append(f"{_percent(fidelity.low_weights.lost_share)} of the updates round away")
     return parts
 
 
@@ -428,10 +431,10 @@ def _percent(share: float) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
-def measured_line(what: object, samples_per_second: float | None, peak_memory_bytes: int | None) -> str:
-    """Return the name `what` with its measured throughput and peak memory."""
+def measured_line(name: object, samples_per_second: float | None, peak_memory_bytes: int | None) -> str:
+    """Return a name with its measured throughput and peak memory."""
     speed = [] if samples_per_second is None else [rate(samples_per_second)]
-    return ", ".join([str(what), *speed, *([] if peak_memory_bytes is None else [size(peak_memory_bytes)])])
+    return ", ".join([str(name), *speed, *([] if peak_memory_bytes is None else [size(peak_memory_bytes)])])
 
 
 AUTOCAST_DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp8": "torch.bfloat16"}
@@ -462,7 +465,7 @@ def loader_line(config: AmpConfig) -> str:
     return f"loader = DataLoader(dataset, batch_size={config.batch_size}{workers})"
 
 
-def accumulates(config: AmpConfig) -> bool:
+def has_accumulation(config: AmpConfig) -> bool:
     """Return whether the config or one of its fallback plans accumulates gradients."""
     return max([config.accumulation_steps, *(plan.accumulation_steps for plan in config.plans)]) > 1
 

@@ -102,11 +102,11 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
         return [
             (
                 precision,
-                "-" if found.matmul_flops_per_second is None else flops(found.matmul_flops_per_second),
-                found.level,
-                one_line(found.reason),
+                "-" if capability.matmul_flops_per_second is None else flops(capability.matmul_flops_per_second),
+                capability.level,
+                one_line(capability.reason),
             )
-            for precision, found in self.precisions.items()
+            for precision, capability in self.precisions.items()
         ]
 
     def to_html(self) -> str:

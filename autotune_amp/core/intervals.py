@@ -1,4 +1,4 @@
-"""Intervals for step times and throughputs, and a fit of memory against batch size; arithmetic only.
+"""Intervals for step times and throughputs, and a fit of memory against batch size. Pure functions.
 
 The variance between processes exceeds that between steps: thirty steps in one process are within 5 % of the truth 78 %
 of the time, five processes of six steps 93 % (studies/README.md, Timing). Three to five processes say little about
@@ -14,7 +14,7 @@ from statistics import fmean
 TRIM_SHARE = 0.1  # share of the slowest steps that is dropped, against garbage collections and page faults
 SPREAD_PRIOR = 0.05  # prior spread between processes, log scale; 2.5 to 9.5 % observed (studies/README.md, Timing)
 PRIOR_WEIGHT = 3  # degrees of freedom of the prior; from five observed processes on they outweigh it
-NUM_DEGREES_SEEN = 2  # from this many observed degrees of freedom on, ratios are compared without the prior
+MIN_DEGREES_WITHOUT_PRIOR = 2  # observed degrees of freedom from which on ratios need no prior
 
 # 97.5 % quantiles of Student's t, 1 to 30 degrees of freedom: NIST/SEMATECH e-Handbook of Statistical Methods,
 # 1.3.6.7.2.
@@ -53,8 +53,8 @@ def trimmed_interval(samples: Sequence[float]) -> tuple[float, float]:
 def prediction_interval(process_values: Sequence[float], others: Sequence[Sequence[float]] = ()) -> tuple[float, float]:
     """Return the interval in which a new process's value is expected to land with 95 % probability.
 
-    `process_values` are the values of the processes measured so far, one at least. A prediction interval, since the
-    user is promised their next run and not the mean of ours: exp(m -+ t(v) * s * sqrt(1 + 1/n)) with m the mean log of
+    `process_values` are the values of the processes measured so far, one at least. This is a prediction interval, since
+    the report promises the speed of the next run, not a mean: exp(m -+ t(v) * s * sqrt(1 + 1/n)) with m the mean log of
     n values, v = v0 + sum(n_k - 1), s^2 = (v0 * s0^2 + sum((n_k - 1) * s_k^2)) / v, s0 = `SPREAD_PRIOR`, v0 =
     `PRIOR_WEIGHT`: the posterior prediction of a normal sample under a scaled inverse chi-squared prior on its variance
     (Gelman et al., Bayesian Data Analysis, 3.2-3.3). The sum is over these values and `others`, the values of other
@@ -71,7 +71,7 @@ def ratio_interval(
     """Return the 95 % interval of the mean ratio a / b, from pairs measured in the same round (one pair at least).
 
     Pairing removes the effect of a slow round. The spread is that of these ratios and of `others`, the ratios of other
-    candidates in the same rounds; if it has fewer than `NUM_DEGREES_SEEN` degrees of freedom, the prior of
+    candidates in the same rounds; if it has fewer than `MIN_DEGREES_WITHOUT_PRIOR` degrees of freedom, the prior of
     `prediction_interval` is added, times sqrt(2), since a ratio involves two processes. Raises `ValueError` for
     sequences of different lengths.
     """
@@ -80,22 +80,22 @@ def ratio_interval(
     return _interval(logs, SPREAD_PRIOR * math.sqrt(2), 1 / len(ratios), _prior_weight(logs))
 
 
-def apart_interval(
+def unpaired_ratio_interval(
     a_values: Sequence[float], b_values: Sequence[float], others: Sequence[Sequence[float]] = ()
 ) -> tuple[float, float]:
-    """Return the 95 % interval of the ratio of the means of a and b, from processes without a common round.
+    """Return the 95 % interval of the ratio of the means of a and b, from processes that were not run in pairs.
 
     The spread is pooled over both and the processes of `others`, with the prior as in `ratio_interval`.
     """
     groups = [[math.log(value) for value in values] for values in (a_values, b_values, *others)]
     share = 1 / len(a_values) + 1 / len(b_values)
     low, high = _interval(groups, SPREAD_PRIOR, share, _prior_weight(groups))
-    theirs = math.exp(fmean(groups[1]))
-    return low / theirs, high / theirs
+    b_mean = math.exp(fmean(groups[1]))
+    return low / b_mean, high / b_mean
 
 
 def _prior_weight(groups: Sequence[Sequence[float]]) -> int:
-    return 0 if sum(len(logs) - 1 for logs in groups) >= NUM_DEGREES_SEEN else PRIOR_WEIGHT
+    return 0 if sum(len(logs) - 1 for logs in groups) >= MIN_DEGREES_WITHOUT_PRIOR else PRIOR_WEIGHT
 
 
 def _interval(
@@ -124,10 +124,10 @@ def fit_memory(points: Iterable[tuple[int, int]]) -> Callable[[float], float] | 
     `points` are (batch size, bytes) pairs. The smallest batches lie on the optimizer's plateau m0 (studies/README.md),
     so the line is drawn through the two largest, with a slope of 0 at least. None for fewer than two sizes.
     """
-    at = sorted(dict(points).items())
-    if len(at) < 2:
+    sizes = sorted(dict(points).items())
+    if len(sizes) < 2:
         return None
-    (b1, m1), (b2, m2) = at[-2:]
+    (b1, m1), (b2, m2) = sizes[-2:]
     slope = max(0.0, (m2 - m1) / (b2 - b1))
-    m0 = min(m for _, m in at)
+    m0 = min(m for _, m in sizes)
     return lambda size: max(m0, m2 + slope * (size - b2))

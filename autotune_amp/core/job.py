@@ -1,4 +1,4 @@
-"""Job: a unit of work that a backend runs in another process, and the events that the process sends meanwhile. Both are
+"""Job: work that a backend runs in another process, and the events that this process sends to its parent. Both are
 plain data, sent as lines of JSON.
 """
 
@@ -14,11 +14,11 @@ from autotune_amp.core import errors
 from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.outcome import Failure
 
-Found = TypeVar("Found")
+ResultType = TypeVar("ResultType")
 
 
 class _JobEvent(msgspec.Struct, frozen=True, tag_field="event"):
-    """Base of all events."""
+    """Base class of the events that a child process sends."""
 
 
 class Ready(_JobEvent, frozen=True, tag="ready"):
@@ -30,25 +30,25 @@ class FirstStep(_JobEvent, frozen=True, tag="first step"):
 
 
 class StepDone(_JobEvent, frozen=True, tag="step"):
-    """Event that a training step took these seconds; `number` is 0 during the warm-up."""
+    """Event that a training step ended, with its duration in seconds; `number` is 0 during the warm-up."""
 
     number: int
     seconds: float
 
 
 class Compilation(_JobEvent, frozen=True, tag="compiling"):
-    """Event that torch compiles something."""
+    """Event that torch compiles code, which takes time of its own."""
 
 
 class Phase(_JobEvent, frozen=True, tag="phase"):
-    """Event that other work than steps begins, which may take these seconds; None for no limit of its own."""
+    """Event that work other than steps begins, with its time limit in seconds; None for no limit of its own."""
 
     name: str
     seconds: float | None = None
 
 
 class PartialResult(_JobEvent, frozen=True, tag="so far"):
-    """Event with the result that holds if the process ends before it sends another one."""
+    """Event with a preliminary result, used if the process ends before it sends another one."""
 
     value: Any
 
@@ -66,7 +66,7 @@ class RequestFailure(_JobEvent, frozen=True, tag="failed"):
 
 
 class RequestError(_JobEvent, frozen=True, tag="error"):
-    """Event that a request ended by an error of ours; `kind` is the name of its class."""
+    """Event that a request raised an `AutotuneAmpError`; `kind` is the name of its class."""
 
     kind: str
     message: str
@@ -85,7 +85,7 @@ class ChildExit(_JobEvent, frozen=True, tag="exit"):
 
 
 class EndOfEvents(_JobEvent, frozen=True, tag="end"):
-    """Event that the reader of a process adds at its end."""
+    """Event that the parent adds after the last event of a process."""
 
 
 JobEvent: TypeAlias = (
@@ -118,7 +118,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     compiling_seconds: float | None = None
 
 
-class Job(msgspec.Struct, Generic[Found], frozen=True, kw_only=True):
+class Job(msgspec.Struct, Generic[ResultType], frozen=True, kw_only=True):
     """Base class of the work that runs in a child process: a trial, a check, a profile and others.
 
     Subclasses set `answer`, the type of the result, and `work`, the function "package.module:function" that computes it
@@ -151,12 +151,14 @@ class Job(msgspec.Struct, Generic[Found], frozen=True, kw_only=True):
         """Return the time limits after which the parent ends the job."""
         return Deadlines(whole_seconds=self.deadline_seconds)
 
-    def run(self, context: Any, tell: Tell) -> Found | Failure:
+    def run(self, context: Any, tell: Tell) -> ResultType | Failure:
         """Run the job in a process that holds `context`, and return its result. `tell` sends an event to the parent."""
-        found: Found | Failure = _named(self.work)(context, self, tell)
-        return found
+        result: ResultType | Failure = _import_attribute(self.work)(context, self, tell)
+        return result
 
-    def after(self, problem: Failure | AutotuneAmpError, so_far: Found | None) -> Found | Failure | Job[Found]:
+    def after(
+        self, problem: Failure | AutotuneAmpError, so_far: ResultType | None
+    ) -> ResultType | Failure | Job[ResultType]:
         """Return the result of a job that failed or whose process could not load the workload, or a job to run instead.
 
         `so_far` is the partial result when its process ended. Raises `problem` if it is an `AutotuneAmpError`.
@@ -169,10 +171,10 @@ class Job(msgspec.Struct, Generic[Found], frozen=True, kw_only=True):
 
 def find_job(kind: str, fields: dict[str, Any]) -> Job[Any]:
     """Return the job of class `kind` (see `Job.kind`) with the given fields, as received over a pipe."""
-    job: Job[Any] = msgspec.convert(fields, _named(kind))
+    job: Job[Any] = msgspec.convert(fields, _import_attribute(kind))
     return job
 
 
-def _named(name: str) -> Any:
+def _import_attribute(name: str) -> Any:
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)

@@ -14,10 +14,10 @@ from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import exact, module_names, number, one_line
 
-# search: a candidate was tried; fallback: a plan for a lower rung; confirm: repeated in a fresh process in the
-# recommended environment (the baseline: in the user's own); plain: the winner once in the user's own environment;
-# one_rank: a setting of several ranks, run on one of them; outlook: beyond the effective batch size. The others are not
-# trials but checks, of the effect of a precision or of accumulation on the gradient, and a profile of the winner.
+# Purposes of a trial. search: measures a candidate; fallback: measures a fallback plan; confirm: repeats a setting in a
+# fresh process with the recommended environment (the baseline: with the user's own); plain: repeats the best setting in
+# the user's own environment; one_rank: runs a setting of several ranks on one; outlook: tries a larger effective batch
+# size. The others are not trials, but checks of a precision's or accumulation's gradients, and a profile of a step.
 Purpose: TypeAlias = Literal[
     "search",
     "fallback",
@@ -103,14 +103,14 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", ta
     is_loading: bool = False
 
 
-# Kinds of failure of a check that are evidence against the precision; any other is a failure of the check itself.
-OF_THE_PRECISION: Final = ("unsupported", "nonfinite")
+# Kinds of failure of a check that count against the precision; any other is a failure of the check itself.
+PRECISION_FAILURE_KINDS: Final = ("unsupported", "nonfinite")
 # undecided: no harm was found, but the deciding part was not run; unchecked: nothing was checked.
 Verdict: TypeAlias = Literal["faithful", "undecided", "doubtful", "unfaithful", "unchecked"]
 
 
 DAMAGE_COLUMNS = ("module", "noise ratio", "common error", "cosine", "norm ratio", "flushed to 0")
-_NUM_DAMAGED = 8  # number of modules in a table
+_NUM_SHOWN_MODULES = 8  # number of modules in a table
 
 
 class GradientDamage(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,7 +146,7 @@ def after_steps(num_steps: int) -> str:
     return f" after {num_steps} fp32 steps" if num_steps else ""
 
 
-class Later(msgspec.Struct, frozen=True, kw_only=True):
+class LaterVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """Verdict of a fidelity check on weights that were first trained in fp32 for `num_steps`."""
 
     num_steps: Whole
@@ -206,11 +206,11 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     seconds: NotNegative = 0.0
     fp32_step_seconds: NotNegative | None = None
     num_steps_before: Whole = 0
-    later: Later | None = None
+    later: LaterVerdict | None = None
 
     @property
     def is_equal(self) -> bool:
-        """Return whether loss and gradients are bitwise equal to fp32's, in a check with a signal to compare."""
+        """Return whether loss and gradients equal fp32's bit by bit, in a check whose fp32 steps changed weights."""
         return self.noise_ratio == self.loss_error == 0.0 and self.has_moved and bool(self.worst_parameters)
 
     def heading(self) -> str:
@@ -219,30 +219,32 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
 
     def most_damaged(self) -> list[GradientDamage]:
         """Return the modules with the largest gradient noise, in descending order."""
-        return sorted(self.modules, key=lambda found: -found.noise_ratio)[:_NUM_DAMAGED]
+        return sorted(self.modules, key=lambda module: -module.noise_ratio)[:_NUM_SHOWN_MODULES]
 
     def facts(self) -> list[tuple[str, str]]:
         """Return (label, text) pairs for the verdict and each known number, with its meaning."""
         lines = [("verdict", one_line(self.reason)), ("next step", one_line(self.next_step))]
         paired = (
-            f"is how far {self.num_paired_steps} paired steps ({self.num_skips} skipped) part from fp32, over how far "
-            "one rounding of the first weights alone takes fp32 from itself"
+            f"is the distance of the losses of {self.num_paired_steps} paired steps ({self.num_skips} skipped) from "
+            "fp32, over that of an fp32 run whose initial weights were rounded once"
         )
         ratios = (
-            ("noise", self.noise_ratio, "is what rounding does to the gradient over what another batch does to it"),
-            ("common", self.common_error, "of the gradient is an error that is the same in every batch"),
+            ("noise", self.noise_ratio, "is the effect of rounding on the gradient over that of another batch"),
+            ("common", self.common_error, "of the gradient is an error common to all batches"),
             ("direction", self.gradient_cosine, "is the cosine between the gradient and that of fp32"),
             ("length", self.gradient_norm_ratio, "is the length of the gradient over that of fp32"),
             ("training", self.training_gap, paired),
         )
         shares = (
-            ("loss", self.loss_error, "is the loss off that of fp32"),
-            ("flushed", self.flushed_share, "of the gradient's entries that count are 0 in this precision alone"),
+            ("loss", self.loss_error, "is the relative error of the loss"),
+            ("flushed", self.flushed_share, "of the gradient's significant entries are 0 in this precision only"),
         )
         lines += [(label, f"{number(value)} {meaning}") for label, value, meaning in ratios if value is not None]
         lines += [(label, f"{100 * value:.3g} % {meaning}") for label, value, meaning in shares if value is not None]
         if self.forward_max is not None and self.format_max is not None:
-            ends = f", where the format ends at {number(self.format_max)}" if self.format_max < 1e9 else ""
+            ends = (
+                f", out of {number(self.format_max)} that the precision can represent" if self.format_max < 1e9 else ""
+            )
             lines.append(("largest", f"{number(self.forward_max)} is the largest output of a module{ends}"))
         if self.loss_scale is not None:
             lines.append(("loss scale", exact(self.loss_scale)))
@@ -256,13 +258,13 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
         return lines
 
     def _repr_html_(self) -> str:
-        cells = [found.cells() for found in self.most_damaged()]
+        cells = [module.cells() for module in self.most_damaged()]
         table = pieces.table(DAMAGE_COLUMNS, cells, num_numeric=5) if cells else ""
         return pieces.fragment(f"{self.heading()}: {self.verdict}", pieces.facts(self.facts()), table)
 
 
 # Least number of samples for a check of accumulation: two micro-batches of two, since BatchNorm cannot train on one.
-MIN_CUT_SAMPLES = 4
+MIN_ACCUMULATION_SAMPLES = 4
 AccumulationVerdict: TypeAlias = Literal["mean", "sum", "weighted", "inexact", "unchecked"]
 
 
@@ -327,7 +329,7 @@ class ProfiledStep(msgspec.Struct, frozen=True, kw_only=True):
     convolution_seconds: NotNegative = 0.0
 
 
-class Split(msgspec.Struct, frozen=True, kw_only=True):
+class StepSplit(msgspec.Struct, frozen=True, kw_only=True):
     """Profiled steps of one precision, equal but for other load on the machine.
 
     `largest` names the operations that took most time in each kind, over all steps, in descending order. `is_device`:
@@ -348,7 +350,7 @@ class Profiled(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     """
 
     device_type: str
-    split: Split | None = None
+    split: StepSplit | None = None
     split_problem: str | None = None
     flops_per_step: Whole | None = None
     flops_problem: str | None = None
@@ -359,7 +361,7 @@ Outcome: TypeAlias = Measurement | Failure
 CheckOutcome: TypeAlias = Fidelity | Calibration | Accumulation | Failure
 
 
-_ANSWERS: Final[dict[Purpose, type]] = {
+_OUTCOME_TYPES: Final[dict[Purpose, type]] = {
     "fidelity": Fidelity,
     "calibration": Calibration,
     "accumulation": Accumulation,
@@ -393,8 +395,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     num_beside: Whole = 0
 
     def __post_init__(self) -> None:
-        answers = _ANSWERS.get(self.purpose, Measurement)
-        if not isinstance(self.outcome, (answers, Failure)):
+        outcome_type = _OUTCOME_TYPES.get(self.purpose, Measurement)
+        if not isinstance(self.outcome, (outcome_type, Failure)):
             raise ValueError(f"a {type(self.outcome).__name__} does not answer a trial for {self.purpose!r}")
         if not is_recommended(self.environment):
             raise ValueError(f"its environment has more than {', '.join(RECOMMENDED_VARIABLES)}")
@@ -418,7 +420,7 @@ class SampleSizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of a workload, found in a child process before the first trial.
+    """Description of a workload, made in a child process before the first trial.
 
     `batch_size` is that of the user's own loader, `num_samples` the dataset's length, `num_workers` the loader's worker
     processes; None without one, or if the workers cannot be changed. `as_found_precision` is the precision of the
@@ -474,12 +476,12 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     variants: dict[str, dict[str, str | None]] = {}
 
     def available_bytes(self, of_device: int, device: str) -> int:
-        """Return the memory per process out of `of_device` bytes: on a CPU our own ranks share it."""
+        """Return the memory per process in bytes out of `of_device`: on a CPU the ranks share it."""
         return of_device // self.num_ranks if self.is_ranked and device == "cpu" else of_device
 
     @property
     def today(self) -> Setting:
-        """Return the setting of the training run as it is at present."""
+        """Return the setting that the user trains with at present."""
         return Setting(
             precision=self.as_found_precision,
             batch_size=self.batch_size or 1,

@@ -34,10 +34,13 @@ def facts(pairs: Iterable[tuple[str, str]]) -> str:
     return "<dl>" + "".join(f"<dt>{text(label)}</dt><dd>{text(words)}</dd>" for label, words in pairs) + "</dl>"
 
 
-def tiles(told: Iterable[tuple[str, str, str]]) -> str:
-    """Return a row of tiles for key numbers, given as (label, number, note)."""
-    each = (f'<div class="tile"><span>{text(a)}</span><b>{text(b)}</b><span>{text(c)}</span></div>' for a, b, c in told)
-    return f'<div class="tiles">{"".join(each)}</div>'
+def tiles(key_numbers: Iterable[tuple[str, str, str]]) -> str:
+    """Return a row of tiles for (label, number, note) triples."""
+    boxes = (
+        f'<div class="tile"><span>{text(label)}</span><b>{text(value)}</b><span>{text(note)}</span></div>'
+        for label, value, note in key_numbers
+    )
+    return f'<div class="tiles">{"".join(boxes)}</div>'
 
 
 def paragraph(words: str, kind: str = "") -> str:

@@ -3,7 +3,7 @@
 How to read one:
 
 * The answer comes first: what to set, what it gains, how sure that is and why. **Warnings**, three at most, change what
-  you do; **notes** are what else is to be known of the numbers.
+  you do; **notes** are further facts about the numbers.
 * **speed** is the median over fresh processes, and the interval is where a new run is expected to land (95 %). On a
   GPU, where a process takes seconds to start, each process measures all confirmed settings in turn; on a CPU
   each measures one. The width of the interval comes from the differences between processes on your machine, including
@@ -88,8 +88,8 @@ from autotune_amp.core.text import (
 )
 
 FORMAT = 1
-MAX_WARNINGS = 3  # more are not read
-_DAMAGED = "Move the file away and search again, or restore it from a backup."
+MAX_WARNINGS = 3  # readers skip longer lists
+_RESTORE_ADVICE = "Move the file away and search again, or restore it from a backup."
 Options = TypeVar("Options")
 
 
@@ -117,8 +117,8 @@ class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
 class SearchSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of a search. Checks and calibrations do not count as trials.
 
-    `search_id` names its lines in outcomes.jsonl; `warnings` and `notes` concern the circumstances of the search and
-    hold for every ranking; `files` tells of the files that trials left. `load` is the load by others before the first
+    `search_id` names its lines in outcomes.jsonl; `warnings` and `notes` are about the search itself and hold for every
+    ranking; `files` are messages about files that trials left. `load` is the load by others before the first
     trial, `start_seconds` the time that a new process takes to load the workload.
     """
 
@@ -178,14 +178,14 @@ class VariantRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """Conditions under which a recommendation is valid: a digest per part. Parts in `unknown` are not comparable."""
+    """Conditions under which a recommendation is valid: a digest for each part, and parts that cannot be compared."""
 
     digest: str
     parts: dict[str, str]
     unknown: tuple[str, ...] = ()
 
     def differences(self, now: Fingerprint) -> tuple[str, ...]:
-        """Return the differences to `now`, one readable line each; empty if all parts are known and equal."""
+        """Return a line for each difference to `now` and each unknown part; empty if both are the same."""
         lines = []
         for name in {**now.parts, **self.parts}:
             before, after = self.parts.get(name), now.parts.get(name)
@@ -205,7 +205,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Result of ranking a search's records: the config, its evidence, and the outcome of every other candidate.
 
-    `warnings` are at most `MAX_WARNINGS`, those that change what the reader does, the most important first; `notes` are
+    `warnings` are those that change what the reader does, at most `MAX_WARNINGS`, the most important first; `notes` are
     further facts about the numbers. `fidelity` holds all checks against fp32; `variants` the results for the values of
     further dimensions; `outlook` is the speed at another effective batch size, None if that was not measured or is no
     faster.
@@ -234,8 +234,8 @@ class _ShownOptions(msgspec.Struct):
     price_per_hour: NotNegative | None = None
 
 
-# Facts that the answer or the warnings hold.
-_IN_ANSWER = ("config", "speed", "speed-up", "memory", "reason", "warning")
+# Labels of the facts that `answer` or the warnings contain already.
+_ANSWER_LABELS = ("config", "speed", "speed-up", "memory", "reason", "warning")
 
 
 class Recommendation(Decision, frozen=True, kw_only=True):
@@ -268,21 +268,23 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         try:
             return convert(self.options, kind)
         except msgspec.MsgspecError as error:
-            raise FormatError(f"The options of study {self.search.study} are damaged: {error}.", _DAMAGED) from error
+            raise FormatError(
+                f"The options of study {self.search.study} are damaged: {error}.", _RESTORE_ADVICE
+            ) from error
 
-    def answered_command(self, study: Path) -> tuple[bool, str]:
-        """Return the filled `command_template`, preceded by whether it must run under `autotune-amp run`.
+    def recommended_command(self, study: Path) -> tuple[bool, str]:
+        """Return whether the recommended command must run under `autotune-amp run`, and the command line.
 
-        `autotune-amp run` sets the environment and the values without a placeholder; `study` is the folder that it
-        reads.
+        `autotune-amp run` sets the environment and the values without a placeholder; it reads the folder `study`.
         """
         assert self.command_template is not None
         assert self.workload is not None  # a search of a command describes it
-        line = self.command_template
-        others = {"trial_dir": "OUTPUT_DIR", "seed": 0, "port": 29500}  # used if the command gives no present value
-        of_trial = {name: value for name, value in others.items() if line.today(name) is None}
-        command = shell_line(line.of_setting(self.config, study.as_posix(), **of_trial)[0])
-        if not line.outside(self.config, self.workload.today):
+        template = self.command_template
+        # Used for placeholders without a present value in the command.
+        example_values = {"trial_dir": "OUTPUT_DIR", "seed": 0, "port": 29500}
+        trial_values = {name: value for name, value in example_values.items() if template.today(name) is None}
+        command = shell_line(template.of_setting(self.config, study.as_posix(), **trial_values)[0])
+        if not template.outside(self.config, self.workload.today):
             return False, command
         return True, f"autotune-amp run {shell_line([study.as_posix()])} -- {command}"
 
@@ -307,13 +309,13 @@ class Recommendation(Decision, frozen=True, kw_only=True):
                 "Run `autotune-amp search` to make one." if is_missing else "Name a file that a search wrote.",
             ) from error
         try:
-            written = decode(text, _Format).format
-            if written <= FORMAT:
+            format_version = decode(text, _Format).format
+            if format_version <= FORMAT:
                 return decode(text, cls)
         except msgspec.MsgspecError as error:
-            raise FormatError(f"{path} is damaged: {error}.", _DAMAGED) from error
+            raise FormatError(f"{path} is damaged: {error}.", _RESTORE_ADVICE) from error
         raise FormatError(
-            f"{path} has format {written}; this version reads up to {FORMAT}.",
+            f"{path} has format {format_version}; this version reads up to {FORMAT}.",
             "Upgrade autotune_amp, or move the file away and search again.",
         )
 
@@ -329,25 +331,25 @@ class Recommendation(Decision, frozen=True, kw_only=True):
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is to keep what runs today, environment and all."""
-        return explain.is_todays(self.config, self.evidence.baseline.config)
+        """Whether the recommendation is to keep the present setting and environment."""
+        return explain.is_same_as_baseline(self.config, self.evidence.baseline.config)
 
     @property
     def is_sure(self) -> bool:
-        """Whether a gain was confirmed that no chance explains."""
+        """Whether the speed-up is confirmed: by enough processes, with an interval above 1."""
         evidence, interval = self.evidence, self.evidence.speedup_interval
         is_wide = explain.is_wide(evidence.samples_per_second_interval)
         return evidence.is_confirmed and not is_wide and interval is not None and interval[0] > 1
 
     def title(self) -> str:
-        """Say what kind of an answer it is."""
+        """Return the kind of recommendation: "Recommended", "Keep what you have", or the best so far."""
         kept = "keep what you have" if self.is_kept else "recommended"
         if self.search.was_interrupted:
             return f"Best so far, the search was interrupted: {kept}"
         return kept[0].upper() + kept[1:]
 
     def answer(self) -> list[tuple[str, str]]:
-        """Label and text of what is to be read first: what to set, what it gains, how sure that is, and why."""
+        """Return the (label, text) pairs to read first: what to set, its gain, how certain that is, and the reason."""
         config, evidence = self.config, self.evidence
         own = explain.config_line(config, self.num_ranks)
         return [
@@ -366,14 +368,14 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         limit_bytes = self.options.get("memory_limit")
         accumulation = evidence.accumulation if config.accumulation_steps > 1 else None
         pauses = {"an evaluation": evidence.evaluation_seconds, "a checkpoint": evidence.checkpoint_seconds}
-        taken = [f"{name} takes {duration(seconds)}" for name, seconds in pauses.items() if seconds is not None]
+        pause_texts = [f"{name} takes {duration(seconds)}" for name, seconds in pauses.items() if seconds is not None]
         lines = [
             ("config", explain.config_line(config, self.num_ranks)),
             ("speed", explain.speed_line(evidence)),
             ("speed-up", explain.speedup_line(config, evidence)),
             ("plain", explain.plain_environment_line(evidence)),
             ("memory", explain.memory_line(evidence, self.hardware.identity.type)),
-            ("limit", None if limit_bytes is None else f"{size(limit_bytes)} of memory for any trial, as asked"),
+            ("limit", None if limit_bytes is None else f"{size(limit_bytes)} of memory for each trial, as requested"),
             ("objective", None if self.objective == "speed" else self.objective),
             ("energy", None if joules is None else f"{joules:.3g} J a sample"),
             ("job", None if self.job is None else explain.job_line(self.job)),
@@ -385,19 +387,19 @@ class Recommendation(Decision, frozen=True, kw_only=True):
             ("run", None if workload is None or not workload.is_ranked else explain.ranked_run_line(config, workload)),
             ("reason", one_line(self.reason)),
             ("outlook", None if self.outlook is None else explain.outlook_line(self.outlook)),
-            ("pauses", ", ".join(taken) or None),
+            ("pauses", ", ".join(pause_texts) or None),
             ("loss scale", None if scale is None else explain.loss_scale_line(scale, evidence.loss_scale)),
             ("accumulation", None if accumulation is None else explain.accumulation_line(accumulation)),
             ("pinned", f"{module_names(config.pinned_modules)} in fp32" if config.pinned_modules else None),
-            *(("fidelity", explain.check_line(found)) for found in self.checks()),
+            *(("fidelity", explain.check_line(check)) for check in self.checks()),
             *(("fallback", explain.measured_line(p, p.samples_per_second, p.peak_memory_bytes)) for p in config.plans),
             *(("warning", one_line(warning)) for warning in self.warnings),
         ]
         return [(label, text) for label, text in lines if text is not None]
 
     def further_facts(self) -> list[tuple[str, str]]:
-        """Return the pairs of `facts` that neither `answer` nor the warnings hold."""
-        return [fact for fact in self.facts() if fact[0] not in _IN_ANSWER]
+        """Return the pairs of `facts` that neither `answer` nor the warnings contain."""
+        return [fact for fact in self.facts() if fact[0] not in _ANSWER_LABELS]
 
     def answer_html(self) -> str:
         """Return HTML for a report or a notebook: the key numbers, how sure they are, and the reason."""
@@ -410,10 +412,10 @@ class Recommendation(Decision, frozen=True, kw_only=True):
             ("samples/s", number(evidence.samples_per_second), f"{duration(evidence.step_seconds)} a step"),
             ("peak memory", size(evidence.peak_memory_bytes), limit),
         ]
-        counted = f"{count(search.num_trials, 'trial')}, {search.num_failures} failed, {duration(search.seconds)}"
-        on = f"{hardware.device} ({one_line(hardware.identity.name)})"
-        told = [fact for fact in self.answer() if fact[0] in ("sure", "why")]
-        return pieces.tiles(tiles) + pieces.facts([*told, ("search", f"{counted} on {on}")])
+        trials = f"{count(search.num_trials, 'trial')}, {search.num_failures} failed, {duration(search.seconds)}"
+        device = f"{hardware.device} ({one_line(hardware.identity.name)})"
+        certainty = [fact for fact in self.answer() if fact[0] in ("sure", "why")]
+        return pieces.tiles(tiles) + pieces.facts([*certainty, ("search", f"{trials} on {device}")])
 
     def warnings_html(self) -> str:
         """Return the warnings as HTML; "" without any."""
@@ -424,21 +426,21 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         """Return the notes as HTML; "" without any."""
         return "".join(pieces.paragraph(one_line(note)) for note in self.notes)
 
-    def _gain_tile(self, over: str) -> tuple[str, str]:
-        """The number of the first tile, and what stands below it."""
+    def _gain_tile(self, baseline: str) -> tuple[str, str]:
+        """Return the number of the speed-up tile and the note below it."""
         speedup, interval = self.evidence.speedup, self.evidence.speedup_interval
         if self.is_kept:
             return "none", "what runs today is kept"
         if speedup is None:
-            return "unknown", over
+            return "unknown", baseline
         between = "" if interval is None else f"{times(interval[0])} to {times(interval[1])} "
         is_unclear = interval is not None and interval[0] < 1 < interval[1]
-        return "not sure" if is_unclear else times(speedup), f"{between}{over}"
+        return "not sure" if is_unclear else times(speedup), f"{between}{baseline}"
 
     def _repr_html_(self) -> str:
-        told = [fact for fact in self.facts() if fact[0] not in ("config", "reason", "warning")]
+        further = [fact for fact in self.facts() if fact[0] not in ("config", "reason", "warning")]
         title = f"{self.title()}: {explain.config_line(self.config, self.num_ranks)}"
-        details = {"Evidence": pieces.facts(told), "Notes": self.notes_html()}
+        details = {"Evidence": pieces.facts(further), "Notes": self.notes_html()}
         folded = (pieces.folded(name, body) for name, body in details.items() if body)
         return pieces.fragment(title, self.answer_html(), self.warnings_html(), *folded)
 
@@ -457,12 +459,12 @@ class Recommendation(Decision, frozen=True, kw_only=True):
 
     def checks(self) -> list[Fidelity]:
         """Return all fidelity checks, with that of the config's own precision first if the list lacks it."""
-        own, made = self.evidence.fidelity, list(self.fidelity)
-        return made if own is None or own in made else [own, *made]
+        own, checks = self.evidence.fidelity, list(self.fidelity)
+        return checks if own is None or own in checks else [own, *checks]
 
 
 class _Format(msgspec.Struct):
-    """The only field of a document that is read before its format version is known."""
+    """Format version of a document, read before the rest of it."""
 
     format: int = FORMAT
 

@@ -1,6 +1,6 @@
-"""Setting: one value for every dimension; the unit that is tried and recommended.
+"""Setting: a value for every dimension. A search tries settings and recommends one.
 
-A field states a dimension's values, its default and its label. What a search does with a dimension stands in
+Each field declares a dimension's values, default and label. How a dimension is applied and searched is defined in
 `autotune_amp.dimensions`.
 """
 
@@ -33,7 +33,7 @@ Fp8Recipe: TypeAlias = Literal["rowwise", "tensorwise"]  # granularity of the sc
 
 
 class Label(NamedTuple):
-    """Text of a value in the name of a setting, which omits values at their default."""
+    """Function that formats a dimension's value in the name of a setting. Default values are left out of the name."""
 
     text: Callable[[Any], str]
 
@@ -89,7 +89,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ordinary(self) -> Setting:
-        """Return the setting with this precision, batch size and accumulation, and defaults for all else."""
+        """Return the setting with this precision, batch size and accumulation, and all other dimensions at defaults."""
         return Setting(precision=self.precision, batch_size=self.batch_size, accumulation_steps=self.accumulation_steps)
 
     @property
@@ -105,7 +105,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     def uses(self, name: str) -> bool:
         """Return whether the dimension `name` changes the training: it has another value than the default.
 
-        An fp8 recipe does so in fp8, whichever it is, and only there.
+        The fp8 recipe does so in fp8 with any value, and only in fp8.
         """
         if name == "fp8_recipe":
             return self.precision == "fp8"
@@ -114,12 +114,12 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def misfits(self) -> dict[str, str]:
         """Return the fields whose values this precision does not allow, by name with the values that it allows."""
-        found = {}
+        allowed = {}
         if self.weights not in ("as_found", self.precision):
-            found["weights"] = f"as_found with {self.precision}: bf16 weights are for bf16 alone"
+            allowed["weights"] = f"as_found with {self.precision}: only bf16 can have bf16 weights"
         if self.precision != "fp8" and self.fp8_recipe != DEFAULTS["fp8_recipe"]:
-            found["fp8_recipe"] = "left out but with fp8"
-        return found
+            allowed["fp8_recipe"] = "left out: only fp8 has recipes"
+        return allowed
 
     @property
     def autocast_precision(self) -> Precision:
@@ -133,7 +133,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def without_fp8(self) -> Self:
-        """Return an fp8 setting as the bf16 setting around its layers, and any other setting unchanged."""
+        """Return the setting with bf16 in place of fp8; a setting without fp8 is returned unchanged."""
         if self.precision != "fp8":
             return self
         return msgspec.structs.replace(self, precision=AROUND_FP8, fp8_recipe=DEFAULTS["fp8_recipe"])

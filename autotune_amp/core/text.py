@@ -1,4 +1,4 @@
-"""Formatting of numbers and of foreign text for people. ASCII only, so that every terminal and encoding can show it."""
+"""Formats numbers and untrusted text for people. ASCII only, so that every terminal and encoding can show it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OUTCOMES = {
     "untried": "not tried",
 }
 
-# Arguments of the functions in api.py, by the command line's options in their place.
+# Arguments of the functions in api.py, by the option of the command line that they correspond to.
 _RENAMED_OPTIONS = {"batches": "num_batches", "for": "device", "fresh": "fresh=True", "try": "try_"}
 _SAME_OPTIONS = (
     *("baseline", "batch-size", "budget", "device", "devices", "effective-batch-size", "fit", "memory-fraction"),
@@ -33,17 +33,17 @@ _OPTION = re.compile(
 
 
 def in_python(words: str) -> str:
-    """Return a sentence with Python's arguments in place of the command line's options: ``budget=30``, ``try_``.
+    """Return a message with the options of the command line replaced by Python arguments: ``budget=30``, ``try_``.
 
     Commands in backticks stay as they are.
     """
 
-    def argument(found: re.Match[str]) -> str:
-        command, option, value = found.groups()
+    def argument(match: re.Match[str]) -> str:
+        command, option, value = match.groups()
         if command is not None:
             return str(command)
-        given = "" if value is None else f"={value}" if value.isdigit() else f'="{value}"'
-        return ARGUMENTS[option] + given
+        assignment = "" if value is None else f"={value}" if value.isdigit() else f'="{value}"'
+        return ARGUMENTS[option] + assignment
 
     return _OPTION.sub(argument, words)
 
@@ -79,25 +79,25 @@ def size(num_bytes: float) -> str:
     return f"{number(num_bytes)} {unit}"
 
 
-A_SIZE = "a size such as 16GiB, 16GB, 16384MiB or a number of bytes"  # the inputs that `parse_size` accepts
+SIZE_FORMATS = "a size such as 16GiB, 16GB, 16384MiB or a number of bytes"  # the inputs that `parse_size` accepts
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt]?)(i?)b)?", re.IGNORECASE | re.ASCII)
 
 
-def parse_size(given: str | int) -> int:
+def parse_size(text: str | int) -> int:
     """Return the bytes of a size: ``16GiB`` (1024^3), ``16GB`` (1000^3), ``16384MiB``, ``1.5 GiB``, or plain bytes.
 
     Raises `ValueError` for anything else, and for less than 1 byte.
     """
-    match = None if isinstance(given, bool) else _SIZE.fullmatch(str(given))
+    match = None if isinstance(text, bool) else _SIZE.fullmatch(str(text))
     if match is None:
-        raise ValueError(given)
+        raise ValueError(text)
     figure, letter, is_binary = match.groups()
     if not letter and ("." in figure or is_binary):
-        raise ValueError(given)
+        raise ValueError(text)
     power = "kmgt".index(letter.lower()) + 1 if letter else 0
     num_bytes = int(Fraction(figure) * (1024 if is_binary else 1000) ** power)
     if num_bytes < 1:
-        raise ValueError(given)
+        raise ValueError(text)
     return num_bytes
 
 
@@ -142,7 +142,7 @@ def outcome_name(status: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Put foreign text on one line, without control characters or lone surrogates that a terminal could act on."""
+    """Put untrusted text on one line, without control characters or lone surrogates that a terminal could act on."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
@@ -152,7 +152,7 @@ def module_names(names: Iterable[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape the control characters of foreign text, except line breaks and tabs."""
+    """Escape the control characters of untrusted text, except line breaks and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 

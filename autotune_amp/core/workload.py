@@ -183,7 +183,7 @@ class Workload:
         self.fit = fit
         self.trainer = trainer
         self._check_parts()
-        self._check_today()
+        self._check_present_setting()
 
     @classmethod
     def from_trainer(cls, trainer: Any) -> Workload:
@@ -217,13 +217,13 @@ class Workload:
         if self.is_loop and (None in loop or any(part is not None for part in parts)):
             raise WorkloadError(
                 "A Workload is either model, loss and optimizer, or both build and train_step.",
-                "Give build=, train_step= and data= alone: build() makes the models and optimizers itself.",
+                "For a training loop give only build=, train_step= and data=: build() makes the models and optimizers.",
             )
-        given = self.optimizer if isinstance(self.optimizer, list | tuple) else [self.optimizer]
-        are_optimizers = bool(given) and all(hasattr(optimizer, "param_groups") for optimizer in given)
+        optimizers = self.optimizer if isinstance(self.optimizer, list | tuple) else [self.optimizer]
+        are_optimizers = bool(optimizers) and all(hasattr(optimizer, "param_groups") for optimizer in optimizers)
         is_data = callable(self.data) or hasattr(self.data, "__getitem__") or hasattr(self.data, "__iter__")
         sgd = "`lambda parameters: torch.optim.SGD(parameters, lr=0.1)`"
-        wanted = {
+        requirements = {
             "model": (self.is_loop or callable(self.model), "an nn.Module or a function, as `lambda: MyModel()`"),
             "loss": (self.is_loop or callable(self.loss), "a function, as `lambda model, batch: model(batch).loss`"),
             "optimizer": (
@@ -232,22 +232,22 @@ class Workload:
             ),
             "data": (
                 is_data and not isinstance(self.data, Iterator),
-                "a Dataset, a DataLoader or a function of the batch size; an iterator can be used only once",
+                "a Dataset, a DataLoader or a function of the batch size; not an iterator, which can be used only once",
             ),
         }
         for name in ("build", "train_step", "worst_batch", "evaluate", "checkpoint", "clip", "schedule", "fit"):
-            wanted[name] = (getattr(self, name) is None or callable(getattr(self, name)), "a function")
-        for name, (is_right, what) in wanted.items():
-            if not is_right:
+            requirements[name] = (getattr(self, name) is None or callable(getattr(self, name)), "a function")
+        for name, (is_valid, expected) in requirements.items():
+            if not is_valid:
                 kind = type_name(getattr(self, name))
-                raise WorkloadError(f"Workload({name}=...) is a {kind}; it must be {what}.", f"Pass such a {name}.")
+                raise WorkloadError(f"Workload({name}=...) is a {kind}; it must be {expected}.", f"Pass such a {name}.")
 
-    def _check_today(self) -> None:
+    def _check_present_setting(self) -> None:
         steps = self.accumulation_steps
         if type(steps) is not int or steps < 1 or (self.is_loop and steps > 1):
             raise WorkloadError(
-                f"Workload(accumulation_steps={steps!r}); it must be a whole number from 1 up, and 1 for a loop of its "
-                "own, which takes its own optimizer steps.",
+                f"Workload(accumulation_steps={steps!r}); it must be a whole number from 1 up, and 1 for a loop of "
+                "your own, which accumulates by itself.",
                 "Leave accumulation_steps out, or pass the number of passes behind an optimizer step.",
             )
         if self.precision not in (None, "fp32", "tf32", "bf16", "fp16"):
@@ -258,14 +258,14 @@ class Workload:
 
 
 def _adapter(framework: str) -> Callable[..., Workload]:
-    """Return the function of a framework's adapter that makes a workload; adapters are plugins, imported by name."""
+    """Return a framework's `workload` function, imported by name so that the core does not depend on frameworks."""
     module = importlib.import_module(f"autotune_amp.integrations.{framework}_workload")
     adapter: Callable[..., Workload] = module.workload
     return adapter
 
 
 class OptimizersOfModel:
-    """Adapter for ``Workload(optimizer=...)`` from a function of the model, for models that make their optimizers."""
+    """Argument ``Workload(optimizer=...)`` for models that make their own optimizers: wraps a function of the model."""
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
         self.make = make
@@ -284,36 +284,36 @@ def import_target(target: str) -> WorkloadSource:
     A file is imported as a module of its own name, so that its ``if __name__ == "__main__"`` part does not run. Raises
     `WorkloadError` if the file, module or function does not exist; exceptions of the user's code pass through.
     """
-    place, colon, attribute = target.rpartition(":")
-    if not (colon and place and attribute):
+    module_name, colon, attribute = target.rpartition(":")
+    if not (colon and module_name and attribute):
         raise WorkloadError(f"{target!r} names no workload.", "Give path/file.py:function or package.module:function.")
-    found: Any = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    obj: Any = _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
     for name in attribute.split("."):
-        if not hasattr(found, name):
-            raise WorkloadError(f"{place} has no {attribute!r}.", _WRITE_ONE)
-        found = getattr(found, name)
-    return check_source(found, target)
+        if not hasattr(obj, name):
+            raise WorkloadError(f"{module_name} has no {attribute!r}.", _NAME_A_FUNCTION)
+        obj = getattr(obj, name)
+    return check_source(obj, target)
 
 
-_WRITE_ONE = (
+_NAME_A_FUNCTION = (
     "Name a function that returns one, such as `def workload(): return Workload(model=..., loss=..., data=...)`."
 )
 
 
-def check_source(found: Any, origin: str) -> WorkloadSource:
-    """Return `found` if it is a Workload or callable; otherwise raise `WorkloadError`, with `origin` as its name."""
-    if isinstance(found, Workload) or callable(found):
-        source: WorkloadSource = found
+def check_source(obj: Any, origin: str) -> WorkloadSource:
+    """Return `obj` if it is a Workload or callable; otherwise raise `WorkloadError`, naming it by `origin`."""
+    if isinstance(obj, Workload) or callable(obj):
+        source: WorkloadSource = obj
         return source
-    raise WorkloadError(f"{origin} is a {type_name(found)}; it must be a Workload or make one.", _WRITE_ONE)
+    raise WorkloadError(f"{origin} is a {type_name(obj)}; it must be a Workload or make one.", _NAME_A_FUNCTION)
 
 
 def make_workload(source: WorkloadSource, origin: str) -> Workload:
     """Return `source`, or the workload that it returns. Raises `WorkloadError` if it returns something else."""
-    made = source if isinstance(source, Workload) else source()
-    if not isinstance(made, Workload):
-        raise WorkloadError(f"{origin} returned a {type_name(made)}; it must return a Workload.", _WRITE_ONE)
-    return made
+    workload = source if isinstance(source, Workload) else source()
+    if not isinstance(workload, Workload):
+        raise WorkloadError(f"{origin} returned a {type_name(workload)}; it must return a Workload.", _NAME_A_FUNCTION)
+    return workload
 
 
 def _import_module(name: str) -> Any:
@@ -330,14 +330,14 @@ def _import_module(name: str) -> Any:
 
 def _import_file(path: Path) -> Any:
     if not path.is_file():
-        raise WorkloadError(f"There is no file {path}.", "Check the path: it is taken from the working directory.")
+        raise WorkloadError(f"There is no file {path}.", "Check the path, which is relative to the working directory.")
     folder = str(path.resolve().parent)
-    if folder not in sys.path:  # as `python path/file.py` would have it
+    if folder not in sys.path:  # as `python path/file.py` does
         sys.path.insert(0, folder)
-    loaded = sys.modules.get(path.stem)
-    if loaded is not None and getattr(loaded, "__file__", None) == str(path.resolve()):
-        return loaded
-    name = path.stem if loaded is None else f"{path.stem}_workload"
+    loaded_module = sys.modules.get(path.stem)
+    if loaded_module is not None and getattr(loaded_module, "__file__", None) == str(path.resolve()):
+        return loaded_module
+    name = path.stem if loaded_module is None else f"{path.stem}_workload"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
         raise WorkloadError(f"{path} cannot be imported.", "Give a Python source file.")

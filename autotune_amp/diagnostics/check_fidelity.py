@@ -1,4 +1,4 @@
-"""Check of the fidelity of one precision, without a search: one job in a child process."""
+"""Implementation of check_fidelity(): checks one precision in a child process, without a search."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ def run_fidelity_check(
     budget_seconds: float,
 ) -> Fidelity:
     """Check the fidelity of one precision in a child process; see `autotune_amp.check_fidelity` for the arguments."""
-    for name, given, is_right, wanted in (
+    for name, value, is_valid, expected in (
         ("precision", precision, isinstance(precision, str), 'one name, such as "bf16"'),
         ("batch_size", batch_size, is_count(batch_size), "a whole number from 1 up, or left out"),
         ("pinned_modules", pinned_modules, not isinstance(pinned_modules, str), "a list of module names"),
     ):
-        if not is_right:
+        if not is_valid:
             raise InvalidRequestError(
-                f"{name} is {given!r}; it must be {wanted}.", "Leave it out for the default; help() says what it does."
+                f"{name} is {value!r}; it must be {expected}.",
+                "Leave it out for the default, or see help(autotune_amp.check_fidelity).",
             )
     options = SearchOptions.from_user(budget=budget_seconds, device=device, precision=precision, seed=seed)
     budget = Budget(options.budget_seconds)
@@ -65,26 +66,27 @@ def check_job(
     pinned_modules: tuple[str, ...],
     seconds: float,
 ) -> Check:
-    """Return the check, with its deadline. Raises `InvalidRequestError` for a precision that cannot be checked here."""
+    """Return the job that checks the requested precision within `seconds`.
+
+    Raises `InvalidRequestError` for a precision that cannot be checked here.
+    """
     hardware, description = opened.hardware, opened.description
     assert options.precisions is not None
     (precision,) = options.precisions
     if precision == "fp32" and description.weights not in ("bf16", "fp16"):
-        raise InvalidRequestError(
-            "precision is 'fp32', which the others are compared with.", "Give tf32, bf16 or fp16."
-        )
+        raise InvalidRequestError("precision is 'fp32', the reference of the comparison.", "Give tf32, bf16 or fp16.")
     if precision == "fp8":  # emulated if the device has none: its numerics are the same
-        known = description.variants.get(FP8_RECIPE.name, {FP8_RECIPE.default: "the model's layers are not known"})
-        if (reason := known[FP8_RECIPE.default]) is not None:
+        reasons = description.variants.get(FP8_RECIPE.name, {FP8_RECIPE.default: "the model's layers are unknown"})
+        if (reason := reasons[FP8_RECIPE.default]) is not None:
             raise InvalidRequestError(f"fp8 cannot be checked here: {reason}.", "Give tf32, bf16 or fp16.")
         options = msgspec.structs.replace(options, precisions=None)
-    space = build_space(hardware, description, options)  # refuses a precision that the device does not have
-    usual_size = min(space.check_batch_size, space.baseline.batch_size)
+    space = build_space(hardware, description, options)  # raises for a precision that the device does not have
+    default_size = min(space.check_batch_size, space.baseline.batch_size)
     if description.num_samples is not None:  # two batches of the same samples would have no noise between them
-        usual_size = max(1, min(usual_size, description.num_samples // 2))
+        default_size = max(1, min(default_size, description.num_samples // 2))
     return Check(
         what="fidelity",
-        candidate=Setting(precision=precision, batch_size=batch_size or usual_size, pinned_modules=pinned_modules),
+        candidate=Setting(precision=precision, batch_size=batch_size or default_size, pinned_modules=pinned_modules),
         device=hardware.device,
         seed=options.seed,
         deadline_seconds=seconds,

@@ -11,8 +11,8 @@ workload = Workload(
     data=lambda size: (torch.randn(size, 64), torch.randint(10, (size,))),
     optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
 )
-found = profile_amp(workload, num_batches=20, batch_size=32)
-print(found.best_precision, found.speedup, found.verdict, found.next_step)
+profile = profile_amp(workload, num_batches=20, batch_size=32)
+print(profile.best_precision, profile.speedup, profile.verdict, profile.next_step)
 ```
 
 A quick answer without a search: fp32 is compared with bf16 and fp16 (and TF32 on a GPU that has it) on the same batches
@@ -74,26 +74,26 @@ from autotune_amp.trial.step_profile.breakdown import (
 
 Verdict: TypeAlias = Literal["excellent", "significant", "modest", "negligible", "slower"]
 
-# A precision is cut if its steps take this many times fp32's and longer than `LONG_STEP_SECONDS`: the first steps of a
-# small model in another format are many times slower than those that follow.
+# A precision is cut (stopped early) if its steps take this many times fp32's and longer than `LONG_STEP_SECONDS`: the
+# first steps of a small model in another format are many times slower than later ones.
 CUT_RATIO, LONG_STEP_SECONDS = 5.0, 1.0
-DEADLINE_RATIO = 10.0  # deadline of one step, times fp32's
-SHORTEST_DEADLINE_SECONDS = 5.0
-FIRST_STEP_RATIO = 3.0  # the same as in a search
-SHORTEST_FIRST_STEP_DEADLINE_SECONDS = 30.0  # the first step may compile, unlike fp32's
-DEADLINE_SECONDS = 600.0  # of one process
-NUM_ROUNDS = 3
+DEADLINE_RATIO = 10.0  # deadline of one step, in steps of fp32
+MIN_STEP_DEADLINE_SECONDS = 5.0
+FIRST_STEP_RATIO = 3.0  # deadline of the first step, in first steps of fp32; the same as in a search
+MIN_FIRST_STEP_DEADLINE_SECONDS = 30.0  # the first step may compile, unlike fp32's
+DEADLINE_SECONDS = 600.0  # of one process; far above the time that any takes
+NUM_ROUNDS = 3  # processes of each precision: fewer give no spread for the interval
 
 
 class PrecisionRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Result for one precision. Numbers that were not measured are None; `failure` is the kind of failure if it ran.
+    """Result for one precision. Numbers that were not measured are None; `failure` is the kind of the trial's failure.
 
     `reason` says why numbers are missing. `num_steps` training steps were timed, in the processes of
     `process_step_seconds`, the mean step in each including the wait for its data. `step_seconds` is their geometric
     mean, `step_seconds_interval` its 95 % interval (`intervals.ratio_interval`). `speedup` over fp32 is the geometric
     mean over pairs of processes in one round, which trained on the same batches, `speedup_interval` its 95 % interval
-    with the process as its unit, `verdicts` those on the two ends of the interval. A precision that failed has none of
-    these. `was_cut`: it was stopped after a few steps as hopelessly slow; without an interval `speedup` is an upper
+    with the process as its unit, `verdicts` those on the two ends of the interval; all None if the precision
+    failed. `was_cut`: it was stopped after a few steps as hopelessly slow; without an interval `speedup` is an upper
     bound. `peak_memory_bytes` was measured in a separate process: resident memory on a CPU, allocated on an
     accelerator.
     """
@@ -147,7 +147,7 @@ class AmpProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gap(self) -> StepBreakdown | None:
-        """Return the parts of `gap_precision`'s step; None if unknown."""
+        """Return the time of `gap_precision`'s step by kind of operation; None if unknown."""
         return self.row(self.gap_precision).gap
 
     @property
@@ -180,15 +180,15 @@ class AmpProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 def facts(profile: AmpProfile) -> list[tuple[str, str]]:
     """Return (label, text) pairs for the verdict, the rates, the parts of the step and the advice."""
-    lines = [("verdict", _verdict(profile))]
+    lines = [("verdict", _verdict_text(profile))]
     for row in profile.rows:
         if row.gap is not None and row.precision in ("fp32", profile.best_precision):
             if row.gap.attained_flops_per_second is not None:
-                lines.append(("rate", f"{row.precision}: {_rate(row.gap, row.gap.attained_flops_per_second)}"))
-            lines.append(("gap", f"{row.precision}: {_gap(row.gap)}"))
+                lines.append(("rate", f"{row.precision}: {_rate_text(row.gap, row.gap.attained_flops_per_second)}"))
+            lines.append(("gap", f"{row.precision}: {_parts_text(row.gap)}"))
     lines += [("next step", next_step_line(step)) for step in profile.next_steps[:NUM_NEXT_STEPS]]
     if profile.next_steps:
-        lines.append(("search", "autotune-amp search tries them, and says what each gained"))
+        lines.append(("search", "autotune-amp search tries these and reports the gain of each"))
     if profile.trace is not None:
         lines.append(("trace", f"{profile.trace} opens at https://ui.perfetto.dev"))
     return [*lines, *(("note", one_line(note)) for note in profile.notes)]
@@ -210,10 +210,10 @@ def row_cells(row: PrecisionRow) -> tuple[str, str, str, str]:
     """Return the table cells for step, speed-up, memory and verdict; "" for missing ones."""
     step = "" if row.step_seconds is None else duration(row.step_seconds)
     memory = "" if row.peak_memory_bytes is None else size(row.peak_memory_bytes)
-    return step, _speedup(row), memory, _row_verdict(row)
+    return step, _speedup_text(row), memory, _row_verdict_text(row)
 
 
-def _speedup(row: PrecisionRow) -> str:
+def _speedup_text(row: PrecisionRow) -> str:
     """Return the speed-up with its interval, or as an upper bound without one."""
     if row.speedup is None:
         return ""
@@ -223,7 +223,7 @@ def _speedup(row: PrecisionRow) -> str:
     return f"{times(row.speedup)} ({low:.2f} to {high:.2f})"
 
 
-def _row_verdict(row: PrecisionRow) -> str:
+def _row_verdict_text(row: PrecisionRow) -> str:
     if row.reason is not None:
         reason = one_line(row.reason)
         return reason if row.failure is None else f"{outcome_name(row.failure)}: {reason}"
@@ -235,22 +235,22 @@ def _row_verdict(row: PrecisionRow) -> str:
     return row.verdict if low == high else f"{row.verdict}; the interval spans {low} to {high}"
 
 
-def _verdict(profile: AmpProfile) -> str:
+def _verdict_text(profile: AmpProfile) -> str:
     if profile.best_precision is None:
-        reasons = "; ".join(f"{row.precision}: {_row_verdict(row)}" for row in profile.rows if row.reason)
+        reasons = "; ".join(f"{row.precision}: {_row_verdict_text(row)}" for row in profile.rows if row.reason)
         return f"none: {reasons or 'only fp32 was run'}"
     row = profile.row(profile.best_precision)
-    return f"{row.precision}, {_speedup(row)} over fp32: {_row_verdict(row)}"
+    return f"{row.precision}, {_speedup_text(row)} over fp32: {_row_verdict_text(row)}"
 
 
-def _rate(gap: StepBreakdown, attained: float) -> str:
+def _rate_text(gap: StepBreakdown, attained: float) -> str:
     if gap.machine_flops_per_second is None:
         return f"{flops(attained)} by a step; the machine's own rate could not be measured"
     share = 100 * attained / gap.machine_flops_per_second
     return f"{flops(gap.machine_flops_per_second)} by the machine, {flops(attained)} by a step, {share:.2g} %"
 
 
-def _gap(gap: StepBreakdown) -> str:
+def _parts_text(gap: StepBreakdown) -> str:
     """Return the parts of a step that take at least 1 %, the largest first."""
     return ", ".join(
         f"{percent(part)} {PART_NAMES[part.name]}" + (f" ({', '.join(part.largest)})" if part.largest else "")
@@ -263,7 +263,7 @@ def _gap(gap: StepBreakdown) -> str:
 
 
 def run_profile(
-    origin: Source,
+    source: Source,
     progress: Progress,
     num_batches: int,
     device: str,
@@ -271,16 +271,16 @@ def run_profile(
     batch_size: int | None,
     trace: str | os.PathLike[str] | None,
 ) -> AmpProfile:
-    """Profile in child processes; see `autotune_amp.profile_amp` for the arguments."""
-    for name, given in (("--batches", num_batches), ("--batch-size", 1 if batch_size is None else batch_size)):
-        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+    """Time and profile each precision in child processes; see `autotune_amp.profile_amp` for the arguments."""
+    for name, value in (("--batches", num_batches), ("--batch-size", 1 if batch_size is None else batch_size)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise InvalidRequestError(
-                f"{name} is {given!r}; it must be a whole number from 1 up.", f"Give {name} 32, for example."
+                f"{name} is {value!r}; it must be a whole number from 1 up.", f"Give {name} 32, for example."
             )
     path = None if trace is None else Path(trace).absolute()
     if path is not None and (path.suffix == ".gz" or path.is_dir() or not os.access(path.parent, os.W_OK)):
         raise InvalidRequestError(
-            f"--trace is {str(trace)!r}; it must be a file in a folder that can be written, and is not compressed.",
+            f"--trace is {str(trace)!r}; it must be an uncompressed file in a writable folder.",
             "Give for example --trace trace.json.",
         )
     precisions = SearchOptions.from_user(device=device, precision=precision).precisions
@@ -288,45 +288,48 @@ def run_profile(
     meter = LoadMeter(identify(device).uuid)  # before this process has a context on the GPU
     watcher = ProgressWatcher(progress, clock, meter)
     progress.work_started(None)
-    hidden = "steps cannot be profiled from outside"
-    instead = "Give a Workload, or search the command: it measures what mixed precision gains."
-    with loaded(origin, watcher, clock.left(), hidden=hidden, next_step=instead) as backend:
-        opened = open_workload(backend, origin, device, watcher)
+    hidden = "steps cannot be profiled"
+    advice = "Give a Workload, or search the command: it measures what mixed precision gains."
+    with loaded(source, watcher, clock.left(), hidden=hidden, next_step=advice) as backend:
+        opened = open_workload(backend, source, device, watcher)
         progress.found_hardware(opened.hardware)
-        asked = _asked(precisions, opened.hardware)
-        space = space_at(batch_size, opened, asked)
-        refused = refused_in(space)
-        trials = {p: _trial(p, space, opened) for p in asked if p not in refused}
+        requested = _precisions_to_profile(precisions, opened.hardware)
+        space = space_at_batch_size(batch_size, opened, requested)
+        reasons = excluded_reasons(space)
+        trials = {p: _trial(p, space, opened) for p in requested if p not in reasons}
         meter.start()
         outcomes = time_in_turns(backend, trials, num_batches, progress)
         load = machine_load.evidence([meter.stop()])
         if load is not None:  # the rows' intervals come from the processes themselves
             load = msgspec.structs.replace(load, interval_factors=(1.0, 1.0))
-        others = machine_load.load_warnings(load, "profile again")
-        notes = [*_assumptions(batch_size, opened.description), *others]
-        if not any(isinstance(outcome, Measurement) for of_one in outcomes.values() for outcome in of_one):
-            failures = {p: of_one[0] for p, of_one in outcomes.items() if of_one and isinstance(of_one[0], Failure)}
-            instead = "Run the training by itself for a few steps in fp32, then with a smaller --batch-size."
-            raise nothing_works(refused, failures, instead)
+        load_notes = machine_load.load_warnings(load, "profile again")
+        notes = [*_assumption_notes(batch_size, opened.description), *load_notes]
+        if not any(isinstance(outcome, Measurement) for outcome in itertools.chain(*outcomes.values())):
+            firsts = {p: rounds[0] for p, rounds in outcomes.items() if rounds}
+            failures = {p: first for p, first in firsts.items() if isinstance(first, Failure)}
+            advice = "Fix the first error above, or give a smaller --batch-size."
+            raise nothing_works_error(reasons, failures, advice)
         with TemporaryDirectory(prefix="autotune_amp-") as folder:
-            watcher.phase("taking steps apart")
+            watcher.phase("profiling steps")
             profiled = {}
-            for precision in _running(outcomes):
-                trial, part = trials[precision], str(Path(folder, f"{precision}.json"))
-                found = backend.submit(
-                    ProfileJob(device=trial.device, trial=trial, trace_file=part, deadline_seconds=DEADLINE_SECONDS)
+            for precision in _remaining_precisions(outcomes):
+                trial, part_file = trials[precision], str(Path(folder, f"{precision}.json"))
+                result = backend.submit(
+                    ProfileJob(
+                        device=trial.device, trial=trial, trace_file=part_file, deadline_seconds=DEADLINE_SECONDS
+                    )
                 ).result()
-                if isinstance(found, Profiled):
-                    profiled[precision] = found
+                if isinstance(result, Profiled):
+                    profiled[precision] = result
                 else:
-                    notes.append(f"{precision} could not be taken apart: {found.message}.")
-            parts = [Path(folder, f"{p}.json") for p, found in profiled.items() if found.split is not None]
+                    notes.append(f"{precision} could not be profiled: {result.message}.")
+            parts = [Path(folder, f"{p}.json") for p, result in profiled.items() if result.split is not None]
             problem = None if path is None else write_trace(parts, path)
-    everything = ProfileResults(opened.hardware, refused, outcomes, profiled)
+    results = ProfileResults(opened.hardware, reasons, outcomes, profiled)
     return make_profile(
-        rows(asked, everything),
-        everything,
-        workload=origin.name,
+        make_rows(requested, results),
+        results,
+        workload=source.name,
         setting=space.baseline,
         num_batches=num_batches,
         trace=None if path is None or problem is not None else str(path),
@@ -335,7 +338,7 @@ def run_profile(
 
 
 class TrialBackend(Protocol):
-    """Interface that timing needs of a backend."""
+    """Interface of a backend that runs trials."""
 
     def submit(self, job: Trial, /) -> Handle[Outcome]:
         """Start a trial and return its handle."""
@@ -344,32 +347,31 @@ class TrialBackend(Protocol):
 def time_in_turns(
     backend: TrialBackend, trials: Mapping[Precision, Trial], num_batches: int, progress: Progress
 ) -> dict[Precision, list[Outcome]]:
-    """Return the outcomes of each precision, one per round, each in its own process; all precisions of a round see the
-    same batches.
+    """Run every precision once per round, each in its own process on the same batches, and return the outcomes.
 
-    The `num_batches` are divided among the rounds. A precision that fails or is cut takes part in no later round.
+    The `num_batches` are divided among the rounds. A precision that fails or is cut is left out of later rounds.
     Raises `WorkloadError` if the workload does not run in fp32.
     """
     progress.phase(f"timing {', '.join(trials)} in turns on the same batches")
     outcomes: dict[Precision, list[Outcome]] = {precision: [] for precision in trials}
     num_rounds, numbers = min(NUM_ROUNDS, num_batches), itertools.count(1)
-    for place in range(num_rounds):
-        num_steps = num_batches // num_rounds + (place < num_batches % num_rounds)
-        names = _running(outcomes)
-        first = place % max(1, len(names))
+    for round_index in range(num_rounds):
+        num_steps = num_batches // num_rounds + (round_index < num_batches % num_rounds)
+        names = _remaining_precisions(outcomes)
+        first = round_index % max(1, len(names))
         for precision in (*names[first:], *names[:first]):  # the order rotates
             trial, fp32 = trials[precision], outcomes.get("fp32")
-            trial = msgspec.structs.replace(trial, seed=trial.seed + place, num_steps=(num_steps, num_steps))
+            trial = msgspec.structs.replace(trial, seed=trial.seed + round_index, num_steps=(num_steps, num_steps))
             if precision != "fp32" and fp32 and isinstance(fp32[0], Measurement):
-                trial = msgspec.structs.replace(trial, **limits(fp32[0]))
-            outcome = _run(backend, trial, next(numbers), progress)
+                trial = msgspec.structs.replace(trial, **trial_limits(fp32[0]))
+            outcome = _run_trial(backend, trial, next(numbers), progress)
             if isinstance(outcome, Failure) and outcome.kind == "workload_error" and precision == "fp32":
                 raise WorkloadError(*message_of(outcome))
             outcomes[precision].append(outcome)
     return outcomes
 
 
-def _run(backend: TrialBackend, trial: Trial, number: int, progress: Progress) -> Outcome:
+def _run_trial(backend: TrialBackend, trial: Trial, number: int, progress: Progress) -> Outcome:
     progress.trial_started(number, trial.candidate, trial.purpose)
     started = time.monotonic()
     outcome = backend.submit(trial).result()
@@ -385,54 +387,54 @@ def _run(backend: TrialBackend, trial: Trial, number: int, progress: Progress) -
     return outcome
 
 
-def _running(outcomes: Mapping[Precision, Sequence[Outcome]]) -> list[Precision]:
-    """Return the precisions that have neither failed nor been cut."""
+def _remaining_precisions(outcomes: Mapping[Precision, Sequence[Outcome]]) -> list[Precision]:
+    """Return the precisions that have neither failed nor been cut so far."""
     fp32 = outcomes.get("fp32")
     return [
         precision
-        for precision, ours in outcomes.items()
-        if not ours or (isinstance(ours[-1], Measurement) and not (fp32 and is_cut(ours[-1], fp32[0])))
+        for precision, results in outcomes.items()
+        if not results or (isinstance(results[-1], Measurement) and not (fp32 and is_cut(results[-1], fp32[0])))
     ]
 
 
-def limits(fp32: Measurement) -> dict[str, float]:
+def trial_limits(fp32: Measurement) -> dict[str, float]:
     """Return the time limits for steps of another precision, as fields of a `Trial`."""
-    step = max(DEADLINE_RATIO * fp32.step_seconds, SHORTEST_DEADLINE_SECONDS)
+    step = max(DEADLINE_RATIO * fp32.step_seconds, MIN_STEP_DEADLINE_SECONDS)
     first_step = FIRST_STEP_RATIO * fp32.first_step_seconds + step
     return {
         "cut_step_seconds": max(CUT_RATIO * fp32.step_seconds, LONG_STEP_SECONDS),
-        "first_step_deadline_seconds": max(first_step, SHORTEST_FIRST_STEP_DEADLINE_SECONDS),
+        "first_step_deadline_seconds": max(first_step, MIN_FIRST_STEP_DEADLINE_SECONDS),
         "step_deadline_seconds": step,
     }
 
 
 def is_cut(outcome: Outcome, fp32: Outcome) -> bool:
-    """Whether a process was so much slower than fp32's that no further one is run."""
+    """Whether a trial was so much slower than fp32's that the precision is not run again."""
     if not isinstance(outcome, Measurement) or not isinstance(fp32, Measurement):
         return False
-    return outcome.was_cut or outcome.step_seconds > limits(fp32)["cut_step_seconds"]
+    return outcome.was_cut or outcome.step_seconds > trial_limits(fp32)["cut_step_seconds"]
 
 
-def _asked(precisions: tuple[Precision, ...] | None, hardware: Hardware) -> tuple[Precision, ...]:
+def _precisions_to_profile(precisions: tuple[Precision, ...] | None, hardware: Hardware) -> tuple[Precision, ...]:
     """Return the precisions to profile, fp32 first. TF32 is not mixed precision, so it is included only if the device
-    has it or the user asks.
+    has it or the user names it.
     """
     usual: tuple[Precision, ...] = ("tf32", *MIXED_PRECISIONS) if hardware.has_tf32 else MIXED_PRECISIONS
     return tuple(dict.fromkeys(("fp32", *(precisions or usual))))
 
 
-def space_at(size: int | None, opened: OpenedWorkload, asked: tuple[Precision, ...]) -> Space:
+def space_at_batch_size(size: int | None, opened: OpenedWorkload, precisions: tuple[Precision, ...]) -> Space:
     """Return the search space at the given batch size, or at the user's own batch size and accumulation steps."""
     if size is None and opened.description.batch_size is None:
         size = ASSUMED_BATCH_SIZE
-    own: dict[str, Any] = {} if size is None else {"baseline": ("fp32", size), "effective_batch_size": "free"}
+    overrides: dict[str, Any] = {} if size is None else {"baseline": ("fp32", size), "effective_batch_size": "free"}
     return build_space(
-        opened.hardware, opened.description, SearchOptions.from_user(precision=asked, try_="none", **own)
+        opened.hardware, opened.description, SearchOptions.from_user(precision=precisions, try_="none", **overrides)
     )
 
 
-def refused_in(space: Space) -> dict[Precision, str]:
-    """Return the precisions that cannot run at the profile's batch size, with the reason."""
+def excluded_reasons(space: Space) -> dict[Precision, str]:
+    """Return the precisions that cannot run at the space's batch size, with the reason."""
     return {e.precision: e.reason for e in space.excluded if (e.batch_size or 0) <= space.baseline.batch_size}
 
 
@@ -452,28 +454,28 @@ def _trial(precision: Precision, space: Space, opened: OpenedWorkload) -> Trial:
     )
 
 
-def assumed_size(batch_size: int | None, description: Description) -> list[str]:
+def assumed_size_notes(batch_size: int | None, description: Description) -> list[str]:
     """Return a note if neither the caller nor the data named a batch size; no note otherwise."""
     if batch_size is not None or description.batch_size is not None:
         return []
-    return [f"The data has no batch size of its own: {ASSUMED_BATCH_SIZE} is assumed. --batch-size says yours."]
+    return [f"The data has no batch size of its own: {ASSUMED_BATCH_SIZE} is assumed. To change it, give --batch-size."]
 
 
-def _assumptions(batch_size: int | None, description: Description) -> list[str]:
+def _assumption_notes(batch_size: int | None, description: Description) -> list[str]:
     """Return notes on the assumptions about the workload."""
-    notes = assumed_size(batch_size, description)
-    if (kept := description.weights) in MIXED_PRECISIONS:
-        notes.append(f"The weights are kept in {kept}: fp32 runs the model as it is, without autocast.")
+    notes = assumed_size_notes(batch_size, description)
+    if (weights := description.weights) in MIXED_PRECISIONS:
+        notes.append(f"The weights are kept in {weights}: fp32 runs the model as it is, without autocast.")
     elif not description.is_as_found_strict:
-        notes.append("fp32 is strict here: the TF32 and reduced-precision flags that were found on are off in it.")
+        notes.append("fp32 is strict here: the TF32 and reduced-precision flags that you enabled are off in it.")
     return notes
 
 
-def nothing_works(
-    refused: Mapping[Precision, str], failures: Mapping[Precision, Failure], next_step: str
+def nothing_works_error(
+    reasons_not_run: Mapping[Precision, str], failures: Mapping[Precision, Failure], next_step: str
 ) -> NothingWorksError:
-    """Return the error for a diagnosis in which no precision ran, with the reason of each."""
-    reasons = {**refused, **{name: f"{failure.kind}: {failure.message}" for name, failure in failures.items()}}
+    """Return the error for a profile in which no precision could be measured, with the reason for each."""
+    reasons = {**reasons_not_run, **{name: f"{failure.kind}: {failure.message}" for name, failure in failures.items()}}
     excluded = (Exclusion(precision=name, batch_size=None, reason=why) for name, why in reasons.items())
     return NothingWorksError("No precision could be measured.", next_step, tuple(excluded))
 
@@ -481,26 +483,26 @@ def nothing_works(
 def write_trace(parts: Sequence[Path], trace: Path) -> str | None:
     """Merge the trace files `parts` into `trace`, one process each. Return None, or why no trace was written."""
     if not parts:
-        return "No trace was written: no precision was taken apart."
+        return "No trace was written: no precision could be profiled."
     try:
         traces = [json.loads(part.read_text()) for part in parts]
-        events = [event for one in traces for event in one["traceEvents"]]
+        events = [event for trace_document in traces for event in trace_document["traceEvents"]]
         trace.write_text(json.dumps({**traces[0], "traceEvents": events}))
     except (OSError, json.JSONDecodeError) as error:
-        return f"No whole trace was written to {trace}: {error}."
+        return f"No complete trace was written to {trace}: {error}."
     return None
 
 
 # --- evaluation of the outcomes: pure -------------------------------------------------------------------------------
 
-_LEAST_SPEEDUPS: tuple[tuple[float, Verdict], ...] = ((1.2, "significant"), (1.05, "modest"), (0.95, "negligible"))
+_MIN_SPEEDUPS: tuple[tuple[float, Verdict], ...] = ((1.2, "significant"), (1.05, "modest"), (0.95, "negligible"))
 
 
 class ProfileResults(NamedTuple):
     """Results of a profile.
 
-    `refused` are the precisions that cannot be run, with the reason; `outcomes` those of the others, one per round
-    until one failed or was cut; `profiled` the profiles of their steps.
+    `refused` are the precisions that cannot run here, with the reason; `outcomes` those of the others, one per round
+    until one failed or was cut; `profiled` holds the profile of a step.
     """
 
     hardware: Hardware
@@ -515,28 +517,29 @@ def verdict(speedup: float) -> Verdict:
     """
     if speedup > 1.5:
         return "excellent"
-    return next((name for least, name in _LEAST_SPEEDUPS if speedup >= least), "slower")
+    return next((name for minimum, name in _MIN_SPEEDUPS if speedup >= minimum), "slower")
 
 
-def rows(asked: Sequence[Precision], found: ProfileResults) -> tuple[PrecisionRow, ...]:
-    """Return a row for each precision in the order asked, compared with fp32 if that ran."""
-    reference = _row("fp32", found)
+def make_rows(precisions: Sequence[Precision], results: ProfileResults) -> tuple[PrecisionRow, ...]:
+    """Return a row for each precision in the given order, compared with fp32 if that ran."""
+    reference = _measured_row("fp32", results)
     return tuple(
-        reference if precision == "fp32" else _compared(_row(precision, found), reference, found) for precision in asked
+        reference if precision == "fp32" else _with_speedup(_measured_row(precision, results), reference, results)
+        for precision in precisions
     )
 
 
-def _row(precision: Precision, found: ProfileResults) -> PrecisionRow:
-    if precision in found.refused:
-        return PrecisionRow(precision=precision, reason=found.refused[precision])
-    outcomes = found.outcomes[precision]
+def _measured_row(precision: Precision, results: ProfileResults) -> PrecisionRow:
+    if precision in results.refused:
+        return PrecisionRow(precision=precision, reason=results.refused[precision])
+    outcomes = results.outcomes[precision]
     measured = [outcome for outcome in outcomes if isinstance(outcome, Measurement)]
     last = outcomes[-1]
     failed: dict[str, Any] = {"failure": last.kind, "reason": last.message} if isinstance(last, Failure) else {}
     if not measured:
         return PrecisionRow(precision=precision, **failed)
     steps = tuple(outcome.step_seconds for outcome in measured)
-    profiled, capability = found.profiled.get(precision), found.hardware.precisions.get(precision)
+    profiled, capability = results.profiled.get(precision), results.hardware.precisions.get(precision)
     rate = None if capability is None else capability.matmul_flops_per_second
     return PrecisionRow(
         precision=precision,
@@ -550,13 +553,13 @@ def _row(precision: Precision, found: ProfileResults) -> PrecisionRow:
     )
 
 
-def _compared(row: PrecisionRow, reference: PrecisionRow, found: ProfileResults) -> PrecisionRow:
-    """Return the row with its speed-up from processes of the same rounds; unchanged if either precision failed."""
+def _with_speedup(row: PrecisionRow, reference: PrecisionRow, results: ProfileResults) -> PrecisionRow:
+    """Return the row with its speed-up over fp32, from pairs of processes of one round; unchanged if either failed."""
     pairs = list(zip(reference.process_step_seconds, row.process_step_seconds, strict=False))
     if not pairs or row.failure is not None or reference.failure is not None:
         return row
-    speedup = geometric_mean(fp32 / ours for fp32, ours in pairs)
-    if is_cut(found.outcomes[row.precision][-1], found.outcomes["fp32"][0]):
+    speedup = geometric_mean(fp32_seconds / seconds for fp32_seconds, seconds in pairs)
+    if is_cut(results.outcomes[row.precision][-1], results.outcomes["fp32"][0]):
         return msgspec.structs.replace(
             row,
             step_seconds_interval=None,
@@ -577,7 +580,7 @@ def _compared(row: PrecisionRow, reference: PrecisionRow, found: ProfileResults)
 
 def make_profile(
     rows: tuple[PrecisionRow, ...],
-    found: ProfileResults,
+    results: ProfileResults,
     *,
     workload: str,
     setting: Setting,
@@ -585,16 +588,16 @@ def make_profile(
     trace: str | None = None,
     notes: Sequence[str] = (),
 ) -> AmpProfile:
-    """Return the profile made of these rows, fp32's first. `notes` come before those that follow from the rows.
+    """Return the profile made of these rows, fp32's first. `notes` are put before those that the rows give rise to.
 
     `setting` gives the batch size and the accumulation steps.
     """
     compared = [r for r in rows if r.precision in MIXED_PRECISIONS and r.speedup is not None]
     best = max(compared, key=lambda row: row.speedup or 0.0, default=PrecisionRow(precision="fp32"))
-    made = AmpProfile(
+    profile = AmpProfile(
         workload=workload,
-        device=found.hardware.device,
-        device_name=found.hardware.identity.name,
+        device=results.hardware.device,
+        device_name=results.hardware.identity.name,
         batch_size=setting.batch_size,
         accumulation_steps=setting.accumulation_steps,
         num_batches=num_batches,
@@ -603,25 +606,25 @@ def make_profile(
         speedup=best.speedup,
         verdict=best.verdict,
         next_steps=(),
-        notes=(*notes, *_notes(rows, found)),
+        notes=(*notes, *_notes(rows, results)),
         trace=trace,
     )
-    if made.gap is None:
-        return made
-    precision = made.gap_precision
-    steps = next_steps(made.gap, precision, found.profiled[precision].unfused_optimizer)
-    return msgspec.structs.replace(made, next_steps=steps)
+    if profile.gap is None:
+        return profile
+    precision = profile.gap_precision
+    steps = next_steps(profile.gap, precision, results.profiled[precision].unfused_optimizer)
+    return msgspec.structs.replace(profile, next_steps=steps)
 
 
-def _notes(rows: Sequence[PrecisionRow], found: ProfileResults) -> list[str]:
+def _notes(rows: Sequence[PrecisionRow], results: ProfileResults) -> list[str]:
     notes = []
     for row in rows:
-        capability = found.hardware.precisions.get(row.precision)
+        capability = results.hardware.precisions.get(row.precision)
         if row.speedup is not None and capability is not None and capability.level == "emulated":
             notes.append(f"{row.precision} is emulated: {capability.reason}")
-    for profiled in found.profiled.values():
+    for profiled in results.profiled.values():
         if profiled.split_problem is not None:
-            notes.append(f"Steps could not be taken apart: {profiled.split_problem}.")
+            notes.append(f"The step could not be divided into parts: {profiled.split_problem}.")
         if profiled.flops_problem is not None:
             notes.append(f"The step's floating-point operations could not be counted: {profiled.flops_problem}.")
     notes += [f"{row.precision}: {row.gap.note}." for row in rows if row.gap is not None and row.gap.note]

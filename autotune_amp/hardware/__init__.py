@@ -1,7 +1,7 @@
 """Identity, capabilities and load of devices. Importing this package does not import torch.
 
-`probe` is the function to call: it measures a device in a fresh child process. `measure` runs in that child and uses
-the device. `identify` reads the static identity in milliseconds, in any process, without touching the device.
+`probe` measures a device in a fresh child process, in which `measure` runs. `identify` reads the static identity of a
+device in milliseconds, without using the device.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = ["identify", "measure", "probe"]
 
-_HOMES = {"identify": "device", "measure": "measuring", "probe": "device"}
+_SUBMODULES = {"identify": "device", "measure": "measuring", "probe": "device"}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _SUBMODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it exports {', '.join(__all__)}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_SUBMODULES[name]}"), name)

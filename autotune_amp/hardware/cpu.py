@@ -11,7 +11,7 @@ import torch
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.core.precisions import Precision
 from autotune_amp.hardware import host
-from autotune_amp.hardware.device import emulated, identify, native, only, unsupported
+from autotune_amp.hardware.device import emulated, identify, name_of_single_device, native, unsupported
 
 # Instruction sets with arithmetic in the format, as cpuinfo (x86, ARM) and torch.cpu.get_capabilities() name them.
 _BF16_ARITHMETIC = ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16")
@@ -48,7 +48,7 @@ def is_built() -> bool:
 
 def resolve(index: int | None) -> str:
     """Return ``cpu``. Raises `DeviceError` for an index above 0."""
-    return only("cpu", index)
+    return name_of_single_device("cpu", index)
 
 
 def identity(device: str) -> DeviceIdentity:

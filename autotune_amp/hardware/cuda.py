@@ -16,7 +16,7 @@ from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.core.precisions import Precision
 from autotune_amp.hardware import host, nvml
-from autotune_amp.hardware.device import emulated, native, numbered, unsupported
+from autotune_amp.hardware.device import emulated, name_of_numbered_device, native, unsupported
 
 _GET_STARTED = "https://pytorch.org/get-started/locally/"
 
@@ -26,7 +26,7 @@ def decide(
 ) -> dict[Precision, Capability]:
     """Return the capability of every precision from the properties of the GPU and of this PyTorch; pure.
 
-    Whether this PyTorch has kernels for the GPU shows only in the first matrix product, which is run elsewhere.
+    Whether this PyTorch has kernels for the GPU is not checked here: `measure` runs a matrix product.
     """
     if hip is not None:
         return _decide_rocm(f"ROCm {hip}", is_tf32_supported=is_tf32_supported)
@@ -62,7 +62,7 @@ def _decide_rocm(rocm: str, *, is_tf32_supported: bool) -> dict[Precision, Capab
         "tf32": native(f"{rocm} has TF32 on this architecture (gfx94x, gfx95x).")
         if is_tf32_supported
         else unsupported("TF32 on AMD GPUs begins with gfx94x."),
-        "bf16": native(f"{rocm} answers yes for every GPU, emulated or not: the rate says what it is worth."),
+        "bf16": native(f"{rocm} reports bf16 for every GPU, emulated or not; the measured rate shows which."),
         "fp16": native(f"Every GPU under {rocm} computes in fp16."),
         "fp8": unsupported("fp8 is not probed under ROCm."),
     }
@@ -92,7 +92,9 @@ def resolve(index: int | None) -> str:
             f"No CUDA device: {str(error).splitlines()[0]}{hidden}",
             "Run nvidia-smi to see whether the driver works, or do without a GPU: pass device='cpu' (--device cpu).",
         ) from error
-    return numbered("cuda", torch.cuda.current_device() if index is None else index, torch.cuda.device_count())
+    return name_of_numbered_device(
+        "cuda", torch.cuda.current_device() if index is None else index, torch.cuda.device_count()
+    )
 
 
 def uuid(device: str | torch.device) -> str | None:
@@ -103,9 +105,9 @@ def uuid(device: str | torch.device) -> str | None:
 def identity(device: str) -> DeviceIdentity:
     """Return the GPU's identity, from NVML if it knows the UUID that torch reports, otherwise from torch."""
     index, gpu = torch.device(device).index, uuid(device)
-    found = None if gpu is None else nvml.identity(index, gpu)
-    if found is not None:
-        return found
+    nvml_identity = None if gpu is None else nvml.identity(index, gpu)
+    if nvml_identity is not None:
+        return nvml_identity
     properties = torch.cuda.get_device_properties(device)
     return DeviceIdentity(
         type="cuda",
@@ -128,8 +130,8 @@ def memory(device: str) -> DeviceMemory:
     """Return the GPU's memory in bytes as the driver counts it: memory of other processes is not free."""
     free, total = torch.cuda.mem_get_info(device)
     gpu = uuid(device)
-    held = 0 if gpu is None else nvml.held_by_caller(gpu)
-    return DeviceMemory(total=total, free=free, available=free, held_by_caller=held)
+    caller_bytes = 0 if gpu is None else nvml.held_by_caller(gpu)
+    return DeviceMemory(total=total, free=free, available=free, held_by_caller=caller_bytes)
 
 
 def is_bf16_native(device: str | torch.device) -> bool:

@@ -68,14 +68,14 @@ def unsupported(reason: str) -> Capability:
     return Capability(level="unsupported", reason=reason)
 
 
-def device_of(kind: str) -> Device:
+def load_device_module(kind: str) -> Device:
     """Import and return the module for a kind of device; imports torch."""
     module: Any = import_module(DEVICES[kind])
-    found: Device = module
-    return found
+    device_module: Device = module
+    return device_module
 
 
-def parse(device: str) -> tuple[str, int | None]:
+def parse_device_name(device: str) -> tuple[str, int | None]:
     """Split a device name into its kind, ``auto`` or one of `DEVICES`, and its index, None if not given.
 
     Raises `DeviceError` for an invalid name.
@@ -89,19 +89,19 @@ def parse(device: str) -> tuple[str, int | None]:
     return match["kind"], None if match["index"] is None else int(match["index"])
 
 
-def only(kind: str, index: int | None) -> str:
-    """Return the name of a kind that exists once in a machine. Raises `DeviceError` for an index above 0."""
+def name_of_single_device(kind: str, index: int | None) -> str:
+    """Return the name of a device whose kind exists once in a machine. Raises `DeviceError` for an index above 0."""
     if index:
-        numbered(kind, index, 1)
+        name_of_numbered_device(kind, index, 1)
     return kind
 
 
-def numbered(kind: str, index: int, num_devices: int) -> str:
+def name_of_numbered_device(kind: str, index: int, num_devices: int) -> str:
     """Return the name of device `index`. Raises `DeviceError`, with the number of devices, if it is too large."""
     if index >= num_devices:
         last = f"{kind}:0" if num_devices == 1 else f"{kind}:0 to {kind}:{num_devices - 1}"
         raise DeviceError(
-            f"{kind}:{index} was asked for, but PyTorch sees {num_devices} {kind} "
+            f"{kind}:{index} does not exist: PyTorch sees {num_devices} {kind} "
             f"device{'s' if num_devices > 1 else ''} here.",
             f"Pass {last}, or check the variables that hide devices (CUDA_VISIBLE_DEVICES, ZE_AFFINITY_MASK).",
         )
@@ -116,17 +116,17 @@ def identify(device: str = "auto") -> DeviceIdentity:
     the CPU; ROCm and XPU must be named. A fingerprint must use this identity on both sides, not `Hardware.identity`.
     Raises `DeviceError` only for an invalid device name.
     """
-    kind, index = parse(device)
+    kind, index = parse_device_name(device)
     if kind == "auto":
-        kind = _auto()
+        kind = _default_kind()
     if kind in ("cpu", "mps"):
         return _host_identity(kind)
     is_nvidia = kind == "cuda" and not _torch_is_built_for("hip")
     uuids = nvml.visible_uuids() if is_nvidia else ()
     index = index or 0
-    found = nvml.identity(index, uuids[index]) if index < len(uuids) else None
-    # Otherwise the device is visible only to its own runtime.
-    return found or DeviceIdentity(
+    nvml_identity = nvml.identity(index, uuids[index]) if index < len(uuids) else None
+    # Without an identity the device is visible only to its own runtime.
+    return nvml_identity or DeviceIdentity(
         type=kind, name="unknown", index=index, num_cpus=host.num_cpus(), total_memory_bytes=0
     )
 
@@ -146,7 +146,8 @@ def _host_identity(kind: str) -> DeviceIdentity:
     )
 
 
-def _auto() -> str:
+def _default_kind() -> str:
+    """Return the kind of device that ``auto`` stands for, without importing torch."""
     if _torch_is_built_for("cuda") and nvml.visible_uuids():
         return "cuda"
     if sys.platform == "darwin" and os.uname().machine == "arm64":
@@ -162,7 +163,7 @@ def _torch_is_built_for(toolkit: str) -> bool:
     return runpy.run_path(str(Path(spec.origin).with_name("version.py"))).get(toolkit) is not None
 
 
-DEADLINE_SECONDS = 120.0
+DEADLINE_SECONDS = 120.0  # for probing a device: slow drivers take up to a minute to start
 
 
 class ProbeReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,30 +179,29 @@ def probe(device: str = "auto", *, deadline_seconds: float = DEADLINE_SECONDS) -
     Raises `DeviceError` with the reason if the device cannot be used, and `RunnerError`, with the end of the child's
     standard error, if the child dies or does not answer within `deadline_seconds`.
     """
-    parse(device)
-    busy = host.load_notes()  # before the child process adds its own load
+    parse_device_name(device)
+    load_notes = host.load_notes()  # before the child process adds its own load
     with TemporaryDirectory(prefix="autotune_amp-") as folder:
-        # A file: printed text and processes that keep an inherited pipe open cannot corrupt it.
-        answer, log = Path(folder, "answer.json"), Path(folder, "log")
-        how = _run(
-            [sys.executable, "-m", "autotune_amp.hardware.measuring", device, str(answer)], log, deadline_seconds
+        # The reply is a file: unlike a pipe it is safe from printed text and from processes that inherit it.
+        reply_file, log = Path(folder, "answer.json"), Path(folder, "log")
+        ending = _run(
+            [sys.executable, "-m", "autotune_amp.hardware.measuring", device, str(reply_file)], log, deadline_seconds
         )
-        if not answer.exists():
+        if not reply_file.exists():
+            log_lines = log.read_text(errors="replace").splitlines()
             raise RunnerError(
-                "\n".join(
-                    [f"The process that probes the device {how}.", *log.read_text(errors="replace").splitlines()[-20:]]
-                ),
+                "\n".join([f"The process that probes the device {ending}.", *log_lines[-20:]]),
                 "Check that `import torch` works in a fresh Python and that the device's driver answers (nvidia-smi).",
             )
-        reply = msgspec.json.decode(answer.read_bytes(), type=ProbeReply)
+        reply = msgspec.json.decode(reply_file.read_bytes(), type=ProbeReply)
     if reply.no_device is not None:
         raise DeviceError(*reply.no_device)
     assert reply.hardware is not None, "the child answers one of the two"
-    return msgspec.structs.replace(reply.hardware, notes=(*busy, *reply.hardware.notes))
+    return msgspec.structs.replace(reply.hardware, notes=(*load_notes, *reply.hardware.notes))
 
 
 def _run(command: list[str], log: Path, deadline_seconds: float) -> str:
-    """Run `command` with this process's import path, its output in `log`; return a text that says how it ended."""
+    """Run `command` with this process's import path, its output in `log`; return how it ended."""
     with log.open("wb") as output:
         try:
             status = subprocess.run(  # noqa: S603  # our own interpreter and module

@@ -33,7 +33,7 @@ def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
 def _cpuinfo(root: Path, *keys: str) -> str | None:
     """Return the first value in /proc/cpuinfo for one of these keys, None if there is none."""
     with contextlib.suppress(OSError), (root / "proc/cpuinfo").open() as lines:
-        # Line by line: the kernel generates this file on reading, slowly on hosts with hundreds of CPUs.
+        # Read line by line: the kernel generates this file on reading, slowly on hosts with hundreds of CPUs.
         for line in lines:
             key, _, value = line.partition(":")
             if key.strip() in keys:
@@ -88,11 +88,11 @@ def container_memory(root: Path = Path("/")) -> ContainerMemory | None:
     top folder exists: folders that do not exist are skipped.
     """
     levels = []
-    for folder in _folders(root):
-        limit, usage = _read(folder / "memory.max").strip(), _read(folder / "memory.current").strip()
+    for folder in _cgroup_folders(root):
+        limit, usage = _read_text(folder / "memory.max").strip(), _read_text(folder / "memory.current").strip()
         if limit.isdigit() and usage.isdigit():  # otherwise "max", or the folder does not exist
-            stat = dict(line.split(None, 1) for line in _read(folder / "memory.stat").splitlines())
-            # Usage includes the page cache: without this a machine that has read a large data set looks full.
+            stat = dict(line.split(None, 1) for line in _read_text(folder / "memory.stat").splitlines())
+            # Usage includes the page cache, which can be freed: after reading a large dataset all would seem used.
             used = int(usage) - int(stat.get("inactive_file", 0))
             levels.append(ContainerMemory(int(limit), min(int(limit), max(0, int(limit) - used))))
     return ContainerMemory(*map(min, zip(*levels, strict=True))) if levels else None
@@ -101,23 +101,23 @@ def container_memory(root: Path = Path("/")) -> ContainerMemory | None:
 def container_cpus(root: Path = Path("/")) -> float | None:
     """Return the CPU time, in CPUs, that this process's cgroups allow (2.0 with ``--cpus 2``), None without a limit."""
     quotas = []
-    for folder in _folders(root):
-        quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
+    for folder in _cgroup_folders(root):
+        quota, _, period = _read_text(folder / "cpu.max").strip().partition(" ")
         if quota.isdigit() and period.isdigit():  # else "max"
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
 
 
-def _folders(root: Path) -> Iterator[Path]:
+def _cgroup_folders(root: Path) -> Iterator[Path]:
     """Yield the cgroup folders whose limits apply to this process: its own and its ancestors'."""
     base = root / "sys/fs/cgroup"
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in _read_text(root / "proc/self/cgroup").splitlines():
         if line.startswith("0::"):
             own = base / line.removeprefix("0::").lstrip("/")
             yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(base))
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:

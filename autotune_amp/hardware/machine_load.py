@@ -1,4 +1,4 @@
-"""Load by other processes during a measurement: counters, thresholds for warnings, widened intervals. No torch."""
+"""Measures the load by other processes, and derives warnings and factors for intervals from it. No torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ import psutil
 from autotune_amp.core.hardware import BusyProcess, GpuProcess, LoadEvidence, MachineLoad
 from autotune_amp.hardware import nvml
 
-# CPU times are counted in hundredths of a second per process: shorter periods are meaningless.
+# Shortest period over which a load is computed: CPU times are counted in hundredths of a second.
 MIN_SECONDS = 0.25
-_LOOK_SECONDS = 1.0
-_NUM_BUSIEST, _BUSIEST_NUM_CORES = 3, 0.05
-_MIN_WANTED_SHARE = 0.05  # share of the CPUs' time: on an idle machine a single stolen tick would be a large share
+_SLOWDOWN_POLL_SECONDS = 1.0  # between two reads of the GPU's slowdown reasons
+_NUM_BUSIEST, _MIN_BUSY_CORES = 3, 0.05
+# Least CPU time, as a share of the CPUs' time, that stolen time is divided by: on an idle machine a single stolen tick
+# would be a large share.
+_MIN_DEMANDED_SHARE = 0.05
 
 
 class ProcessTimes(NamedTuple):
@@ -33,7 +35,7 @@ class ProcessTimes(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Counters of the machine at one moment, None if the system hides them; in CPU seconds since its start."""
+    """CPU time counters of the machine at one moment, in CPU seconds since boot; None if the system hides them."""
 
     at_seconds: float
     num_cpus: int
@@ -46,70 +48,72 @@ def load_between(before: Reading, after: Reading, own_pid: int) -> MachineLoad:
     """Return the load between two readings. The process `own_pid` and its descendants do not count as others.
 
     A process that ends leaves its CPU time to the parent that waits for it (times(2), tms_cutime), so the sum over the
-    processes of a tree includes the time of ended ones. The rest of the machine's busy time is that of others.
+    processes of a tree includes the time of ended ones. The rest of the machine's busy time is the load by others.
     """
     seconds = after.at_seconds - before.at_seconds
     if seconds < MIN_SECONDS or before.busy_seconds is None or after.busy_seconds is None:
         return MachineLoad(seconds=seconds, num_cpus=after.num_cpus)
-    found: dict[str, Any] = {}
+    measurements: dict[str, Any] = {}
     busy = max(0.0, after.busy_seconds - before.busy_seconds)
     if before.stolen_seconds is not None and after.stolen_seconds is not None:
         stolen = max(0.0, after.stolen_seconds - before.stolen_seconds)
-        wanted = max(stolen + busy, _MIN_WANTED_SHARE * after.num_cpus * seconds)
-        found["stolen_share"] = stolen / wanted
+        wanted = max(stolen + busy, _MIN_DEMANDED_SHARE * after.num_cpus * seconds)
+        measurements["stolen_share"] = stolen / wanted
     if before.processes is not None and after.processes is not None:
         own = max(0.0, _tree_seconds(after.processes, own_pid) - _tree_seconds(before.processes, own_pid))
         if busy >= 0.5 * own:  # some sandboxes count CPU time per process, but not for the machine
-            found["others_num_cores"] = min(float(after.num_cpus), max(0.0, busy - own) / seconds)
-            found["own_num_cores"] = own / seconds
-            found["busiest"] = _busiest(before.processes, after.processes, own_pid, seconds)
-    return MachineLoad(seconds=seconds, num_cpus=after.num_cpus, **found)
+            measurements["others_num_cores"] = min(float(after.num_cpus), max(0.0, busy - own) / seconds)
+            measurements["own_num_cores"] = own / seconds
+            measurements["busiest"] = _busiest(before.processes, after.processes, own_pid, seconds)
+    return MachineLoad(seconds=seconds, num_cpus=after.num_cpus, **measurements)
 
 
-def tree(processes: dict[int, ProcessTimes], own_pid: int) -> set[int]:
+def process_tree(processes: dict[int, ProcessTimes], own_pid: int) -> set[int]:
     """Return the process ids of `own_pid` and its descendants."""
     children: dict[int, list[int]] = {}
     for pid, process in processes.items():
         children.setdefault(process.parent, []).append(pid)
-    found, new = {own_pid}, [own_pid]
-    while new:
-        new = [child for pid in new for child in children.get(pid, ()) if child not in found]
-        found.update(new)
-    return found
+    pids, new_pids = {own_pid}, [own_pid]
+    while new_pids:
+        new_pids = [child for pid in new_pids for child in children.get(pid, ()) if child not in pids]
+        pids.update(new_pids)
+    return pids
 
 
 def _tree_seconds(processes: dict[int, ProcessTimes], own_pid: int) -> float:
-    ours = (processes[pid] for pid in tree(processes, own_pid) if pid in processes)
-    return sum(process.own_seconds + process.children_seconds for process in ours)
+    tree_processes = (processes[pid] for pid in process_tree(processes, own_pid) if pid in processes)
+    return sum(process.own_seconds + process.children_seconds for process in tree_processes)
 
 
 def _busiest(
     before: dict[int, ProcessTimes], after: dict[int, ProcessTimes], own_pid: int, seconds: float
 ) -> tuple[BusyProcess, ...]:
-    used = []
-    for pid in after.keys() - tree(before, own_pid) - tree(after, own_pid):
-        begun = before[pid].own_seconds if pid in before else 0.0
-        used.append(BusyProcess(pid=pid, name=after[pid].name, num_cores=(after[pid].own_seconds - begun) / seconds))
-    most = sorted(used, key=lambda process: (-process.num_cores, process.pid))[:_NUM_BUSIEST]
-    return tuple(process for process in most if process.num_cores >= _BUSIEST_NUM_CORES)
+    others = []
+    for pid in after.keys() - process_tree(before, own_pid) - process_tree(after, own_pid):
+        seconds_before = before[pid].own_seconds if pid in before else 0.0
+        others.append(
+            BusyProcess(pid=pid, name=after[pid].name, num_cores=(after[pid].own_seconds - seconds_before) / seconds)
+        )
+    busiest = sorted(others, key=lambda process: (-process.num_cores, process.pid))[:_NUM_BUSIEST]
+    return tuple(process for process in busiest if process.num_cores >= _MIN_BUSY_CORES)
 
 
-def read(root: Path = Path("/proc")) -> Reading:
+def read_counters(root: Path = Path("/proc")) -> Reading:
     """Read the counters of the CPUs that this process may run on. Takes milliseconds."""
     try:
         times = psutil.cpu_times(percpu=True)
     except (OSError, RuntimeError, ValueError):  # a sandbox may hide them
         times = []
-    ours = times
+    own_cpus = times
     # If CPUs are switched off, their numbers are not indices into this list.
     if hasattr(os, "sched_getaffinity") and len(times) == os.sysconf("SC_NPROCESSORS_CONF"):
-        ours = [times[cpu] for cpu in os.sched_getaffinity(0)]
+        own_cpus = [times[cpu] for cpu in os.sched_getaffinity(0)]
     return Reading(
         at_seconds=time.monotonic(),
-        num_cpus=len(ours) or os.cpu_count() or 1,
-        # Without interrupts, which our own transfers cause, and guests, which "user" includes.
-        busy_seconds=sum(cpu.user + cpu.system + getattr(cpu, "nice", 0.0) for cpu in ours) if ours else None,
-        stolen_seconds=sum(cpu.steal for cpu in ours) if ours and hasattr(ours[0], "steal") else None,
+        num_cpus=len(own_cpus) or os.cpu_count() or 1,
+        # Leaves out interrupts, which this search's transfers cause too, and guests, which "user" includes already.
+        busy_seconds=sum(cpu.user + cpu.system + getattr(cpu, "nice", 0.0) for cpu in own_cpus) if own_cpus else None,
+        stolen_seconds=sum(cpu.steal for cpu in own_cpus) if own_cpus and hasattr(own_cpus[0], "steal") else None,
         processes=_processes(root),
     )
 
@@ -122,7 +126,7 @@ def _processes(root: Path) -> dict[int, ProcessTimes] | None:
     if not (root / "self" / "stat").exists():
         return None
     ticks_per_second = os.sysconf("SC_CLK_TCK")
-    found: dict[int, ProcessTimes] = {}
+    processes: dict[int, ProcessTimes] = {}
     for folder in root.iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):  # it has just ended, after its parent was read: rare
@@ -130,12 +134,12 @@ def _processes(root: Path) -> dict[int, ProcessTimes] | None:
                 name, _, rest = text.partition("(")[2].rpartition(")")
                 fields = rest.split()  # from "state", which proc_pid_stat(5) numbers 3
                 own, children = ((int(fields[k]) + int(fields[k + 1])) / ticks_per_second for k in (11, 13))
-                found[int(folder.name)] = ProcessTimes(int(fields[1]), name, own, children)
-    return found
+                processes[int(folder.name)] = ProcessTimes(int(fields[1]), name, own, children)
+    return processes
 
 
 class LoadMeter:
-    """Meter of the load by other processes during a trial, from its last warm-up step on, or from its start."""
+    """Measures the load by other processes during a trial, from its last warm-up step on, or from its start."""
 
     def __init__(self, uuid: str | None = None) -> None:  # the GPU's UUID
         self._uuid = uuid
@@ -143,10 +147,10 @@ class LoadMeter:
 
     def start(self) -> None:
         """Restart the measurement."""
-        self._before = read()
+        self._before = read_counters()
         self._after: Reading | None = None
         self._is_stepping = False
-        self._last_look = -_LOOK_SECONDS
+        self._last_poll = -_SLOWDOWN_POLL_SECONDS
         self._slowdowns: dict[str, None] | None = None
 
     def warm_up(self) -> None:
@@ -155,24 +159,24 @@ class LoadMeter:
         Measured steps are reported at their end. Starting at the first of them would miss a single long step.
         """
         if not self._is_stepping and time.monotonic() - self._before.at_seconds >= MIN_SECONDS:
-            self._before = read()
+            self._before = read_counters()
 
     def step(self) -> None:
         """Note a measured step, and read the GPU's slowdown reasons at most once a second."""
         now, self._is_stepping = time.monotonic(), True
-        if self._uuid is not None and now - self._last_look >= _LOOK_SECONDS:
-            self._last_look = now
+        if self._uuid is not None and now - self._last_poll >= _SLOWDOWN_POLL_SECONDS:
+            self._last_poll = now
             names = nvml.slowdown_names(self._uuid)
             if names is not None:
                 self._slowdowns = {**(self._slowdowns or {}), **dict.fromkeys(names)}
 
     def hold(self) -> None:
-        """Read the counters now: our processes are about to be killed, and their CPU time may be lost with them."""
-        self._after = self._after or read()
+        """Read the final counters now: the trial's processes are about to be killed, and their CPU time may be lost."""
+        self._after = self._after or read_counters()
 
     def stop(self) -> MachineLoad:
         """Return the load by others since `start`, or since the last warm-up step."""
-        after = self._after or read()
+        after = self._after or read_counters()
         return msgspec.structs.replace(
             load_between(self._before, after, os.getpid()),
             gpu_processes=self._gpu_processes(after),
@@ -180,61 +184,62 @@ class LoadMeter:
         )
 
     def _gpu_processes(self, reading: Reading) -> tuple[GpuProcess, ...] | None:
-        listed = None if self._uuid is None else nvml.processes(self._uuid)
-        if listed is None:
+        gpu_processes = None if self._uuid is None else nvml.processes(self._uuid)
+        if gpu_processes is None:
             return None
-        seen = reading.processes or {}
-        ours = tree(seen, os.getpid()) | nvml.ancestors()
-        # Inside a container NVML's process ids may be of invisible processes, which may be our own.
+        processes = reading.processes or {}
+        own_pids = process_tree(processes, os.getpid()) | nvml.ancestors()
+        # Inside a container NVML may list ids of invisible processes, which may belong to this search.
         return tuple(
-            GpuProcess(pid=pid, name=seen[pid].name, memory_bytes=memory_bytes)
-            for pid, memory_bytes in listed
-            if pid in seen and pid not in ours
+            GpuProcess(pid=pid, name=processes[pid].name, memory_bytes=memory_bytes)
+            for pid, memory_bytes in gpu_processes
+            if pid in processes and pid not in own_pids
         )
 
 
-# Smaller loads come from daemons and from counting CPU time in ticks. One process that keeps a core busy matters
-# however many cores there are: the step waits for the thread that shares its core.
-WORTH_CORES, WORTH_SHARE_OF_CPUS, SURELY_WORTH_CORES = 0.25, 0.05, 0.75
-WORTH_STOLEN_SHARE = 0.03
+# Thresholds for a warning: a share of the CPUs, within these numbers of cores. Smaller loads come from daemons and from
+# counting CPU time in ticks. One process that keeps a core busy matters on any number of cores: the step waits for the
+# thread that shares this core.
+MIN_WARNING_CORES, WARNING_SHARE_OF_CPUS, MAX_WARNING_CORES = 0.25, 0.05, 0.75
+WARNING_STOLEN_SHARE = 0.03
 
 
-def worth_cores(num_cpus: int) -> float:
-    """Return the number of cores used by others from which on a warning is given."""
-    return max(WORTH_CORES, min(WORTH_SHARE_OF_CPUS * num_cpus, SURELY_WORTH_CORES))
+def warning_threshold_cores(num_cpus: int) -> float:
+    """Return the number of cores that others must use for a warning."""
+    return max(MIN_WARNING_CORES, min(WARNING_SHARE_OF_CPUS * num_cpus, MAX_WARNING_CORES))
 
 
 def is_busy(loads: Sequence[MachineLoad]) -> bool:
-    """Return whether others used enough CPU time to matter: on average, or twice as much in one process."""
-    used = [load.others_num_cores for load in loads if load.others_num_cores is not None]
-    if not used:
+    """Return whether others used enough CPU time for a warning: on average, or twice as much during one measurement."""
+    num_cores = [load.others_num_cores for load in loads if load.others_num_cores is not None]
+    if not num_cores:
         return False
-    enough = worth_cores(loads[0].num_cpus)
-    return fmean(used) >= enough or max(used) >= 2 * enough
+    threshold = warning_threshold_cores(loads[0].num_cpus)
+    return fmean(num_cores) >= threshold or max(num_cores) >= 2 * threshold
 
 
 def is_stolen(loads: Sequence[MachineLoad]) -> bool:
-    """Return whether the hypervisor gave away enough CPU time on average to matter."""
-    stolen = [load.stolen_share for load in loads if load.stolen_share is not None]
-    return bool(stolen) and fmean(stolen) >= WORTH_STOLEN_SHARE
+    """Return whether the hypervisor gave away enough CPU time on average for a warning."""
+    shares = [load.stolen_share for load in loads if load.stolen_share is not None]
+    return bool(shares) and fmean(shares) >= WARNING_STOLEN_SHARE
 
 
 def others_slowdown(load: MachineLoad) -> float:
     """Return the estimated factor by which other processes on the CPUs slowed the steps.
 
-    Loads below `worth_cores` count as none, and so does any load while a core was idle. Otherwise the step is as slow
-    as its slowest thread, the one whose core others used most. They used no more of that core than they used in total,
-    and, since a scheduler gives equal shares, no more than half of it, unless there are several of them per core. One
-    busy process beside two threads on two cores: 2 by this rule, 68 ms instead of 32 as measured (studies/README.md). A
-    GPU is fed by one thread: others may have taken at most the rest of that thread's core.
+    The factor is 1 for loads below `warning_threshold_cores`, and if a core was idle. Otherwise the step is as slow as
+    its slowest thread, the one whose core others used most. They used no more of that core than they used in total,
+    and, since a scheduler gives equal shares, no more than half of it, unless there are several of them per core. For
+    one busy process beside two threads on two cores the factor is 2; measured were 68 ms instead of 32
+    (studies/README.md). A GPU is fed by one thread: others took at most the rest of that thread's core.
     """
     others, num_cpus, own = load.others_num_cores or 0.0, load.num_cpus, load.own_num_cores or 0.0
-    if others < worth_cores(num_cpus) or num_cpus - others - own >= 1:
+    if others < warning_threshold_cores(num_cpus) or num_cpus - others - own >= 1:
         return 1.0
-    taken = min(others, max(0.5, others / num_cpus), 0.95)
+    core_share = min(others, max(0.5, others / num_cpus), 0.95)
     if load.gpu_processes is not None:
-        taken = min(taken, max(0.0, 1 - own))
-    return 1 / (1 - taken)
+        core_share = min(core_share, max(0.0, 1 - own))
+    return 1 / (1 - core_share)
 
 
 def interval_factors(loads: Sequence[MachineLoad]) -> tuple[float, float]:
@@ -244,28 +249,28 @@ def interval_factors(loads: Sequence[MachineLoad]) -> tuple[float, float]:
     max(s), for the worst load observed, and median(s), for no load: a steady load keeps the lower end, an intermittent
     one widens both. (1, 1) if no load mattered. Processes with unknown load are ignored.
     """
-    known = [load for load in loads if load.others_num_cores is not None or load.stolen_share is not None]
-    slowdowns = [1.0] * max(1, len(known))
-    if is_busy(known):
-        slowdowns = [others_slowdown(load) for load in known]
-    if is_stolen(known):
-        slowdowns = [s / (1 - (load.stolen_share or 0.0)) for s, load in zip(slowdowns, known, strict=True)]
+    known_loads = [load for load in loads if load.others_num_cores is not None or load.stolen_share is not None]
+    slowdowns = [1.0] * max(1, len(known_loads))
+    if is_busy(known_loads):
+        slowdowns = [others_slowdown(load) for load in known_loads]
+    if is_stolen(known_loads):
+        slowdowns = [s / (1 - (load.stolen_share or 0.0)) for s, load in zip(slowdowns, known_loads, strict=True)]
     return median(slowdowns) / max(slowdowns), median(slowdowns)
 
 
 def evidence(loads: Sequence[MachineLoad]) -> LoadEvidence | None:
-    """Summarize the loads during the processes behind a throughput's interval; None for an empty sequence."""
+    """Summarize the loads while a throughput was measured; return None for an empty sequence."""
     if not loads:
         return None
-    used = [load.others_num_cores for load in loads if load.others_num_cores is not None]
+    num_cores = [load.others_num_cores for load in loads if load.others_num_cores is not None]
     stolen = [load.stolen_share for load in loads if load.stolen_share is not None]
-    on_gpu = {process.pid: process for load in loads for process in load.gpu_processes or ()}
+    gpu_processes = {process.pid: process for load in loads for process in load.gpu_processes or ()}
     return LoadEvidence(
         num_cpus=loads[0].num_cpus,
-        others_num_cores=fmean(used) if used else None,
+        others_num_cores=fmean(num_cores) if num_cores else None,
         busiest=max(loads, key=lambda load: load.others_num_cores or 0.0).busiest,
         stolen_share=fmean(stolen) if stolen else None,
-        gpu_processes=tuple(on_gpu.values()),
+        gpu_processes=tuple(gpu_processes.values()),
         gpu_slowdowns=tuple(dict.fromkeys(name for load in loads for name in load.gpu_slowdowns or ())),
         is_busy=is_busy(loads),
         is_stolen=is_stolen(loads),
@@ -273,21 +278,22 @@ def evidence(loads: Sequence[MachineLoad]) -> LoadEvidence | None:
     )
 
 
-def load_warnings(found: LoadEvidence | None, remedy: str = "search again with --fresh") -> list[str]:
+def load_warnings(load: LoadEvidence | None, remedy: str = "search again with --fresh") -> list[str]:
     """Return warnings about the load, each with a way to a more reliable result; `remedy` completes the advice."""
-    if found is None:
+    if load is None:
         return []
-    said = []
-    if found.is_busy:
-        busiest = "; ".join(f"{p.name}, pid {p.pid}: {p.num_cores:.2f}" for p in found.busiest)
-        said.append(
-            f"The machine was busy: other processes used {found.others_num_cores or 0.0:.2f} of {found.num_cpus} cores "
-            f"({busiest}). Stop them and {remedy} for a surer answer; without them a run may be faster."
+    warnings = []
+    if load.is_busy:
+        busiest = "; ".join(f"{p.name}, pid {p.pid}: {p.num_cores:.2f}" for p in load.busiest)
+        warnings.append(
+            f"The machine was busy: other processes used {load.others_num_cores or 0.0:.2f} of {load.num_cpus} cores "
+            f"({busiest}). Stop them and {remedy} for a more reliable result; without them training may be faster."
         )
-    if found.is_stolen:
-        said.append(f"The hypervisor gave {100 * (found.stolen_share or 0.0):.0f} % of the CPU time to others.")
-    if found.gpu_processes:
-        said.append(f"Others were on the GPU: {'; '.join(f'{p.name}, pid {p.pid}' for p in found.gpu_processes)}.")
-    if found.gpu_slowdowns:
-        said.append(f"The GPU lowered its clocks: {'; '.join(found.gpu_slowdowns)}.")
-    return said
+    if load.is_stolen:
+        warnings.append(f"The hypervisor gave {100 * (load.stolen_share or 0.0):.0f} % of the CPU time to others.")
+    if load.gpu_processes:
+        names = "; ".join(f"{p.name}, pid {p.pid}" for p in load.gpu_processes)
+        warnings.append(f"Other processes used the GPU: {names}.")
+    if load.gpu_slowdowns:
+        warnings.append(f"The GPU lowered its clocks: {'; '.join(load.gpu_slowdowns)}.")
+    return warnings

@@ -1,4 +1,4 @@
-"""measure(): the capabilities of a device, found by using it. To be run in a child process, as `probe` does."""
+"""measure(): measures a device by running matrix products on it. `probe` runs this module in a child process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.hardware import Capability, Hardware
 from autotune_amp.core.precisions import PRECISIONS, Precision
-from autotune_amp.hardware.device import DEVICES, Device, ProbeReply, device_of, identify, parse
+from autotune_amp.hardware.device import DEVICES, Device, ProbeReply, identify, load_device_module, parse_device_name
 
 
 def measure(device: str, *, seconds: float = 1.0) -> Hardware:
@@ -30,7 +30,7 @@ def measure(device: str, *, seconds: float = 1.0) -> Hardware:
     notes = (*passed_over, *kind.notes(name))  # before the rest makes the device busy
     memory = kind.memory(name)
     precisions = {
-        precision: _with_rate(
+        precision: _add_rate(
             capability, name, precision, seconds=seconds / len(PRECISIONS), max_bytes=memory.available // 10
         )
         for precision, capability in kind.capabilities(name).items()
@@ -46,37 +46,38 @@ def measure(device: str, *, seconds: float = 1.0) -> Hardware:
 
 
 def make_current(device: str) -> None:
-    """Set `device` as this thread's current device, meant by "cuda" and .cuda(), if its index is above 0.
+    """Make `device` this thread's current device, which "cuda" and .cuda() refer to, if its index is above 0.
 
-    No driver is started for other devices: code that runs later may select the visible devices. Raises `DeviceError` if
-    the device does not exist.
+    For other devices this starts no driver, so that later code can still select the visible devices. Raises
+    `DeviceError` if the device does not exist.
     """
-    kind, index = parse(device)
+    kind, index = parse_device_name(device)
     if index:
-        torch.accelerator.set_device_index(device_of(kind).resolve(index))
+        torch.accelerator.set_device_index(load_device_module(kind).resolve(index))
 
 
 def _resolve(device: str) -> tuple[Device, str, tuple[str, ...]]:
     """Return the device's module, the device string, and the reasons why `auto` passed over accelerators."""
-    kind, index = parse(device)
+    kind, index = parse_device_name(device)
     if kind == "auto" and identify(device).type == "cuda":
-        kind = "cuda"  # a GPU that cannot be used is an error: results of another device would be filed under its name
+        kind = "cuda"  # raise if this GPU is unusable: another device's results would be saved under its identity
     if kind != "auto":
-        return device_of(kind), device_of(kind).resolve(index), ()
+        return load_device_module(kind), load_device_module(kind).resolve(index), ()
     passed_over: list[str] = []
-    *accelerators, last = map(device_of, DEVICES)
-    for found in accelerators:
-        if found.is_built():
+    *accelerators, last = map(load_device_module, DEVICES)
+    for accelerator in accelerators:
+        if accelerator.is_built():
             try:
-                return found, found.resolve(None), tuple(passed_over)
+                return accelerator, accelerator.resolve(None), tuple(passed_over)
             except DeviceError as error:
                 passed_over.append(error.message)
     return last, last.resolve(None), tuple(passed_over)
 
 
-def _with_rate(
+def _add_rate(
     capability: Capability, device: str, precision: Precision, *, seconds: float, max_bytes: int
 ) -> Capability:
+    """Return `capability` with the measured rate, or as unsupported if PyTorch cannot multiply in the precision."""
     if capability.level == "unsupported":
         return capability
     try:
@@ -93,12 +94,14 @@ def _with_rate(
 
 
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_SMALLEST, _LARGEST = 128, 8192
+_SMALLEST, _LARGEST = 128, 8192  # sizes of the matrices
 _NUM_REPEATS = 3
 
 
 def flops_per_second(device: str, precision: Precision, *, seconds: float, max_bytes: int) -> float:
-    """Return the rate of the largest matrix product of which four fit into `seconds`: the median of at least three.
+    """Return the rate in FLOP/s of a square matrix product, the median of at least three runs.
+
+    The size is the largest (a power of two, 128 to 8192) of which four products fit into `seconds`.
 
     Takes little more than `seconds`, however slow the precision, not counting the start of the device itself; uses at
     most about `max_bytes` and all of torch's threads. Raises `RuntimeError` if torch cannot multiply in this precision,
@@ -109,14 +112,14 @@ def flops_per_second(device: str, precision: Precision, *, seconds: float, max_b
         size = _SMALLEST
         while True:
             product = _product(device, precision, size)
-            _time(product, device)  # the first product chooses kernels and starts libraries
-            times = [_time(product, device) for _ in range(_NUM_REPEATS - 1)]
+            _time_product(product, device)  # the first product chooses kernels and starts libraries
+            times = [_time_product(product, device) for _ in range(_NUM_REPEATS - 1)]
             # Twice the size is eight times the arithmetic and four times the memory.
             if 8 * min(times) > seconds / 4 or size == _LARGEST or 4 * 3 * 4 * size**2 > max_bytes:
                 break
             size *= 2
         while len(times) < _NUM_REPEATS or perf_counter() - start < seconds:
-            times.append(_time(product, device))
+            times.append(_time_product(product, device))
     return 2 * size**3 / median(times)
 
 
@@ -125,13 +128,13 @@ def _product(device: str, precision: Precision, size: int) -> Callable[[], torch
     left, right = torch.randn(2, size, size, device=device)
     if precision == "fp8":
         a, b = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn).t()  # the second must be column-major
-        one = torch.ones((), device=device)
-        return lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16)
+        unit_scale = torch.ones((), device=device)
+        return lambda: torch._scaled_mm(a, b, unit_scale, unit_scale, out_dtype=torch.bfloat16)
     left, right = left.to(_DTYPES[precision]), right.to(_DTYPES[precision])
     return lambda: left @ right
 
 
-def _time(product: Callable[[], torch.Tensor], device: str) -> float:
+def _time_product(product: Callable[[], torch.Tensor], device: str) -> float:
     """Return the seconds of one product, with a synchronisation before and after it."""
     synchronize(torch.device(device))
     start = perf_counter()
@@ -156,8 +159,8 @@ def _fp32_mode(mode: str) -> Iterator[None]:
     try:
         yield
     finally:
-        for backend, found in zip(backends, modes, strict=True):
-            backend.fp32_precision = found
+        for backend, former_mode in zip(backends, modes, strict=True):
+            backend.fp32_precision = former_mode
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.core.precisions import Precision
 from autotune_amp.hardware import host
-from autotune_amp.hardware.device import identify, native, only, unsupported
+from autotune_amp.hardware.device import identify, name_of_single_device, native, unsupported
 
 
 def decide(*, is_macos_14: bool) -> dict[Precision, Capability]:
@@ -16,7 +16,7 @@ def decide(*, is_macos_14: bool) -> dict[Precision, Capability]:
     return {
         "fp32": native("Metal computes in fp32."),
         "tf32": unsupported("TF32 is a mode of NVIDIA's tensor cores."),
-        "bf16": native("Metal has bf16 from macOS 14 on; the rate says what it is worth.")
+        "bf16": native("Metal has bf16 from macOS 14 on; the measured rate shows how fast it is.")
         if is_macos_14
         else unsupported("bf16 on MPS needs macOS 14 or newer: update macOS."),
         "fp16": native("Metal computes in fp16."),
@@ -36,7 +36,7 @@ def resolve(index: int | None) -> str:
             "No MPS device: this PyTorch was built without MPS, or this Mac has no GPU that Metal can use.",
             "Pass device='cpu', or use an Apple silicon Mac with the macOS build of PyTorch.",
         )
-    return only("mps", index)
+    return name_of_single_device("mps", index)
 
 
 def identity(device: str) -> DeviceIdentity:

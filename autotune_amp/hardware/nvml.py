@@ -21,7 +21,7 @@ _SLOWDOWNS = {
     0x08: "hardware slowdown (heat or power)",
     0x20: "heat, limited by the driver",
     0x40: "heat, limited by the GPU",
-    0x80: "power brake, asked for by the server",
+    0x80: "power brake, requested by the server",
 }
 
 
@@ -30,8 +30,8 @@ def visible_uuids() -> tuple[str, ...]:
 
     GPUs of different models may have another order in CUDA, fastest first, unless CUDA_DEVICE_ORDER is PCI_BUS_ID.
     """
-    handles = [_ask("nvmlDeviceGetHandleByIndex", index) for index in range(_ask("nvmlDeviceGetCount") or 0)]
-    uuids = [_ask("nvmlDeviceGetUUID", handle) for handle in handles if handle is not None]
+    handles = [_query("nvmlDeviceGetHandleByIndex", index) for index in range(_query("nvmlDeviceGetCount") or 0)]
+    uuids = [_query("nvmlDeviceGetUUID", handle) for handle in handles if handle is not None]
     return select_visible([uuid for uuid in uuids if uuid is not None], os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
@@ -43,18 +43,18 @@ def select_visible(uuids: Sequence[str], visible: str | None) -> tuple[str, ...]
     """
     if visible is None:
         return tuple(uuids)
-    chosen: list[str] = []
+    selected: list[str] = []
     for entry in visible.split(","):
-        uuid = _named(entry.strip(), uuids)
+        uuid = _uuid_of_entry(entry.strip(), uuids)
         if uuid is None:
             break
-        if uuid in chosen:
+        if uuid in selected:
             return ()
-        chosen.append(uuid)
-    return tuple(chosen)
+        selected.append(uuid)
+    return tuple(selected)
 
 
-def _named(entry: str, uuids: Sequence[str]) -> str | None:
+def _uuid_of_entry(entry: str, uuids: Sequence[str]) -> str | None:
     if entry.startswith("MIG-"):
         return entry
     if entry.startswith("GPU-"):
@@ -69,16 +69,16 @@ def identity(index: int, uuid: str) -> DeviceIdentity | None:
 
     Memory is 0 for a GPU that shares the machine's.
     """
-    handle = _handle(uuid)
+    handle = _device_handle(uuid)
     if handle is None:
         return None
-    memory = _ask("nvmlDeviceGetMemoryInfo", handle)
+    memory = _query("nvmlDeviceGetMemoryInfo", handle)
     return DeviceIdentity(
         type="cuda",
-        name=_ask("nvmlDeviceGetName", handle) or "unknown",
+        name=_query("nvmlDeviceGetName", handle) or "unknown",
         index=index,
-        uuid=_ask("nvmlDeviceGetUUID", handle) or uuid,
-        driver=_ask("nvmlSystemGetDriverVersion"),
+        uuid=_query("nvmlDeviceGetUUID", handle) or uuid,
+        driver=_query("nvmlSystemGetDriverVersion"),
         num_cpus=host.num_cpus(),
         allowed_cpus=host.container_cpus(),
         total_memory_bytes=0 if memory is None else int(memory.total),
@@ -90,19 +90,19 @@ def process_notes(uuid: str) -> tuple[str, ...]:
 
     This process and its ancestors, which wait for it, are left out.
     """
-    ours = {os.getpid(), *ancestors()}
+    own_pids = {os.getpid(), *ancestors()}
     return tuple(
-        f"Process {pid} holds {'memory' if used is None else f'{used / 2**30:.1f} GiB'} on this GPU: its work slows "
-        "what is measured. In a container it may be the calling one, under another number."
-        for pid, used in processes(uuid) or ()
-        if pid not in ours
+        f"Process {pid} holds {'memory' if num_bytes is None else f'{num_bytes / 2**30:.1f} GiB'} on this GPU: its "
+        "work slows the measurement. In a container it may be the calling process, under another number."
+        for pid, num_bytes in processes(uuid) or ()
+        if pid not in own_pids
     )
 
 
 def held_by_caller(uuid: str) -> int:
     """Return the bytes that the ancestors of this process hold on the GPU, as far as the driver reports them."""
-    callers = ancestors()
-    return sum(used or 0 for pid, used in processes(uuid) or () if pid in callers)
+    caller_pids = ancestors()
+    return sum(num_bytes or 0 for pid, num_bytes in processes(uuid) or () if pid in caller_pids)
 
 
 def ancestors() -> set[int]:
@@ -113,46 +113,46 @@ def ancestors() -> set[int]:
 
 
 def processes(uuid: str) -> tuple[tuple[int, int | None], ...] | None:
-    """Return (pid, bytes held) of all processes that compute on the GPU, ours too; None if the driver has no list.
+    """Return (pid, bytes held) of all processes that compute on the GPU, this one too; None if the driver has no list.
 
     Inside a container the process ids may be the host's.
     """
-    handle = _handle(uuid)
-    found = None if handle is None else _ask("nvmlDeviceGetComputeRunningProcesses", handle)
-    return None if found is None else tuple((process.pid, process.usedGpuMemory) for process in found)
+    handle = _device_handle(uuid)
+    running = None if handle is None else _query("nvmlDeviceGetComputeRunningProcesses", handle)
+    return None if running is None else tuple((process.pid, process.usedGpuMemory) for process in running)
 
 
 def slowdown_names(uuid: str) -> tuple[str, ...] | None:
     """Return the reasons why the GPU runs below its clocks at present; None if the driver does not report them."""
-    handle = _handle(uuid)
-    # The old name of ...ClocksEventReasons, which every driver has.
-    reasons = None if handle is None else _ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+    handle = _device_handle(uuid)
+    # The former name of nvmlDeviceGetCurrentClocksEventReasons, which old drivers have too.
+    reasons = None if handle is None else _query("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
     return None if reasons is None else tuple(name for bit, name in _SLOWDOWNS.items() if reasons & bit)
 
 
 def temperature_and_clock(uuid: str) -> tuple[int | None, int | None]:
     """Return the GPU's temperature in degrees Celsius and its SM clock in MHz; None for unreported values."""
-    handle = _handle(uuid)
+    handle = _device_handle(uuid)
     if handle is None:
         return None, None
     # NVML_TEMPERATURE_GPU is 0, NVML_CLOCK_SM is 1 (nvml.h).
-    return _ask("nvmlDeviceGetTemperature", handle, 0), _ask("nvmlDeviceGetClockInfo", handle, 1)
+    return _query("nvmlDeviceGetTemperature", handle, 0), _query("nvmlDeviceGetClockInfo", handle, 1)
 
 
 def energy_joules(uuid: str) -> float | None:
     """Return the energy in joules drawn since the driver was loaded; None without a counter, as on MIG instances."""
-    handle = _handle(uuid)
-    millijoules = None if handle is None else _ask("nvmlDeviceGetTotalEnergyConsumption", handle)
+    handle = _device_handle(uuid)
+    millijoules = None if handle is None else _query("nvmlDeviceGetTotalEnergyConsumption", handle)
     return None if millijoules is None else millijoules / 1e3
 
 
-def _handle(uuid: str) -> Any | None:
+def _device_handle(uuid: str) -> Any | None:
     names = (uuid,) if uuid.startswith(("GPU-", "MIG-")) else (f"GPU-{uuid}", f"MIG-{uuid}")
-    handles = (_ask("nvmlDeviceGetHandleByUUID", name) for name in names)
+    handles = (_query("nvmlDeviceGetHandleByUUID", name) for name in names)
     return next((handle for handle in handles if handle is not None), None)
 
 
-def _ask(function: str, *arguments: object) -> Any | None:
+def _query(function: str, *arguments: object) -> Any | None:
     """Call an NVML function; None without NVML or if it fails, as with old drivers, containers and integrated GPUs."""
     nvml = _library()
     if nvml is None:

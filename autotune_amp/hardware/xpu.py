@@ -8,7 +8,7 @@ from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.core.precisions import Precision
 from autotune_amp.hardware import host
-from autotune_amp.hardware.device import emulated, native, numbered, unsupported
+from autotune_amp.hardware.device import emulated, name_of_numbered_device, native, unsupported
 
 
 def decide(*, has_fp16: bool, has_bf16: bool, can_hold_bf16: bool) -> dict[Precision, Capability]:
@@ -39,7 +39,9 @@ def resolve(index: int | None) -> str:
             f"No XPU device: PyTorch {torch.__version__} has no XPU support, or Intel's GPU driver shows none.",
             "Install the XPU build of https://pytorch.org/get-started/locally/ and the driver, or pass device='cpu'.",
         )
-    return numbered("xpu", torch.xpu.current_device() if index is None else index, torch.xpu.device_count())
+    return name_of_numbered_device(
+        "xpu", torch.xpu.current_device() if index is None else index, torch.xpu.device_count()
+    )
 
 
 def identity(device: str) -> DeviceIdentity:

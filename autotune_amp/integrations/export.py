@@ -24,9 +24,9 @@ from autotune_amp.core.evidence import (
     AUTOCAST_DTYPES,
     LOADER_COMMENT,
     LOSS,
-    accumulates,
     controlled_loop,
     export_lines,
+    has_accumulation,
     loader_line,
     pass_loss,
     strict_flag_lines,
@@ -281,7 +281,7 @@ def torch(setting: Exportable) -> str:
     if setting.is_loop:
         attached = [f"controller.{_ATTACH}"] * (config.precision == "fp8")
         return _controlled(script, [*attached, "for batch in loader:", "    train_step(state, batch, controller)"])
-    if config.pinned_modules or (setting.loss == "weighted" and accumulates(config)):
+    if config.pinned_modules or (setting.loss == "weighted" and has_accumulation(config)):
         loss = _loss(script, "controller.window_size", "controller.window_share")
         return _controlled(script, controlled_loop(_windows(setting), loss))
     if unsaid := {name: value for name, value in config.active_variants.items() if name not in script.said}:
@@ -431,7 +431,7 @@ def _block(head: str, body: Sequence[str]) -> list[str]:
 
 def _windows(setting: Exportable) -> str:
     """Return the source of the arguments of `windows`."""
-    return "loader, weigh=count" if setting.loss == "weighted" and accumulates(setting.config) else "loader"
+    return "loader, weigh=count" if setting.loss == "weighted" and has_accumulation(setting.config) else "loader"
 
 
 def _loss(script: ExportedScript, steps: str, share: str, *, is_divided: bool = False) -> str:
@@ -441,7 +441,7 @@ def _loss(script: ExportedScript, steps: str, share: str, *, is_divided: bool = 
     `is_divided`: the framework divides the loss by the steps.
     """
     setting = script.setting
-    if not accumulates(setting.config):
+    if not has_accumulation(setting.config):
         return LOSS
     if setting.loss == "weighted":
         script.comments.append(f"count(batch) is yours, of a batch: {setting.share.strip('()')}.")

@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from autotune_amp.core.config import AmpConfig, DemotedError, beside_training_arguments, training_arguments
+from autotune_amp.core.config import AmpConfig, DemotedError, setting_beyond_training_arguments, training_arguments
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.dimensions.prepare import prepare
@@ -128,7 +128,7 @@ class AutotuneTrainer(Trainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Create the optimizer as in Trainer, and set up the dimensions that the arguments cannot express."""
         optimizer = super().create_optimizer(*args, **kwargs)
-        prepare(beside_training_arguments(self._amp_config), cast("nn.Module", self.model), optimizer)
+        prepare(setting_beyond_training_arguments(self._amp_config), cast("nn.Module", self.model), optimizer)
         return optimizer
 
     def call_model_init(self, trial: Any = None) -> nn.Module:

@@ -38,7 +38,7 @@ from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.job import ChildExit, JobEvent, Ready, RequestError, RequestFailure, Result, find_job
 from autotune_amp.core.outcome import Failure
 from autotune_amp.hardware import identify
-from autotune_amp.hardware.device import parse
+from autotune_amp.hardware.device import parse_device_name
 from autotune_amp.hardware.measuring import make_current
 from autotune_amp.precision import torch_state
 from autotune_amp.processes import packing

@@ -15,7 +15,7 @@ from plotly.graph_objects import Bar, Figure, Scatter
 from plotly.subplots import make_subplots
 
 from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.evidence import is_wide, landing_line
+from autotune_amp.core.evidence import is_wide, new_run_line
 from autotune_amp.core.outcome import Failure, Measurement, Record
 from autotune_amp.core.precisions import PRECISIONS, Precision
 from autotune_amp.core.recommendation import CandidateRow, Recommendation
@@ -226,7 +226,7 @@ def _ring(name: str, config: AmpConfig, speed: float, interval: tuple[float, flo
     """
     # A wide interval would stretch the axis and flatten all measurements.
     low, high = (speed, speed) if interval is None or is_wide(interval) else interval
-    landing = [] if interval is None else [landing_line(interval)]
+    landing = [] if interval is None else [new_run_line(interval)]
     hover = said(f"{name}: {Setting.of(config)}", rate(speed), *landing)
     whiskers = {"type": "data", "symmetric": False, "array": [high - speed], "arrayminus": [speed - low]}
     return marks(name, [config.batch_size], [speed], [hover], error_y=whiskers, marker=_AROUND[name])

@@ -197,7 +197,7 @@ def uses(recommendation: Recommendation, path: str | None = None) -> list[tuple[
     exports = explain.export_lines(recommendation.config)
     shell = [("In the shell, before Python starts", exports)] if exports else []
     if recommendation.command_template is not None:
-        by_run, command = recommendation.answered_command(Path(path).parent)
+        by_run, command = recommendation.recommended_command(Path(path).parent)
         return [*([] if by_run else shell), ("The command", [command])]
     title, command = export_command(path)
     return [*shell, (IN_PYTHON, python_lines(recommendation, path)), (title, [command])]
@@ -230,7 +230,7 @@ def python_lines(recommendation: Recommendation, path: str) -> list[str]:
         )
         return [*loader, f"amp = {loaded}", *each, "train_step(state, batch, amp)"]
     loop = explain.controlled_loop("loader", explain.LOSS)
-    if explain.accumulates(config):  # the losses of a window add up to the loss of the whole batch
+    if explain.has_accumulation(config):  # the losses of a window add up to the loss of the whole batch
         found = recommendation.evidence.accumulation
         combination = "mean" if found is None or found.verdict not in ("sum", "weighted") else found.verdict
         loss = explain.pass_loss(combination, "controller.window_size", "controller.window_share")

@@ -22,7 +22,7 @@ from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan
 from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
 from autotune_amp.core.precisions import Precision, autocast_precision
 from autotune_amp.hardware import cuda
-from autotune_amp.hardware.device import device_of
+from autotune_amp.hardware.device import load_device_module
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.modes import MODES
 from autotune_amp.runtime import diagnosis
@@ -560,7 +560,7 @@ def _peak_memory_bytes(device: torch.device) -> int:
 
 def _available_memory_bytes(device: torch.device) -> int:
     """Return the memory that this process may use on the device in total: the free memory plus its own."""
-    return device_of(device.type).memory(str(device)).available + _held_memory_bytes(device)
+    return load_device_module(device.type).memory(str(device)).available + _held_memory_bytes(device)
 
 
 def _held_memory_bytes(device: torch.device) -> int:

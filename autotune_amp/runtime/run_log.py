@@ -15,7 +15,7 @@ from typing import BinaryIO, TypeAlias
 import msgspec
 
 from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.documents import Count, Whole, cause, decode, read_file, regular
+from autotune_amp.core.documents import Count, Whole, cause, decode, open_regular, read_file
 from autotune_amp.core.errors import FormatError, InvalidRequestError
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.text import one_line
@@ -81,7 +81,7 @@ class RunLog:
         if not checks:
             return
         try:
-            with open(self.path, "a+b", opener=regular) as file:
+            with open(self.path, "a+b", opener=open_regular) as file:
                 file.seek(0)
                 first = file.readline(_MAX_BEGIN_BYTES)
                 is_one = not first or first.startswith(_SIGNATURE)
@@ -99,7 +99,7 @@ class RunLog:
         if not self._is_writing:
             return
         try:
-            with open(self.path, "a+b", opener=regular) as file:
+            with open(self.path, "a+b", opener=open_regular) as file:
                 if isinstance(line, BeginLine) and _is_cut(file):
                     file.write(b"\n")
                 file.write(msgspec.json.encode(line) + b"\n")

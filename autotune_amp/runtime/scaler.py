@@ -42,10 +42,10 @@ NEGLIGIBLE = 2.0**-20
 
 def checked_device(device: str | torch.device) -> torch.device:
     """Return the device with its index. Raises `DeviceError` if it is missing or "auto"."""
-    kind, index = parse(str(device))
+    kind, index = parse_device_name(str(device))
     if kind == "auto":
         raise DeviceError("device='auto' does not say where the model is.", 'Pass its device: device="cuda", for one.')
-    return torch.device(device_of(kind).resolve(index))
+    return torch.device(load_device_module(kind).resolve(index))
 
 
 class Ranks:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from autotune_amp.core.evidence import MIN_PROCESSES
-from autotune_amp.core.intervals import apart_interval, ratio_interval, t_quantile
+from autotune_amp.core.intervals import ratio_interval, t_quantile, unpaired_ratio_interval
 from autotune_amp.core.outcome import Measurement, Purpose, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.search import ranking
@@ -26,7 +26,7 @@ def gain_interval(ledger: Ledger, ours: SettingRuns, today: SettingRuns) -> tupl
     ones, others = (ledger.measurements.get(runs.candidate, []) for runs in (ours, today))
     if not ones or not others:
         return 0.0, math.inf
-    return apart_interval([m.samples_per_second for m in ones], [m.samples_per_second for m in others])
+    return unpaired_ratio_interval([m.samples_per_second for m in ones], [m.samples_per_second for m in others])
 
 
 def unsettled(ledger: Ledger, chosen: Shortlist, environment: Mapping[str, str]) -> tuple[float, int] | None:
@@ -75,7 +75,7 @@ def speedup(
     if chosen.is_beside_others != baseline.is_beside_others and not are_confirmed:
         return None, None  # a GPU may be slower while others run
     ratio = chosen.speed / baseline.speed
-    low, high = _ratio_in_rounds(chosen, baseline, records) or apart_interval(
+    low, high = _ratio_in_rounds(chosen, baseline, records) or unpaired_ratio_interval(
         chosen.speeds, baseline.speeds, other_processes(records, chosen, baseline)
     )
     return ratio, (min(low, ratio), max(high, ratio))

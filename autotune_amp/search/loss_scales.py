@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from autotune_amp.core.config import FP16_MAX, LossScale
 from autotune_amp.core.evidence import LossScaleEvidence
-from autotune_amp.core.outcome import OF_THE_PRECISION, Calibration, Failure, Measurement, Record
+from autotune_amp.core.outcome import PRECISION_FAILURE_KINDS, Calibration, Failure, Measurement, Record
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import exact
@@ -189,7 +189,7 @@ def answer(record: Record, num_steps: int, *, is_loss_sum: bool = False) -> Answ
     """Return the result of one calibration. `is_loss_sum`: the loss is a sum over samples."""
     outcome = record.outcome
     if isinstance(outcome, Failure):
-        if outcome.kind in OF_THE_PRECISION:
+        if outcome.kind in PRECISION_FAILURE_KINDS:
             return _refused(f"its loss scale could not be calibrated: {outcome.kind}: {outcome.message}")
         return Uncalibrated(f"the calibration did not come to an end: {outcome.kind}: {outcome.message}")
     assert isinstance(outcome, Calibration)

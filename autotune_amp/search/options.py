@@ -12,7 +12,7 @@ import msgspec
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import Objective
 from autotune_amp.core.precisions import PRECISIONS, Precision
-from autotune_amp.core.text import A_SIZE, parse_size
+from autotune_amp.core.text import SIZE_FORMATS, parse_size
 from autotune_amp.dimensions import VARIANTS
 
 SEED_LIMIT = 2**32 - 10_000  # numpy's, with room for resumed trials, which add their number to the seed
@@ -265,7 +265,7 @@ _OPTIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
         _that(lambda given: _is_number(given) and 0 < given <= 1, float),
         "a share above 0 and at most 1",
     ),
-    "memory_limit": (lambda given: None if given is None else parse_size(given), A_SIZE),
+    "memory_limit": (lambda given: None if given is None else parse_size(given), SIZE_FORMATS),
     "objective": (_that(lambda given: given in get_args(Objective)), f"one of {', '.join(get_args(Objective))}"),
     "steps": (
         _that(lambda given: is_count(given) and (given or 1) <= MAX_STEPS),

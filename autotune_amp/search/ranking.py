@@ -20,11 +20,11 @@ from msgspec.structs import replace
 from autotune_amp.core.evidence import Objective
 from autotune_amp.core.hardware import MachineLoad
 from autotune_amp.core.outcome import (
-    OF_THE_PRECISION,
+    PRECISION_FAILURE_KINDS,
     Accumulation,
     Failure,
     Fidelity,
-    Later,
+    LaterVerdict,
     Measurement,
     Record,
     Verdict,
@@ -216,7 +216,7 @@ def found_fidelity(records: Sequence[Record]) -> dict[Setting, Fidelity]:
     found: dict[Setting, Fidelity] = {}
     for key, ours in sorted(verdicts, key=lambda verdict: verdict[1].num_steps_before > 0):
         if ours.num_steps_before and ours.verdict != "unfaithful":
-            later = Later(num_steps=ours.num_steps_before, verdict=ours.verdict, reason=ours.reason)
+            later = LaterVerdict(num_steps=ours.num_steps_before, verdict=ours.verdict, reason=ours.reason)
             ours = replace(found[key], later=later)
         found[key] = ours
     return found

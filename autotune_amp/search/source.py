@@ -20,7 +20,7 @@ from autotune_amp.core.recommendation import Fingerprint, NothingWorksError
 
 if TYPE_CHECKING:
     from autotune_amp.core.command_template import CommandTemplate
-    from autotune_amp.core.job import Found, Job
+    from autotune_amp.core.job import Job, ResultType
     from autotune_amp.processes.local import (  # only where a search begins
         Backend,
         Isolation,
@@ -164,9 +164,9 @@ class _Live(Source):
         return {**torch_state.capture(), **threads}
 
     def fingerprint(self, options: dict[str, Any], identity: DeviceIdentity) -> Fingerprint | None:
-        from autotune_amp.fingerprint import compute
+        from autotune_amp.fingerprint import compute_fingerprint
 
-        return compute(self._workload, options, identity, self.torch_state({}))
+        return compute_fingerprint(self._workload, options, identity, self.torch_state({}))
 
 
 def target(name: str) -> Source:
@@ -261,7 +261,7 @@ def open_workload(
 
     budget = watcher.budget
 
-    def ask(job: Job[Found]) -> Found | Failure:
+    def ask(job: Job[ResultType]) -> ResultType | Failure:
         answer = backend.submit(job).result()
         if isinstance(answer, Failure) and answer.kind == "timeout":
             raise budget.too_small(watcher.last_step_seconds, answer)

@@ -20,7 +20,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.job import PartialResult, Phase, Ready, Tell
-from autotune_amp.core.outcome import MIN_CUT_SAMPLES, Accumulation, Calibration, CheckOutcome, Failure, Fidelity
+from autotune_amp.core.outcome import (
+    MIN_ACCUMULATION_SAMPLES,
+    Accumulation,
+    Calibration,
+    CheckOutcome,
+    Failure,
+    Fidelity,
+)
 from autotune_amp.core.workload import Workload
 from autotune_amp.dimensions import NUMERIC, VARIANTS
 from autotune_amp.dimensions.live_training import LiveTraining

@@ -17,8 +17,8 @@ from autotune_amp.core.hardware import DeviceIdentity, Hardware
 from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.job import Deadlines, Job, Tell
 from autotune_amp.core.outcome import (
-    MIN_CUT_SAMPLES,
-    OF_THE_PRECISION,
+    MIN_ACCUMULATION_SAMPLES,
+    PRECISION_FAILURE_KINDS,
     Accumulation,
     Calibration,
     CheckOutcome,
@@ -185,7 +185,7 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
                 return self._judged("unfaithful", f"{failure.kind}: {failure.message}", next_step)
             return self.unchecked(failure)
         smaller = self.candidate.batch_size // 2
-        if smaller >= (MIN_CUT_SAMPLES if self.what == "accumulation" else 1):
+        if smaller >= (MIN_ACCUMULATION_SAMPLES if self.what == "accumulation" else 1):
             return msgspec.structs.replace(self, candidate=msgspec.structs.replace(self.candidate, batch_size=smaller))
         return self.unchecked(failure) if self.what == "fidelity" else failure
 
@@ -248,7 +248,7 @@ class FingerprintJob(Job[Fingerprint], frozen=True, kw_only=True):
         """Return the fingerprint; see `fingerprint.compute`."""
         from autotune_amp.fingerprint import compute
 
-        return compute(context.source, self.options, self.identity, self.torch_state)
+        return compute_fingerprint(context.source, self.options, self.identity, self.torch_state)
 
 
 def as_failure(problem: Failure | AutotuneAmpError) -> Failure:

@@ -20,7 +20,7 @@ import msgspec
 from landscape import Cell, Header, Landscape, Process, hardware_slug
 from parts import PARTS
 
-from autotune_amp.core.job import Found
+from autotune_amp.core.job import ResultType
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.precisions import Precision
 from autotune_amp.fingerprint import versions
@@ -270,7 +270,7 @@ def described(process: Process) -> str:
     return f"{process.cell}: {words}, {process.seconds:.1f} s"
 
 
-def _found(answer: Found | Failure) -> Found:
+def _found(answer: ResultType | Failure) -> ResultType:
     if isinstance(answer, Failure):
         raise SystemExit(f"The workload cannot be probed or built: {answer.kind}: {answer.message}")
     return answer

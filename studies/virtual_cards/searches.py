@@ -13,7 +13,7 @@ from search_replay import search_replay
 from autotune_amp.core.outcome import Outcome
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
-from autotune_amp.diagnostics.profile_amp import NUM_ROUNDS, AmpProfile, ProfileResults, make_profile, rows
+from autotune_amp.diagnostics.profile_amp import NUM_ROUNDS, AmpProfile, ProfileResults, make_profile, make_rows
 from autotune_amp.precision.modes import MIXED_PRECISIONS
 from autotune_amp.trial.jobs import Trial
 
@@ -70,7 +70,7 @@ def profiled(landscape: Landscape) -> AmpProfile:
         outcomes[precision] = [process.outcome] * NUM_ROUNDS
     found = ProfileResults(header.hardware, {}, outcomes, {})
     return make_profile(
-        rows(header.precisions, found),
+        make_rows(header.precisions, found),
         found,
         workload=header.workload,
         setting=Setting(precision="fp32", batch_size=header.todays_batch_size),

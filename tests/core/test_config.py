@@ -63,10 +63,10 @@ def test_a_config_survives_json(config: AmpConfig) -> None:
         ({"precision": "fp32", "batch_size": 4, "accumulation_steps": -1}, "accumulation_steps is -1"),
         ({"precision": "fp32", "batch_size": 4, "num_workers": True}, "num_workers is True"),
         ({"precision": "fp16", "batch_size": 4}, "with fp16"),
-        ({"precision": "bf16", "batch_size": 4, "loss_scale": LossScale()}, "no precision but fp16"),
-        ({"precision": "bf16", "batch_size": 4, "fp8_recipe": "tensorwise"}, "left out but with fp8"),
+        ({"precision": "bf16", "batch_size": 4, "loss_scale": LossScale()}, "only fp16 has a loss scale"),
+        ({"precision": "bf16", "batch_size": 4, "fp8_recipe": "tensorwise"}, "left out: only fp8 has recipes"),
         ({"precision": "fp8", "batch_size": 4, "fp8_recipe": "columnwise"}, "one of rowwise, tensorwise"),
-        ({"precision": "fp8", "batch_size": 4, "weights": "bf16"}, "bf16 weights are for bf16 alone"),
+        ({"precision": "fp8", "batch_size": 4, "weights": "bf16"}, "only bf16 can have bf16 weights"),
     ],
 )
 def test_an_impossible_config_is_refused_by_name(fields: dict[str, Any], word: str) -> None:
@@ -128,7 +128,7 @@ def test_a_document_without_what_came_later_is_still_read() -> None:
 @pytest.mark.parametrize(
     ("precision", "fallback", "said"),
     [
-        ("bf16", ["fp32", "tf32"], "below bf16.*: of tf32, fp32, in this order"),
+        ("bf16", ["fp32", "tf32"], "below bf16.*: out of tf32, fp32, in this order"),
         ("bf16", [BF16, FP32], "below bf16"),
         ("fp32", ["fp32"], "below fp32.*none"),
         ("bf16", ["int8"], "'int8'; it must be one of"),

@@ -11,7 +11,7 @@ import pytest
 from autotune_amp.api import profile_memory
 from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.documents import Count, Positive, check_new, decode, read_file
+from autotune_amp.core.documents import Count, Positive, decode, raise_if_exists, read_file
 from autotune_amp.core.errors import InvalidRequestError, StudyError
 from autotune_amp.core.recommendation import write_atomically
 
@@ -33,7 +33,7 @@ def odd_paths(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("kind", ["fifo", "device", "folder", "NUL"])
 def test_only_a_regular_file_is_read(odd_paths: dict[str, str], kind: str) -> None:
-    with pytest.raises(OSError, match=r"not a regular file|is a folder|no file has such a name"):
+    with pytest.raises(OSError, match=r"not a regular file|is a folder|not a valid file name"):
         read_file(odd_paths[kind])
     with pytest.raises(InvalidRequestError, match="cannot be read"):
         CommandTemplate.of(["python", odd_paths[kind]], files=[odd_paths[kind]])
@@ -80,11 +80,11 @@ def test_a_path_with_a_nul_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_there_is_left_alone(tmp_path: Path) -> None:
-    check_new("--trace", None)
-    check_new("--trace", tmp_path / "new")
+    raise_if_exists("--trace", None)
+    raise_if_exists("--trace", tmp_path / "new")
     (tmp_path / "link").symlink_to(tmp_path / "missing")
     for there in (tmp_path, tmp_path / "link"):
-        with pytest.raises(InvalidRequestError, match="left alone"):
-            check_new("--trace", there)
+        with pytest.raises(InvalidRequestError, match="not overwritten"):
+            raise_if_exists("--trace", there)
     with pytest.raises(InvalidRequestError, match="snapshot"):
         profile_memory(snapshot=__file__)

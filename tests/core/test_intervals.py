@@ -8,11 +8,11 @@ import pytest
 from scipy import stats  # type: ignore[import-untyped]
 
 from autotune_amp.core.intervals import (
-    apart_interval,
     prediction_interval,
     ratio_interval,
     t_quantile,
     trimmed_interval,
+    unpaired_ratio_interval,
 )
 
 
@@ -64,10 +64,10 @@ def test_a_ratio_has_the_spread_that_was_seen_and_the_prior_where_too_little_was
     half = stats.t.ppf(0.975, 3) * 0.05 * math.sqrt(2)  # of one process each, paired or not
     expected = pytest.approx((2 * math.exp(-half), 2 * math.exp(half)), rel=1e-3)
     assert ratio_interval([200.0], [100.0]) == expected
-    assert apart_interval([200.0], [100.0]) == expected
+    assert unpaired_ratio_interval([200.0], [100.0]) == expected
     others = [[1.0, 1.01, 1.02]]
     half = stats.t.ppf(0.975, 2) * math.sqrt(2 * variance([math.log(value) for value in others[0]]))
-    assert apart_interval([200.0], [100.0], others) == pytest.approx(
+    assert unpaired_ratio_interval([200.0], [100.0], others) == pytest.approx(
         (2 * math.exp(-half), 2 * math.exp(half)), rel=1e-3
     )
 

@@ -131,7 +131,7 @@ def test_the_batch_size(asked: int | None, about: dict[str, Any], expected: int)
     [
         ("fp32", {}, "fp32"),
         ("tf32", {}, "tf32 is unsupported"),
-        ("fp8", {}, "layers are not known"),
+        ("fp8", {}, "layers are unknown"),
         ("fp8", {"variants": {"fp8_recipe": {"rowwise": "torchao is not installed"}}}, "torchao is not installed"),
         ("fp16", {"weights": "bf16"}, "the weights are kept in bf16"),
     ],

@@ -15,7 +15,7 @@ from autotune_amp.core.outcome import Failure, FailureKind, Outcome
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
-from autotune_amp.diagnostics.profile_amp import refused_in, time_in_turns
+from autotune_amp.diagnostics.profile_amp import excluded_reasons, time_in_turns
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.space import Space
 from autotune_amp.trial.jobs import Trial
@@ -87,7 +87,7 @@ def test_a_dataset_too_small_for_larger_batches_is_profiled_at_its_own() -> None
         baseline=Setting(precision="fp32", batch_size=32),
         excluded=tuple(Exclusion(precision=p, batch_size=size, reason="too small") for p, size in excluded),
     )
-    assert refused_in(space).keys() == {"fp16", "bf16"}
+    assert excluded_reasons(space).keys() == {"fp16", "bf16"}
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_a_dataset_too_small_for_larger_batches_is_profiled_at_its_own() -> None
         ({"precision": "half"}, "'half'"),
         ({"device": "gpu"}, "device is 'gpu'"),
         ({"trace": "no/such/folder/trace.json"}, "trace is 'no/such/folder/trace.json'"),
-        ({"trace": "trace.json.gz"}, "not compressed"),
-        ({"trace": __file__}, "is left alone"),
+        ({"trace": "trace.json.gz"}, "uncompressed"),
+        ({"trace": __file__}, "is not overwritten"),
         ({"workload": "nothing"}, "'nothing'"),
     ],
 )

@@ -17,7 +17,7 @@ from autotune_amp.diagnostics.profile_amp import (
     ProfileResults,
     facts,
     make_profile,
-    rows,
+    make_rows,
     verdict,
 )
 
@@ -32,7 +32,7 @@ def found(*fp32: Outcome, taken_apart: dict[Precision, Profiled] | None = None, 
 
 
 def bf16(*fp32: Outcome, ours: list[Outcome], **changes: Any) -> PrecisionRow:
-    return rows(("fp32", "bf16"), found(*fp32, bf16=ours, **changes))[1]
+    return make_rows(("fp32", "bf16"), found(*fp32, bf16=ours, **changes))[1]
 
 
 def test_the_speedup_is_that_of_processes_of_one_round() -> None:
@@ -45,7 +45,7 @@ def test_the_speedup_is_that_of_processes_of_one_round() -> None:
     assert row.step_seconds == pytest.approx(8**0.5)
     assert row.process_step_seconds == (2.0, 4.0)
     assert (row.num_steps, row.peak_memory_bytes) == (6, 1000)
-    assert rows(("fp32",), found(measured(4.0)))[0].speedup is None
+    assert make_rows(("fp32",), found(measured(4.0)))[0].speedup is None
 
 
 @pytest.mark.parametrize("failing", ["fp32", "bf16"])
@@ -63,11 +63,11 @@ def test_there_is_no_speedup_where_one_of_the_two_failed_in_a_later_round(failin
 def test_what_fails_refuses_or_has_nothing_to_be_compared_with_is_a_row_without_a_speedup() -> None:
     row = bf16(measured(4.0), ours=[failure()])
     assert (row.failure, row.reason, row.speedup, row.step_seconds) == ("oom", "too much", None, None)
-    reference, row = rows(("fp32", "bf16"), found(failure(), bf16=[measured(4.0)]))
+    reference, row = make_rows(("fp32", "bf16"), found(failure(), bf16=[measured(4.0)]))
     assert (reference.failure, row.speedup) == ("oom", None)
     assert row.step_seconds == pytest.approx(4.0)
     refused = found(measured(4.0))._replace(refused={"tf32": "a CPU has none"})
-    assert rows(("fp32", "tf32"), refused)[1] == PrecisionRow(precision="tf32", reason="a CPU has none")
+    assert make_rows(("fp32", "tf32"), refused)[1] == PrecisionRow(precision="tf32", reason="a CPU has none")
 
 
 @pytest.mark.parametrize("ours", [measured(20.0, was_cut=True), measured(20.1)])
@@ -95,7 +95,7 @@ def answered(optimizer_shares: dict[Precision, float], **step_seconds: float) ->
     }
     made = ProfileResults(HARDWARE, {}, {name: [measured(s)] for name, s in seconds.items()}, taken_apart)  # type: ignore[misc]
     return make_profile(
-        rows(tuple(made.outcomes), made),
+        make_rows(tuple(made.outcomes), made),
         made,
         workload="made",
         setting=Setting(precision="fp32", batch_size=8),

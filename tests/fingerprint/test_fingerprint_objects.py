@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from autotune_amp import fingerprint
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.recommendation import Fingerprint
-from autotune_amp.fingerprint import compute, workload_parts
+from autotune_amp.fingerprint import compute_fingerprint, workload_parts
 
 
 def parts_of(value: object) -> dict[str, str]:
@@ -185,7 +185,7 @@ def otherwise(x: Any) -> Any:
 
 
 def test_a_function_behind_a_librarys_decorator_counts() -> None:
-    names = set(parts_of([decorated, compute]))
+    names = set(parts_of([decorated, compute_fingerprint]))
     assert not any("autotune_amp" in name for name in names if name.startswith("source file"))
     assert "source file test_fingerprint_objects.py" in names
     assert parts_of(decorated) != parts_of(otherwise)
@@ -213,7 +213,7 @@ IDENTITY = DeviceIdentity(type="cuda", name="H100", driver="560.1", num_cpus=4, 
 
 
 def whole(identity: DeviceIdentity = IDENTITY, **options: object) -> Fingerprint:
-    return compute(SimpleNamespace(model=MODEL), options, identity, {"deterministic": False})
+    return compute_fingerprint(SimpleNamespace(model=MODEL), options, identity, {"deterministic": False})
 
 
 def test_a_setting_is_shown_with_both_values() -> None:

@@ -19,7 +19,7 @@ import helpers
 import unrelated
 import pkg.layers
 import pkg.registry
-from autotune_amp.fingerprint import compute
+from autotune_amp.fingerprint import compute_fingerprint
 from autotune_amp.core.hardware import DeviceIdentity
 
 LEARNING_RATE = 0.1
@@ -81,7 +81,7 @@ workload.evaluate = torch.utils.data.DataLoader(workload.data, batch_size=4, num
 workload.checkpoint = Net(3).checkpoint
 
 identity = DeviceIdentity(type="cpu", name="cpu", num_cpus=4, total_memory_bytes=1024)
-found = compute(workload, {"budget": 90.0}, identity, {"allow_tf32": False})
+found = compute_fingerprint(workload, {"budget": 90.0}, identity, {"allow_tf32": False})
 print(json.dumps([found.digest, found.parts, found.unknown]))
 """
 

@@ -10,7 +10,7 @@ import pytest
 
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.hardware import host, identify
-from autotune_amp.hardware.device import numbered, only
+from autotune_amp.hardware.device import name_of_numbered_device, name_of_single_device
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,11 +41,11 @@ def test_what_is_no_device_name_is_refused(device: str) -> None:
 
 
 def test_an_index_out_of_range_says_how_many_there_are() -> None:
-    assert (only("cpu", 0), numbered("cuda", 1, 2)) == ("cpu", "cuda:1")
+    assert (name_of_single_device("cpu", 0), name_of_numbered_device("cuda", 1, 2)) == ("cpu", "cuda:1")
     with pytest.raises(DeviceError, match="PyTorch sees 1 cpu device here"):
-        only("cpu", 1)
-    with pytest.raises(DeviceError, match="cuda:2 was asked for, but PyTorch sees 2 cuda devices"):
-        numbered("cuda", 2, 2)
+        name_of_single_device("cpu", 1)
+    with pytest.raises(DeviceError, match="cuda:2 does not exist: PyTorch sees 2 cuda devices"):
+        name_of_numbered_device("cuda", 2, 2)
 
 
 def test_identifying_imports_neither_torch_nor_psutil() -> None:

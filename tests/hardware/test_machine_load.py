@@ -13,7 +13,7 @@ import pytest
 
 from autotune_amp.core.hardware import GpuProcess
 from autotune_amp.hardware import machine_load, nvml
-from autotune_amp.hardware.machine_load import LoadMeter, ProcessTimes, Reading, load_between, read
+from autotune_amp.hardware.machine_load import LoadMeter, ProcessTimes, Reading, load_between, read_counters
 
 OURS, SERVER, TRIAL, OTHER = 100, 101, 102, 7
 
@@ -53,7 +53,7 @@ def test_names_with_blanks_and_brackets_are_read(tmp_path: Path) -> None:
     (tmp_path / "42").mkdir()
     fields = ["R", "7", *["0"] * 9, "300", "100", "20", "30", *["0"] * 25]
     (tmp_path / "42" / "stat").write_text(f"42 (a) b (c) {' '.join(fields)}\n")
-    found = read(tmp_path).processes
+    found = read_counters(tmp_path).processes
     assert found is not None
     ticks = os.sysconf("SC_CLK_TCK")
     assert found == {42: ProcessTimes(7, "a) b (c", 400 / ticks, 50 / ticks)}
@@ -71,7 +71,7 @@ def test_counters_that_are_hidden_or_stand_still_claim_no_idleness(monkeypatch: 
     ):  # under half our own 2 s: not believed
         assert load_between(reading(0.0, 0.0, before), reading(2.0, busy, after), OURS).own_num_cores == own_num_cores
     monkeypatch.setattr(psutil, "cpu_times", hidden)
-    found = read()
+    found = read_counters()
     assert (found.busy_seconds, found.stolen_seconds) == (None, None)
     assert found.num_cpus >= 1
     assert load_between(found, reading(1e9, 5.0, after), OURS).others_num_cores is None
@@ -80,14 +80,14 @@ def test_counters_that_are_hidden_or_stand_still_claim_no_idleness(monkeypatch: 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts what ended children used")
 def test_a_busy_process_is_ours_or_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_load, "_NUM_BUSIEST", 100)  # other tests may be busier
-    before = read()
+    before = read_counters()
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         deadline = time.monotonic() + 20
         while psutil.Process(child.pid).cpu_times().user < 0.3:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        after = read()
+        after = read_counters()
     finally:
         child.kill()
         child.wait()
@@ -103,7 +103,7 @@ def test_what_was_before_the_last_step_to_warm_up_does_not_count_and_no_measured
 ) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    monkeypatch.setattr(machine_load, "read", lambda: reading(now, 0.0, {}))
+    monkeypatch.setattr(machine_load, "read_counters", lambda: reading(now, 0.0, {}))
     meter = LoadMeter()
     # The second warm-up comes too soon for another look, the last after the measured steps.
     for seconds, tell in ((5.0, "warm_up"), (0.1, "warm_up"), (3.0, "step"), (3.0, "step"), (3.0, "warm_up")):

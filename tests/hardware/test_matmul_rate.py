@@ -37,7 +37,7 @@ class MadeDevice:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(measuring, "perf_counter", self.clock)
             patch.setattr(measuring, "_product", self.product)
-            patch.setattr(measuring, "_time", self.time)
+            patch.setattr(measuring, "_time_product", self.time)
             return measuring.flops_per_second("cpu", "fp16", seconds=seconds, max_bytes=max_bytes)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.core.precisions import PRECISIONS, Precision
-from autotune_amp.hardware.device import only
+from autotune_amp.hardware.device import name_of_single_device
 
 
 def is_built() -> bool:
@@ -12,7 +12,7 @@ def is_built() -> bool:
 
 
 def resolve(index: int | None) -> str:
-    only("toy", index)
+    name_of_single_device("toy", index)
     return "cpu"  # torch computes on it
 
 

@@ -1,4 +1,4 @@
-"""Check of a workload, in a child process: the step is recorded there, or taken alone if the recording crashes it."""
+"""Implementation of check_workload(): runs the check in a child process, and reports crashes of that process."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher
 from autotune_amp.search.source import Source, loaded, message_of
 
-DEADLINE_SECONDS = 600.0
+DEADLINE_SECONDS = 600.0  # for loading the workload, and for each job; far above the time that any step needs
 
 
 def run_workload_check(
     source: Source, progress: Progress, device: str, batch_size: int | None, seed: int
 ) -> CheckReport:
     """Check the workload in a child process; see `autotune_amp.check_workload` for the arguments."""
-    autocast_device = next((known for known in AUTOCAST_DEVICES if known == device), None)
+    autocast_device = next((device_type for device_type in AUTOCAST_DEVICES if device_type == device), None)
     if autocast_device is None:
-        known = ", ".join(AUTOCAST_DEVICES)
-        raise InvalidRequestError(f"--for is {device!r}; it must be one of {known}.", "Give --for cuda, for example.")
+        device_types = ", ".join(AUTOCAST_DEVICES)
+        raise InvalidRequestError(
+            f"--for is {device!r}; it must be one of {device_types}.", "Give --for cuda, for example."
+        )
     if not is_count(batch_size):
         raise InvalidRequestError(
             f"batch_size is {batch_size!r}; it must be a whole number from 1 up.", "Leave it out, or pass 8."
         )
     watcher = ProgressWatcher(progress, Budget(math.inf))
     progress.work_started(None)
-    hidden = "steps cannot be recorded from outside"
-    instead = "Give a Workload, or search the command: its trials show what breaks."
-    with loaded(source, watcher, DEADLINE_SECONDS, hidden=hidden, next_step=instead) as backend:
+    hidden = "steps cannot be recorded"
+    next_step = "Give a Workload, or search the command: its trials show what breaks."
+    with loaded(source, watcher, DEADLINE_SECONDS, hidden=hidden, next_step=next_step) as backend:
         opened = backend.open("cpu", source.num_threads(), DEADLINE_SECONDS)
         watcher.phase(f"recording one fp32 step for {autocast_device}")
         job = WorkloadCheckJob(
@@ -46,22 +48,22 @@ def run_workload_check(
             torch_state=source.torch_state(opened.torch_state),
             deadline_seconds=DEADLINE_SECONDS,
         )
-        found = backend.submit(job).result()
-        if isinstance(found, Failure) and found.kind == "crash":
-            watcher.phase("taking the step without recording it")
-            alone = backend.submit(msgspec.structs.replace(job, is_recorded=False)).result()
-            if not isinstance(alone, Failure):
+        report = backend.submit(job).result()
+        if isinstance(report, Failure) and report.kind == "crash":
+            watcher.phase("running the step without recording it")
+            unrecorded = backend.submit(msgspec.structs.replace(job, is_recorded=False)).result()
+            if not isinstance(unrecorded, Failure):
                 raise RunnerError(
-                    f"The recording of the step failed: {found.message}. The step alone works: it is not at fault.",
-                    "Please report this with the step, as a fault of autotune_amp's. `autotune-amp fidelity` says how "
-                    "the workload trains in a precision, without a recording.",
+                    f"The recording of the step failed: {report.message}. Without recording the step works.",
+                    "Please report this bug of autotune_amp, with the step. Meanwhile `autotune-amp fidelity` checks a "
+                    "precision without recording.",
                 )
-            found = alone
-    if isinstance(found, Failure):
-        if found.kind == "workload_error":
-            raise WorkloadError(*message_of(found))
+            report = unrecorded
+    if isinstance(report, Failure):
+        if report.kind == "workload_error":
+            raise WorkloadError(*message_of(report))
         raise WorkloadError(
-            f"One step of the workload does not work on the CPU: {found.kind}: {found.message}.",
+            f"One step of the workload fails on the CPU: {report.kind}: {report.message}.",
             "Run one fp32 step on the CPU by itself, with a smaller batch if need be, and fix what it raises.",
         )
-    return found
+    return report

@@ -1,4 +1,4 @@
-"""Child side of a check: record one step and read the user's source files."""
+"""Child process of a workload check: records one step and reads the user's source files."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from autotune_amp.diagnostics.check.findings import (
     CodeLocation,
     Finding,
     WorkloadCheckJob,
-    in_order,
     make_finding,
+    merged_and_sorted,
 )
-from autotune_amp.diagnostics.check.recording import Recording, Say, raised_at
+from autotune_amp.diagnostics.check.recording import ProgressCallback, StepRecorder, location_of_error
 from autotune_amp.precision import rules, torch_state
 from autotune_amp.precision.rules import AutocastDevice
 from autotune_amp.precision.step_amp import StepAmp
@@ -33,11 +33,11 @@ from autotune_amp.trial import data, failures
 from autotune_amp.trial.context import Context, LoopState, make_model
 from autotune_amp.trial.training import loss_with_checks
 
-NewAutocast: TypeAlias = Callable[[], AbstractContextManager[object]]
-SeeLoss: TypeAlias = Callable[[Tensor], object]
+AutocastFactory: TypeAlias = Callable[[], AbstractContextManager[object]]
+LossCallback: TypeAlias = Callable[[Tensor], object]
 
 # Findings hardly depend on the batch size: 2 samples are recorded, or up to 8 if the step fails with 2.
-NUM_SAMPLES, MOST_SAMPLES = 2, 8
+MIN_SAMPLES, MAX_SAMPLES = 2, 8
 
 
 def check(context: Context, job: WorkloadCheckJob, tell: Tell) -> CheckReport | Failure:
@@ -50,28 +50,31 @@ def check(context: Context, job: WorkloadCheckJob, tell: Tell) -> CheckReport | 
         return failure
 
 
-def _check(context: Context, job: WorkloadCheckJob, say: Say) -> CheckReport:
-    say("building the model")
+def _check(context: Context, job: WorkloadCheckJob, on_progress: ProgressCallback) -> CheckReport:
+    on_progress("building the model")
     torch_state.apply(job.torch_state)
     torch_state.set_flags("fp32")
     torch_state.seed(job.seed)
     model = context.model(torch.device("cpu"))
-    most = job.batch_size or _most_samples(context.workload)
-    fewest = job.batch_size or min(NUM_SAMPLES, most)
+    max_samples = job.batch_size or _max_samples(context.workload)
+    min_samples = job.batch_size or min(MIN_SAMPLES, max_samples)
     try:
-        return _report(context, job, model, fewest, say)
+        return _report(context, job, model, min_samples, on_progress)
     except Exception:
-        if fewest == most:
+        if min_samples == max_samples:
             raise
-    say(f"taking {most} samples: the step does not run with {fewest}")
+    on_progress(f"taking {max_samples} samples: the step does not run with {min_samples}")
     torch_state.seed(job.seed)
-    return _report(context, job, make_model(context.workload), most, say)  # the first one's weights may be fp32 by now
+    model = make_model(context.workload)  # the first model's weights may be cast to fp32 already
+    return _report(context, job, model, max_samples, on_progress)
 
 
-def _report(context: Context, job: WorkloadCheckJob, model: nn.Module, batch_size: int, say: Say) -> CheckReport:
+def _report(
+    context: Context, job: WorkloadCheckJob, model: nn.Module, batch_size: int, on_progress: ProgressCallback
+) -> CheckReport:
     if job.is_recorded:
-        return report_on(context.workload, model, job.autocast_device, batch_size, context.source, say)
-    _take(context.workload, model, batch_size)
+        return report_on(context.workload, model, job.autocast_device, batch_size, context.source, on_progress)
+    _run_step_unrecorded(context.workload, model, batch_size)
     name, device = context.workload.name, job.autocast_device
     return CheckReport(workload=name, device=device, batch_size=batch_size, findings=(), num_calls=0, num_modules=0)
 
@@ -82,91 +85,99 @@ def report_on(
     device: AutocastDevice,
     batch_size: int | None = None,
     source: Any = None,
-    say: Say = lambda _: None,
+    on_progress: ProgressCallback = lambda _: None,
 ) -> CheckReport:
-    """Record one step of `model`, made by `workload`, read the user's source files, and return the report.
+    """Record one step of `model`, the workload's model, read the user's source files, and return the report.
 
     `batch_size` is in samples; None takes that of the workload's data, at most 8. `source` is the function that made
-    the workload. `say` is called with the progress. Weights in half precision are cast to fp32 in place. If the
-    recorded step raises, it is repeated without recording: an exception that is raised again propagates, any other is
-    the report's `problem`.
+    the workload. `on_progress` is called with a line of text. Weights in half precision are cast to fp32 in place. If
+    the recorded step raises, it is repeated without recording: if that raises too, the exception propagates, otherwise
+    it is the report's `problem`.
     """
-    batch_size = batch_size or _most_samples(workload)
-    say(f"loading {batch_size} samples")
+    batch_size = batch_size or _max_samples(workload)
+    on_progress(f"loading {batch_size} samples")
     with closing(data.stream(workload.data, batch_size)) as stream:
         batch = next(stream)
-    sources, unread = reading.sources_of(_written(source, workload, model))
-    findings = [finding for source in sources for finding in reading.read(source)]
-    findings += _of_weights(model, device, sources, (workload.model, workload.build, source))
-    recording = Recording(model, device, say)
+    sources, unread = reading.parse_sources(_user_code(source, workload, model))
+    findings = [finding for source in sources for finding in reading.source_findings(source)]
+    findings += _weight_findings(model, device, sources, (workload.model, workload.build, source))
+    recorder = StepRecorder(model, device, on_progress)
     problem = None
     try:
-        with recording.running():
-            _step(workload, model, batch, recording.autocast, recording.see_loss)
+        with recorder.recording():
+            _run_step(workload, model, batch, recorder.autocast, recorder.check_loss)
     except Exception as error:
-        _take(workload, model, batch_size)  # raises if the error is the workload's own
+        _run_step_unrecorded(workload, model, batch_size)  # raises if the error is the workload's own
         problem = failures.failure_from_exception(error).message
         if (rule := rules.rule_of(problem)) is not None:  # code that inspects dtypes, as torch's own may
-            findings.append(make_finding(rule, raised_at(error)))
+            findings.append(make_finding(rule, location_of_error(error)))
     return CheckReport(
         workload=workload.name,
         device=device,
         batch_size=batch_size,
-        findings=in_order([*findings, *recording.findings]),
-        num_calls=recording.num_calls,
-        num_modules=len(recording.modules_run),
+        findings=merged_and_sorted([*findings, *recorder.findings]),
+        num_calls=recorder.num_calls,
+        num_modules=len(recorder.modules_run),
         files=tuple(source.file for source in sources),
         unread=unread,
         problem=problem,
     )
 
 
-def _written(source: Any, workload: Workload, model: nn.Module) -> list[Any]:
-    """Return the classes and functions that the workload is made of, including the types of its modules."""
+def _user_code(source: Any, workload: Workload, model: nn.Module) -> list[Any]:
+    """Return the user's classes and functions in the workload, including the classes of its modules."""
     parts = workload.model, workload.loss, workload.build, workload.train_step, workload.optimizer, workload.clip
-    given = [part for part in (source, *parts) if callable(part) and not isinstance(part, nn.Module | Workload)]
-    return [*given, *dict.fromkeys(type(module) for module in model.modules() if not isinstance(module, LoopState))]
+    parts_with_code = [
+        part for part in (source, *parts) if callable(part) and not isinstance(part, nn.Module | Workload)
+    ]
+    return [
+        *parts_with_code,
+        *dict.fromkeys(type(module) for module in model.modules() if not isinstance(module, LoopState)),
+    ]
 
 
-def _of_weights(
+def _weight_findings(
     model: nn.Module, device: AutocastDevice, sources: Sequence[reading.SourceText], makers: Sequence[Any]
 ) -> Iterator[Finding]:
-    """Yield a finding for complex trained weights, and one for each other dtype than fp32 that trained weights have."""
+    """Yield a finding for complex trained weights, and one for each dtype of trained weights other than fp32."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if modules := dict.fromkeys(name.rpartition(".")[0] for name, parameter in trained if parameter.is_complex()):
         why = "Complex weights are trained, whose gradients GradScaler cannot unscale."
-        mend = "Keep them as pairs of real numbers, as torch.view_as_real has them, or train in bf16."
+        mend = "Store them as pairs of real numbers (torch.view_as_real), or train in bf16."
         finding = make_finding(rules.WEIGHTS, CodeLocation(), why=why, mend=mend, precisions=("fp16",))
         yield replace(finding, modules=tuple(modules))
-    kept: dict[torch.dtype, dict[str, None]] = {}
+    modules_by_dtype: dict[torch.dtype, dict[str, None]] = {}
     for name, parameter in trained:
         if parameter.is_floating_point() and parameter.dtype != torch.float32:
-            kept.setdefault(parameter.dtype, {})[name.rpartition(".")[0]] = None
-    for dtype, modules in kept.items():
-        breaks = dtype == torch.float16 or (dtype == torch.float64 and device == "mps")  # MPS has no float64
+            modules_by_dtype.setdefault(parameter.dtype, {})[name.rpartition(".")[0]] = None
+    for dtype, modules in modules_by_dtype.items():
+        is_breaking = dtype == torch.float16 or (dtype == torch.float64 and device == "mps")  # MPS has no float64
         name = str(dtype).removeprefix("torch.")
-        yield reading.of_weights(name, "breaks" if breaks else "hurts", tuple(modules), sources, makers)
+        yield reading.weights_finding(name, "breaks" if is_breaking else "hurts", tuple(modules), sources, makers)
 
 
-def _most_samples(workload: Workload) -> int:
-    _, own, num_samples = data.describe(workload.data)
-    return min(own or MOST_SAMPLES, num_samples or MOST_SAMPLES, MOST_SAMPLES)
+def _max_samples(workload: Workload) -> int:
+    """Return the batch size of the workload's data, at most `MAX_SAMPLES` and at most the size of the dataset."""
+    _, own_batch_size, num_samples = data.describe(workload.data)
+    return min(own_batch_size or MAX_SAMPLES, num_samples or MAX_SAMPLES, MAX_SAMPLES)
 
 
-def _take(workload: Workload, model: nn.Module, batch_size: int) -> None:
+def _run_step_unrecorded(workload: Workload, model: nn.Module, batch_size: int) -> None:
     """Run one step without recording it."""
     with closing(data.stream(workload.data, batch_size)) as stream:
-        _step(workload, model, next(stream), nullcontext, lambda _: None)
+        _run_step(workload, model, next(stream), nullcontext, lambda _: None)
 
 
-def _step(workload: Workload, model: nn.Module, batch: Any, autocast: NewAutocast, see_loss: SeeLoss) -> None:
+def _run_step(
+    workload: Workload, model: nn.Module, batch: Any, autocast: AutocastFactory, check_loss: LossCallback
+) -> None:
     """Run a forward and a backward pass, or a `train_step`, under `autocast`.
 
-    `see_loss` is called with the loss before the backward pass.
+    `check_loss` is called with the loss before the backward pass.
     """
     if isinstance(model, LoopState):
         assert workload.train_step is not None
-        workload.train_step(model.held, batch, _WatchedAmp(autocast, see_loss))
+        workload.train_step(model.held, batch, _LossCheckingAmp(autocast, check_loss))
         return
     with autocast():
         loss = loss_with_checks(workload.loss)(model, batch)
@@ -174,16 +185,16 @@ def _step(workload: Workload, model: nn.Module, batch: Any, autocast: NewAutocas
     loss.backward()  # type: ignore[no-untyped-call]  # torch does not type it
 
 
-class _WatchedAmp(StepAmp):
-    """Stand-in for the amp argument of a `train_step`: it scales nothing, and passes each loss to `see_loss`."""
+class _LossCheckingAmp(StepAmp):
+    """Argument `amp` of a `train_step` that scales nothing and passes each loss to `check_loss`."""
 
-    def __init__(self, autocast: NewAutocast, see_loss: SeeLoss) -> None:
+    def __init__(self, autocast: AutocastFactory, check_loss: LossCallback) -> None:
         super().__init__(autocast, "cpu", AmpConfig(precision="fp32", batch_size=1), scales=False)
-        self._see_loss = see_loss
+        self._check_loss = check_loss
 
     def scale(self, outputs: Any) -> Any:
-        """Return the outputs unscaled, after passing each tensor among them to `see_loss`."""
+        """Return the outputs unscaled, after passing each tensor among them to `check_loss`."""
         for leaf in tree_leaves(outputs):
             if isinstance(leaf, Tensor):
-                self._see_loss(leaf)
+                self._check_loss(leaf)
         return super().scale(outputs)

@@ -1,4 +1,4 @@
-"""Findings of a check, its report and its job. Plain data without torch."""
+"""Findings of a workload check, its report, and the job that runs it. Plain data without torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """Finding of a check: one place in the code that breaks or hurts under autocast.
 
     `rule` is the name of the rule, `precisions` are those in which the finding holds. `modules` are the qualified names
-    of the modules in which it was seen, "" for code outside all modules. `line` counts from 1 in `file`, and `code` is
+    of the modules in which the code ran, "" for code outside all modules. `line` counts from 1 in `file`, and `code` is
     its text; None and "" if the source is unknown. `why` is the reason, `mend` the fixed line or a sentence that says
     how to fix it, `source` the address of the documentation.
     """
@@ -83,8 +83,8 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
 class WorkloadCheckJob(Job[CheckReport], frozen=True, kw_only=True):
     """Job that records one fp32 step of a workload on the CPU and reads its source, for `autocast_device`'s autocast.
 
-    `batch_size` is in samples, None for a few. Without `is_recorded` the step only runs, which shows whether it crashes
-    its process by itself.
+    `batch_size` is in samples, None for 2 (or up to 8 if the step fails with 2). Without `is_recorded` the step runs
+    unrecorded, to show whether it is the step that crashes the process.
     """
 
     answer: ClassVar[Any] = CheckReport
@@ -98,29 +98,29 @@ class WorkloadCheckJob(Job[CheckReport], frozen=True, kw_only=True):
 
 def make_finding(
     rule: Rule,
-    place: CodeLocation,
+    location: CodeLocation,
     severity: Severity | None = None,
     *,
     why: str | None = None,
     mend: str | None = None,
     precisions: tuple[Precision, ...] | None = None,
 ) -> Finding:
-    """Return a finding of `rule` at a place; arguments that are given replace the values of the rule."""
+    """Return a finding of `rule` at a location; arguments other than None replace the values of the rule."""
     return Finding(
         rule=rule.name,
         severity=severity or rule.severity,
         precisions=precisions or rule.precisions,
-        modules=(place.module,),
-        file=place.file,
-        line=place.line,
-        code=place.code,
+        modules=(location.module,),
+        file=location.file,
+        line=location.line,
+        code=location.code,
         why=why or rule.why,
         mend=mend or rule.fix,
         source=rule.source,
     )
 
 
-def in_order(findings: list[Finding]) -> tuple[Finding, ...]:
+def merged_and_sorted(findings: list[Finding]) -> tuple[Finding, ...]:
     """Return the findings sorted: those that break first, then by rule, file and line.
 
     Findings of one rule with the same precisions and line (or modules, if the file is unknown) are merged into one,
@@ -128,12 +128,12 @@ def in_order(findings: list[Finding]) -> tuple[Finding, ...]:
     """
     merged: dict[tuple[Any, ...], Finding] = {}
     for finding in findings:
-        place = finding.file, finding.line
-        key = finding.rule, finding.precisions, *(place if finding.file is not None else finding.modules)
-        known = merged.get(key, finding)
-        modules = tuple(dict.fromkeys((*known.modules, *finding.modules)))
-        severity: Severity = "breaks" if "breaks" in (known.severity, finding.severity) else "hurts"
-        merged[key] = msgspec.structs.replace(known, modules=modules, severity=severity)
+        file_and_line = finding.file, finding.line
+        key = finding.rule, finding.precisions, *(file_and_line if finding.file is not None else finding.modules)
+        earlier = merged.get(key, finding)
+        modules = tuple(dict.fromkeys((*earlier.modules, *finding.modules)))
+        severity: Severity = "breaks" if "breaks" in (earlier.severity, finding.severity) else "hurts"
+        merged[key] = msgspec.structs.replace(earlier, modules=modules, severity=severity)
     names = [rule.name for rule in RULES]
     return tuple(
         sorted(

@@ -27,7 +27,9 @@ from autotune_amp.trial.step_profile.child import warm_up
 from autotune_amp.trial.training import BaseTraining, make_training
 from autotune_amp.trial.worker import prepare_process, run_guarded
 
-MAX_PASSES = 2  # passes of an accumulation window: from the second on, gradients exist before the forward pass
+MAX_INSPECTED_PASSES = (
+    2  # forward passes of a step that are run: from the second on, gradients exist before the forward pass
+)
 MAX_HISTORY_ENTRIES = 100_000  # entries of a snapshot, as in PyTorch's own guide
 
 
@@ -45,7 +47,7 @@ def _measure(context: Context, spec: MemoryJob, tell: Tell) -> MemoryBreakdown |
         warm_up(training)  # from here on the optimizer holds its state
         tell(Phase("measuring memory"))
         with nullcontext() if spec.snapshot_file is None else snapshot(spec.snapshot_file):
-            _take_step(training)
+            _run_step(training)
         memory.poll()
         peak_bytes, taken_bytes = memory.peak_bytes()
         has_flushed = memory.num_allocator_retries() > retries
@@ -53,15 +55,15 @@ def _measure(context: Context, spec: MemoryJob, tell: Tell) -> MemoryBreakdown |
         failure = judge(RunEvidence(memory_bytes=taken_bytes, memory_limit_bytes=limit_bytes, has_flushed=has_flushed))
         if failure is not None:
             return failure
-        held = HeldMemory(training)
+        meter = StepMemoryMeter(training)
         with torch.compiler.set_stance("force_eager"):  # compiled code hides its modules
-            _take_step(training, held)
-        return held.breakdown(taken_bytes, None if training.device.type == "cpu" else peak_bytes)
+            _run_step(training, meter)
+        return meter.breakdown(taken_bytes, None if training.device.type == "cpu" else peak_bytes)
 
 
-def _take_step(training: BaseTraining, held: HeldMemory | None = None) -> None:
-    """Take one optimizer step; its last pass uses the largest batch, if that is known."""
-    num_passes = min(training.spec.candidate.accumulation_steps, MAX_PASSES)
+def _run_step(training: BaseTraining, meter: StepMemoryMeter | None = None) -> None:
+    """Run one optimizer step, inspected by `meter`; its last pass uses the largest batch, if that is known."""
+    num_passes = min(training.spec.candidate.accumulation_steps, MAX_INSPECTED_PASSES)
     for number in range(1, num_passes + 1):
         batch = training.worst_batch() if number == num_passes else None
         if batch is None:
@@ -76,7 +78,7 @@ def _take_step(training: BaseTraining, held: HeldMemory | None = None) -> None:
 @contextmanager
 def snapshot(path: str) -> Iterator[None]:
     """Record CUDA's allocations within the context, with stacks, in a file for https://pytorch.org/memory_viz."""
-    # C++ stacks would start a process for each library, which stays alive.
+    # C++ stacks would start a symbolizer process for each library, which is never stopped.
     torch.cuda.memory._record_memory_history(max_entries=MAX_HISTORY_ENTRIES, stacks="python")
     try:
         yield
@@ -85,17 +87,17 @@ def snapshot(path: str) -> Iterator[None]:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def storages(held: Iterable[Tensor]) -> dict[int, int]:
-    """Return the bytes of each storage behind these tensors by address; for a sparse tensor those of its parts."""
-    found: dict[int, int] = {}
-    for tensor in held:
+def storage_bytes(tensors_: Iterable[Tensor]) -> dict[int, int]:
+    """Return the bytes of each storage of these tensors, by address; for a sparse tensor those of its parts."""
+    bytes_by_address: dict[int, int] = {}
+    for tensor in tensors_:
         if tensor.layout == torch.sparse_coo:
-            found |= storages((tensor._indices(), tensor._values()))
+            bytes_by_address |= storage_bytes((tensor._indices(), tensor._values()))
         elif tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    found.pop(0, None)  # storage without memory
-    return found
+            bytes_by_address[storage.data_ptr()] = storage.nbytes()
+    bytes_by_address.pop(0, None)  # storage without memory
+    return bytes_by_address
 
 
 def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
@@ -105,39 +107,39 @@ def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
     ]
 
 
-class _Saved:
-    """A tensor saved by autograd; calls `let_go` when autograd releases it."""
+class _SavedTensor:
+    """Tensor saved by autograd for the backward pass; calls `on_release` when autograd frees it."""
 
-    def __init__(self, tensor: Tensor, let_go: Callable[[], None]) -> None:
+    def __init__(self, tensor: Tensor, on_release: Callable[[], None]) -> None:
         self.tensor = tensor
-        self._let_go = let_go
+        self._on_release = on_release
 
     def __del__(self) -> None:
-        self._let_go()
+        self._on_release()
 
 
-class HeldMemory:
-    """Memory held by one optimizer step of a training run whose optimizers have their state."""
+class StepMemoryMeter:
+    """Measures the memory held during one optimizer step, by kind. The optimizers must have made their state before."""
 
     def __init__(self, training: BaseTraining) -> None:
         self._live = training.live
         self._device_type = training.device.type
         self._modules = modules_by_name(training.model)
         self._trainable = [p for p in training.model.parameters() if p.requires_grad]
-        self._parameters = self._storages(training.model.parameters())
-        self._buffers = _without(self._storages(training.model.buffers()), self._parameters)
-        state = self._storages(state_tensors(self._live.optimizers))
-        self._optimizer_state = _without(state, {**self._parameters, **self._buffers})
+        self._parameters = self._storage_bytes(training.model.parameters())
+        self._buffers = _excluding(self._storage_bytes(training.model.buffers()), self._parameters)
+        state = self._storage_bytes(state_tensors(self._live.optimizers))
+        self._optimizer_state = _excluding(state, {**self._parameters, **self._buffers})
         self._batch: dict[int, int] = {}
         self._batch_bytes = 0
         self._gradients: dict[int, int] = {}  # per parameter, by its id
-        self._casts = _CastWatch(self._parameters, self._storages(self._trainable).keys())
+        self._casts = _CastTracker(self._parameters, self._storage_bytes(self._trainable).keys())
         self._saved_by: Counter[str] = Counter()
-        self._inside: list[str] = []  # names of the running modules, the innermost last
-        self._num_holders: Counter[int] = Counter()  # number of saved tensors that hold a storage, by its address
-        self._activations_bytes = 0  # held at present
-        self._present_gradients: dict[int, int] = {}
-        self._most_held_bytes = 0  # activations and gradients together
+        self._module_stack: list[str] = []  # names of the running modules, the innermost last
+        self._num_holders: Counter[int] = Counter()  # number of saved tensors that share a storage, by its address
+        self._activations_bytes = 0  # saved and not yet freed
+        self._current_gradients: dict[int, int] = {}
+        self._peak_bytes = 0  # of activations and gradients together
         self._is_backward_next = False
 
     @contextmanager
@@ -146,19 +148,19 @@ class HeldMemory:
         given = [tensor for _, tensor in batch_tensors(batch)]
         self._batch = _without(self._storages(given), self._parameters)
         # The batch may be a view of a whole dataset.
-        self._batch_bytes = min(sum(self._batch.values()), sum(map(_num_bytes, given)))
+        self._batch_bytes = min(sum(self._batch.values()), sum(map(_num_bytes, batch_tensors)))
         self._saved_by.clear()
         with ExitStack() as stack:
             # TorchScript modules accept no hooks: their memory counts for the module around them.
             for name, module in ((name, module) for name, module in self._modules.items() if can_be_wrapped(module)):
-                enter = module.register_forward_pre_hook(partial(self._enter, name), prepend=True)
+                enter = module.register_forward_pre_hook(partial(self._enter_module, name), prepend=True)
                 # Recomputation by a checkpoint ends with an exception.
-                leave = module.register_forward_hook(self._leave, always_call=True)
+                leave = module.register_forward_hook(self._leave_module, always_call=True)
                 stack.callback(enter.remove)
                 stack.callback(leave.remove)
             parameter: Any  # torch does not type its hooks
             for parameter in self._trainable:
-                stack.callback(parameter.register_post_accumulate_grad_hook(self._note_gradient).remove)
+                stack.callback(parameter.register_post_accumulate_grad_hook(self._record_gradient).remove)
             stack.enter_context(self._casts)
             stack.enter_context(saved_tensors_hooks(self._pack, self._unpack))
             yield
@@ -177,7 +179,7 @@ class HeldMemory:
             optimizer_state_bytes=sum(self._optimizer_state.values()),
             batch_bytes=self._batch_bytes,
             cast_weights_bytes=sum(self._casts.num_bytes.values()),
-            not_held_together_bytes=gradients_bytes + activations_bytes - self._most_held_bytes,
+            not_held_together_bytes=gradients_bytes + activations_bytes - self._peak_bytes,
             modules=tuple(ModuleActivations(name=name, num_bytes=num_bytes) for name, num_bytes in saved_by),
             optimizers=tuple(type(optimizer).__name__ for optimizer in self._live.optimizers),
             checkpointable_modules=self._checkpointable_modules(),
@@ -190,58 +192,62 @@ class HeldMemory:
         blocks = {block for _, _, block in repeated_blocks(self._live)}
         return tuple(name for name, module in self._modules.items() if module in blocks)
 
-    def _storages(self, held: Iterable[Tensor]) -> dict[int, int]:
-        return storages(tensor for tensor in held if tensor.device.type == self._device_type)
+    def _storage_bytes(self, tensors_: Iterable[Tensor]) -> dict[int, int]:
+        return storage_bytes(tensor for tensor in tensors_ if tensor.device.type == self._device_type)
 
-    def _enter(self, name: str, *_: object) -> None:
-        self._inside.append(name)
+    def _enter_module(self, name: str, *_: object) -> None:
+        self._module_stack.append(name)
 
-    def _leave(self, *_: object) -> None:
-        self._inside.pop()
+    def _leave_module(self, *_: object) -> None:
+        self._module_stack.pop()
 
-    def _pack(self, tensor: Tensor) -> _Saved:
+    def _pack(self, tensor: Tensor) -> _SavedTensor:
         is_forward = not _is_in_backward()
         self._is_backward_next |= is_forward
-        held = {k: n for k, n in self._storages((tensor,)).items() if not self._is_known(k) and k not in self._casts}
-        for key, num_bytes in held.items():
+        storages = {
+            k: n
+            for k, n in self._storage_bytes((tensor,)).items()
+            if not self._belongs_to_other_kind(k) and k not in self._casts
+        }
+        for key, num_bytes in storages.items():
             self._num_holders[key] += 1
             if self._num_holders[key] == 1:
                 self._activations_bytes += num_bytes
                 if is_forward:  # otherwise it is recomputed
-                    self._saved_by[self._inside[-1] if self._inside else ""] += num_bytes
+                    self._saved_by[self._module_stack[-1] if self._module_stack else ""] += num_bytes
         if not is_forward:
-            self._note_held()
-        return _Saved(tensor, partial(self._let_go, held))
+            self._update_peak()
+        return _SavedTensor(tensor, partial(self._on_release, storages))
 
-    def _unpack(self, saved: _Saved) -> Tensor:
-        if self._is_backward_next:  # the first unpack: no more is saved, and present gradients are older
+    def _unpack(self, saved: _SavedTensor) -> Tensor:
+        if self._is_backward_next:  # first unpack of this pass: the gradients present are those of earlier passes
             self._is_backward_next = False
-            self._present_gradients = {id(p): _num_bytes(p.grad) for p in self._trainable if p.grad is not None}
-            self._note_held()
+            self._current_gradients = {id(p): _num_bytes(p.grad) for p in self._trainable if p.grad is not None}
+            self._update_peak()
         return saved.tensor
 
-    def _let_go(self, held: Mapping[int, int]) -> None:
-        for key, num_bytes in held.items():
+    def _on_release(self, storages: Mapping[int, int]) -> None:
+        for key, num_bytes in storages.items():
             self._num_holders[key] -= 1
             if not self._num_holders[key]:
                 self._activations_bytes -= num_bytes
 
-    def _note_gradient(self, parameter: Tensor) -> None:
+    def _record_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:  # otherwise an optimizer inside the backward pass has consumed it
             num_bytes = _num_bytes(parameter.grad)
-            self._gradients[id(parameter)] = self._present_gradients[id(parameter)] = num_bytes
-            self._note_held()
+            self._gradients[id(parameter)] = self._current_gradients[id(parameter)] = num_bytes
+            self._update_peak()
 
-    def _note_held(self) -> None:
-        held_bytes = self._activations_bytes + sum(self._present_gradients.values())
-        self._most_held_bytes = max(self._most_held_bytes, held_bytes)
+    def _update_peak(self) -> None:
+        held_bytes = self._activations_bytes + sum(self._current_gradients.values())
+        self._peak_bytes = max(self._peak_bytes, held_bytes)
 
-    def _is_known(self, key: int) -> bool:
+    def _belongs_to_other_kind(self, key: int) -> bool:
         return any(key in part for part in (self._parameters, self._buffers, self._optimizer_state, self._batch))
 
 
-class _CastWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
-    """Dispatch mode that finds the copies of parameters in another dtype, as autocast makes them: `num_bytes` of each.
+class _CastTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
+    """Dispatch mode that finds copies of parameters in another dtype, such as autocast's. `num_bytes` has the sizes.
 
     Autocast keeps copies of trainable parameters; other parameters are copied at each use, and such a copy counts if it
     is saved for the backward pass (``in``).
@@ -264,28 +270,28 @@ class _CastWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch d
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        source = next(iter(storages(args[:1])), 0) if func is torch.ops.aten._to_copy.default else 0
+        result = func(*args, **(kwargs or {}))
+        source = next(iter(storage_bytes(args[:1])), 0) if func is torch.ops.aten._to_copy.default else 0
         if source in self._parameters:
-            ((key, num_bytes),) = storages((made,)).items()
-            name = (source, made.dtype) if source in self._trainable else key
+            ((key, num_bytes),) = storage_bytes((result,)).items()
+            name = (source, result.dtype) if source in self._trainable else key
             self._copies[key] = name, num_bytes
             if source in self._trainable:
                 self.num_bytes[name] = num_bytes
         elif self._copies:  # once a copy is freed, its address may be reused
-            before = storages(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-            for key in storages(leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)):
-                if key not in before:
+            inputs = storage_bytes(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            for key in storage_bytes(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
+                if key not in inputs:
                     self._copies.pop(key, None)
-        return made
+        return result
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    return sum(storages((tensor,)).values()) if tensor.layout == torch.sparse_coo else tensor.nbytes
+    return sum(storage_bytes((tensor,)).values()) if tensor.layout == torch.sparse_coo else tensor.nbytes
 
 
-def _without(found: Mapping[int, int], known: Mapping[int, int]) -> dict[int, int]:
-    return {key: num_bytes for key, num_bytes in found.items() if key not in known}
+def _excluding(storages: Mapping[int, int], excluded: Mapping[int, int]) -> dict[int, int]:
+    return {key: num_bytes for key, num_bytes in storages.items() if key not in excluded}
 
 
 def _is_in_backward() -> bool:

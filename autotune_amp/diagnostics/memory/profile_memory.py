@@ -17,7 +17,7 @@ from autotune_amp.core.intervals import fit_memory
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.text import A_SIZE, count, parse_size
+from autotune_amp.core.text import SIZE_FORMATS, count, parse_size
 from autotune_amp.diagnostics.memory.results import (
     LargestBatch,
     MemoryBreakdown,
@@ -26,7 +26,12 @@ from autotune_amp.diagnostics.memory.results import (
     MemoryRow,
     Saving,
 )
-from autotune_amp.diagnostics.profile_amp import assumed_size, nothing_works, refused_in, space_at
+from autotune_amp.diagnostics.profile_amp import (
+    assumed_size_notes,
+    excluded_reasons,
+    nothing_works_error,
+    space_at_batch_size,
+)
 from autotune_amp.hardware import identify
 from autotune_amp.precision.modes import MIXED_PRECISIONS, MODES
 from autotune_amp.search.job_defaults import is_hopeless
@@ -52,68 +57,69 @@ def run_memory_profile(
     fit: str | int | None,
     snapshot: str | os.PathLike[str] | None,
 ) -> MemoryProfile:
-    """Measure in child processes; for the arguments see `autotune_amp.profile_memory`."""
+    """Measure each precision in a child process; see `autotune_amp.profile_memory` for the arguments."""
     if not is_count(batch_size):
         raise InvalidRequestError(
             f"--batch-size is {batch_size!r}; it must be a whole number from 1 up.",
             "Give --batch-size 32, for example.",
         )
-    limit_bytes = None if fit is None else _limit(fit)
+    limit_bytes = None if fit is None else _parse_fit(fit)
     precisions = SearchOptions.from_user(device=device, precision=precision).precisions
-    path = None if snapshot is None else _snapshot_path(snapshot, device)
+    snapshot_file = None if snapshot is None else _snapshot_path(snapshot, device)
     clock = Budget(math.inf)
     watcher = ProgressWatcher(progress, clock)
     progress.work_started(None)
-    hidden = "tensors cannot be seen from outside"
-    instead = "Give a Workload, or search the command: it measures the peak of each precision and batch size."
-    with loaded(source, watcher, clock.left(), hidden=hidden, next_step=instead) as backend:
+    hidden = "tensors cannot be inspected"
+    advice = "Give a Workload, or search the command: it measures the peak of each precision and batch size."
+    with loaded(source, watcher, clock.left(), hidden=hidden, next_step=advice) as backend:
         opened = open_workload(backend, source, device, watcher, baseline_batch_size=batch_size or ASSUMED_BATCH_SIZE)
         progress.found_hardware(opened.hardware)
-        asked = precisions or ("fp32", *MIXED_PRECISIONS)
-        space = space_at(batch_size, opened, asked)
-        refused = refused_in(space) | ({} if precisions else _hopeless(opened.hardware, asked))
-        first = space.baseline
+        requested = precisions or ("fp32", *MIXED_PRECISIONS)
+        space = space_at_batch_size(batch_size, opened, requested)
+        reasons = excluded_reasons(space) | ({} if precisions else _emulated_reasons(opened.hardware, requested))
+        baseline = space.baseline
 
         def measure(setting: Setting, snapshot_file: Path | None) -> MemoryResult:
             watcher.phase(f"measuring the memory of {setting.precision}, batch size {setting.batch_size}")
-            found: MemoryResult = backend.submit(memory_job(setting, opened, snapshot_file)).result()
-            return found
+            result: MemoryResult = backend.submit(memory_job(setting, opened, snapshot_file)).result()
+            return result
 
         runs: dict[Precision, PrecisionMemory] = {}
-        for name in (name for name in asked if name not in refused):
+        for name in (name for name in requested if name not in reasons):
             is_recorded = any(isinstance(run.first, MemoryBreakdown) for run in runs.values())
             runs[name] = measure_precision(
-                Setting(precision=name, batch_size=first.batch_size, accumulation_steps=first.accumulation_steps),
+                Setting(precision=name, batch_size=baseline.batch_size, accumulation_steps=baseline.accumulation_steps),
                 measure,
                 limit_bytes,
-                may_take_bytes=_may_take(opened),
-                most=opened.description.num_samples,
-                snapshot_file=None if is_recorded else path,
+                available_bytes=_memory_limit_bytes(opened),
+                num_samples=opened.description.num_samples,
+                snapshot_file=None if is_recorded else snapshot_file,
             )
     if not any(isinstance(run.first, MemoryBreakdown) for run in runs.values()):
         failures = {name: run.first for name, run in runs.items() if isinstance(run.first, Failure)}
-        raise nothing_works(refused, failures, "Fix what the reasons name, or give a smaller --batch-size.")
+        raise nothing_works_error(reasons, failures, "Fix the first error above, or give a smaller --batch-size.")
     return MemoryProfile(
         workload=source.name,
         device=opened.hardware.device,
         device_name=opened.hardware.identity.name,
-        batch_size=first.batch_size,
-        accumulation_steps=first.accumulation_steps,
-        rows=rows(asked, refused, runs, first.batch_size, limit_bytes, opened.description.num_samples),
+        batch_size=baseline.batch_size,
+        accumulation_steps=baseline.accumulation_steps,
+        rows=make_rows(requested, reasons, runs, baseline.batch_size, limit_bytes, opened.description.num_samples),
         limit_bytes=limit_bytes,
         notes=_notes(batch_size, opened, limit_bytes),
-        snapshot=None if path is None else str(path),
+        snapshot=None if snapshot_file is None else str(snapshot_file),
     )
 
 
 class PrecisionMemory(NamedTuple):
-    """Memory of one precision: the result at the requested batch size, and the bytes at every size tried, in order.
+    """Memory of one precision: the result at the requested batch size, and the bytes of each size tried, in order.
 
-    None stands for a size that ran out of memory. `problem` is the reason why the last one failed otherwise.
+    The bytes are None for a size that ran out of memory. `problem` is the message of any other failure, which ended
+    the series.
     """
 
     first: MemoryResult
-    taken_bytes: dict[int, int | None]
+    bytes_by_size: dict[int, int | None]
     problem: str | None = None
 
 
@@ -122,54 +128,54 @@ def measure_precision(
     measure: Callable[[Setting, Path | None], MemoryResult],
     limit_bytes: int | None,
     *,
-    may_take_bytes: int,
-    most: int | None,
+    available_bytes: int,
+    num_samples: int | None,
     snapshot_file: Path | None,
 ) -> PrecisionMemory:
-    """Measure one precision at the requested batch size and, if there is a limit, at the sizes that `fit` asks for.
+    """Measure one precision at the requested batch size and, with a limit, at the sizes from `next_batch_size`.
 
     Raises `WorkloadError` if the workload does not run in fp32.
     """
     first = measure(setting, snapshot_file)
     if isinstance(first, Failure) and first.kind == "workload_error" and setting.precision == "fp32":
         raise WorkloadError(*message_of(first))
-    taken: dict[int, int | None] = {}
-    found, size = first, setting.batch_size
-    while isinstance(found, MemoryBreakdown) or found.kind == "oom":
-        taken[size] = found.taken_bytes if isinstance(found, MemoryBreakdown) else None
-        following = limit_bytes and next_batch_size(taken, size, limit_bytes, may_take_bytes, most)
-        if not following:
+    bytes_by_size: dict[int, int | None] = {}
+    result, size = first, setting.batch_size
+    while isinstance(result, MemoryBreakdown) or result.kind == "oom":
+        bytes_by_size[size] = result.taken_bytes if isinstance(result, MemoryBreakdown) else None
+        next_size = limit_bytes and next_batch_size(bytes_by_size, size, limit_bytes, available_bytes, num_samples)
+        if not next_size:
             break
-        size = following
-        found = measure(replace(setting, batch_size=size), None)
-    problem = found.message if isinstance(found, Failure) and found.kind != "oom" else None
-    return PrecisionMemory(first, taken, problem)
+        size = next_size
+        result = measure(replace(setting, batch_size=size), None)
+    problem = result.message if isinstance(result, Failure) and result.kind != "oom" else None
+    return PrecisionMemory(first, bytes_by_size, problem)
 
 
-def rows(
-    asked: Sequence[Precision],
-    refused: Mapping[Precision, str],
+def make_rows(
+    requested: Sequence[Precision],
+    reasons: Mapping[Precision, str],
     runs: Mapping[Precision, PrecisionMemory],
     batch_size: int,
     limit_bytes: int | None,
-    most: int | None,
+    num_samples: int | None,
 ) -> tuple[MemoryRow, ...]:
-    """Return a row for each precision in the requested order; `most` is the number of samples in the data."""
+    """Return a row for each precision in the requested order; `num_samples` is the dataset's size, None if unknown."""
     breakdowns = {name: run.first for name, run in runs.items() if isinstance(run.first, MemoryBreakdown)}
-    found = []
-    for name in asked:
-        if name in refused:
-            found.append(MemoryRow(precision=name, reason=refused[name]))
+    result = []
+    for name in requested:
+        if name in reasons:
+            result.append(MemoryRow(precision=name, reason=reasons[name]))
             continue
-        first, taken, problem = runs[name]
-        largest = None if limit_bytes is None else largest_batch(taken, limit_bytes, most)
+        first, bytes_by_size, problem = runs[name]
+        largest = None if limit_bytes is None else largest_batch(bytes_by_size, limit_bytes, num_samples)
         if isinstance(first, Failure):
-            found.append(MemoryRow(precision=name, largest=largest, failure=first.kind, reason=first.message))
+            result.append(MemoryRow(precision=name, largest=largest, failure=first.kind, reason=first.message))
             continue
         reason = None
         if limit_bytes is not None and largest is None:
-            reason = f"nothing is known of what fits: {problem or 'no second batch size could be measured'}"
-        found.append(
+            reason = f"the largest batch is unknown: {problem or 'no second batch size could be measured'}"
+        result.append(
             MemoryRow(
                 precision=name,
                 breakdown=first,
@@ -178,7 +184,7 @@ def rows(
                 reason=reason,
             )
         )
-    return tuple(found)
+    return tuple(result)
 
 
 def memory_job(setting: Setting, opened: OpenedWorkload, snapshot_file: Path | None) -> MemoryJob:
@@ -189,7 +195,7 @@ def memory_job(setting: Setting, opened: OpenedWorkload, snapshot_file: Path | N
         device=opened.hardware.device,
         loss_scale=LossScale() if MODES[setting.precision].takes_scaler else None,
         deadline_seconds=DEADLINE_SECONDS,
-        memory_limit_bytes=_may_take(opened),
+        memory_limit_bytes=_memory_limit_bytes(opened),
         torch_state=opened.torch_state,
         worst_samples=() if sizes is None else sizes.largest[: setting.batch_size],
     )
@@ -201,135 +207,149 @@ def memory_job(setting: Setting, opened: OpenedWorkload, snapshot_file: Path | N
     )
 
 
-def _may_take(opened: OpenedWorkload) -> int:
+def _memory_limit_bytes(opened: OpenedWorkload) -> int:
     return SearchOptions().limit_bytes(opened.hardware.memory.available)
 
 
-def _limit(fit: Any) -> int:
+def _parse_fit(fit: Any) -> int:
     try:
         return parse_size(fit)
     except ValueError:
-        raise InvalidRequestError(f"--fit is {fit!r}; it must be {A_SIZE}.", "Give --fit 16GiB, for example.") from None
+        message = f"--fit is {fit!r}; it must be {SIZE_FORMATS}."
+        raise InvalidRequestError(message, "Give --fit 16GiB, for example.") from None
 
 
 def _snapshot_path(snapshot: str | os.PathLike[str], device: str) -> Path:
     if (kind := identify(device).type) != "cuda":
         raise InvalidRequestError(
-            f"--snapshot needs CUDA, whose allocator PyTorch can record; the device is {kind}.",
-            "Leave --snapshot out: the parts and the modules are measured on every device.",
+            f"--snapshot needs a CUDA device, but the device is {kind}: PyTorch records no other allocator.",
+            "Leave out --snapshot: the memory by kind and by module is measured on every device.",
         )
     path = Path(snapshot).absolute()
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise InvalidRequestError(
-            f"--snapshot is {str(snapshot)!r}; it must be a file in a folder that can be written.",
+            f"--snapshot is {str(snapshot)!r}; it must be a file in a writable folder.",
             "Give for example --snapshot memory.pickle.",
         )
     return path
 
 
-def _hopeless(hardware: Hardware, asked: Sequence[Precision]) -> dict[Precision, str]:
+def _emulated_reasons(hardware: Hardware, requested: Sequence[Precision]) -> dict[Precision, str]:
     """Return a reason for each precision that the device emulates so slowly that it is measured only on request."""
     return {
-        name: f"emulated here, many times slower than fp32; --precision {name} measures it all the same"
-        for name in asked
+        name: f"left out: emulated here, many times slower than fp32; to measure it give --precision {name}"
+        for name in requested
         if name != "fp32" and is_hopeless(hardware, name)
     }
 
 
 def _notes(batch_size: int | None, opened: OpenedWorkload, limit_bytes: int | None) -> tuple[str, ...]:
     description, device = opened.description, opened.hardware.device
-    notes = assumed_size(batch_size, description)
+    notes = assumed_size_notes(batch_size, description)
     if description.sample_sizes is not None or description.has_worst_batch:
-        notes.append("Samples differ in size: what was measured is the batch that takes the most.")
+        notes.append("Samples differ in size: the batch that needs the most memory was measured.")
     if limit_bytes is not None:
-        beside = "what Python and PyTorch's libraries take" if device == "cpu" else "the device's context"
-        notes.append(f"The limit is for the training alone: {beside} comes on top.")
+        overhead = "memory of Python and PyTorch's libraries" if device == "cpu" else "the device's context"
+        notes.append(f"The limit covers the training step only: add {overhead}.")
     return tuple(notes)
 
 
 # --- the largest batch that fits, and ways to free memory: pure -------------------------------------------------------
 
-# Two sizes determine the model, a third gives its error. Until a size near the limit was measured, more are: a line
+# Two sizes determine the model, a third gives its error. Further sizes are measured until one is near the limit: a line
 # through small batches may be wrong by a factor of two (studies/memory_fit).
-LEAST_MEASURED, MOST_MEASURED = 3, 6
-NEAR = 0.9  # share of the limit
-FARTHEST = 4  # multiple of the largest batch size measured
-_NO_END = 2**40  # samples: more than any memory holds
+MIN_MEASURED, MAX_MEASURED = 3, 6
+NEAR_SHARE = 0.9  # share of the limit from which on a size is near it
+MAX_EXTRAPOLATION = 4  # the next size over the largest measured one, at most
+_UNLIMITED = 2**40  # batch size larger than any memory holds
 
 
 def next_batch_size(
-    measured: Mapping[int, int | None], first: int, limit_bytes: int, may_take_bytes: int, most: int | None
+    measured: Mapping[int, int | None], first: int, limit_bytes: int, available_bytes: int, num_samples: int | None
 ) -> int | None:
     """Return the batch size to measure next, None if enough is known or no further size can be measured.
 
     `measured` maps each size to its memory in bytes, None if it ran out of memory. `first` is the requested size,
-    `most` the number of samples in the data. Sizes that the model predicts above `may_take_bytes` are not tried.
+    `num_samples` the size of the dataset. Sizes that the model predicts above `available_bytes` are not tried.
     """
-    known = {size: taken for size, taken in measured.items() if taken is not None}
-    failed = min((size for size, taken in measured.items() if taken is None), default=None)
+    bytes_by_size = {size: num_bytes for size, num_bytes in measured.items() if num_bytes is not None}
+    failed = min((size for size, num_bytes in measured.items() if num_bytes is None), default=None)
     if not measured:
         return first
-    if not known:
+    if not bytes_by_size:
         return min(measured) // 2 or None
-    smallest, largest = min(known), max(known)
-    if known[smallest] > limit_bytes:  # the model says nothing about sizes below all measured ones
-        return min(smallest // 2, smallest * limit_bytes // known[smallest]) or (None if smallest == 1 else 1)
-    target_bytes = min(limit_bytes, may_take_bytes)
-    highest = min(most or _NO_END, FARTHEST * largest, failed - 1 if failed else _NO_END)
-    model = _model(known, limit_bytes)
+    smallest, largest = min(bytes_by_size), max(bytes_by_size)
+    if bytes_by_size[smallest] > limit_bytes:  # the model says nothing about sizes below all measured ones
+        return min(smallest // 2, smallest * limit_bytes // bytes_by_size[smallest]) or (None if smallest == 1 else 1)
+    target_bytes = min(limit_bytes, available_bytes)
+    highest = min(num_samples or _UNLIMITED, MAX_EXTRAPOLATION * largest, failed - 1 if failed else _UNLIMITED)
+    model = _memory_model(bytes_by_size, limit_bytes)
     if model is None:
-        larger_fits = 2 * largest <= highest and 2 * known[largest] <= may_take_bytes
-        return 2 * largest if larger_fits else largest // 2 or None
-    is_near = any(NEAR * target_bytes <= taken <= target_bytes for taken in known.values())
-    is_enough = len(known) >= LEAST_MEASURED
-    if is_enough and (is_near or failed or len(known) >= MOST_MEASURED):
+        has_room = 2 * largest <= highest and 2 * bytes_by_size[largest] <= available_bytes
+        return 2 * largest if has_room else largest // 2 or None
+    is_near = any(NEAR_SHARE * target_bytes <= num_bytes <= target_bytes for num_bytes in bytes_by_size.values())
+    is_enough = len(bytes_by_size) >= MIN_MEASURED
+    if is_enough and (is_near or failed or len(bytes_by_size) >= MAX_MEASURED):
         return None
-    end = largest_of(model, target_bytes, min(highest, math.isqrt(largest * failed)) if failed else highest)
-    others = () if is_enough else (2 * largest if 2 * largest <= end else 0, smallest // 2, (smallest + largest) // 2)
-    return next((size for size in (end, *others) if size >= 1 and size not in measured), None)
+    largest_predicted = largest_fitting_size(
+        model, target_bytes, min(highest, math.isqrt(largest * failed)) if failed else highest
+    )
+    other_sizes = (
+        ()
+        if is_enough
+        else (2 * largest if 2 * largest <= largest_predicted else 0, smallest // 2, (smallest + largest) // 2)
+    )
+    return next((size for size in (largest_predicted, *other_sizes) if size >= 1 and size not in measured), None)
 
 
-def largest_of(model: Callable[[float], float], limit_bytes: float, most: int) -> int:
-    """Return the largest batch size up to `most` that a rising `model` puts within the limit, 0 if there is none."""
-    low, high = 0, most + 1
+def largest_fitting_size(model: Callable[[float], float], limit_bytes: float, max_size: int) -> int:
+    """Return the largest batch size up to `max_size` for which a non-decreasing `model` is within the limit, else 0."""
+    low, high = 0, max_size + 1
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if model(middle) <= limit_bytes else (low, middle)
     return low
 
 
-def largest_batch(measured: Mapping[int, int | None], limit_bytes: int, most: int | None) -> LargestBatch | None:
-    """Return the largest batch size that fits, by the memory model; None if fewer than two sizes ran."""
-    known = {size: taken for size, taken in sorted(measured.items()) if taken is not None}
-    model = _model(known, limit_bytes)
+def largest_batch(measured: Mapping[int, int | None], limit_bytes: int, num_samples: int | None) -> LargestBatch | None:
+    """Return the largest batch size that fits, by the memory model; None if fewer than two sizes were measured."""
+    bytes_by_size = {size: num_bytes for size, num_bytes in sorted(measured.items()) if num_bytes is not None}
+    model = _memory_model(bytes_by_size, limit_bytes)
     if model is None:
         return None
-    checked = min(known, key=lambda size: abs(known[size] - limit_bytes))
-    others = _model({size: taken for size, taken in known.items() if size != checked}, limit_bytes)
-    error = None if others is None else others(checked) / known[checked] - 1
-    fits = max((size for size, taken in known.items() if taken <= limit_bytes), default=0)
+    checked = min(bytes_by_size, key=lambda size: abs(bytes_by_size[size] - limit_bytes))
+    model_of_others = _memory_model(
+        {size: num_bytes for size, num_bytes in bytes_by_size.items() if size != checked}, limit_bytes
+    )
+    error = None if model_of_others is None else model_of_others(checked) / bytes_by_size[checked] - 1
+    largest_measured_fit = max(
+        (size for size, num_bytes in bytes_by_size.items() if num_bytes <= limit_bytes), default=0
+    )
 
-    def within(share: float) -> int:
-        return max(fits, largest_of(lambda size: share * model(size), limit_bytes, most or _NO_END))
+    def largest_size(factor: float) -> int:
+        return max(
+            largest_measured_fit,
+            largest_fitting_size(lambda size: factor * model(size), limit_bytes, num_samples or _UNLIMITED),
+        )
 
-    by_model = within(1.0)
-    is_endless = by_model == _NO_END
-    end = max(known)
+    by_model = largest_size(1.0)
+    is_constant = by_model == _UNLIMITED
+    largest_measured = max(bytes_by_size)
     return LargestBatch(
-        batch_size=None if is_endless else by_model,
-        cautious_batch_size=None if is_endless or error is None else within(1 + abs(error)),
+        batch_size=None if is_constant else by_model,
+        cautious_batch_size=None if is_constant or error is None else largest_size(1 + abs(error)),
         model_error=error,
         checked_batch_size=None if error is None else checked,
-        bytes_per_sample=(model(2 * end) - model(end)) / end,
-        measured=tuple(known.items()),
-        is_all_data=by_model == most,
+        bytes_per_sample=(model(2 * largest_measured) - model(largest_measured)) / largest_measured,
+        measured=tuple(bytes_by_size.items()),
+        is_all_data=by_model == num_samples,
     )
 
 
-def _model(known: Mapping[int, int], limit_bytes: int) -> Callable[[float], float] | None:
-    """Return the memory model around the limit; of the sizes above it only the smallest is used."""
-    points = sorted(known.items())
-    num_fitting = next((number for number, (_, taken) in enumerate(points) if taken > limit_bytes), len(points))
+def _memory_model(bytes_by_size: Mapping[int, int], limit_bytes: int) -> Callable[[float], float] | None:
+    """Return the memory model fitted to the sizes within the limit and the smallest size above it."""
+    points = sorted(bytes_by_size.items())
+    num_fitting = next((number for number, (_, num_bytes) in enumerate(points) if num_bytes > limit_bytes), len(points))
     return fit_memory(points[: max(2, num_fitting + 1)])
 
 
@@ -341,34 +361,36 @@ def savings(
 ) -> tuple[Saving, ...]:
     """Return ways to free memory of a step in `precision`, the largest first.
 
-    The number for another precision is measured; that for half the batch is from the memory model's slope or, without a
-    model, half of the memory of its samples; the others are the bytes of the part that disappears.
+    For another precision the saving is measured. For half the batch it is the slope of the memory model or, without a
+    model, half of the activations and the batch. Otherwise it is the size of the part that disappears.
     """
-    own = breakdowns[precision]
-    found = [
+    breakdown = breakdowns[precision]
+    ways = [
         Saving(
             kind="precision",
-            num_bytes=own.taken_bytes - other.taken_bytes,
-            what=f"{name}, as measured (autotune-amp fidelity --precision {name} says whether it is faithful)",
+            num_bytes=breakdown.taken_bytes - other.taken_bytes,
+            what=f"{name}, as measured (to check its accuracy: autotune-amp fidelity --precision {name})",
         )
         for name, other in breakdowns.items()
     ]
-    if own.checkpointable_modules:
-        blocks = own.checkpointable_modules
-        saved = [_inside(own, block) for block in blocks]
+    if breakdown.checkpointable_modules:
+        blocks = breakdown.checkpointable_modules
+        saved = [_bytes_inside(breakdown, block) for block in blocks]
         # One block at a time is recomputed.
         what = f"activation checkpointing of {count(len(blocks), 'block')} ({blocks[0]} ... {blocks[-1]})"
-        found.append(Saving(kind="activation_checkpointing", num_bytes=sum(saved) - max(saved), what=what))
-    kinds = " and ".join(dict.fromkeys(own.optimizers)) or "the optimizer"
-    what = f"an optimizer without state in place of {kinds}; 8-bit state frees about three quarters of it"
-    found.append(Saving(kind="optimizer_state", num_bytes=own.optimizer_state_bytes, what=what))
+        ways.append(Saving(kind="activation_checkpointing", num_bytes=sum(saved) - max(saved), what=what))
+    kinds = " and ".join(dict.fromkeys(breakdown.optimizers)) or "the optimizer"
+    what = f"an optimizer without state instead of {kinds}; 8-bit state frees about three quarters of it"
+    ways.append(Saving(kind="optimizer_state", num_bytes=breakdown.optimizer_state_bytes, what=what))
     if batch_size > 1:
-        of_samples = own.activations_bytes + own.batch_bytes
-        half = of_samples // 2 if largest is None else round(largest.bytes_per_sample * (batch_size - batch_size // 2))
+        samples_bytes = breakdown.activations_bytes + breakdown.batch_bytes
+        half_bytes = (
+            samples_bytes // 2 if largest is None else round(largest.bytes_per_sample * (batch_size - batch_size // 2))
+        )
         what = f"batch {batch_size // 2} with twice the accumulation steps"
-        found.append(Saving(kind="batch_size", num_bytes=half, what=what))
-    return tuple(sorted((s for s in found if s.num_bytes > 0), key=lambda saving: -saving.num_bytes))
+        ways.append(Saving(kind="batch_size", num_bytes=half_bytes, what=what))
+    return tuple(sorted((s for s in ways if s.num_bytes > 0), key=lambda saving: -saving.num_bytes))
 
 
-def _inside(breakdown: MemoryBreakdown, block: str) -> int:
+def _bytes_inside(breakdown: MemoryBreakdown, block: str) -> int:
     return sum(m.num_bytes for m in breakdown.modules if m.name == block or m.name.startswith(f"{block}."))

@@ -17,13 +17,13 @@ from autotune_amp.trial.jobs import Trial, as_failure
 
 SavingKind: TypeAlias = Literal["precision", "activation_checkpointing", "optimizer_state", "batch_size"]
 _NUM_GROUPS = 8
-_OUTSIDE = "outside of modules, as the loss"
+_OUTSIDE = "outside of modules, e.g. the loss"
 
 
 class ModuleActivations(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes saved for the backward pass by the forward pass of one module, without its submodules.
 
-    "" stands for tensors saved outside of all modules, as by a loss function.
+    The name is "" for tensors saved outside of all modules, for example by a loss function.
     """
 
     name: str
@@ -95,7 +95,7 @@ class MemoryJob(Job[MemoryBreakdown], frozen=True, kw_only=True):
 
 
 class Saving(msgspec.Struct, frozen=True, kw_only=True):
-    """A way to free up to `num_bytes`; `what` describes it. Only the kind `precision` is measured."""
+    """Change that frees up to `num_bytes`, described by `what`. Only the kind `precision` is measured."""
 
     kind: SavingKind
     num_bytes: int
@@ -103,13 +103,14 @@ class Saving(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LargestBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """The largest batch size that fits, by the memory model M(b) = max(m0, m1 + m2 * b).
+    """Largest batch size that fits into the limit, by the memory model M(b) = max(m0, m1 + m2 * b).
 
-    The model goes through two of the `measured` (batch size, bytes) pairs: the largest two up to the first that did not
-    fit. `batch_size` is 0 if not even one sample fits, None if the memory does not grow with the batch. `model_error`
-    is the relative error, at `checked_batch_size`, the size nearest to the limit, of the model fitted to the others:
-    below 0 if it predicted too little; None if only two sizes could be measured. `cautious_batch_size` allows for an
-    error of that size. `bytes_per_sample` is m2. `is_all_data`: the dataset has no more samples.
+    The model goes through two of the `measured` (batch size, bytes) pairs: the largest two among those that fit and the
+    smallest that does not. `batch_size` is 0 if not even one sample fits, None if the memory does not grow with the
+    batch. `model_error` is the relative error, at `checked_batch_size`, of a model fitted without this size, which is
+    the nearest to the limit: negative if it predicted too little; None if only two sizes could be measured.
+    `cautious_batch_size` allows for an error of that size. `bytes_per_sample` is m2. `is_all_data`: `batch_size` is the
+    size of the dataset.
     """
 
     batch_size: int | None
@@ -189,18 +190,18 @@ def measured_rows(profile: MemoryProfile) -> list[tuple[MemoryRow, MemoryBreakdo
 
 def parts(profile: MemoryProfile) -> list[list[str]]:
     """Return a table of the parts' bytes in every precision that ran, with the peak last and without empty parts."""
-    found = [breakdown for _, breakdown in measured_rows(profile)]
+    breakdowns = [breakdown for _, breakdown in measured_rows(profile)]
     table = [
-        ("parameters", [b.parameters_bytes for b in found]),
-        ("buffers", [b.buffers_bytes for b in found]),
-        ("gradients", [b.gradients_bytes for b in found]),
-        ("optimizer state", [b.optimizer_state_bytes for b in found]),
-        ("batch", [b.batch_bytes for b in found]),
-        ("weights cast by autocast", [b.cast_weights_bytes for b in found]),
-        ("activations", [b.activations_bytes for b in found]),
-        ("not held at once", [-b.not_held_together_bytes for b in found]),
-        ("the rest", [b.rest_bytes for b in found]),
-        ("peak", [b.taken_bytes for b in found]),
+        ("parameters", [b.parameters_bytes for b in breakdowns]),
+        ("buffers", [b.buffers_bytes for b in breakdowns]),
+        ("gradients", [b.gradients_bytes for b in breakdowns]),
+        ("optimizer state", [b.optimizer_state_bytes for b in breakdowns]),
+        ("batch", [b.batch_bytes for b in breakdowns]),
+        ("weights cast by autocast", [b.cast_weights_bytes for b in breakdowns]),
+        ("activations", [b.activations_bytes for b in breakdowns]),
+        ("not held at once", [-b.not_held_together_bytes for b in breakdowns]),
+        ("the rest", [b.rest_bytes for b in breakdowns]),
+        ("peak", [b.taken_bytes for b in breakdowns]),
     ]
     return [[name, *map(_signed, numbers)] for name, numbers in table if any(numbers)]
 
@@ -221,13 +222,15 @@ def modules(profile: MemoryProfile) -> list[list[str]]:
 
 def activations_by_group(breakdown: MemoryBreakdown) -> Counter[str]:
     """Return the bytes of activations by module name, with a star for an index and the number of modules."""
-    found: Counter[str] = Counter()
-    members: Counter[str] = Counter()
+    bytes_by_group: Counter[str] = Counter()
+    num_modules: Counter[str] = Counter()
     for module in breakdown.modules:
         name = re.sub(r"(?<![^.])\d+(?![^.])", "*", module.name) or _OUTSIDE
-        found[name] += module.num_bytes
-        members[name] += 1
-    return Counter({f"{name} ({members[name]})" if "*" in name else name: num for name, num in found.items()})
+        bytes_by_group[name] += module.num_bytes
+        num_modules[name] += 1
+    return Counter(
+        {f"{name} ({num_modules[name]})" if "*" in name else name: num for name, num in bytes_by_group.items()}
+    )
 
 
 def facts(profile: MemoryProfile) -> list[tuple[str, str]]:
@@ -239,8 +242,13 @@ def facts(profile: MemoryProfile) -> list[tuple[str, str]]:
             lines.append((row.precision, f"{failed}{one_line(row.reason)}"))
     for row, breakdown in measured_rows(profile):
         if breakdown.allocated_bytes is not None:
-            held = breakdown.taken_bytes - breakdown.allocated_bytes
-            lines.append(("rest", f"{row.precision}: {size(max(0, held))} of it the allocator holds without a tensor"))
+            unused_bytes = breakdown.taken_bytes - breakdown.allocated_bytes
+            lines.append(
+                (
+                    "rest",
+                    f"{row.precision}: {size(max(0, unused_bytes))} of it is cached by the allocator, without tensors",
+                )
+            )
         if row.largest is not None and profile.limit_bytes is not None:
             lines.append(("fits", f"{row.precision}: {largest_line(row.largest, profile.limit_bytes)}"))
     for row, _ in measured_rows(profile)[:1]:
@@ -254,23 +262,23 @@ def facts(profile: MemoryProfile) -> list[tuple[str, str]]:
 def largest_line(largest: LargestBatch, limit_bytes: int) -> str:
     """Return a line on the largest batch size that fits, the model's error, and the size that allows for it.
 
-    Example: ``batch 412 in 16.0 GiB; the model was 3 % too low at batch 128, and with that allowed for it is 398``.
+    Example: ``batch 412 in 16 GiB; the prediction was 3 % too low at batch 128; allowing for that error: batch 398``.
     """
-    of_what = f"in {size(limit_bytes)}"
+    limit = f"in {size(limit_bytes)}"
     if largest.batch_size is None:
-        return f"any batch {of_what}: what was measured does not grow with it"
+        return f"any batch {limit}: the measured memory does not grow with the batch size"
     if largest.batch_size == 0:
-        return f"not even one sample {of_what}"
-    text = f"batch {largest.batch_size} {of_what}"
+        return f"not even one sample {limit}"
+    text = f"batch {largest.batch_size} {limit}"
     if dict(largest.measured).get(largest.batch_size, limit_bytes + 1) <= limit_bytes:
         text += ", which was measured"
     if largest.is_all_data:
-        text += ", all that the dataset has"
+        text += ", the whole dataset"
     if largest.model_error is None:
-        return f"{text}, by a model that could not be compared with a third size"
-    off = f"{abs(100 * largest.model_error):.0f} % too {'low' if largest.model_error < 0 else 'high'}"
+        return f"{text}, predicted from two batch sizes; the error is unknown"
+    error = f"{abs(100 * largest.model_error):.0f} % too {'low' if largest.model_error < 0 else 'high'}"
     return (
-        f"{text}; the model was {off} at batch {largest.checked_batch_size}, and with that allowed for it is "
+        f"{text}; the prediction was {error} at batch {largest.checked_batch_size}; allowing for that error: batch "
         f"{largest.cautious_batch_size}"
     )
 

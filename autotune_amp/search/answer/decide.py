@@ -27,7 +27,7 @@ from autotune_amp.core.evidence import (
     ProcessPeak,
     RanksEvidence,
     TrainingCost,
-    WorkersTried,
+    WorkersTrial,
     is_wide,
 )
 from autotune_amp.core.intervals import prediction_interval
@@ -311,7 +311,7 @@ def loader_evidence(
         data_share=share,
         step_samples_per_second=median(m.samples_per_second for m in measured) / (1 - share),
         tried=tuple(
-            WorkersTried(
+            WorkersTrial(
                 candidate=str(c.with_own_workers),
                 num_workers=c.num_workers,
                 samples_per_second=outcome.samples_per_second if isinstance(outcome, Measurement) else None,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from autotune_amp.core.documents import Integer, cause, decode, read_file, regular
+from autotune_amp.core.documents import Integer, cause, decode, open_regular, read_file
 from autotune_amp.core.errors import FormatError, StudyBusyError, StudyError
 from autotune_amp.core.outcome import Record
 from autotune_amp.core.recommendation import Recommendation, write_atomically
@@ -125,7 +125,7 @@ class StudyFolder:
     def append(self, record: Record) -> None:
         """Add one line and wait for the disk: a kill at any moment loses at most the trial in flight."""
         try:
-            with open(self._outcomes_path, "ab", opener=regular) as file:
+            with open(self._outcomes_path, "ab", opener=open_regular) as file:
                 file.write(msgspec.json.encode(record) + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
@@ -139,7 +139,7 @@ class StudyFolder:
         """Write recommendation.json atomically, and a command's settings files. Return what was written."""
         line = recommendation.command_template
         if line is not None:
-            _, command = recommendation.answered_command(self.path)
+            _, command = recommendation.recommended_command(self.path)
             recommendation = msgspec.structs.replace(recommendation, command=command)
             _, files = line.of_setting(recommendation.config, str(self.path))
             for path, text in files.items():

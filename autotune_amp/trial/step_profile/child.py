@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 from autotune_amp.core.job import Phase, Tell
-from autotune_amp.core.outcome import Failure, Profiled, ProfiledStep, Split
+from autotune_amp.core.outcome import Failure, Profiled, ProfiledStep, StepSplit
 from autotune_amp.core.precisions import Precision
 from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.precision.modes import MIXED_PRECISIONS
@@ -255,7 +255,7 @@ def split(trace: Trace, precision: Precision, numbers: Iterable[int]) -> Split |
                 convolution_seconds=convolution_seconds,
             )
         )
-    return Split(
+    return StepSplit(
         steps=tuple(steps),
         largest={kind: _largest_names(names) for kind, names in by_name.items()},
         is_device=has_kernels,

@@ -148,9 +148,9 @@ def test_a_process_that_dies_of_a_signal_is_our_fault_unless_the_step_alone_dies
 
 
 def test_a_long_recording_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "SAY_SECONDS", 0.0)
+    monkeypatch.setattr(recording, "PROGRESS_SECONDS", 0.0)
     workload, said = check_samples.workload(check_samples.masks_far), list[str]()
-    report_on(workload, make_model(workload), "cuda", 2, say=said.append)
+    report_on(workload, make_model(workload), "cuda", 2, on_progress=said.append)
     assert said[0] == "loading 2 samples"
     assert any(re.fullmatch(r"\d+ calls recorded, now in body", text) for text in said)
     assert any(text.endswith("the backward pass") for text in said)

@@ -54,8 +54,8 @@ class Real(TorchFunctionMode):
         return result
 
 def note(call, device):
-    if call.made:
-        shadows.append([call.name, *map(str, call.dtypes_made)])
+    if call.outputs:
+        shadows.append([call.name, *map(str, call.output_dtypes)])
     return []
 
 recording.call_findings = note
@@ -66,8 +66,8 @@ for case in importlib.import_module("zoo_healthy").HEALTHY:
     workload = case.make()
     model, batch = make_model(workload), next(data.stream(workload.data, case.batch_size))
     real, shadows = [], []
-    step = recording.Recording(model, "cpu")
-    with step.running(), step.autocast():
+    step = recording.StepRecorder(model, "cpu")
+    with step.recording(), step.autocast():
         workload.loss(model, copy.deepcopy(batch))
     with torch.autocast("cpu", dtype=torch.float16), Real():
         workload.loss(model, copy.deepcopy(batch))

@@ -10,32 +10,32 @@ from autotune_amp.diagnostics.check import fixes
 
 
 def of_mask(code: str) -> str | None:
-    return fixes.of_constant(code, -1e9)
+    return fixes.fix_constant(code, -1e9)
 
 
 def of_guard(code: str) -> str | None:
-    return fixes.of_epsilon(code, 1e-8)
+    return fixes.fix_epsilon(code, 1e-8)
 
 
 @pytest.mark.parametrize(
     ("mend", "code", "expected"),
     [
         (of_mask, "s.masked_fill(m == 0, -1e9)", "s.masked_fill(m == 0, torch.finfo(s.dtype).min)"),
-        (lambda c: fixes.of_constant(c, 1e9), "d[0].fill_(1e9)", "d[0].fill_(torch.finfo(d[0].dtype).max)"),
+        (lambda c: fixes.fix_constant(c, 1e9), "d[0].fill_(1e9)", "d[0].fill_(torch.finfo(d[0].dtype).max)"),
         (of_mask, "s = s.masked_fill(m, -LARGE)", None),
         (of_mask, "s = s.masked_fill(m,", None),
         (of_guard, "return x / (x.norm() + 1e-8)", "return x / (x.norm().float() + 1e-8)"),
         (of_guard, "y = (1e-8 + a * b).log()", "y = (1e-8 + (a * b).float()).log()"),
         (of_guard, "if x.clamp(min=1e-8) < 0:", "if x.float().clamp(min=1e-8) < 0:"),
-        (fixes.of_linear_algebra, "L = torch.linalg.cholesky(A @ B)", "L = torch.linalg.cholesky((A @ B).float())"),
-        (fixes.of_linear_algebra, "L = A.inverse()", None),
-        (fixes.without_cast, "y = x.half() + 1  # ü", "y = x + 1  # ü"),
-        (fixes.without_cast, "y = x.to(torch.float16)", "y = x"),
-        (fixes.without_cast, "y = x.to(self.dtype)", None),
-        (fixes.in_fp32, "model = Net().double()", "model = Net().float()"),
-        (fixes.of_scaler, 'scaler = GradScaler("cuda")', 'scaler = GradScaler("cuda", enabled=False)'),
-        (fixes.of_scaler, "scaler = GradScaler(", None),
-        (lambda c: fixes.of_binary_cross_entropy(c, None), "return self.criterion(p, y)", None),
+        (fixes.cast_argument_to_fp32, "L = torch.linalg.cholesky(A @ B)", "L = torch.linalg.cholesky((A @ B).float())"),
+        (fixes.cast_argument_to_fp32, "L = A.inverse()", None),
+        (fixes.remove_cast, "y = x.half() + 1  # ü", "y = x + 1  # ü"),
+        (fixes.remove_cast, "y = x.to(torch.float16)", "y = x"),
+        (fixes.remove_cast, "y = x.to(self.dtype)", None),
+        (fixes.use_fp32, "model = Net().double()", "model = Net().float()"),
+        (fixes.disable_scaler, 'scaler = GradScaler("cuda")', 'scaler = GradScaler("cuda", enabled=False)'),
+        (fixes.disable_scaler, "scaler = GradScaler(", None),
+        (lambda c: fixes.fix_binary_cross_entropy(c, None), "return self.criterion(p, y)", None),
     ],
 )  # fmt: skip
 def test_a_line(mend: Callable[[str], str | None], code: str, expected: str | None) -> None:
@@ -43,10 +43,10 @@ def test_a_line(mend: Callable[[str], str | None], code: str, expected: str | No
 
 
 def test_a_sigmoid_is_named_by_its_line() -> None:
-    mended = fixes.of_binary_cross_entropy("return F.binary_cross_entropy(p, y)", 12) or ""
+    mended = fixes.fix_binary_cross_entropy("return F.binary_cross_entropy(p, y)", 12) or ""
     assert mended.startswith("return F.binary_cross_entropy_with_logits(p, y)")
     assert "line 12" in mended
 
 
 def test_sizes_are_rounded_up() -> None:
-    assert "50257 up to 50264" in fixes.of_sizes([50257], 8)
+    assert "50257 up to 50264" in fixes.sizes_advice([50257], 8)

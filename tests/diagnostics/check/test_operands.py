@@ -14,7 +14,7 @@ from operand_samples import OPERATIONS, PRODUCTS, WRITES, Operation
 from torch import nn
 
 from autotune_amp.diagnostics.check.operands import OperandCheck
-from autotune_amp.diagnostics.check.recording import Recording
+from autotune_amp.diagnostics.check.recording import StepRecorder
 from autotune_amp.precision.rules import AutocastDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the operations themselves warn of
@@ -45,8 +45,8 @@ def found(
     operation: Operation, mix: tuple[bool, ...], has_autocast: bool, device: AutocastDevice = "cpu"
 ) -> dict[str, set[str]]:
     """By rule, the precisions in which a check says that the operation breaks."""
-    recording = Recording(nn.Module(), device)
-    with recording.running(), torch.no_grad():
+    recording = StepRecorder(nn.Module(), device)
+    with recording.recording(), torch.no_grad():
         given = [one.half() if is_half else one for one, is_half in zip(operands(), mix, strict=True)]
         recording.findings.clear()  # of those casts
         with recording.autocast() if has_autocast else nullcontext():

@@ -45,9 +45,9 @@ def findings(folder: Path, text: str) -> list[Finding]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    (source,), unread = sources_of([module.train])
+    (source,), unread = parse_sources([module.train])
     assert unread == ()
-    return list(read(source))
+    return list(source_findings(source))
 
 
 def test_clipping_before_unscale(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_scaler_under_bf16(tmp_path: Path, dtype: str, scaler: str, is_found: 
 def test_what_is_installed_is_not_read_and_what_has_no_source_is_named() -> None:
     names: dict[str, Any] = {"nn": nn, "__name__": "made_up"}
     exec("class Made(nn.Module):\n    def forward(self, x): return x", names)
-    sources, unread = sources_of(
+    sources, unread = parse_sources(
         [nn.Linear, functools.partial(torch.optim.AdamW, lr=1.0), print, names["Made"], findings]
     )
     assert [Path(source.file).name for source in sources] == ["test_reading.py"]
@@ -134,21 +134,21 @@ def test_a_class_of_a_script_is_read_by_its_methods_though_its_module_is_another
     )
     names = executed(path, "__main__")  # which has no such class where a trial unpacks it
     for name in ("Sizes", "Net"):
-        sources, unread = sources_of([names[name]])
+        sources, unread = parse_sources([names[name]])
         assert ([source.file for source in sources], unread) == ([str(path)], ())
-    assert sources_of([names["Bare"]])[1] == ("__main__.Bare",)
+    assert parse_sources([names["Bare"]])[1] == ("__main__.Bare",)
 
 
 def test_the_function_that_makes_the_weights_is_named_before_the_rest_of_its_file() -> None:
     def make() -> nn.Module:
         return nn.Linear(2, 2).double()
 
-    sources, _ = sources_of([make])
-    finding = of_weights("float64", "hurts", ("head",), sources, [None, make])
+    sources, _ = parse_sources([make])
+    finding = weights_finding("float64", "hurts", ("head",), sources, [None, make])
     assert finding.code == "return nn.Linear(2, 2).double()"
     assert finding.mend == "return nn.Linear(2, 2).float()"
     assert (finding.severity, finding.modules) == ("hurts", ("head",))
-    assert of_weights("float16", "breaks", ("head",), [], []).file is None
+    assert weights_finding("float16", "breaks", ("head",), [], []).file is None
 
 
 def test_what_a_workloads_functions_call_is_named_and_not_what_anothers_do(tmp_path: Path) -> None:
@@ -159,8 +159,10 @@ def test_what_a_workloads_functions_call_is_named_and_not_what_anothers_do(tmp_p
         "first = lambda: base()\nsecond = lambda: nn.Sequential(Net())\nthird = lambda: nn.Linear(2, 2)\n"
     )
     names = executed(path, path.stem)
-    sources, _ = sources_of([names["first"]])
-    lines = [of_weights("float16", "breaks", (), sources, [names[name]]).line for name in ("first", "second", "third")]
+    sources, _ = parse_sources([names["first"]])
+    lines = [
+        weights_finding("float16", "breaks", (), sources, [names[name]]).line for name in ("first", "second", "third")
+    ]
     assert lines == [5, 10, None]
 
 
@@ -172,10 +174,10 @@ def test_of_several_workloads_that_one_function_makes_the_line_of_this_one_is_na
         "third = make(torch.float64)\n"
     )
     names = executed(path, path.stem)
-    sources, _ = sources_of([names["second"]])
-    assert of_weights("float16", "breaks", (), sources, [None, names["second"]]).line == 9
-    assert of_weights("float16", "breaks", (), sources, []).file is None  # it may be another's
-    assert of_weights("float64", "hurts", (), sources, []).line == 10  # there is no other
+    sources, _ = parse_sources([names["second"]])
+    assert weights_finding("float16", "breaks", (), sources, [None, names["second"]]).line == 9
+    assert weights_finding("float16", "breaks", (), sources, []).file is None  # it may be another's
+    assert weights_finding("float64", "hurts", (), sources, []).line == 10  # there is no other
 
 
 def test_files_of_this_package_are_not_the_users() -> None:

@@ -15,11 +15,11 @@ from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.setting import Setting
 from autotune_amp.diagnostics.memory.profile_memory import (
-    MOST_MEASURED,
+    MAX_MEASURED,
     MemoryResult,
     PrecisionMemory,
     largest_batch,
-    largest_of,
+    largest_fitting_size,
     measure_precision,
 )
 from autotune_amp.diagnostics.memory.results import LargestBatch
@@ -35,7 +35,12 @@ class Measured:
     """What is measured of a training on a device of `device_mib`, to fit into `limit_mib`."""
 
     def __init__(
-        self, curve: Curve, limit_mib: int = 1000, first: int = 32, device_mib: int = 10**5, most: int | None = None
+        self,
+        curve: Curve,
+        limit_mib: int = 1000,
+        first: int = 32,
+        device_mib: int = 10**5,
+        num_samples: int | None = None,
     ) -> None:
         self.sizes: list[int] = []
         self.files: list[Path | None] = []
@@ -44,11 +49,11 @@ class Measured:
             Setting(precision="fp32", batch_size=first),
             self._measure,
             limit_mib * MIB,
-            may_take_bytes=device_mib * MIB,
-            most=most,
+            available_bytes=device_mib * MIB,
+            num_samples=num_samples,
             snapshot_file=Path("snapshot"),
         )
-        self.largest = largest_batch(self.runs.taken_bytes, limit_mib * MIB, most)
+        self.largest = largest_batch(self.runs.bytes_by_size, limit_mib * MIB, num_samples)
 
     def _measure(self, setting: Setting, snapshot_file: Path | None) -> MemoryResult:
         self.sizes.append(setting.batch_size)
@@ -114,7 +119,7 @@ def test_a_limit_above_the_device_is_answered_from_what_runs_here() -> None:
 
 
 def test_the_dataset_may_have_no_more() -> None:
-    measured = Measured(line(), 10_000, first=8, most=50)
+    measured = Measured(line(), 10_000, first=8, num_samples=50)
     assert max(measured.sizes) <= 50
     assert (measured.found.batch_size, measured.found.is_all_data) == (50, True)
 
@@ -136,9 +141,9 @@ def test_only_a_failure_for_want_of_memory_goes_on_and_a_workload_that_does_not_
         return Failure(kind="workload_error", message="mine")
 
     def measured(setting: Setting) -> PrecisionMemory:
-        return measure_precision(setting, fails, MIB, may_take_bytes=MIB, most=None, snapshot_file=None)
+        return measure_precision(setting, fails, MIB, available_bytes=MIB, num_samples=None, snapshot_file=None)
 
-    assert measured(setting).taken_bytes == {}
+    assert measured(setting).bytes_by_size == {}
     assert len(runs) == 1
     with pytest.raises(WorkloadError, match="mine"):
         measured(Setting(precision="fp32", batch_size=8))
@@ -153,22 +158,22 @@ def test_only_a_failure_for_want_of_memory_goes_on_and_a_workload_that_does_not_
     st.one_of(st.none(), st.integers(1, 4096)),
 )
 def test_on_a_straight_line_the_answer_is_exact(
-    fixed: int, per_sample: int, plateau: int, limit: int, first: int, most: int | None
+    fixed: int, per_sample: int, plateau: int, limit: int, first: int, num_samples: int | None
 ) -> None:
     """Where what was measured lies above the plateau; and nothing is measured twice, without end or beyond the data."""
     curve = line(fixed, per_sample, plateau)
-    first = min(first, most or first)
-    measured = Measured(curve, limit, first, device_mib=10**6, most=most)
-    assert len(set(measured.sizes)) == len(measured.sizes) <= MOST_MEASURED + math.ceil(math.log2(first) + 1)
-    assert max(measured.sizes) <= (most or math.inf)
+    first = min(first, num_samples or first)
+    measured = Measured(curve, limit, first, device_mib=10**6, num_samples=num_samples)
+    assert len(set(measured.sizes)) == len(measured.sizes) <= MAX_MEASURED + math.ceil(math.log2(first) + 1)
+    assert max(measured.sizes) <= (num_samples or math.inf)
     above = [size for size in measured.sizes if fixed + per_sample * size > plateau]
     if measured.largest is not None and len(above) == len(measured.sizes):
-        true = 0 if plateau > limit else min(max(0, (limit - fixed) // per_sample), most or 2**40)
+        true = 0 if plateau > limit else min(max(0, (limit - fixed) // per_sample), num_samples or 2**40)
         size = measured.largest.batch_size
         assert size is not None
         assert abs(size - true) <= 1 + 1e-6 * true  # whole bytes
 
 
 @given(st.integers(0, 10**6), st.integers(1, 10**6))
-def test_the_largest_within_a_limit_is_the_last_that_a_rising_model_puts_there(limit: int, most: int) -> None:
-    assert largest_of(lambda size: 3 * size, limit, most) == min(limit // 3, most)
+def test_the_largest_within_a_limit_is_the_last_that_a_rising_model_puts_there(limit: int, num_samples: int) -> None:
+    assert largest_fitting_size(lambda size: 3 * size, limit, num_samples) == min(limit // 3, num_samples)

@@ -16,7 +16,7 @@ from rich.console import Console
 from autotune_amp import profile_memory
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.outcome import Failure
-from autotune_amp.diagnostics.memory.profile_memory import PrecisionMemory, largest_batch, rows, savings
+from autotune_amp.diagnostics.memory.profile_memory import PrecisionMemory, largest_batch, make_rows, savings
 from autotune_amp.diagnostics.memory.results import (
     MemoryBreakdown,
     MemoryProfile,
@@ -30,7 +30,7 @@ GIB = 2**30
 FP32 = breakdown(100 * MIB)
 BF16 = breakdown(70 * MIB, {"blocks.0.mlp": 4, "blocks.1.mlp": 4}, cast_weights_bytes=5 * MIB)
 TAKEN: dict[int, int | None] = {32: 100 * MIB, 64: 150 * MIB, 128: 260 * MIB}
-ROWS = rows(
+ROWS = make_rows(
     ("fp32", "bf16", "fp16", "tf32"),
     {"tf32": "the [red]device[/red] has none"},
     {
@@ -94,7 +94,7 @@ def test_a_row_for_each_precision_and_its_reason() -> None:
     assert fp32.largest.model_error == pytest.approx(250 / 260 - 1)
     assert (bf16.largest, bf16.reason) == (
         None,
-        "nothing is known of what fits: the loader has one size",
+        "the largest batch is unknown: the loader has one size",
     )
     assert (fp16.breakdown, fp16.failure, fp16.reason) == (None, "oom", "it took all")
     assert (tf32.breakdown, tf32.failure, tf32.reason) == (None, None, "the [red]device[/red] has none")
@@ -109,7 +109,7 @@ def test_modules_that_differ_in_an_index_alone_are_one() -> None:
     assert {name: num // MIB for name, num in found.items()} == {
         "layers.*.norm (2)": 3,
         "head": 3,
-        "outside of modules, as the loss": 4,
+        "outside of modules, e.g. the loss": 4,
         "conv2d.* (1)": 5,
         "* (1)": 6,
     }
@@ -174,8 +174,8 @@ def test_what_the_allocator_holds_is_said_of_a_card() -> None:
     [
         ({1: 600, 2: 700}, None, "not even one sample"),
         ({8: 100, 16: 100}, None, "any batch"),
-        ({8: 100, 16: 150}, None, "could not be compared with a third size"),
-        ({8: 100, 16: 150}, 20, "all that the dataset has"),
+        ({8: 100, 16: 150}, None, "predicted from two batch sizes"),
+        ({8: 100, 16: 150}, 20, "the whole dataset"),
         ({8: 100, 16: 200, 40: 500}, None, "which was measured"),
     ],
 )
@@ -204,7 +204,7 @@ def test_the_document_has_null_for_what_is_missing() -> None:
         ({"device": "gpu"}, "device is 'gpu'"),
         ({"fit": "16 gigs"}, "fit is '16 gigs'.*16GiB"),
         ({"fit": 0}, "fit is 0"),
-        ({"snapshot": "memory.pickle", "device": "cpu"}, "snapshot needs CUDA.*cpu"),
+        ({"snapshot": "memory.pickle", "device": "cpu"}, "snapshot needs a CUDA device.*cpu"),
         ({"workload": "nothing"}, "'nothing'"),
     ],
 )

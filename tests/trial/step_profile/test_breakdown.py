@@ -6,7 +6,7 @@ import pytest
 from profile_samples import host_step, measured, profiled
 
 from autotune_amp.core.errors import WorkloadError
-from autotune_amp.core.outcome import Failure, Profiled, ProfiledStep, Split
+from autotune_amp.core.outcome import Failure, Profiled, ProfiledStep, StepSplit
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.trial.jobs import Trial
@@ -157,14 +157,14 @@ SOFTMAX = [op("softmax", 120, 200, FP32), op("_softmax", 125, 190, FP32)]
 UPDATE = [mark("autotune_amp update", 400, 90), mark("Optimizer.step#AdamW.step", 410, 60), op("add_", 420, 30, FP32)]
 
 
-def found(events: list[Event], precision: Precision = "bf16") -> Split:
+def found(events: list[Event], precision: Precision = "bf16") -> StepSplit:
     steps = [mark(step_mark(precision, 0), -900, 500), mark(step_mark(precision, 1), 0, 500)]
     answer = split(Trace(events=[*steps, *events]), precision, [1])
     assert answer is not None
     return answer
 
 
-def only(split: Split) -> ProfiledStep:
+def only(split: StepSplit) -> ProfiledStep:
     (step,) = split.steps
     return step
 
