@@ -20,7 +20,7 @@ from autotune_amp.core.text import shell_line
 from autotune_amp.core.workload import Workload
 from autotune_amp.distributed import answer_on_first, place
 from autotune_amp.interruption import interruptible
-from autotune_amp.report.files import keep_report
+from autotune_amp.report.files import update_report
 from autotune_amp.search.command import CommandSource
 from autotune_amp.search.options import DEFAULT_BUDGET_SECONDS, SearchOptions
 from autotune_amp.search.progress import Progress
@@ -112,9 +112,9 @@ def recommend_config(
             try:
                 found = search(origin, options, shown, is_fresh=fresh, is_rerun=where.is_rerun)
             except (NothingWorksError, SearchInterruptedError):
-                keep_report(Path(out, study or origin.name), shown.note, warn)
+                update_report(Path(out, study or origin.name), shown.note, warn)
                 raise
-            keep_report(Path(out, found.search.study), shown.note, warn)
+            update_report(Path(out, found.search.study), shown.note, warn)
             return found
 
     return answer_on_first(find, where, budget)

@@ -18,7 +18,7 @@ from autotune_amp.cli.results import dashboard, export, report, show
 from autotune_amp.cli.training import apply, run_, search
 from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError
 from autotune_amp.interruption import interruptible
-from autotune_amp.report.output import emit, reader_may_leave, tell
+from autotune_amp.report.output import ignore_closed_reader, write_message, write_output
 
 _TAKE_COMMANDS = ("search", "run", "apply")  # these take a training command after ``--``
 
@@ -38,7 +38,7 @@ def main() -> None:
         code = run(sys.argv[1:])
         for stream in (sys.stdout, sys.stderr):
             try:
-                with reader_may_leave(stream):
+                with ignore_closed_reader(stream):
                     stream.flush()
             except InvalidRequestError as error:
                 code = code if stream is sys.stderr else _fail(error, as_json=False)
@@ -54,12 +54,12 @@ def run(arguments: list[str]) -> int:
     command = typer.main.get_command(app)
     try:
         work = None
-        with reader_may_leave(sys.stdout):  # to which --help prints
+        with ignore_closed_reader(sys.stdout):  # to which --help prints
             work = command.main(own, prog_name="autotune-amp", standalone_mode=False, obj=training)
         if callable(work):
             answer = work()
             output, exit_code = answer if isinstance(answer, CommandOutput) else (answer, 0)
-            emit(output)
+            write_output(output)
             return exit_code
     except AutotuneAmpError as error:
         return _fail(error, as_json)
@@ -100,9 +100,9 @@ def _fail(error: AutotuneAmpError, as_json: bool) -> int:
     from autotune_amp.core.recommendation import SearchInterruptedError
     from autotune_amp.report.errors import error_document, error_text
 
-    tell(error_text(error))
+    write_message(error_text(error))
     if as_json:
-        emit(error_document(error).encode())
+        write_output(error_document(error).encode())
     elif isinstance(error, SearchInterruptedError) and error.best is not None:
-        emit(result(error.best, as_json))
+        write_output(result(error.best, as_json))
     return error.exit_code

@@ -9,7 +9,7 @@ import typer
 
 from autotune_amp.cli.options import CommandOutput, Device, Json, Precision, Quiet, Target, option
 from autotune_amp.core.errors import WILL_BREAK_EXIT_CODE
-from autotune_amp.report.output import json_document, rendered
+from autotune_amp.report.output import json_document, render_to_bytes
 
 BatchSize = Annotated[int | None, option("N", "Samples in a batch. Without it, the workload's own.")]
 
@@ -35,7 +35,7 @@ def check(
         return CommandOutput(f"{found.to_json()}\n".encode(), exit_code)
     from autotune_amp.report.diagnostics import print_check
 
-    return CommandOutput(rendered(lambda console: print_check(found, console)), exit_code)
+    return CommandOutput(render_to_bytes(lambda console: print_check(found, console)), exit_code)
 
 
 def probe(device: Device = "auto", as_json: Json = False) -> bytes:
@@ -53,7 +53,7 @@ def probe(device: Device = "auto", as_json: Json = False) -> bytes:
         return json_document({"format": 1, "hardware": hardware})
     from autotune_amp.report.terminal import hardware_table
 
-    return rendered(lambda console: hardware_table(hardware, console))
+    return render_to_bytes(lambda console: hardware_table(hardware, console))
 
 
 def profile(
@@ -79,7 +79,7 @@ def profile(
         return f"{found.to_json()}\n".encode()
     from autotune_amp.report.diagnostics import print_profile
 
-    return rendered(lambda console: print_profile(found, console))
+    return render_to_bytes(lambda console: print_profile(found, console))
 
 
 def fidelity(
@@ -116,7 +116,7 @@ def fidelity(
         return json_document({"format": 1, "fidelity": found})
     from autotune_amp.report.diagnostics import print_fidelity
 
-    return rendered(lambda console: print_fidelity(found, console))
+    return render_to_bytes(lambda console: print_fidelity(found, console))
 
 
 def memory(
@@ -149,4 +149,4 @@ def memory(
         return f"{found.to_json()}\n".encode()
     from autotune_amp.report.diagnostics import print_memory
 
-    return rendered(lambda console: print_memory(found, console))
+    return render_to_bytes(lambda console: print_memory(found, console))

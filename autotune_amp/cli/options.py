@@ -14,7 +14,7 @@ import typer
 
 from autotune_amp import __version__
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.report.output import rendered
+from autotune_amp.report.output import render_to_bytes
 
 if TYPE_CHECKING:
     from autotune_amp.core.recommendation import Recommendation
@@ -117,4 +117,4 @@ def result(recommendation: Recommendation, as_json: bool, path: Path | None = No
     from autotune_amp.report.terminal import print_recommendation
 
     shown = None if path is None else path.as_posix()
-    return rendered(lambda console: print_recommendation(recommendation, console, shown))
+    return render_to_bytes(lambda console: print_recommendation(recommendation, console, shown))

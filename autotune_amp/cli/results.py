@@ -12,7 +12,7 @@ import typer
 
 from autotune_amp.cli.options import OBJECTIVE, Folder, Json, Price, Samples, Steps, option, result
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.report.output import emit, json_document, tell
+from autotune_amp.report.output import json_document, write_message, write_output
 
 if TYPE_CHECKING:
     from autotune_amp.core.recommendation import Recommendation
@@ -32,9 +32,9 @@ def show(
     Nothing is run and nothing is saved.
     """
     from autotune_amp.core.recommendation import Recommendation
-    from autotune_amp.report.files import latest
+    from autotune_amp.report.files import find_study_file
 
-    path = latest(folder, "recommendation.json")
+    path = find_study_file(folder, "recommendation.json")
     recommendation = Recommendation.load(path)
     if any(given is not None for given in (objective, steps, samples, price_per_hour)):
         from autotune_amp.search.answer.decide import ranked_again
@@ -66,7 +66,7 @@ def report(
     A search that recommended nothing is drawn too, with what failed. A page is written over an earlier one of its kind
     and over no other file.
     """
-    from autotune_amp.report.files import OUTCOMES, follow_run, latest, write_report, write_run_report
+    from autotune_amp.report.files import OUTCOMES, find_study_file, follow_run, write_report, write_run_report
 
     def said(written: Path) -> bytes:
         document = {"format": 1, "report": written.as_posix()}
@@ -77,17 +77,17 @@ def report(
     if not follow:
         if log is not None:
             return said(write_run_report(log, out))
-        return said(write_report(latest(path, "recommendation.json", OUTCOMES), out))
+        return said(write_report(find_study_file(path, "recommendation.json", OUTCOMES), out))
     if log is None:
         raise InvalidRequestError(
             f"--follow needs the run log of a training, and {path or 'the latest study'} is none.",
             'Name the file that PrecisionController(config, run_log="run.jsonl") writes, or will write.',
         )
     if not as_json:
-        tell(f"Following {log}. Ctrl-C ends it.\n")
+        write_message(f"Following {log}. Ctrl-C ends it.\n")
     drawn = follow_run(log, out)
     with contextlib.suppress(KeyboardInterrupt):
-        emit(said(next(drawn)))
+        write_output(said(next(drawn)))
         sys.stdout.flush()
         for _ in drawn:
             pass
@@ -117,10 +117,10 @@ def export(
     from autotune_amp.core.recommendation import Recommendation
     from autotune_amp.integrations.export import accelerate_file, is_exported, setting_of
     from autotune_amp.integrations.export import export as exported
-    from autotune_amp.report.files import latest, write_over
+    from autotune_amp.report.files import find_study_file, write_if_replaceable
     from autotune_amp.report.rows import origin_line
 
-    path = latest(folder, "recommendation.json")
+    path = find_study_file(folder, "recommendation.json")
     recommendation = Recommendation.load(path)
     origin = origin_line(path, recommendation)
     setting = setting_of(recommendation, origin)
@@ -131,9 +131,9 @@ def export(
         made = accelerate_file(setting) if is_launch_file else exported(setting, to)
     if out is not None:
         elsewhere = "Name another file with --out, or leave --out away and paste what is printed."
-        write_over(out, made.text, "export of autotune-amp's", is_exported, elsewhere)
+        write_if_replaceable(out, made.text, "export of autotune-amp's", is_exported, elsewhere)
     for note in made.notes:
-        tell(f"Note: {note}\n")
+        write_message(f"Note: {note}\n")
     if as_json:
         return json_document(made)
     return (made.text if out is None else f"{out.as_posix()}\n").encode()
@@ -152,13 +152,13 @@ def dashboard(
 
     It listens on this machine only. Needs the extra `dashboard`.
     """
-    from autotune_amp.report.dashboard import has_display, serving
-    from autotune_amp.report.files import latest
+    from autotune_amp.report.dashboard import has_display, open_dashboard
+    from autotune_amp.report.files import find_study_file
 
-    with serving(storage or latest(folder, "study.db"), port) as server:
-        emit((json.dumps({"format": 1, "url": server.url}) if as_json else server.url).encode() + b"\n")
+    with open_dashboard(storage or find_study_file(folder, "study.db"), port) as server:
+        write_output((json.dumps({"format": 1, "url": server.url}) if as_json else server.url).encode() + b"\n")
         if not as_json:
-            tell("Ctrl-C ends it.\n")
+            write_message("Ctrl-C ends it.\n")
         if not no_browser and has_display():
             import webbrowser
 

@@ -25,7 +25,7 @@ from autotune_amp.cli.options import (
     training_command,
 )
 from autotune_amp.core.text import shell_line
-from autotune_amp.report.output import emit, json_document, reader_may_leave, tell
+from autotune_amp.report.output import ignore_closed_reader, json_document, write_message, write_output
 
 _OF_THE_COMMAND_LINE = ("context", "value", "file", "dry_run", "as_json")  # no options of recommend_config()
 
@@ -117,9 +117,9 @@ def run_(
     becomes a PrecisionController. Signals and exit code are the command's.
     """
     from autotune_amp.command.run import start
-    from autotune_amp.report.files import latest
+    from autotune_amp.report.files import find_study_file
 
-    start(training_command(context, "run"), latest(study, "recommendation.json"))
+    start(training_command(context, "run"), find_study_file(study, "recommendation.json"))
 
 
 def apply(
@@ -141,17 +141,17 @@ def apply(
     from autotune_amp.command.editing.apply import apply as applied_to
     from autotune_amp.core.command_template import CommandTemplate
     from autotune_amp.core.recommendation import Recommendation
-    from autotune_amp.report.files import latest
+    from autotune_amp.report.files import find_study_file
 
-    found = latest(folder, "recommendation.json")
+    found = find_study_file(folder, "recommendation.json")
     recommended = Recommendation.load(found)
     with Console(stderr=True).status("") as status:
         applied = applied_to(
             recommended, CommandTemplate.of(training), study=found.parent, write=write, phase=status.update
         )
-    emit(json_document(applied) if as_json else applied.diff.encode())
-    with reader_may_leave(sys.stdout):
+    write_output(json_document(applied) if as_json else applied.diff.encode())
+    with ignore_closed_reader(sys.stdout):
         sys.stdout.flush()
     for note in applied.notes():  # below the diff, where a long diff does not hide them
-        tell(f"{note}\n")
+        write_message(f"{note}\n")
     return b""

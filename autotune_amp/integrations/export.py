@@ -87,7 +87,7 @@ def export(setting: Exportable, to: str) -> Export:
         )
     if target == "deepspeed":
         document = json.dumps(deepspeed_config(setting.config), indent=2)
-        return Export(to=target, text=f"{document}\n", notes=tuple(beside_deepspeed(setting)))
+        return Export(to=target, text=f"{document}\n", notes=tuple(deepspeed_notes(setting)))
     return Export(to=target, text=_TEXTS[target](setting))
 
 
@@ -130,7 +130,7 @@ def is_exported(text: str) -> bool:
 
 SHEBANG = "#!/usr/bin/env bash\n"
 WIDTH = 100  # of a line, if it can be broken
-KEPT_FLAGS = "Measured with the script's own TF32 flags and autocast: they stay as they are."
+UNCHANGED_FLAGS = "Measured with the script's own TF32 flags and autocast: they stay as they are."
 SCALER_ARGUMENTS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 
 
@@ -186,10 +186,10 @@ class ExportedScript:
 
     def source(self) -> str:
         """Return the whole text."""
-        if unsaid := [*self.unsaid, *unsaid_of(self.setting.config, self.said)]:
+        if unsaid := [*self.unsaid, *unexpressed_fields(self.setting.config, self.said)]:
             self.comments.append(f"{self._holder} has no place for {'; '.join(unsaid)}: {self._way_out} has.")
         imports = sorted(self.imports, key=lambda line: (line.startswith("from "), line))
-        comments = [line for comment in self.comments for line in wrapped(comment)]
+        comments = [line for comment in self.comments for line in comment_lines(comment)]
         parts = ["\n".join(comments), "\n".join(imports), "\n".join(self.lines)]
         origin = origin_comment(self.setting.origin) if self.setting.origin else []
         return "\n".join([*origin, "\n\n".join(filter(None, parts)), ""])
@@ -216,7 +216,7 @@ class ExportedScript:
         self.lines += [LOADER_COMMENT, loader_line(self.setting.config)]
 
 
-def unsaid_of(config: AmpConfig, said: Collection[str]) -> list[str]:
+def unexpressed_fields(config: AmpConfig, said: Collection[str]) -> list[str]:
     """Return short texts for the config's fields that are not in `said`, without those at their default."""
     others = {name: value for name, value in _set_fields(config) if name not in said}
     plans = ", ".join(plan.precision for plan in config.plans)
@@ -242,7 +242,7 @@ def call(head: str, arguments: Sequence[str], tail: str = ")", indent: str = "")
     return "\n".join([head, *(f"{indent}    {argument}," for argument in arguments), f"{indent}{tail}"])
 
 
-def wrapped(comment: str) -> list[str]:
+def comment_lines(comment: str) -> list[str]:
     """Return a comment's lines, for Python, YAML or the shell."""
     if comment.startswith(" "):
         return [f"# {comment}"]  # a line to copy
@@ -254,7 +254,7 @@ def wrapped(comment: str) -> list[str]:
 
 def origin_comment(origin: str) -> list[str]:
     """Return the first lines of a text, by which `is_exported` recognizes it."""
-    return wrapped(f"{_MARK} {origin}")
+    return comment_lines(f"{_MARK} {origin}")
 
 
 def _source(value: object, indent: str = "") -> str:
@@ -296,7 +296,7 @@ def torch(setting: Exportable) -> str:
     if dtype is not None or (setting.device_type == "cuda" and not config.as_found):
         script.imports.add("import torch")
     if config.as_found:
-        script.comments.append(KEPT_FLAGS)
+        script.comments.append(UNCHANGED_FLAGS)
     elif setting.device_type == "cuda":  # TF32 flags matter only there
         script.lines += strict_flag_lines(config.precision)
     script.add_loader()
@@ -389,7 +389,7 @@ def env(setting: Exportable) -> str:
     return script.source()
 
 
-def beside_deepspeed(setting: Exportable) -> list[str]:
+def deepspeed_notes(setting: Exportable) -> list[str]:
     """Return sentences on the origin of DeepSpeed's JSON and on parts of the config that it cannot express."""
     config, found = setting.config, [f"{setting.origin}."] if setting.origin else []
     if config.precision in AUTOCAST_DTYPES:
@@ -397,7 +397,7 @@ def beside_deepspeed(setting: Exportable) -> list[str]:
         kept = f"DeepSpeed's {name} keeps the weights in {name} with an fp32 copy"
         found.append(f"{kept}; measured was autocast over fp32 weights.")
     if config.as_found:
-        found.append(KEPT_FLAGS)
+        found.append(UNCHANGED_FLAGS)
     elif config.precision == "tf32":
         found.append('TF32 has no key: call torch.set_float32_matmul_precision("high") in the script.')
     if config.loss_scale is not None:
@@ -405,7 +405,7 @@ def beside_deepspeed(setting: Exportable) -> list[str]:
     said = {"batch_size", "accumulation_steps", "loss_scale", "as_found"}
     if config.precision != "fp8":
         said.add("precision")
-    if unsaid := unsaid_of(config, said):
+    if unsaid := unexpressed_fields(config, said):
         found.append(f"The JSON has no place for {'; '.join(unsaid)}: another --to has.")
     return [*found, *setting.divided_by("DeepSpeed")]
 

@@ -26,7 +26,7 @@ from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.ranking import BEFORE_CONFIRMATION, is_trial
 
 # A figure, or a sentence with the reason why there is none.
-Drawn: TypeAlias = "Figure | str"
+FigureOrReason: TypeAlias = "Figure | str"
 
 MIB = 2**20
 
@@ -43,7 +43,7 @@ class Style(NamedTuple):
         return [f"{self.symbol}-open" if is_open else self.symbol for is_open in are_open]
 
 
-LOOKS: dict[Precision, Style] = {
+PRECISION_STYLES: dict[Precision, Style] = {
     "fp32": Style("var(--fp32)", "circle", "solid"),
     "tf32": Style("var(--tf32)", "diamond", "longdash"),
     "bf16": Style("var(--bf16)", "square", "dash"),
@@ -54,7 +54,7 @@ LOOKS: dict[Precision, Style] = {
 
 def legend_entry(precision: Precision, mode: str = "markers") -> Scatter:
     """Return a trace that only adds a precision to the legend, with its own symbol and not that of the first mark."""
-    look = LOOKS[precision]
+    look = PRECISION_STYLES[precision]
     return Scatter(
         x=[None],
         y=[None],
@@ -66,19 +66,19 @@ def legend_entry(precision: Precision, mode: str = "markers") -> Scatter:
     )
 
 
-def marks(name: str, x: Sequence[Any], y: Sequence[Any], hovers: Sequence[str], **more: Any) -> Scatter:
+def marker_trace(name: str, x: Sequence[Any], y: Sequence[Any], hovers: Sequence[str], **more: Any) -> Scatter:
     """Return a trace of marks, each with its own hover label."""
     return Scatter(name=name, x=x, y=y, hovertext=hovers, hoverinfo="text", **{"mode": "markers"} | more)
 
 
-def rule(name: str, x: Sequence[Any], y: Sequence[Any], hover: str | None = "", **look: Any) -> Scatter:
+def line_trace(name: str, x: Sequence[Any], y: Sequence[Any], hover: str | None = "", **look: Any) -> Scatter:
     """Return a trace of a line. Its hover label is `hover`, or its name if that is empty; there is none for None."""
     look = {"color": "var(--bad)", "width": 1.5} | look
     said_on_hover = {"hoverinfo": "skip"} if hover is None else {"hoverinfo": "text", "hovertext": hover or name}
     return Scatter(name=name, x=x, y=y, mode="lines", line=look, **said_on_hover)
 
 
-def framed(figure: Figure, height: int, **layout: Any) -> Figure:
+def apply_layout(figure: Figure, height: int, **layout: Any) -> Figure:
     """Give `figure` the page's theme, legend and hover style, and a height in pixels; return the figure."""
     figure.update_layout(
         template="none",
@@ -99,7 +99,7 @@ def framed(figure: Figure, height: int, **layout: Any) -> Figure:
     return figure.update_xaxes(**axis).update_yaxes(**axis)
 
 
-def said(*lines: str) -> str:
+def hover_label(*lines: str) -> str:
     """Return a hover label of these lines: escaped, since plotly interprets tags in foreign text, and wrapped for a
     phone."""
     wrapped = (part for line in lines for part in textwrap.wrap(one_line(line), 48))
@@ -116,7 +116,7 @@ _AROUND: dict[str, dict[str, Any]] = {
 _RATES = {"title_text": "samples/s", "tickformat": ",~f"}
 
 
-def throughput(recommendation: Recommendation | None, records: Sequence[Record]) -> Drawn:
+def throughput(recommendation: Recommendation | None, records: Sequence[Record]) -> FigureOrReason:
     """Draw samples per second against batch size: all measurements and failures, the baseline, the recommendation."""
     measured, failed = measurements(records), failures(records)
     if not measured:
@@ -126,7 +126,7 @@ def throughput(recommendation: Recommendation | None, records: Sequence[Record])
         figure.add_trace(_crosses(failed, "failed"))
     if recommendation is not None:
         figure.add_traces(list(_rings(recommendation)))
-    return framed(figure, 430, xaxis=_batch_sizes(records), yaxis=_RATES | {"rangemode": "tozero"})
+    return apply_layout(figure, 430, xaxis=_batch_sizes(records), yaxis=_RATES | {"rangemode": "tozero"})
 
 
 def measurements(records: Iterable[Record]) -> list[tuple[Record, Measurement]]:
@@ -153,10 +153,10 @@ def _measured(records: Sequence[Record], height: Callable[[Measurement], float])
         first = {r.candidate.batch_size: (r, found) for r, found in reversed(tried)}
         looks = [first[batch_size] for batch_size in sorted(first)]
         again = [pair for pair in ours if first.get(pair[0].candidate.batch_size) != pair]
-        look = LOOKS[precision]
+        look = PRECISION_STYLES[precision]
         yield legend_entry(precision, "lines+markers")
         for some, name, width, opacity in ((looks, "", 9, 1.0), (again, " again", 6, 0.6)):
-            yield marks(
+            yield marker_trace(
                 precision + name,
                 [r.candidate.batch_size for r, _ in some],
                 [height(found) for _, found in some],
@@ -172,7 +172,7 @@ def _measured(records: Sequence[Record], height: Callable[[Measurement], float])
 
 def _hover(record: Record, found: Measurement) -> str:
     low, high = found.step_seconds_interval
-    return said(
+    return hover_label(
         str(record.candidate),
         rate(found.samples_per_second),
         f"{duration(found.step_seconds)} a step ({duration(low)} to {duration(high)})",
@@ -187,10 +187,12 @@ def _crosses(failed: Sequence[tuple[Record, Failure]], name: str) -> Scatter:
     for record, failure in failed:
         at.setdefault(record.candidate.batch_size, []).append((record, failure))
     hovers = [
-        "<br>".join(said(str(r.candidate), outcome_name(f.kind), f.message[:400], f"trial {r.number}") for r, f in some)
+        "<br>".join(
+            hover_label(str(r.candidate), outcome_name(f.kind), f.message[:400], f"trial {r.number}") for r, f in some
+        )
         for some in at.values()
     ]
-    return marks(
+    return marker_trace(
         name,
         list(at),
         [0] * len(at),
@@ -227,12 +229,12 @@ def _ring(name: str, config: AmpConfig, speed: float, interval: tuple[float, flo
     # A wide interval would stretch the axis and flatten all measurements.
     low, high = (speed, speed) if interval is None or is_wide(interval) else interval
     landing = [] if interval is None else [landing_line(interval)]
-    hover = said(f"{name}: {Setting.of(config)}", rate(speed), *landing)
+    hover = hover_label(f"{name}: {Setting.of(config)}", rate(speed), *landing)
     whiskers = {"type": "data", "symmetric": False, "array": [high - speed], "arrayminus": [speed - low]}
-    return marks(name, [config.batch_size], [speed], [hover], error_y=whiskers, marker=_AROUND[name])
+    return marker_trace(name, [config.batch_size], [speed], [hover], error_y=whiskers, marker=_AROUND[name])
 
 
-def memory(recommendation: Recommendation | None, records: Sequence[Record]) -> Drawn:
+def memory(recommendation: Recommendation | None, records: Sequence[Record]) -> FigureOrReason:
     """Draw peak memory in MiB against batch size, as the answer and the table report it.
 
     Trials that ran out of memory are crosses on the axis. The limit of a trial is drawn only if there are such trials,
@@ -248,12 +250,12 @@ def memory(recommendation: Recommendation | None, records: Sequence[Record]) -> 
         limit = _peak_at_limit(recommendation, [found for _, found in measured])
         sizes = [r.candidate.batch_size for r in records if is_trial(r)]
         ends, height = [min(sizes), max(sizes)], limit / MIB
-        figure.add_trace(rule(f"limit: {size(limit)}", ends, [height] * 2, dash="dashdot"))
+        figure.add_trace(line_trace(f"limit: {size(limit)}", ends, [height] * 2, dash="dashdot"))
         highest = max(highest, limit)
     if out_of_memory:
         figure.add_trace(_crosses(out_of_memory, "out of memory"))
     axis = {"title_text": "peak memory in MiB", "tickformat": ",d", "range": [0, 1.12 * highest / MIB]}
-    return framed(figure, 380, xaxis=_batch_sizes(records), yaxis=axis)
+    return apply_layout(figure, 380, xaxis=_batch_sizes(records), yaxis=axis)
 
 
 def _peak_at_limit(recommendation: Recommendation, measured: Sequence[Measurement]) -> int:
@@ -269,7 +271,7 @@ def _peak_at_limit(recommendation: Recommendation, measured: Sequence[Measuremen
 # --- throughput against memory -------------------------------------------------------------------------------------
 
 
-def pareto(recommendation: Recommendation) -> Drawn:
+def pareto(recommendation: Recommendation) -> FigureOrReason:
     """Draw throughput against peak memory: all measured candidates, and the Pareto front of those not excluded.
 
     The front is extended down from its first candidate and right from its last, so that a front of a single candidate
@@ -283,11 +285,11 @@ def pareto(recommendation: Recommendation) -> Drawn:
     right, top = 1.05 * max(map(_memory, rows)), 1.12 * max(map(_speed, rows))  # with room for the highest label
     x = [*map(_memory, [*front[:1], *front]), right]
     y = [0, *map(_speed, [*front, *front[-1:]])]
-    figure = Figure(rule("front", x, y, None, color="var(--muted)", shape="hv"))
+    figure = Figure(line_trace("front", x, y, None, color="var(--muted)", shape="hv"))
     roles = {"baseline": None if today is chosen else today, "recommended": chosen}
     for precision in dict.fromkeys(row.precision for row in rows):
-        ours, look = [row for row in rows if row.precision == precision], LOOKS[precision]
-        drawn = marks(
+        ours, look = [row for row in rows if row.precision == precision], PRECISION_STYLES[precision]
+        drawn = marker_trace(
             precision,
             list(map(_memory, ours)),
             list(map(_speed, ours)),
@@ -307,10 +309,10 @@ def pareto(recommendation: Recommendation) -> Drawn:
     for name, row in roles.items():
         if row is not None and row in rows:
             figure.add_trace(
-                rule(name, [_memory(row)], [_speed(row)], None).update(mode="markers", marker=_AROUND[name])
+                line_trace(name, [_memory(row)], [_speed(row)], None).update(mode="markers", marker=_AROUND[name])
             )
     xaxis = {"title_text": "peak memory in MiB", "range": [0, right], "tickformat": ",d"}
-    return framed(figure, 400, xaxis=xaxis, yaxis=_RATES | {"range": [0, top]})
+    return apply_layout(figure, 400, xaxis=xaxis, yaxis=_RATES | {"range": [0, top]})
 
 
 def _memory(row: CandidateRow) -> float:
@@ -337,7 +339,7 @@ def _batch_label(row: CandidateRow) -> str:
 
 
 def _row_hover(row: CandidateRow) -> str:
-    return said(
+    return hover_label(
         str(Setting.of(row)),
         rate(_speed(row)),
         f"{duration(row.step_seconds or 0)} a step",
@@ -379,14 +381,14 @@ class Span(NamedTuple):
     def hover(self) -> str:
         """Return the hover label: the record's setting, purpose, slot, outcome and times."""
         where = "" if self.record.slot is None else f" on {self.record.slot}"
-        return said(
+        return hover_label(
             f"{self.record.number}: {self.record.candidate}, {self.record.purpose}{where}",
             outcome_line(self.record.outcome),
             f"took {duration(self.record.seconds)}, until {self.end_seconds:.1f} s",
         )
 
 
-def timed(records: Sequence[Record]) -> list[Span]:
+def record_spans(records: Sequence[Record]) -> list[Span]:
     """Return each record with its end. The records are in the order in which they ended; a slot runs one job at a
     time."""
     spans: list[Span] = []
@@ -400,7 +402,7 @@ def timed(records: Sequence[Record]) -> list[Span]:
     return spans
 
 
-def course(recommendation: Recommendation | None, records: Sequence[Record]) -> Drawn:
+def course(recommendation: Recommendation | None, records: Sequence[Record]) -> FigureOrReason:
     """Draw the search over time: above, each trial's samples per second at its end; below, a bar for each record.
 
     The line of the fastest trial so far is left out if nothing was recommended.
@@ -408,15 +410,15 @@ def course(recommendation: Recommendation | None, records: Sequence[Record]) -> 
     if not records:
         return "No chart of the search: outcomes.jsonl holds nothing of it."
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06, row_heights=[0.55, 0.45])
-    spans = timed(records)
+    spans = record_spans(records)
     for precision in PRECISIONS:
         ours = [s for s in spans if s.record.candidate.precision == precision]
         if not ours:
             continue
         measured = [(s, s.record.outcome) for s in ours if isinstance(s.record.outcome, Measurement)]
-        look = LOOKS[precision]
+        look = PRECISION_STYLES[precision]
         style: dict[str, Any] = {"name": precision, "legendgroup": precision, "showlegend": False}
-        drawn = marks(
+        drawn = marker_trace(
             **style,
             x=[s.end_seconds for s, _ in measured],
             y=[m.samples_per_second for _, m in measured],
@@ -438,12 +440,12 @@ def course(recommendation: Recommendation | None, records: Sequence[Record]) -> 
     if failed := [s for s in spans if isinstance(s.record.outcome, Failure)]:
         x, hovers = [s.end_seconds for s in failed], [s.hover for s in failed]
         marker = {"symbol": "x", "size": 9, "color": "var(--bad)"}
-        figure.add_trace(marks("failed", x, [0] * len(x), hovers, cliponaxis=False, marker=marker), row=1, col=1)
+        figure.add_trace(marker_trace("failed", x, [0] * len(x), hovers, cliponaxis=False, marker=marker), row=1, col=1)
     if recommendation is not None:
         figure.add_trace(_best(spans, recommendation), row=1, col=1)
     rows = {s.row for s in spans}
     used = [*sorted(rows.difference(_PURPOSES)), *(purpose for purpose in _PURPOSES if purpose in rows)]
-    framed(figure, 330 + 26 * len(used), barmode="overlay")
+    apply_layout(figure, 330 + 26 * len(used), barmode="overlay")
     figure.update_yaxes(_RATES | {"rangemode": "tozero"}, row=1, col=1)
     figure.update_yaxes(categoryorder="array", categoryarray=used[::-1], row=2, col=1)
     figure.update_xaxes(title_text="seconds of measuring", rangemode="tozero", row=2, col=1)
@@ -460,4 +462,4 @@ def _best(spans: Sequence[Span], recommendation: Recommendation) -> Scatter:
     ]
     speeds = list(accumulate((speed for _, speed in found), max))
     x = [*(seconds for seconds, _ in found), *([spans[-1].end_seconds] if found else [])]
-    return rule("fastest so far", x, [*speeds, *speeds[-1:]], None, color="var(--ink)", shape="hv")
+    return line_trace("fastest so far", x, [*speeds, *speeds[-1:]], None, color="var(--ink)", shape="hv")

@@ -33,7 +33,7 @@ class _Handler(WSGIRequestHandler):
 
 
 @contextmanager
-def serving(storage: str | Path, port: int) -> Iterator[DashboardServer]:
+def open_dashboard(storage: str | Path, port: int) -> Iterator[DashboardServer]:
     """Open a server that listens on `port`, where 0 is any free one; close it when the context ends.
 
     `storage` is an Optuna storage URL or a study's own file. Raises `InvalidRequestError` if optuna-dashboard is not

@@ -16,7 +16,7 @@ RELOAD_SECONDS = 5  # of a page that follows a training run
 _ELSEWHERE = "Give `autotune-amp report` a file in a folder that can be written, with --out FILE.html."
 
 
-def latest(folder: Path | None, *names: str) -> Path:
+def find_study_file(folder: Path | None, *names: str) -> Path:
     """Return `folder` itself unless it is a directory; else the first file of `names` in the study written last.
 
     `folder` may be a study or a folder of studies; None is ./studies. Raises `FormatError` if there is no such file or
@@ -41,7 +41,7 @@ def latest(folder: Path | None, *names: str) -> Path:
     return found
 
 
-def write_over(path: Path, text: str, what: str, is_ours: Callable[[str], bool], elsewhere: str) -> None:
+def write_if_replaceable(path: Path, text: str, what: str, is_ours: Callable[[str], bool], elsewhere: str) -> None:
     """Write a file; overwrite an existing one only if `is_ours` accepts its text.
 
     Raises `StudyError` if the file cannot be written or must not be overwritten. The error says that it is no `what`,
@@ -106,7 +106,7 @@ def follow_run(log: Path, out: Path | None = None, pause: Callable[[float], obje
             write_run_report(log, out)
 
 
-def keep_report(folder: Path, note: Callable[[str], None], warn: Callable[[str], None]) -> None:
+def update_report(folder: Path, note: Callable[[str], None], warn: Callable[[str], None]) -> None:
     """Write report.html if it is missing or older than its source file; pass the reason to `warn` if that fails.
 
     Nothing is raised, not even at Ctrl-C, since the result of a search is complete without a report. A search that
@@ -141,7 +141,7 @@ def _write_page(page: Path, text: str, kind: str, what: str) -> Path:
     """
     from autotune_amp.report.document import marker
 
-    write_over(page, text, what, lambda found: marker(kind) in found[:1000], _ELSEWHERE)
+    write_if_replaceable(page, text, what, lambda found: marker(kind) in found[:1000], _ELSEWHERE)
     return page
 
 

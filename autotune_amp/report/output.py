@@ -24,7 +24,7 @@ def json_document(document: object) -> bytes:
     return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
 
 
-def rendered(show: Callable[[Console], None]) -> bytes:
+def render_to_bytes(show: Callable[[Console], None]) -> bytes:
     """Return the output of `show` as bytes for standard output; the console passed to it has that width and colours."""
     from rich.console import Console
 
@@ -36,20 +36,20 @@ def rendered(show: Callable[[Console], None]) -> bytes:
                 yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     console = PrintableConsole(file=sys.stdout)
-    with reader_may_leave(sys.stdout), console.capture() as capture:  # at its end, this writes an empty text
+    with ignore_closed_reader(sys.stdout), console.capture() as capture:  # at its end, this writes an empty text
         show(console)
     # Rich fills each line with blanks up to the width of its table.
     return re.sub(r" +$", "", capture.get(), flags=re.MULTILINE).encode(console.encoding, "replace")
 
 
-def emit(result: bytes) -> None:
+def write_output(result: bytes) -> None:
     """Write bytes to standard output. Raises `InvalidRequestError` if that cannot be written."""
-    with reader_may_leave(sys.stdout):
+    with ignore_closed_reader(sys.stdout):
         sys.stdout.buffer.write(result)
         sys.stdout.flush()
 
 
-def tell(text: str) -> None:
+def write_message(text: str) -> None:
     """Write foreign text to standard error, and ignore that it cannot be written."""
     with suppress(OSError):
         sys.stderr.write(printable(text))
@@ -57,7 +57,7 @@ def tell(text: str) -> None:
 
 
 @contextmanager
-def reader_may_leave(stream: TextIO) -> Iterator[None]:
+def ignore_closed_reader(stream: TextIO) -> Iterator[None]:
     """Suppress the error of a context that writes to a stream whose reader has stopped reading.
 
     Raises `InvalidRequestError` if the stream cannot be written for another reason, such as a full disk.

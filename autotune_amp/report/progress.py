@@ -28,7 +28,7 @@ _LINE_SECONDS = 10.0  # between two lines about the activity of a job, on a scre
 _MAX_HELD = 65536
 
 
-class Screen:
+class TextScreen:
     """Screen of plain lines, for files, pipes and dumb terminals. A search goes on after its reader stops reading."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -73,8 +73,8 @@ class Screen:
             self._stream.flush()
 
 
-class LiveScreen(Screen):
-    """`Screen` with a few lines at the bottom that are redrawn in place, at most ten times a second.
+class LiveScreen(TextScreen):
+    """`TextScreen` with a few lines at the bottom that are redrawn in place, at most ten times a second.
 
     The user's text is collected between two drawings, so that many small prints cost no more than one large one. An
     unfinished line is held back, since the display begins on a line of its own; a very long one is broken.
@@ -144,8 +144,8 @@ class LiveScreen(Screen):
             self._console.print(Segments([Segment(whole + newline)]), crop=False)
 
 
-class NotebookScreen(Screen):
-    """`Screen` for a notebook's cell: rich's display, redrawn in place, and plain lines below it.
+class NotebookScreen(TextScreen):
+    """`TextScreen` for a notebook's cell: rich's display, redrawn in place, and plain lines below it.
 
     It writes to standard output, since notebooks show standard error like a failure.
     """
@@ -193,7 +193,7 @@ class TerminalProgress(Progress):
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._screen = Screen(stream)
+        self._screen = TextScreen(stream)
         self._phase = ""
         self._budget_seconds: float | None = None
         self._elapsed_seconds = 0.0
@@ -291,7 +291,7 @@ class TerminalProgress(Progress):
     def ended(self) -> None:
         """Remove the live display; later output is plain lines again."""
         self._screen.close()
-        self._screen = Screen(self._stream)
+        self._screen = TextScreen(self._stream)
 
     def _display(self) -> RenderableType:
         from rich.console import Group

@@ -13,7 +13,7 @@ from plotly.subplots import make_subplots
 from autotune_amp.core import pieces
 from autotune_amp.core.text import count, one_line
 from autotune_amp.report import document
-from autotune_amp.report.charts import LOOKS, framed, marks, rule, said
+from autotune_amp.report.charts import PRECISION_STYLES, apply_layout, hover_label, line_trace, marker_trace
 from autotune_amp.report.document import chart
 from autotune_amp.runtime.run_log import BeginLine, Line, LoggedRun, MoveLine, SampleLine
 
@@ -58,7 +58,7 @@ def course(run: LoggedRun) -> Figure:
     num_skips = [line.num_skips for line in run.lines]
     skips = _line("steps skipped so far", updates, num_skips, "%{y:,} skipped", "var(--bad)", "hv")
     figure.add_trace(skips, row=2, col=1)
-    framed(figure, 660 if losses else 480)
+    apply_layout(figure, 660 if losses else 480)
     powers = {"tickprefix": "2<sup>", "ticksuffix": "</sup>", "tick0": 0, "dtick": math.ceil((high - low) / _MAX_TICKS)}
     figure.update_yaxes(title_text="loss scale", **powers, row=1, col=1)
     figure.update_yaxes(title_text="skipped", rangemode="tozero", tickformat="~s", row=2, col=1)
@@ -108,7 +108,7 @@ def rungs(run: LoggedRun) -> list[Line]:
 def _names(run: LoggedRun, height: float) -> list[Scatter]:
     """Return the symbol and name of each precision, drawn at `height` at the update where the run changes to it."""
     return [
-        marks(
+        marker_trace(
             rung.precision,
             [rung.update],
             [height],
@@ -118,7 +118,11 @@ def _names(run: LoggedRun, height: float) -> list[Scatter]:
             text=[rung.precision],
             textposition="middle right",
             cliponaxis=False,
-            marker={"symbol": LOOKS[rung.precision].symbol, "size": 9, "color": LOOKS[rung.precision].color},
+            marker={
+                "symbol": PRECISION_STYLES[rung.precision].symbol,
+                "size": 9,
+                "color": PRECISION_STYLES[rung.precision].color,
+            },
         )
         for rung in rungs(run)
     ]
@@ -128,12 +132,12 @@ def _moves_drawn(moves: Sequence[MoveLine], bottom: float, top: float) -> list[S
     """Return the traces of the moves: a vertical line for each, and on top its number in the table, with the reason on
     hover."""
     across = [x for move in moves for x in (move.update, move.update, None)]
-    dashed = rule("move", across, [bottom, top, None] * len(moves), None, color="var(--accent)", dash="dot")
-    mark = marks(
+    dashed = line_trace("move", across, [bottom, top, None] * len(moves), None, color="var(--accent)", dash="dot")
+    mark = marker_trace(
         "move",
         [move.update for move in moves],
         [top] * len(moves),
-        [said(f"update {move.update:,}: {_kind(move)}, {_way(move)}", _reason(move)) for move in moves],
+        [hover_label(f"update {move.update:,}: {_kind(move)}, {_way(move)}", _reason(move)) for move in moves],
         legendgroup="move",
         mode="markers+text",
         text=[str(place) for place in range(1, len(moves) + 1)],

@@ -13,9 +13,15 @@ from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Record
 from autotune_amp.core.recommendation import Exclusion, Recommendation
 from autotune_amp.core.text import count, duration, exact, one_line, outcome_name
 from autotune_amp.report import document, rows
-from autotune_amp.report.charts import Drawn, course, memory, pareto, throughput
+from autotune_amp.report.charts import FigureOrReason, course, memory, pareto, throughput
 from autotune_amp.report.document import chart
-from autotune_amp.report.numerics_charts import Calibrated, calibrated, fidelity, foretold, gradients
+from autotune_amp.report.numerics_charts import (
+    ChosenCalibration,
+    chosen_calibration,
+    fidelity,
+    gradients,
+    predicted_loss_scale,
+)
 from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.ranking import is_trial
 
@@ -126,7 +132,7 @@ def unfinished_page(name: str, records: Sequence[Record]) -> str:
 
 
 # Parts of a section: charts with their captions, and HTML.
-_Parts: TypeAlias = "Sequence[tuple[Drawn, str] | str]"
+_Parts: TypeAlias = "Sequence[tuple[FigureOrReason, str] | str]"
 
 
 def _charts(sections: Mapping[str, _Parts]) -> tuple[dict[str, str], str]:
@@ -164,11 +170,11 @@ def _blocks(uses: Iterable[tuple[str, list[str]]]) -> str:
 
 
 def _loss_scale(recommendation: Recommendation, records: Sequence[Record]) -> _Parts:
-    found = calibrated(recommendation, records)
+    found = chosen_calibration(recommendation, records)
     chosen = ""
-    if isinstance(found, Calibrated):
+    if isinstance(found, ChosenCalibration):
         chosen = f" This is {found.about}, from {exact(found.pair[0])} with growth interval {found.pair[1]}."
-    return [(gradients(recommendation, found), _GRADIENTS), (foretold(found), _FORETOLD + chosen)]
+    return [(gradients(recommendation, found), _GRADIENTS), (predicted_loss_scale(found), _FORETOLD + chosen)]
 
 
 def _fidelity(drawn: Sequence[Fidelity], told: Iterable[Fidelity], records: Sequence[Record]) -> _Parts:
