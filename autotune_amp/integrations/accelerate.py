@@ -281,8 +281,8 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
                 self.controller,
                 self._own_config,
                 "the loop keeps the batch size of its loader",
-                "Loop over accelerator.windows(loader), which splits its batches, or save_state() and start again with the "
-                "error's config.",
+                "Loop over accelerator.windows(loader), which splits its batches, or save_state() and start "
+                "again with the error's config.",
             )
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:

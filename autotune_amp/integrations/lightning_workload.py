@@ -124,8 +124,8 @@ def _check_module(module: Any) -> None:
     """Raise `WorkloadError` unless `module` is a LightningModule with automatic optimization."""
     if not isinstance(module, LightningModule):
         raise WorkloadError(
-            f"Workload.from_lightning got a {type_name(module)}; it needs a LightningModule, or a function that returns one.",
-            "Pass the module itself, or `lambda: MyModule(...)`; its class comes from `import lightning`.",
+            f"Workload.from_lightning needs a LightningModule or a function that returns one, not {type_name(module)}.",
+            "Use the module itself, or `lambda: MyModule(...)`; its class comes from `import lightning`.",
         )
     if not module.automatic_optimization:
         raise WorkloadError(

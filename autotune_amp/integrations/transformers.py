@@ -5,12 +5,12 @@ short `train()` of its own, with your callbacks and your logging, without evalua
 `report_to`. It is ended early, so that nothing that follows the training is run. `AutotuneTrainer` is a Trainer whose
 scaler is the controller. Its checkpoints hold the controller's state; it logs rung, scale, skips and moves. It guards
 bf16 and fp32 runs too: a plain Trainer with `config.to_training_arguments(like=today)` trains in the config's
-precision, but does not skip steps whose gradients are not finite. `like=` keeps the class of your arguments and the values that the config
-does not set: learning rate, optimizer, schedule. So `class MyTrainer(AutotuneTrainer, Seq2SeqTrainer)` trains with your
-`Seq2SeqTrainingArguments`. Pass the controller's options by `AutotuneTrainer(..., controller_options={"run_log":
-"run.jsonl", "on_demotion": "checkpoint_and_stop"})`, and likewise to `AutotuneAccelerator`. A fallback with another
-batch size or accumulation always ends `train()`, with a checkpoint and a `DemotedError` that has the config to continue
-with.
+precision, but takes steps with infinite or NaN gradients. `like=` keeps the class of your arguments and the values that
+the config does not set: learning rate, optimizer, schedule. So `class MyTrainer(AutotuneTrainer, Seq2SeqTrainer)`
+trains with your `Seq2SeqTrainingArguments`. Pass the controller's options by `AutotuneTrainer(...,
+controller_options={"run_log": "run.jsonl", "on_demotion": "checkpoint_and_stop"})`, and likewise to
+`AutotuneAccelerator`. A fallback with another batch size or accumulation always ends `train()`, with a checkpoint and a
+`DemotedError` that has the config to continue with.
 
 ```python
 import torch
@@ -70,9 +70,9 @@ class AutotuneTrainer(Trainer):
     MyTrainer(AutotuneTrainer, Seq2SeqTrainer)``. The forward pass runs under the controller's autocast, on a CPU too,
     where Accelerate's own fp16 has neither autocast nor scaler; bf16 and fp32 steps that are not finite are skipped.
     `controller` is the PrecisionController; the model is attached to it at the first step, and the latest batch is run
-    again to diagnose a step that is not finite. Checkpoints hold its state in their ``scaler.pt``, and `resume_from_checkpoint` continues at the saved rung.
-    A second ``train()`` continues with the controller's state, also after a stop or an interruption; a new model by
-    ``model_init`` gets a new controller.
+    again to diagnose a step that is not finite. Checkpoints hold its state in their ``scaler.pt``, and
+    `resume_from_checkpoint` continues in the saved precision. A second ``train()`` continues with the controller's
+    state, also after a stop or an interruption; a new model by ``model_init`` gets a new controller.
 
     If the run has to stop, ``train()`` saves a checkpoint, ends as usual, and then raises `NotPrecisionError` or
     `NoRungFitsError`, or `DemotedError` for a fallback with another batch size or accumulation, and for any fallback
@@ -184,7 +184,7 @@ class AutotuneTrainer(Trainer):
         return loss, convert_to_fp32(logits), labels
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as in Trainer. If the controller stops the run, raise its `TrainingStoppedError` after the checkpoint."""
+        """Train as in Trainer. If the controller stops the run, raise its `TrainingStoppedError` at the end."""
         self.controller.discard_window()  # gradients of an interrupted run, which the Trainer drops
         self.controller.stopped = None
         output = super().train(*args, **kwargs)

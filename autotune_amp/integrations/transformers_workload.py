@@ -181,7 +181,7 @@ class _StepLoss:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._set_up_models: WeakSet[nn.Module] | None = (
+        self._ready_models: WeakSet[nn.Module] | None = (
             None  # models set up in this process; None before the first call
         )
         self._prepared: tuple[nn.Module, nn.Module] | None = None  # the latest model, and its prepared wrapper
@@ -189,12 +189,12 @@ class _StepLoss:
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the loss of one pass over `batch`, as if it were the whole optimizer step."""
         trainer = self._trainer
-        if self._set_up_models is None:
+        if self._ready_models is None:
             _set_up_on_device(trainer, next(model.parameters()).device)
-            self._set_up_models = WeakSet()
+            self._ready_models = WeakSet()
         if self._prepared is None or self._prepared[0] is not model:
-            if model not in self._set_up_models:
-                self._set_up_models.add(model)
+            if model not in self._ready_models:
+                self._ready_models.add(model)
                 self._set_up_model(model)
             self._prepared = model, trainer.accelerator.prepare_model(model)
         (inputs,), num_items = trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)

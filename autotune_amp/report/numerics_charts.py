@@ -26,59 +26,59 @@ from autotune_amp.search.loss_scales import DEFAULT_PAIR, Pair, Scales, Uncalibr
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
 
 _WHOLE, _MODEL = "whole gradient", "the model itself"
-_LEAST_DRAWN = 1e-6  # stands for a ratio of 0, which a logarithmic axis lacks
+_LEAST_DRAWN = 1e-6  # position of a ratio of 0 on a logarithmic axis
 _MAX_NAME = 22  # characters of a module's name; its end is kept, since that is what distinguishes modules
 _POWERS = {"tickprefix": "2<sup>", "ticksuffix": "</sup>"}
-# Powers of two: fp16 rounds to zero below the first, which is half of its least number, and overflows at the second.
+# Powers of two. fp16 rounds numbers below 2^-25, half of its least number, to zero, and overflows from 2^16 on.
 _FP16_FLUSHED, _FP16_END = -25, 16
 
 
 def fidelity(checks: Sequence[Fidelity]) -> FigureOrReason:
     """Draw the ratio of rounding noise to batch noise, for the whole gradient and for each module."""
-    made = [check for check in checks if check.noise_ratio is not None]
-    if not made:
+    measured = [check for check in checks if check.noise_ratio is not None]
+    if not measured:
         why = "; ".join(check.reason.rstrip(".") for check in checks)
         return f"No chart of fidelity: {why or 'no precision below fp32 was checked'}."
     figure, rows = Figure(), [_WHOLE]
-    for check in made:
-        look = PRECISION_STYLES[check.precision]
+    for check in measured:
+        style = PRECISION_STYLES[check.precision]
         pinned = f" with {len(check.pinned_modules)} pinned" if check.pinned_modules else ""
         whole = f"{check.precision} batch {check.batch_size}: {check.verdict}, noise ratio {check.noise_ratio:.2g}"
-        found = [(_WHOLE, check.noise_ratio or 0.0, hover_label(whole))]
+        points = [(_WHOLE, check.noise_ratio or 0.0, hover_label(whole))]
         for damage in check.modules:
             name, noise = damage.name or _MODEL, damage.noise_ratio
             of_norm = f"cosine {damage.cosine:.4f}, {damage.norm_ratio:.3f} of its norm"
             flushed = f"{100 * damage.flushed_share:.2g} % flushed to zero"
-            found.append(
+            points.append(
                 (name, noise, hover_label(f"{check.precision}: {name}", f"noise ratio {noise:.2g}", of_norm, flushed))
             )
-        drawn = [mark for mark in found if math.isfinite(mark[1])]
-        rows += dict.fromkeys(row for row, _, _ in drawn if row not in rows)
+        finite_points = [mark for mark in points if math.isfinite(mark[1])]
+        rows += dict.fromkeys(row for row, _, _ in finite_points if row not in rows)
         figure.add_trace(
             marker_trace(
                 f"{check.precision}{pinned}: {check.verdict}",
-                [max(_LEAST_DRAWN, ratio) for _, ratio, _ in drawn],
-                [rows.index(row) for row, _, _ in drawn],
-                [hover for _, _, hover in drawn],
-                marker={"color": look.color, "size": 10, "symbol": look.symbol + "-open" * bool(pinned)},
+                [max(_LEAST_DRAWN, ratio) for _, ratio, _ in finite_points],
+                [rows.index(row) for row, _, _ in finite_points],
+                [hover for _, _, hover in finite_points],
+                marker={"color": style.color, "size": 10, "symbol": style.symbol + "-open" * bool(pinned)},
             )
         )
     figure.add_trace(line_trace("whole: as a smaller batch from here", [NOISY] * 2, (-0.4, 0.4), dash="dash"))
     apply_layout(figure, 230 + 24 * len(rows))
     figure.update_xaxes(type="log", title_text="noise ratio", exponentformat="power")
-    labels = list(map(label, rows))
+    labels = list(map(module_label, rows))
     figure.update_yaxes(tickvals=list(range(len(rows))), ticktext=labels, range=[len(rows) - 0.4, -0.6])
     return figure
 
 
-def label(name: str) -> str:
+def module_label(name: str) -> str:
     """Return a module's name for an axis: escaped, and without its beginning if it is long."""
     name = one_line(name)
     return hover_label(name if len(name) <= _MAX_NAME else f"\N{HORIZONTAL ELLIPSIS}{name[1 - _MAX_NAME :]}")
 
 
 class ChosenCalibration(NamedTuple):
-    """Calibration that found safe loss scales, with the chosen (init_scale, growth_interval) and a candidate's name."""
+    """Safe loss scales of the setting named `about`; `pair` is the chosen (init_scale, growth_interval)."""
 
     scales: Scales
     pair: Pair
@@ -91,17 +91,17 @@ class ChosenCalibration(NamedTuple):
 
 
 def chosen_calibration(recommendation: Recommendation, records: Sequence[Record]) -> ChosenCalibration | str:
-    """Return the calibration behind the config, or else the last one; without any, a clause with the reason."""
+    """Return the calibration of the recommended config, else the last one, else a clause with the reason for none."""
     config, evidence = recommendation.config, recommendation.evidence.loss_scale
-    known = loss_scales.calibrated(records, DEFAULT_NUM_STEPS if evidence is None else evidence.num_steps)
-    own = numerics(config)
-    for key in (*filter(own.__eq__, known), *reversed(known)):
-        found = known[key]
-        if isinstance(found, Scales):
-            scale = config.loss_scale if key == own else None
-            pair = found.best if scale is None else (scale.init_scale, scale.growth_interval)
-            return ChosenCalibration(found, pair, f"fp16 batch {key.batch_size}")
-    for key, answer in known.items():
+    calibrations = loss_scales.calibrated(records, DEFAULT_NUM_STEPS if evidence is None else evidence.num_steps)
+    config_key = numerics(config)
+    for key in (*filter(config_key.__eq__, calibrations), *reversed(calibrations)):
+        calibration = calibrations[key]
+        if isinstance(calibration, Scales):
+            scale = config.loss_scale if key == config_key else None
+            parameters = calibration.best if scale is None else (scale.init_scale, scale.growth_interval)
+            return ChosenCalibration(calibration, parameters, f"fp16 batch {key.batch_size}")
+    for key, answer in calibrations.items():
         why = answer.reason if isinstance(answer, Uncalibrated) else answer.refusal
         return f"fp16 batch {key.batch_size} has no loss scale: {why}"
     everywhere = [e.reason for e in recommendation.excluded if e.precision == "fp16" and e.batch_size is None]
@@ -109,16 +109,16 @@ def chosen_calibration(recommendation: Recommendation, records: Sequence[Record]
     return f"fp16 was not calibrated: {why}"
 
 
-def gradients(recommendation: Recommendation, found: ChosenCalibration | str) -> FigureOrReason:
+def gradients(recommendation: Recommendation, calibration: ChosenCalibration | str) -> FigureOrReason:
     """Draw the histogram of the gradient as computed and at the chosen loss scale, with the limits of fp16."""
     checks = [check.gradient_histogram for check in recommendation.fidelity if check.gradient_histogram]
-    if isinstance(found, ChosenCalibration):
-        histogram = found.scales.calibration.gradient_histogram
-        shifts = {"as computed": 0.0, f"at a loss scale of {exact(found.pair[0])}": found.log2_scale}
+    if isinstance(calibration, ChosenCalibration):
+        histogram = calibration.scales.calibration.gradient_histogram
+        shifts = {"as computed": 0.0, f"at a loss scale of {exact(calibration.pair[0])}": calibration.log2_scale}
     elif checks:
         histogram, shifts = checks[-1], {"as computed": 0.0}
     else:
-        return f"No gradient histogram: {found}."
+        return f"No gradient histogram: {calibration}."
     if not histogram:
         return "No gradient histogram: every gradient in the calibration was zero."
     total = sum(number for _, number in histogram)
@@ -144,16 +144,18 @@ def gradients(recommendation: Recommendation, found: ChosenCalibration | str) ->
     return apply_layout(figure, 340, barmode="overlay", bargap=0, xaxis=xaxis, yaxis={"title_text": "% of entries"})
 
 
-def predicted_loss_scale(found: ChosenCalibration | str) -> FigureOrReason:
-    """Draw the predicted loss scale over a training run, with skipped steps: for the chosen parameters and for
+def predicted_loss_scale(calibration: ChosenCalibration | str) -> FigureOrReason:
+    """Draw the predicted loss scale over a training run, with skipped steps, for the chosen loss scale and for
     GradScaler's defaults."""
-    if isinstance(found, str):
-        return f"No forecast of the loss scale: {found}."
-    figure, end = Figure(), found.scales.num_steps
-    pairs = {"chosen": found.pair} | ({} if found.pair == DEFAULT_PAIR else {"GradScaler's defaults": DEFAULT_PAIR})
+    if isinstance(calibration, str):
+        return f"No forecast of the loss scale: {calibration}."
+    figure, end = Figure(), calibration.scales.num_steps
+    pairs = {"chosen": calibration.pair} | (
+        {} if calibration.pair == DEFAULT_PAIR else {"GradScaler's defaults": DEFAULT_PAIR}
+    )
     for name, pair in pairs.items():
         is_chosen = name == "chosen"
-        course = found.scales.course(pair, is_bounded=is_chosen)
+        course = calibration.scales.course(pair, is_bounded=is_chosen)
         skipped = [stretch for stretch in course if stretch.skip is not None]
         color, dash = (PRECISION_STYLES["fp16"].color, "solid") if is_chosen else ("var(--muted)", "dash")
         x, y = [stretch.first_step for stretch in course], [_log2(stretch.scale) for stretch in course]
@@ -177,7 +179,7 @@ def predicted_loss_scale(found: ChosenCalibration | str) -> FigureOrReason:
             marker={"symbol": "x" if is_chosen else "x-open", "size": 8, "color": "var(--bad)"},
         )
         figure.add_traces([scale, skips])
-    least = min(found.scales.finite_log2_scales)
+    least = min(calibration.scales.finite_log2_scales)
     hover = f"2<sup>{least:.1f}</sup> was safe in every pass"
     figure.add_trace(
         line_trace("least safe scale measured", [0, end], [least] * 2, hover, color="var(--warn)", dash="dot")
