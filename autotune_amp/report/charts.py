@@ -100,7 +100,7 @@ def apply_layout(figure: Figure, height: int, **layout: Any) -> Figure:
 
 
 def hover_label(*lines: str) -> str:
-    """Return a hover label with these lines, wrapped for a phone. Text is escaped, since plotly interprets HTML tags."""
+    """Return a hover label with these lines, wrapped for a phone and escaped, since plotly interprets HTML tags."""
     wrapped = (part for line in lines for part in textwrap.wrap(one_line(line), 48))
     return "<br>".join(escape(part, quote=False) for part in wrapped)
 

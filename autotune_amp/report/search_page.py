@@ -33,24 +33,24 @@ _THROUGHPUT = (
     "than the best. Rings are medians over processes; their whiskers show where a new run is expected."
 )
 _MEMORY = (
-    "The peak of each trial. Crosses on the axis ran out of memory, so their peak is unknown; the line is then the memory "
-    "limit of a trial."
+    "The peak of each trial. Crosses on the axis ran out of memory, so their peak is unknown; the line is then the "
+    "memory limit of a trial."
 )
 _PARETO = (
     "One mark for each candidate, with its batch size (x accumulation steps). No candidate that can be recommended is "
     "above and left of the line; open marks were cut short or excluded."
 )
 _COURSE = (
-    "Above: each trial at its end, and the fastest so far that no check has excluded. Below: the time of each trial and "
-    "check; confirm measures in new processes, plain without the environment variables."
+    "Above: each trial at its end, and the fastest so far that no check has excluded. Below: the time of each trial "
+    "and check; confirm measures in new processes, plain without the environment variables."
 )
 _GRADIENTS = (
     "Entries of the fp32 gradient by magnitude. The loss scale shifts them to the right, out of the range that fp16 "
     "flushes to zero. It is limited by overflows in the backward pass, whose numbers are larger than these."
 )
 _FORETOLD = (
-    "GradScaler's rule, simulated over the whole training with the largest safe scales that were measured and a burst of "
-    "five bad batches. Crosses are skipped steps."
+    "GradScaler's rule, simulated over the whole training with the largest safe scales that were measured and a "
+    "burst of five bad batches. Crosses are skipped steps."
 )
 _FIDELITY = (
     "The noise ratio: how far the precision's rounding moves the gradient, in units of how far another batch of the "
@@ -175,7 +175,8 @@ def _loss_scale(recommendation: Recommendation, records: Sequence[Record]) -> _P
     calibration = chosen_calibration(recommendation, records)
     chosen_text = ""
     if isinstance(calibration, ChosenCalibration):
-        chosen_text = f" This is {calibration.about}, from {exact(calibration.pair[0])} with growth interval {calibration.pair[1]}."
+        scale, growth_interval = calibration.pair
+        chosen_text = f" This is {calibration.about}, from {exact(scale)} with growth interval {growth_interval}."
     return [
         (gradients(recommendation, calibration), _GRADIENTS),
         (predicted_loss_scale(calibration), _FORETOLD + chosen_text),
@@ -183,10 +184,12 @@ def _loss_scale(recommendation: Recommendation, records: Sequence[Record]) -> _P
 
 
 def _fidelity(charted: Sequence[Fidelity], listed: Iterable[Fidelity], records: Sequence[Record]) -> _Parts:
-    """Return the chart of the checks `drawn`, and the result of each check in `told` and of accumulation as text."""
+    """Return the chart of the checks `charted`, and as text the results of `listed` and of accumulation."""
     lines = [(check.precision, check_line(check)) for check in listed]
     accumulations = [r.outcome for r in records if isinstance(r.outcome, Accumulation)]
-    checks = lines + [("accumulation", f"{accumulation_line(check)}. {check.reason}") for check in accumulations]
+    checks = lines + [
+        ("accumulation", f"{accumulation_line(accumulation)}. {accumulation.reason}") for accumulation in accumulations
+    ]
     return [(fidelity(charted), _FIDELITY), pieces.facts(checks) if checks else ""]
 
 
