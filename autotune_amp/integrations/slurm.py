@@ -3,7 +3,8 @@
 The search job has the search's options; once it has a recommendation, `autotune-amp run` starts the training run. A
 minute before its time limit a job saves and is requeued: a search resumes where it was, on the same GPU, and your
 training run from the checkpoint saved by `on_signal`. `--storage` is left out: add it. If the job has several
-nodes (`--nodes=4`) the search uses all of them through Ray, if its options allow it. Tested with programs that imitate Slurm's commands.
+nodes (`--nodes=4`) the search uses all of them through Ray, if its options allow it. Tested with
+programs that imitate Slurm's commands.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def update_report(folder: Path, note: Callable[[str], None], warn: Callable[[str
 
 
 def _report_source(folder: Path) -> Path:
-    """Return the file that a study's report is made from: recommendation.json, or outcomes.jsonl if only that exists."""
+    """Return the source of a study's report: its recommendation.json, or outcomes.jsonl if only that exists."""
     recommendation, outcomes = folder / "recommendation.json", folder / OUTCOMES
     return outcomes if outcomes.exists() and not recommendation.exists() else recommendation
 

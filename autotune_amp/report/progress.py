@@ -189,7 +189,7 @@ def _is_in_notebook() -> bool:
 
 
 class TerminalProgress(Progress):
-    """Display of a search: redrawn on a terminal and in a notebook, else a line on `stream` for each phase and trial."""
+    """Display of a search: redrawn on a terminal or in a notebook, else a line on `stream` per phase and trial."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""Terminal output of a finished search and of a probe."""
+"""Terminal output of a finished search and of a hardware probe."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 def print_recommendation(recommendation: Recommendation, console: Console, path: str | None = None) -> None:
     """Print the answer with the lines to copy, the warnings, the candidates that ran, and the evidence.
 
-    `path` is the path of the recommendation's file, as in `rows.uses`.
+    `path` is that of its recommendation.json, or None for the default.
     """
     search, hardware = recommendation.search, recommendation.hardware
-    sure = "blue" if recommendation.is_kept else "green" if recommendation.is_sure else "yellow"
-    print_panel(recommendation.title(), recommendation.answer(), console, sure)
-    # Below the panel and never wrapped: these lines are meant to be copied.
+    border_style = "blue" if recommendation.is_kept else "green" if recommendation.is_sure else "yellow"
+    print_panel(recommendation.title(), recommendation.answer(), console, border_style)
+    # Below the panel and never wrapped, so that they can be copied.
     for title, lines in rows.shortest_use(recommendation, path):
         _print_lines(f"{title}:", lines, console)
     if recommendation.warnings:
@@ -37,24 +37,28 @@ def print_recommendation(recommendation: Recommendation, console: Console, path:
     console.print(_candidates(recommendation))
     if recommendation.evidence.search_samples_per_second is not None:
         console.print(
-            Text("The machine changed: compare rows that are confirmed with one another, and the rest apart.")
+            Text(
+                "The machine's speed changed during the search: compare confirmed rows only with each other, and the others too."
+            )
         )
-    tried = [cells for row, cells in rows.variants(recommendation) if not rows.is_untried(row)]
-    if tried:
+    tried_variants = [cells for row, cells in rows.variants(recommendation) if not rows.is_untried(row)]
+    if tried_variants:
         first, *numbers, last = rows.VARIANT_COLUMNS
         table = new_table(first, *numbers, last=last)
-        for cells in tried:
+        for cells in tried_variants:
             table.add_row(*map(Text, cells))
         console.print(table)
-    told = [*recommendation.further_facts(), *(("files", one_line(text)) for text in search.files)]
+    facts = [*recommendation.further_facts(), *(("files", one_line(text)) for text in search.files)]
     if untried := rows.untried_line(recommendation):
-        told.append(("not tried", untried))
-    on = f"{hardware.device} ({one_line(hardware.identity.name)})"
-    counted = f"{count(search.num_trials, 'trial')}, {search.num_failures} failed, {duration(search.seconds)} on {on}"
-    told.append(("search", f"{one_line(search.study)}: {counted}"))
+        facts.append(("not tried", untried))
+    device = f"{hardware.device} ({one_line(hardware.identity.name)})"
+    trials = (
+        f"{count(search.num_trials, 'trial')}, {search.num_failures} failed, {duration(search.seconds)} on {device}"
+    )
+    facts.append(("search", f"{one_line(search.study)}: {trials}"))
     notes = f"{count(len(recommendation.notes), 'note')}, " if recommendation.notes else ""
-    told.append(("report", f"{notes}every trial and every reason: {rows.report_path(recommendation, path)}"))
-    console.print(grid(told))
+    facts.append(("report", f"{notes}every trial and every reason: {rows.report_path(recommendation, path)}"))
+    console.print(grid(facts))
 
 
 def hardware_table(hardware: Hardware, console: Console) -> None:
@@ -68,30 +72,30 @@ def hardware_table(hardware: Hardware, console: Console) -> None:
 
 
 def _candidates(recommendation: Recommendation) -> Table:
-    """Return the table of the candidates that ran or failed; neighbours with an equal `_fate` share a row."""
+    """Return the table of the candidates that ran or failed. Neighbours that failed for the same reason share a row."""
     recommended, baseline = rows.recommended_row(recommendation), rows.baseline_row(recommendation)
     columns = ["precision", "batch", "samples/s", "step", "memory"]
-    shown: list[tuple[list[str], Text, str]] = []
-    ran = [(row, cells) for row, cells in rows.table(recommendation) if not rows.is_untried(row)]
-    for _, group in groupby(ran, lambda found: _fate(found[0])):
+    table_rows: list[tuple[list[str], Text, str]] = []
+    tried = [(row, cells) for row, cells in rows.table(recommendation) if not rows.is_untried(row)]
+    for _, group in groupby(tried, lambda pair: _group_key(pair[0])):
         members = list(group)
         row, cells = members[0]
         cells |= {
             "batch": rows.span(*(other.batch_size for other, _ in members)),
-            **({"accum": rows.span(*(o.accumulation_steps for o, _ in members))} if "accum" in cells else {}),
+            **({"accum": rows.span(*(other.accumulation_steps for other, _ in members))} if "accum" in cells else {}),
         }
         columns = list(cells)
         text = ": ".join(filter(None, [rows.outcome_words(row, recommended, baseline), rows.reason_words(row)]))
         style = "bold" if row is recommended else "dim" if row.samples_per_second is None else ""
-        shown.append((list(cells.values()), Text(text), style))
+        table_rows.append((list(cells.values()), Text(text), style))
     table = new_table(*columns, last="outcome")
-    for texts, outcome_text, style in shown:
-        table.add_row(*texts, outcome_text, style=style)
+    for cell_texts, outcome_text, style in table_rows:
+        table.add_row(*cell_texts, outcome_text, style=style)
     return table
 
 
-def _fate(row: CandidateRow) -> object:
-    """Return the key by which neighbours share a row; a measured candidate and one without a reason have their own."""
+def _group_key(row: CandidateRow) -> object:
+    """Return the key that is equal for neighbours that share a row; it is unique if measured or without a reason."""
     if row.reason is None or row.samples_per_second is not None:
         return id(row)
     return row.precision, row.as_found, row.num_workers, row.status, row.reason
