@@ -34,7 +34,7 @@ def recommended_row(recommendation: Recommendation) -> CandidateRow | None:
 
 
 def baseline_row(recommendation: Recommendation) -> CandidateRow | None:
-    """Return the row of the setting that the user runs today, or None; with the script's own TF32 flags if there is one."""
+    """Return the row of the setting that the user runs today, with the script's own TF32 flags if possible, or None."""
     rows = _rows_with_setting(recommendation, recommendation.evidence.baseline.config)
     return max((row for row in rows if not row.has_environment), key=lambda row: row.as_found, default=None)
 
@@ -108,7 +108,7 @@ def untried_line(recommendation: Recommendation) -> str:
 
 
 def report_path(recommendation: Recommendation, path: str | None = None) -> str:
-    """Return the path of the search's report.html. `path` is that of its recommendation.json, or None for the default."""
+    """Return the path of report.html. `path` is that of the recommendation.json, or None for the default."""
     folder = Path(path).parent if path is not None else Path("studies", recommendation.search.study)
     return one_line((folder / "report.html").as_posix())
 

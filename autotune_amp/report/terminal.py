@@ -37,9 +37,7 @@ def print_recommendation(recommendation: Recommendation, console: Console, path:
     console.print(_candidates(recommendation))
     if recommendation.evidence.search_samples_per_second is not None:
         console.print(
-            Text(
-                "The machine's speed changed during the search: compare confirmed rows only with each other, and the others too."
-            )
+            Text("The machine's speed changed: compare confirmed rows only with each other, and so the others.")
         )
     tried_variants = [cells for row, cells in rows.variants(recommendation) if not rows.is_untried(row)]
     if tried_variants:
