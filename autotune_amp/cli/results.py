@@ -117,7 +117,7 @@ def export(
     Only an earlier export is overwritten.
     """
     from autotune_amp.core.recommendation import Recommendation
-    from autotune_amp.integrations.export import accelerate_file, is_exported, setting_of
+    from autotune_amp.integrations.export import accelerate_file, export_source, is_exported
     from autotune_amp.integrations.export import export as export_to_framework
     from autotune_amp.report.files import find_study_file, write_if_replaceable
     from autotune_amp.report.rows import origin_line
@@ -125,7 +125,7 @@ def export(
     path = find_study_file(folder, "recommendation.json")
     recommendation = Recommendation.load(path)
     origin = origin_line(path, recommendation)
-    setting = setting_of(recommendation, origin)
+    setting = export_source(recommendation, origin)
     is_launch_file = to == "accelerate" and out is not None and out.suffix in (".yaml", ".yml")
     if to == "slurm":
         exported_text = _slurm_jobs(recommendation, path.parent if path.parent.name else path.parent.resolve(), origin)

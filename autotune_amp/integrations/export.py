@@ -58,25 +58,21 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-def setting_of(recommendation: Recommendation, origin: str) -> Exportable:
+def export_source(recommendation: Recommendation, origin: str) -> ExportSource:
     """Return the parts of a recommendation that are exported. `origin` is a line with its study, setting and speed."""
     evidence, workload = recommendation.evidence, recommendation.workload
-    accumulation = evidence.accumulation
-    return Exportable(
+    check = evidence.accumulation
+    return ExportSource(
         recommendation.config,
         recommendation.hardware.identity.type,
-        loss=accumulation.verdict
-        if accumulation is not None and accumulation.verdict in ("sum", "weighted")
-        else "mean",
-        share=f"({accumulation.weighted_by})"
-        if accumulation is not None and accumulation.weighted_by
-        else "the items that the loss is a mean over",
+        loss=check.verdict if check is not None and check.verdict in ("sum", "weighted") else "mean",
+        share=f"({check.weighted_by})" if check is not None and check.weighted_by else "the items of the loss's mean",
         is_loop=workload is not None and workload.is_loop,
         origin=origin,
     )
 
 
-def export(setting: Exportable, to: str) -> Export:
+def export(setting: ExportSource, to: str) -> Export:
     """Return the text for the target named `to`.
 
     Raises `InvalidRequestError` for a name not in `TARGETS`, and for a training that the framework cannot run.
@@ -95,7 +91,7 @@ def export(setting: Exportable, to: str) -> Export:
     return Export(to=target, text=_TEXTS[target](setting))
 
 
-def accelerate_file(setting: Exportable) -> Export:
+def accelerate_file(setting: ExportSource) -> Export:
     """Return the file for ``accelerate launch --config_file``, with comments for the parts that belong to the script.
 
     `notes` name a precision that a plain Accelerator cannot train in.
@@ -139,7 +135,7 @@ SCALER_ARGUMENTS = ("init_scale", "growth_factor", "backoff_factor", "growth_int
 
 
 @dataclass(frozen=True)
-class Exportable:
+class ExportSource:
     """Config with the other parts of a recommendation that are exported.
 
     loss: how the losses of an accumulation window add up to that of the whole batch.
@@ -172,7 +168,7 @@ class ExportedScript:
     target_label, alternative: subjects of that comment: the text that lacks the fields, and one that has them.
     """
 
-    def __init__(self, setting: Exportable, target: str, target_label: str = "", alternative: str = "") -> None:
+    def __init__(self, setting: ExportSource, target: str, target_label: str = "", alternative: str = "") -> None:
         self.setting = setting
         self.comments: list[str] = []
         self.lines: list[str] = []
@@ -279,7 +275,7 @@ _ATTACH = "attach(model)  # the one in the state whose layers are in fp8"
 _ACCELERATOR = "autotune_amp.integrations.accelerate.AutotuneAccelerator"
 
 
-def torch(setting: Exportable) -> str:
+def torch(setting: ExportSource) -> str:
     """Return a training loop in plain PyTorch, or with the controller if plain PyTorch cannot train as measured."""
     script, config = ExportedScript(setting, "torch", "PyTorch", "autotune_amp.PrecisionController"), setting.config
     if setting.is_loop:
@@ -326,7 +322,7 @@ def torch(setting: Exportable) -> str:
     return script.source()
 
 
-def accelerate(setting: Exportable) -> str:
+def accelerate(setting: ExportSource) -> str:
     """Return a loop with `AutotuneAccelerator`: the loss under autocast, pinned modules and fallbacks as measured."""
     script = ExportedScript(setting, "accelerate")
     script.imports.add("from autotune_amp.integrations.accelerate import AutotuneAccelerator")
@@ -353,7 +349,7 @@ def accelerate(setting: Exportable) -> str:
     return script.source()
 
 
-def lightning(setting: Exportable) -> str:
+def lightning(setting: ExportSource) -> str:
     """Return a Trainer with `AutotunePrecision`, and a DataLoader with the config's batch size and workers."""
     script = ExportedScript(setting, "lightning")
     script.imports.add("from autotune_amp.integrations.lightning import trainer_arguments")
@@ -369,7 +365,7 @@ def lightning(setting: Exportable) -> str:
     return script.source()
 
 
-def transformers(setting: Exportable) -> str:
+def transformers(setting: ExportSource) -> str:
     """Return TrainingArguments and an `AutotuneTrainer`, which adds loss scale, fallbacks and pinned modules."""
     script = ExportedScript(setting, "transformers")
     script.imports.add("from autotune_amp.integrations.transformers import AutotuneTrainer")
@@ -385,7 +381,7 @@ def transformers(setting: Exportable) -> str:
     return script.source()
 
 
-def env(setting: Exportable) -> str:
+def env(setting: ExportSource) -> str:
     """Return ``export`` lines for the shell that starts the training run, with a comment on the other settings."""
     script = ExportedScript(setting, "env", "The shell", "the script that another --to prints")
     script.comments.clear()
@@ -393,7 +389,7 @@ def env(setting: Exportable) -> str:
     return script.source()
 
 
-def deepspeed_notes(setting: Exportable) -> list[str]:
+def deepspeed_notes(setting: ExportSource) -> list[str]:
     """Return sentences on the origin of DeepSpeed's JSON, and on settings that it cannot express."""
     config, notes = setting.config, [f"{setting.origin}."] if setting.origin else []
     if config.precision in AUTOCAST_DTYPES:
@@ -414,7 +410,7 @@ def deepspeed_notes(setting: Exportable) -> list[str]:
     return [*notes, *setting.loss_division_comments("DeepSpeed")]
 
 
-_TEXTS: dict[str, Callable[[Exportable], str]] = {
+_TEXTS: dict[str, Callable[[ExportSource], str]] = {
     text.__name__: text for text in (accelerate, lightning, torch, transformers, env)
 }
 
@@ -433,7 +429,7 @@ def _block(head: str, body: Sequence[str]) -> list[str]:
     return [head, *(f"    {line}" for line in body)]
 
 
-def _windows(setting: Exportable) -> str:
+def _windows(setting: ExportSource) -> str:
     """Return the source of the arguments of `windows`."""
     return "loader, weigh=count" if setting.loss == "weighted" and accumulates(setting.config) else "loader"
 

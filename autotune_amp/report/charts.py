@@ -287,10 +287,8 @@ def pareto(recommendation: Recommendation) -> FigureOrReason:
         return "No chart of throughput against memory: fewer than two candidates were measured."
     chosen, baseline = recommended_row(recommendation), baseline_row(recommendation)
     front = _pareto_front([row for row in rows if row.status != "excluded"])
-    right, top = (
-        1.05 * max(map(_memory_mib, rows)),
-        1.12 * max(map(_samples_per_second, rows)),
-    )  # with room for the highest label
+    right = 1.05 * max(map(_memory_mib, rows))
+    top = 1.12 * max(map(_samples_per_second, rows))  # with room for the highest label
     x = [*map(_memory_mib, [*front[:1], *front]), right]
     y = [0, *map(_samples_per_second, [*front, *front[-1:]])]
     figure = Figure(line_trace("front", x, y, None, color="var(--muted)", shape="hv"))
