@@ -31,7 +31,7 @@ for batch in accelerator.windows(loader):
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-accelerator.save_state("checkpoint")  # load_state resumes at its rung
+accelerator.save_state("checkpoint")  # load_state resumes in its precision
 print(accelerator.controller.status().precision)
 ```
 """
@@ -81,17 +81,17 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
     """Accelerator that trains in the config's precision and steps it down when that fails.
 
     It is used like ``accelerate.Accelerator``: ``prepare``, ``accumulate``, ``backward``, ``clip_grad_norm_``,
-    ``save_state`` and ``load_state`` (which continues at the saved rung). The forward pass of every prepared model runs
-    under the controller's autocast, on a CPU too, where Accelerate's own fp16 has neither autocast nor scaler. Outputs
-    are returned in fp32, as in Accelerate; inside ``with accelerator.autocast():`` a training pass keeps their dtype,
-    and the loss runs under autocast too, as in the measurements of a search. `controller` is the
+    ``save_state`` and ``load_state`` (which continues in the saved precision). The forward pass of every prepared model
+    runs under the controller's autocast, on a CPU too, where Accelerate's own fp16 has neither autocast nor scaler.
+    Outputs are returned in fp32, as in Accelerate; inside ``with accelerator.autocast():`` a training pass keeps their
+    dtype, and the loss runs under autocast too, as in the measurements of a search. `controller` is the
     PrecisionController; the first prepared model with trainable parameters is attached to it. After ``free_memory`` or
     ``clear`` there is a new controller, for the models that are prepared next.
 
     config: precision, fallbacks, loss scale and accumulation steps, or the recommendation that holds them. The batch
         size is the DataLoader's.
     rerun: recomputes the loss of the latest batch as the loop does, inside ``autocast()`` if the loop uses it; see
-        `PrecisionController.attach`. It is called during training only.
+        `PrecisionController.attach`. It may use variables that are assigned after this call.
     controller_options: more arguments for the `PrecisionController`: ``guard``, ``halt``, ``on_demotion``, ...
     others: other arguments of ``Accelerator``.
 

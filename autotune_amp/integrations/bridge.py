@@ -29,22 +29,23 @@ def raise_if_argument_differs(name: str, argument: object, config_value: object)
         )
 
 
-def raise_if_window_differs(controller: PrecisionController, own: AmpConfig, why: str, next_step: str) -> None:
-    """Raise `DemotedError` if the current precision was measured with another batch size or accumulation than the
-    run's config, `own`.
+def raise_if_window_differs(
+    controller: PrecisionController, run_config: AmpConfig, reason: str, next_step: str
+) -> None:
+    """Raise `DemotedError` if batch size or accumulation steps of the current precision differ from `run_config`.
 
-    `why` completes the message: the reason that the framework cannot change them. `next_step` is the error's.
+    `reason` is the part of the message on why the framework cannot change them, `next_step` the error's next step.
     """
-    plan = controller.config
-    if (plan.batch_size, plan.accumulation_steps) == (own.batch_size, own.accumulation_steps):
+    current = controller.config
+    if (current.batch_size, current.accumulation_steps) == (run_config.batch_size, run_config.accumulation_steps):
         return
-    move = next(m for m in reversed(controller.status().history) if m.before != m.after == plan.precision)
+    move = next(m for m in reversed(controller.status().history) if m.before != m.after == current.precision)
     raise DemotedError(
         f"The precision went from {move.before} to {move.after}: {move.reason}. It was measured with batch size "
-        f"{plan.batch_size} and {plan.accumulation_steps} accumulation steps, not {own.batch_size} and "
-        f"{own.accumulation_steps}: {why}.",
+        f"{current.batch_size} and {current.accumulation_steps} accumulation steps, not {run_config.batch_size} and "
+        f"{run_config.accumulation_steps}: {reason}.",
         next_step,
-        plan,
+        current,
     )
 
 
@@ -83,7 +84,7 @@ def replace_attributes(holder: Any, **attributes: Any) -> Iterator[None]:
 
 
 class AccumulationWindow:
-    """Optimizer step of a controller with several passes and optimizers: unscales the gradients of each optimizer once.
+    """State of an accumulation window: the optimizers that were unscaled, each once, and those that have stepped.
 
     Frameworks call `unscale_` before clipping and again before the step. They also update the scaler after each
     optimizer, which would change scale and precision between two optimizers with gradients of the same backward pass;

@@ -117,7 +117,7 @@ def accelerate_file(setting: ExportSource) -> Export:
 
 
 def is_exported(text: str) -> bool:
-    """Return whether a text was written by an export: by its first line, or for DeepSpeed's JSON by its keys."""
+    """Whether a text was written by an export, by its first line, or by the keys of DeepSpeed's JSON."""
     if text.removeprefix(SHEBANG).startswith(f"# {_MARK}"):
         return True
     try:
@@ -136,12 +136,12 @@ SCALER_ARGUMENTS = ("init_scale", "growth_factor", "backoff_factor", "growth_int
 
 @dataclass(frozen=True)
 class ExportSource:
-    """Config with the other parts of a recommendation that are exported.
+    """Parts of a recommendation that are exported: its config, device and loop.
 
     loss: how the losses of an accumulation window add up to that of the whole batch.
-    share: in words, the quantity that a batch's weight is a share of, if `loss` is "weighted".
+    share: if `loss` is "weighted", the items in words that weigh a batch, such as ``(labels != -100)``.
     is_loop: the training has its own ``train_step(state, batch, amp)``.
-    origin: a line that names the origin of the config.
+    origin: a line with the study, setting and speed.
     """
 
     config: AmpConfig
@@ -156,10 +156,10 @@ class ExportSource:
         steps = self.config.accumulation_steps
         if steps == 1 or self.loss == "mean":
             return []
-        what = f"it is a sum: multiply it by {steps}"
+        instruction = f"it is a sum: multiply it by {steps}"
         if self.loss == "weighted":
-            what = f"multiply it by {steps} and by the batch's share of all {self.share} in them"
-        return [f"{framework} divides the loss by the {steps} batches of a step; {what}."]
+            instruction = f"multiply it by {steps} and by the batch's share of all {self.share} in them"
+        return [f"{framework} divides the loss by the {steps} batches of a step; {instruction}."]
 
 
 class ExportedScript:
@@ -229,12 +229,12 @@ def _changed_fields(value: msgspec.Struct) -> list[tuple[str, object]]:
     return [(field.name, item) for field, item in fields if field.required or item not in (field.default, (), {})]
 
 
-def keywords(arguments: Iterable[tuple[str, object]], indent: str = "") -> list[str]:
+def keyword_sources(arguments: Iterable[tuple[str, object]], indent: str = "") -> list[str]:
     """Return keyword arguments as source, from names and values."""
     return [f"{name}={_source(value, indent)}" for name, value in arguments]
 
 
-def call(head: str, arguments: Sequence[str], tail: str = ")", indent: str = "") -> str:
+def call_source(head: str, arguments: Sequence[str], tail: str = ")", indent: str = "") -> str:
     """Return ``head``, the arguments and ``tail`` on one line if they fit, else each argument on its own line."""
     line = f"{head}{', '.join(arguments)}{tail}"
     if len(indent) + len(line) <= WIDTH and "\n" not in line:
@@ -261,9 +261,9 @@ def _source(value: object, indent: str = "") -> str:
     """Return a value as source, without fields at their default."""
     inner = f"{indent}    "
     if isinstance(value, msgspec.Struct):
-        return call(f"{type(value).__name__}(", keywords(_changed_fields(value), inner), indent=indent)
+        return call_source(f"{type(value).__name__}(", keyword_sources(_changed_fields(value), inner), indent=indent)
     if isinstance(value, tuple):
-        return call("[", [_source(part, inner) for part in value], "]", indent)
+        return call_source("[", [_source(part, inner) for part in value], "]", indent)
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str | dict) else repr(value)
 
 
@@ -307,9 +307,9 @@ def torch(setting: ExportSource) -> str:
     if (scale := config.loss_scale) is not None:
         bounds = {"hysteresis": scale.hysteresis, "min_scale": scale.floor, "max_scale": scale.max_scale}
         script.missing = [f"{name}={value!r}" for name, value in bounds.items() if (name, value) != ("hysteresis", 1)]
-        scaler_arguments = keywords((name, getattr(scale, name)) for name in SCALER_ARGUMENTS)
+        scaler_arguments = keyword_sources((name, getattr(scale, name)) for name in SCALER_ARGUMENTS)
         arguments = [f'"{setting.device_type}"', *scaler_arguments]
-        script.lines.append(call("scaler = torch.amp.GradScaler(", arguments))
+        script.lines.append(call_source("scaler = torch.amp.GradScaler(", arguments))
         backward, step = "scaler.scale(loss).backward()", ["scaler.step(optimizer)", "scaler.update()"]
     step = [*step, "optimizer.zero_grad()"]
     if steps == 1:
@@ -328,7 +328,7 @@ def accelerate(setting: ExportSource) -> str:
     script.imports.add("from autotune_amp.integrations.accelerate import AutotuneAccelerator")
     script.add_config()
     arguments = ["cpu=True"] if setting.device_type == "cpu" else []
-    script.lines.append(call("accelerator = AutotuneAccelerator(", ["config", *arguments]))
+    script.lines.append(call_source("accelerator = AutotuneAccelerator(", ["config", *arguments]))
     if setting.config.active_variants:
         script.lines.append("model = model.to(accelerator.device)")
     script.add_prepared("config")
@@ -375,9 +375,9 @@ def transformers(setting: ExportSource) -> str:
     arguments = {"output_dir": "output", **training_arguments(setting.config)}
     if setting.device_type == "cpu":
         arguments["use_cpu"] = True
-    script.lines.append(call("arguments = TrainingArguments(", keywords(arguments.items())))
+    script.lines.append(call_source("arguments = TrainingArguments(", keyword_sources(arguments.items())))
     trainer_arguments = ["model=model", "args=arguments", "train_dataset=dataset", "amp_config=config"]
-    script.lines += [call("trainer = AutotuneTrainer(", trainer_arguments), "# trainer.train()"]
+    script.lines += [call_source("trainer = AutotuneTrainer(", trainer_arguments), "# trainer.train()"]
     return script.source()
 
 

@@ -3,8 +3,8 @@
 Trials run your module's own `training_step` and `configure_optimizers`, clip, and step the schedule. The predicted
 throughput is a Trainer's: a confirmation is a short `fit` of its own, with its callbacks and the cost of `self.log`,
 without validation, checkpoints and loggers. Pass your Trainer, `Workload.from_lightning(model, Data(), trainer)`; it
-is not changed. The Trainer then trains with the controller as its precision plugin, and its checkpoints resume at
-their rung. `AutotuneCallback`, which is added too, logs scale and moves, and ends the run with a checkpoint if a
+is not changed. The Trainer then trains with the controller as its precision plugin, and its checkpoints resume in
+their precision. `AutotuneCallback`, which is added too, logs scale and moves, and ends the run with a checkpoint if a
 fallback needs another batch size or no precision is left. The controller's options go to the plugin:
 `trainer_arguments(config, plugins=[AutotunePrecision(config, run_log="run.jsonl", halt=False)])`. All of it is for
 `import lightning`: a Trainer of the standalone `pytorch_lightning` refuses the plugin. If Lightning runs your script
@@ -98,7 +98,7 @@ class AutotunePrecision(Precision):
 
     Use ``Trainer(plugins=[AutotunePrecision(recommendation)])``; see `trainer_arguments` for the other settings. It is
     for ``import lightning``, not for ``pytorch_lightning``, and replaces ``Trainer(precision=...)``, whose fp16 on a
-    CPU is bf16 without a scaler. A checkpoint holds the controller's state and resumes at its rung.
+    CPU is bf16 without a scaler. A checkpoint holds the controller's state and resumes in its precision.
 
     With automatic optimization failing steps are diagnosed by running ``training_step`` again on the latest batch; its
     logging and its updates of torchmetrics are left out. With manual optimization the precision is stepped down on
@@ -107,7 +107,7 @@ class AutotunePrecision(Precision):
     If a fallback of the config was measured with another batch size or accumulation, which a DataLoader cannot change
     to, `fit` raises `DemotedError` with the config to start again with, as it always does with
     ``on_demotion="checkpoint_and_stop"``; with an `AutotuneCallback` it ends with a checkpoint instead. A checkpoint of
-    such a rung cannot continue with the earlier config: `fit` raises that error at once. `fit` also raises
+    such a fallback cannot continue with the earlier config: `fit` raises that error at once. `fit` also raises
     `NotPrecisionError` and `NoRungFitsError` (unless ``halt=False``).
 
     config: the config of the run, or the recommendation that holds it.
@@ -348,9 +348,9 @@ class AutotuneCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 # a hook
         """Warn if the DataLoader's batch size differs from the config's."""
-        wanted, loader = _require_plugin(trainer).controller.config.batch_size, trainer.train_dataloader
-        if isinstance(loader, DataLoader) and loader.batch_size not in (None, wanted):
-            rank_zero_warn(f"DataLoader(batch_size) is {loader.batch_size}; the config was measured with {wanted}.")
+        batch_size, loader = _require_plugin(trainer).controller.config.batch_size, trainer.train_dataloader
+        if isinstance(loader, DataLoader) and loader.batch_size not in (None, batch_size):
+            rank_zero_warn(f"DataLoader(batch_size) is {loader.batch_size}; the config was measured with {batch_size}.")
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Log every ``log_every_n_steps`` optimizer steps, and end training if the run has to start again."""

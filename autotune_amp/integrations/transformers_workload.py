@@ -127,7 +127,7 @@ def _loader(trainer: Trainer) -> DataLoader[Any]:
 def _remove_unused_columns(trainer: Trainer, dataset: Any, description: str | None = None) -> Any:
     """Return the dataset without unused columns, removed in a fixed order.
 
-    The Trainer removes them in the order of a set, which changes the dataset's own digest.
+    The Trainer removes them in the order of a set, which differs between processes and changes the dataset's digest.
     """
     if trainer.args.remove_unused_columns:
         trainer._set_signature_columns_if_needed()
@@ -278,7 +278,7 @@ def _is_excluded(callback: TrainerCallback) -> bool:
 
 
 def _redirect_callback(callback: TrainerCallback, trainer: Trainer, copied_trainer: Trainer) -> TrainerCallback:
-    """Return a copy of a callback that refers to `left` instead of `trainer`."""
+    """Return a copy of a callback that refers to `copied_trainer` instead of `trainer`."""
     copied = copy.copy(callback)
     vars(copied).update({name: copied_trainer for name, value in vars(callback).items() if value is trainer})
     return copied

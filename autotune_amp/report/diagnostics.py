@@ -12,7 +12,7 @@ from autotune_amp.core.outcome import DAMAGE_COLUMNS
 from autotune_amp.core.text import count, one_line
 from autotune_amp.diagnostics import profile_amp
 from autotune_amp.diagnostics.memory import results
-from autotune_amp.report.terminal import grid, new_table, print_panel
+from autotune_amp.report.terminal import label_table, new_table, print_panel
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,7 +84,7 @@ def print_check(report: CheckReport, console: Console) -> None:
         console.print()
         _print_finding(finding, console)
     console.print()
-    console.print(grid(_scope_lines(report)))
+    console.print(label_table(_scope_lines(report)))
 
 
 def _print_finding(finding: Finding, console: Console) -> None:
@@ -99,7 +99,7 @@ def _print_finding(finding: Finding, console: Console) -> None:
         ("why", finding.why),
         ("fix", finding.mend),
     ]
-    console.print(Padding(grid([line for line in lines if line[1]]), (0, 0, 0, 2)))
+    console.print(Padding(label_table([line for line in lines if line[1]]), (0, 0, 0, 2)))
 
 
 def _scope_lines(report: CheckReport) -> list[tuple[str, str]]:

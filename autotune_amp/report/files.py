@@ -37,7 +37,7 @@ def find_study_file(folder: Path | None, *names: str) -> Path:
         ) from error
     if newest is None:
         raise FormatError(
-            f"{searched_folder} holds no {' and no '.join(names)}: no search has left it there.",
+            f"{searched_folder} holds no {' and no '.join(names)}: no search has written one.",
             "Run `autotune-amp search`, or name a study's folder; see --help.",
         )
     return newest

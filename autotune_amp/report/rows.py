@@ -100,7 +100,7 @@ def untried_line(recommendation: Recommendation) -> str:
     texts = [
         precision
         if None in batch_sizes
-        else f"{precision} batch {span(*(size for size in batch_sizes if size is not None))}"
+        else f"{precision} batch {value_range(*(size for size in batch_sizes if size is not None))}"
         for precision, batch_sizes in sizes.items()
     ]
     num_values = sum(is_untried(row) for row in recommendation.variants)
@@ -158,11 +158,11 @@ def exclusions(excluded: Iterable[Exclusion]) -> list[tuple[str, str, str]]:
         sizes += [] if exclusion.batch_size is None else [exclusion.batch_size]
     precisions: dict[tuple[str, str], list[str]] = {}
     for (precision, reason), sizes in batch_sizes.items():
-        precisions.setdefault((span(*sizes) if sizes else "any", reason), []).append(precision)
+        precisions.setdefault((value_range(*sizes) if sizes else "any", reason), []).append(precision)
     return [(", ".join(names), where, reason) for (where, reason), names in precisions.items()]
 
 
-def span(*values: int) -> str:
+def value_range(*values: int) -> str:
     """Return the range of the values as text, such as ``2-8``; a single value if all are equal."""
     return "-".join(str(end) for end in sorted({min(values), max(values)}))
 
@@ -190,7 +190,7 @@ PREPARED = "model, optimizer = autotune_amp.prepare({}.config, model, optimizer)
 # --- lines to copy -------------------------------------------------------------------------------------------------
 
 
-def uses(recommendation: Recommendation, path: str | None = None) -> list[tuple[str, list[str]]]:
+def usage_lines(recommendation: Recommendation, path: str | None = None) -> list[tuple[str, list[str]]]:
     """Return the ways to train with the recommendation: titles, each with its lines to copy.
 
     `path` is that of the recommendation.json; None is the default path of a search.
@@ -205,11 +205,11 @@ def uses(recommendation: Recommendation, path: str | None = None) -> list[tuple[
     return [*shell, (IN_PYTHON, python_lines(recommendation, path)), (title, [command])]
 
 
-def shortest_use(recommendation: Recommendation, path: str | None = None) -> list[tuple[str, list[str]]]:
-    """Return `uses` for a terminal: of the Python code only the lines that load the config, without the loop."""
+def short_usage_lines(recommendation: Recommendation, path: str | None = None) -> list[tuple[str, list[str]]]:
+    """Return `usage_lines` for a terminal: of the Python code only the lines that load the config, without the loop."""
     essential = () if recommendation.is_kept else ("autotune_amp.", explain.loader_line(recommendation.config))
     shown = []
-    for title, lines in uses(recommendation, path):
+    for title, lines in usage_lines(recommendation, path):
         essential_lines = [line for line in lines if any(part in line for part in essential)]
         shown.append((title, essential_lines if title == IN_PYTHON else lines))
     return shown

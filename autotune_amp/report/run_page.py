@@ -29,7 +29,7 @@ def run_page(run: LoggedRun, name: str, reload_seconds: int | None = None) -> st
     """Return the HTML document of a run; `name` is the log's. A browser reloads it every `reload_seconds`, if given."""
     config = msgspec.json.format(run.begin.config.to_json(), indent=2)
     return document.page(
-        f"{one_line(name)}: {_title(rungs(run))}",
+        f"{one_line(name)}: {_title(precision_starts(run))}",
         {
             "The run over time": chart(course(run), _CAPTION),
             "Moves": _moves(run.moves),
@@ -101,7 +101,7 @@ def _run_trace(name: str, x: Sequence[int], y: Sequence[float | None], hover: st
     )
 
 
-def rungs(run: LoggedRun) -> list[Line]:
+def precision_starts(run: LoggedRun) -> list[Line]:
     """Return the first line of the run and every line at which the precision changes, in order."""
     return [run.lines[0], *(after for before, after in pairwise(run.lines) if after.precision != before.precision)]
 
@@ -125,7 +125,7 @@ def _precision_marks(run: LoggedRun, height: float) -> list[Scatter]:
                 "color": PRECISION_STYLES[rung.precision].color,
             },
         )
-        for rung in rungs(run)
+        for rung in precision_starts(run)
     ]
 
 

@@ -155,8 +155,8 @@ def _charts(sections: Mapping[str, _Parts]) -> tuple[dict[str, str], str]:
 
 def _use(recommendation: Recommendation, path: str) -> str:
     """Return the shortest lines to copy, and folded sections with the whole loop and the config as JSON."""
-    shown = rows.shortest_use(recommendation, path)
-    longer = [use for use in rows.uses(recommendation, path) if use not in shown]
+    shown = rows.short_usage_lines(recommendation, path)
+    longer = [use for use in rows.usage_lines(recommendation, path) if use not in shown]
     config = msgspec.json.format(recommendation.config.to_json(), indent=2)
     return "".join(
         [

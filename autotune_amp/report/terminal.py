@@ -29,11 +29,11 @@ def print_recommendation(recommendation: Recommendation, console: Console, path:
     border_style = "blue" if recommendation.is_kept else "green" if recommendation.is_sure else "yellow"
     print_panel(recommendation.title(), recommendation.answer(), console, border_style)
     # Below the panel and never wrapped, so that they can be copied.
-    for title, lines in rows.shortest_use(recommendation, path):
+    for title, lines in rows.short_usage_lines(recommendation, path):
         _print_lines(f"{title}:", lines, console)
     if recommendation.warnings:
         console.print()
-        console.print(grid([("warning", one_line(warning)) for warning in recommendation.warnings]))
+        console.print(label_table([("warning", one_line(warning)) for warning in recommendation.warnings]))
     console.print(_candidates(recommendation))
     if recommendation.evidence.search_samples_per_second is not None:
         console.print(
@@ -56,12 +56,12 @@ def print_recommendation(recommendation: Recommendation, console: Console, path:
     facts.append(("search", f"{one_line(search.study)}: {trials}"))
     notes = f"{count(len(recommendation.notes), 'note')}, " if recommendation.notes else ""
     facts.append(("report", f"{notes}every trial and every reason: {rows.report_path(recommendation, path)}"))
-    console.print(grid(facts))
+    console.print(label_table(facts))
 
 
 def hardware_table(hardware: Hardware, console: Console) -> None:
     """Print the device, its memory, and each precision with its level, measured rate and reason."""
-    console.print(grid(hardware.facts()))
+    console.print(label_table(hardware.facts()))
     table = new_table("precision", "level", "matmul rate", last="reason")
     styles = {"native": "green", "emulated": "yellow", "unsupported": "dim"}
     for precision, rate, level, reason in hardware.precision_rows():
@@ -79,8 +79,12 @@ def _candidates(recommendation: Recommendation) -> Table:
         members = list(group)
         row, cells = members[0]
         cells |= {
-            "batch": rows.span(*(other.batch_size for other, _ in members)),
-            **({"accum": rows.span(*(other.accumulation_steps for other, _ in members))} if "accum" in cells else {}),
+            "batch": rows.value_range(*(other.batch_size for other, _ in members)),
+            **(
+                {"accum": rows.value_range(*(other.accumulation_steps for other, _ in members))}
+                if "accum" in cells
+                else {}
+            ),
         }
         columns = list(cells)
         text = ": ".join(filter(None, [rows.outcome_words(row, recommended, baseline), rows.reason_words(row)]))
@@ -115,10 +119,10 @@ def new_table(first: str, *numbers: str, last: str, first_width: int = 24) -> Ta
 
 def print_panel(title: str, lines: list[tuple[str, str]], console: Console, border_style: str = "blue") -> None:
     """Print labels and their texts in a box. A green border stands for a sure improvement."""
-    console.print(Panel(grid(lines), title=Text(title, "bold"), title_align="left", border_style=border_style))
+    console.print(Panel(label_table(lines), title=Text(title, "bold"), title_align="left", border_style=border_style))
 
 
-def grid(lines: list[tuple[str, str]]) -> Table:
+def label_table(lines: list[tuple[str, str]]) -> Table:
     """Return a table of labels and their texts, with warnings and notes highlighted."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
