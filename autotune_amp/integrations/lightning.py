@@ -100,9 +100,9 @@ class AutotunePrecision(Precision):
     for ``import lightning``, not for ``pytorch_lightning``, and replaces ``Trainer(precision=...)``, whose fp16 on a
     CPU is bf16 without a scaler. A checkpoint holds the controller's state and resumes in its precision.
 
-    With automatic optimization failing steps are diagnosed by running ``training_step`` again on the latest batch; its
-    logging and its updates of torchmetrics are left out. With manual optimization the precision is stepped down on
-    trial, and ``optimizer.step()`` returns true if it stepped. Lightning steps schedulers for skipped steps too.
+    With automatic optimization failing steps are diagnosed by running ``training_step`` again on the latest batch,
+    without logging or updating torchmetrics. With manual optimization there is no diagnosis: the next precision is
+    tried, and ``optimizer.step()`` returns true if it stepped. Lightning steps schedulers for skipped steps too.
 
     If a fallback of the config was measured with another batch size or accumulation, which a DataLoader cannot change
     to, `fit` raises `DemotedError` with the config to start again with, as it always does with

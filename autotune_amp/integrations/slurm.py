@@ -2,9 +2,9 @@
 
 The search job has the search's options; once it has a recommendation, `autotune-amp run` starts the training run. A
 minute before its time limit a job saves and is requeued: a search resumes where it was, on the same GPU, and your
-training run from the checkpoint saved by `on_signal`. `--storage` is left out: add it. If the job has several
-nodes (`--nodes=4`) the search uses all of them through Ray, if its options allow it. Tested with
-programs that imitate Slurm's commands.
+training run from the checkpoint saved by `on_signal`. `--storage` is left out: add it. If the job has several nodes
+(`--nodes=4`) the search uses all of them through Ray, if its options allow it. Tested with programs that imitate
+Slurm's commands.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TRAINING = ("python", "train.py")
 # `requeue Incomplete` does not restart a cancelled job.
 _HEAD = """\
 #!/bin/bash
-again() {{ # the time is up, or the job makes way for another: {comment}
+again() {{ # at the time limit, or when preempted: {comment}
     trap '' TERM
     {stop_command}
     wait "$running"
@@ -63,7 +63,7 @@ def slurm(
 
     searching: the arguments of the search, None for a script that searches itself. The search runs on all nodes of its
         job if it `can_use_ray`.
-    training: the training command as it was given to the search, None if it is unknown.
+    training: the training command that the search ran, None if it is unknown.
     """
     started = shell_line(training or _TRAINING)
     content = (
@@ -73,10 +73,10 @@ def slurm(
         *origin_comment(origin),
         f"# Submits {content}:",
         "#   bash THIS_FILE, with any options of sbatch, such as --partition=gpu --gpus-per-node=1",
-        "# A job that is out of time is queued again: the training has to go on from what it saved.",
+        "# A job at its time limit is queued again: your training has to resume from its own checkpoint.",
     ]
     if training is None:
-        lines.append(f"# Put your own training in the place of {started}.")
+        lines.append(f"# Replace {started} with your training command.")
     if searching is not None:
         lines.append("# The search's --storage is left out, since it may hold a password: add it yourself.")
     lines += ["set -euo pipefail", ""]
@@ -85,7 +85,7 @@ def slurm(
         options = shell_line([f"--job-name={name}-search"]) + ("" if can_use_ray else " --nodes=1 --ntasks=1")
         ray_arguments = '"${ray[@]}" ' if can_use_ray else ""
         search = f"autotune-amp search {ray_arguments}{shell_line(searching)}"
-        comment = "what was measured is kept, and the same command goes on"
+        comment = "its measurements are saved, and the same command resumes"
         setup_lines = [_CLUSTER] if can_use_ray else []
         lines += [*_job_lines("searched=$(", options, search, 'kill -TERM "$running"', comment, setup_lines), ")"]
         started = f"autotune-amp run {shell_line([study])} -- {started}"

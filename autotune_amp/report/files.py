@@ -70,8 +70,10 @@ def write_report(study: Path, out: Path | None = None) -> Path:
 
     `study` is the study's folder, its recommendation.json, or the outcomes.jsonl of a search that recommended nothing,
     whose page shows its failures and measurements. Without an outcomes.jsonl beside the recommendation, the page lists
-    the charts that it lacks. Raises `FormatError` for a file that is missing, damaged or of a
-    newer format, `StudyError` if the page cannot be written.
+    the charts that it lacks.
+
+    Raises `FormatError` for a file that is missing, damaged or of a newer format, `StudyError` if the page cannot be
+    written.
     """
     source = study
     if study.is_dir() or study.name == OUTCOMES:
@@ -101,9 +103,8 @@ def follow_run(log: Path, out: Path | None = None, pause: Callable[[float], obje
     try:
         while True:
             log_bytes = log.stat().st_size if log.exists() else 0
-            if log_bytes not in (0, drawn_bytes) or (
-                log.exists() and not log.is_file()
-            ):  # for no file, the call raises
+            is_no_file = log.exists() and not log.is_file()  # for which write_run_report raises
+            if log_bytes not in (0, drawn_bytes) or is_no_file:
                 drawn_bytes = log_bytes
                 yield write_run_report(log, out, RELOAD_SECONDS)
             pause(RELOAD_SECONDS)

@@ -163,12 +163,12 @@ class NotebookScreen(TextScreen):
         now = time.monotonic()
         if now - self._drawn_at >= _DRAW_SECONDS:
             self._drawn_at = now
-            drawn = Padding(display(), 0)
+            padded_display = Padding(display(), 0)
             if self._handle is None:
                 self._handle = DisplayHandle()
-                self._handle.display(drawn)
+                self._handle.display(padded_display)
             else:
-                self._handle.update(drawn)
+                self._handle.update(padded_display)
 
     def activity(self, text: str) -> None:
         """Print nothing: the display shows the activity."""

@@ -195,34 +195,34 @@ def _fidelity(charted: Sequence[Fidelity], listed: Iterable[Fidelity], records: 
 
 def _candidates(recommendation: Recommendation) -> str:
     recommended, baseline = rows.recommended_row(recommendation), rows.baseline_row(recommendation)
-    shown, columns = [], ["precision"]
+    table_rows, columns = [], ["precision"]
     for row, cells in rows.table(recommendation):
         columns = list(cells)
         words = filter(None, (rows.outcome_words(row, recommended, baseline), rows.reason_words(row)))
-        shown.append([*cells.values(), ": ".join(words)])
-    return pieces.table([*columns, "outcome"], shown, num_numeric=len(columns) - 1)
+        table_rows.append([*cells.values(), ": ".join(words)])
+    return pieces.table([*columns, "outcome"], table_rows, num_numeric=len(columns) - 1)
 
 
 def _variants(recommendation: Recommendation) -> str:
-    shown = [cells for _, cells in rows.variants(recommendation)]
-    return pieces.table(rows.VARIANT_COLUMNS, shown, num_numeric=2) if shown else ""
+    table_rows = [cells for _, cells in rows.variants(recommendation)]
+    return pieces.table(rows.VARIANT_COLUMNS, table_rows, num_numeric=2) if table_rows else ""
 
 
 def _left_out(excluded: Iterable[Exclusion]) -> str:
-    shown = rows.exclusions(excluded)
-    return pieces.table(("precision", "batch", "reason"), shown) if shown else ""
+    table_rows = rows.exclusions(excluded)
+    return pieces.table(("precision", "batch", "reason"), table_rows) if table_rows else ""
 
 
 def _failures(records: Sequence[Record]) -> str:
     failed = [(r, r.outcome) for r in records if isinstance(r.outcome, Failure)]
     if not failed:
         return ""
-    shown, details = [], ""
+    table_rows, details = [], ""
     for r, failure in failed:
         kind = outcome_name(failure.kind)
-        shown.append((str(r.number), str(r.candidate), r.purpose, kind, one_line(failure.message)))
+        table_rows.append((str(r.number), str(r.candidate), r.purpose, kind, one_line(failure.message)))
         if failure.details:
             details += pieces.folded(
                 f"Details of trial {r.number}, {r.candidate}", document.code(kind, failure.details)
             )
-    return pieces.table(("trial", "candidate", "purpose", "failure", "reason"), shown) + details
+    return pieces.table(("trial", "candidate", "purpose", "failure", "reason"), table_rows) + details

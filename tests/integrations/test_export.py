@@ -392,8 +392,8 @@ def test_rendering_imports_no_framework() -> None:
     program = (
         "import sys\n"
         "from autotune_amp.core.config import AmpConfig, LossScale\n"
-        "from autotune_amp.integrations.export import TARGETS, Exportable, accelerate_file, export\n"
-        "setting = Exportable(AmpConfig(precision='fp16', batch_size=4, loss_scale=LossScale()))\n"
+        "from autotune_amp.integrations.export import TARGETS, ExportSource, accelerate_file, export\n"
+        "setting = ExportSource(AmpConfig(precision='fp16', batch_size=4, loss_scale=LossScale()))\n"
         "assert accelerate_file(setting).text and all(export(setting, target).text for target in TARGETS)\n"
         "print({'torch', 'accelerate', 'lightning', 'transformers', 'deepspeed'} & set(sys.modules))\n"
     )
