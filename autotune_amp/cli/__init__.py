@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from autotune_amp.cli.judging import check, fidelity, memory, probe, profile
-from autotune_amp.cli.options import CommandOutput, app, register, result
+from autotune_amp.cli.options import CommandOutput, app, recommendation_output, register
 from autotune_amp.cli.results import dashboard, export, report, show
 from autotune_amp.cli.training import apply, run_, search
 from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError
@@ -25,8 +25,8 @@ _WITH_TRAINING_COMMAND = ("search", "run", "apply")  # commands with a training 
 # click's UsageError. Some versions of typer contain their own copy of click, so it is not imported from click.
 _UsageError: type[Any] = typer.BadParameter.__bases__[0]
 
-for work in (search, check, probe, show, report, profile, fidelity, memory, export, run_, apply, dashboard):
-    register(work)
+for function in (search, check, probe, show, report, profile, fidelity, memory, export, run_, apply, dashboard):
+    register(function)
 
 
 def main() -> None:
@@ -106,5 +106,5 @@ def _report_error(error: AutotuneAmpError, as_json: bool) -> int:
     if as_json:
         write_output(error_document(error).encode())
     elif isinstance(error, SearchInterruptedError) and error.best is not None:
-        write_output(result(error.best, as_json))
+        write_output(recommendation_output(error.best, as_json))
     return error.exit_code

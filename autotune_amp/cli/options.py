@@ -66,7 +66,8 @@ Target = Annotated[
 Folder = Annotated[
     Path | None,
     typer.Argument(
-        help="Folder of a study, or its recommendation.json. Default: the newest study in ./studies.", metavar="FOLDER"
+        help="Folder of a study, or the file in it that is read. Default: the newest study in ./studies.",
+        metavar="FOLDER",
     ),
 ]
 Device = Annotated[str, option("DEVICE", "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N.")]
@@ -117,7 +118,7 @@ def training_command(context: typer.Context, command: str) -> list[str]:
     return training
 
 
-def result(recommendation: Recommendation, as_json: bool, path: Path | None = None) -> bytes:
+def recommendation_output(recommendation: Recommendation, as_json: bool, path: Path | None = None) -> bytes:
     """Return a recommendation as bytes for standard output. `path` is that of its file, for the lines to copy."""
     if as_json:
         return f"{recommendation.to_json()}\n".encode()

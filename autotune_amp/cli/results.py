@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autotune_amp.cli.options import OBJECTIVE, Folder, Json, Price, Samples, Steps, option, result
+from autotune_amp.cli.options import OBJECTIVE, Folder, Json, Price, Samples, Steps, option, recommendation_output
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.report.output import json_document, write_message, write_output
 
@@ -40,9 +40,9 @@ def show(
         from autotune_amp.search.answer.decide import ranked_again
         from autotune_amp.search.options import SearchOptions
 
-        recommendation.options_as(SearchOptions)  # raises if they are damaged
+        recommendation.options_as(SearchOptions)  # raises if the saved options are damaged
         recommendation = ranked_again(recommendation, path, objective, steps, samples, price_per_hour)
-    return result(recommendation, as_json, path)
+    return recommendation_output(recommendation, as_json, path)
 
 
 def report(

@@ -21,7 +21,7 @@ from autotune_amp.cli.options import (
     Steps,
     Target,
     option,
-    result,
+    recommendation_output,
     training_command,
 )
 from autotune_amp.core.text import shell_line
@@ -110,7 +110,7 @@ def search(
 
     recommendation = recommend_config(**options, progress=None if quiet else TerminalProgress(sys.stderr))
     path = Path(out, recommendation.search.study, "recommendation.json")
-    return result(recommendation, as_json, path) if place().rank == 0 else b""
+    return recommendation_output(recommendation, as_json, path) if place().rank == 0 else b""
 
 
 def run_(

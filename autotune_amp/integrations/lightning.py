@@ -1,15 +1,16 @@
 """Lightning: the controller as a Precision plugin, a callback, and Trainer arguments.
 
-Trials run your module's own `training_step` and `configure_optimizers`, clip, and step the schedule. The predicted
-throughput is a Trainer's: a confirmation is a short `fit` of its own, with its callbacks and the cost of `self.log`,
-without validation, checkpoints and loggers. Pass your Trainer, `Workload.from_lightning(model, Data(), trainer)`; it
-is not changed. The Trainer then trains with the controller as its precision plugin, and its checkpoints resume in
-their precision. `AutotuneCallback`, which is added too, logs scale and moves, and ends the run with a checkpoint if a
-fallback needs another batch size or no precision is left. The controller's options go to the plugin:
-`trainer_arguments(config, plugins=[AutotunePrecision(config, run_log="run.jsonl", halt=False)])`. All of it is for
-`import lightning`: a Trainer of the standalone `pytorch_lightning` refuses the plugin. If Lightning runs your script
-again for its other devices, they take the recommendation that the first process saved; an effective batch size is
-that of one process there.
+Trials run your module's `training_step` and `configure_optimizers`, clip gradients, and step the schedulers. The
+recommended setting is confirmed by a short `fit` of a Trainer, with its callbacks and the cost of `self.log`, without
+validation, checkpoints and loggers. Pass your Trainer, `Workload.from_lightning(model, Data(), trainer)`; it is not
+changed.
+
+The Trainer then trains with the controller as its precision plugin, and its checkpoints resume in their precision.
+`AutotuneCallback`, which is added too, logs scale and moves, and ends the run with a checkpoint if a fallback needs
+another batch size or no precision is left. Pass the controller's options to the plugin: `trainer_arguments(config,
+plugins=[AutotunePrecision(config, run_log="run.jsonl", halt=False)])`. Use `import lightning`: a Trainer of the
+standalone `pytorch_lightning` refuses the plugin. If Lightning runs your script again for its other devices, those
+processes use the recommendation that the first process saved; an effective batch size is that of one process there.
 
 ```python
 import lightning

@@ -51,22 +51,22 @@ def workload(
 
     module: the LightningModule, or a function that makes one with automatic optimization. Trials train copies of it.
     data: the LightningDataModule, whose ``train_dataloader()`` is the baseline and is tried with other batch sizes; or
-        the same as for ``Workload(data=...)``. ``prepare_data()`` and ``setup("fit")`` are called here, on a copy.
+        data as in ``Workload(data=...)``. ``prepare_data()`` and ``setup("fit")`` are called here, on a copy.
     trainer: your Trainer, whose clipping, accumulation, precision, callbacks and logging interval are used; a
-        ``Trainer()`` if left out. It is not changed.
+        ``Trainer()`` if None. It is not changed.
     options: other arguments of `Workload`: ``accumulation_steps`` and ``precision``, if your Trainer has other ones
         today, ``name``, ``worst_batch``, ``evaluate``, ``checkpoint``.
 
     A trial calls the module's ``setup``, ``configure_model``, ``configure_optimizers`` and ``training_step``, and the
-    hooks around the batch's transfer of the module or the DataModule; it clips, and steps the schedules that go by
-    steps. ``self.log`` does nothing there, and ``self.logger`` discards everything. ``self.trainer`` is a Trainer of
-    1,000 epochs and at most 10,000 steps on one device, which has the copy of the DataModule and its loader, and is
-    ``training``.
+    hooks around the batch's transfer of the module or the DataModule; it clips gradients, and steps the schedulers
+    with ``interval="step"``. In it ``self.log`` does nothing, ``self.logger`` discards everything, and ``self.trainer``
+    is a Trainer in the state of training, of 1,000 epochs and at most 10,000 steps on one device, with the copy of the
+    DataModule and its loader.
 
-    The confirmation is measured in the steps of such a Trainer's own ``fit``: its loop, its progress bar, the cost of
-    ``self.log``, its callbacks. Loggers discard everything there too, and there is no validation; callbacks that write
-    checkpoints or need a validation (`Checkpoint`, `EarlyStopping`) and those that change the batch size or the
-    accumulation are left out. It is ended in the middle of a step, so that nothing that follows the training is run.
+    The recommended setting is confirmed in the steps of ``fit`` of such a Trainer, with its loop, its progress bar, the
+    cost of ``self.log`` and your callbacks. Loggers discard everything, and there is no validation; callbacks that
+    write checkpoints or need a validation (`Checkpoint`, `EarlyStopping`) and those that change the batch size or the
+    accumulation are left out. ``fit`` is ended within a step, so that no hook of the end of training runs.
 
     Raises `WorkloadError` for anything but a LightningModule, for manual optimization, and for data with several
     loaders.
@@ -92,7 +92,7 @@ def workload(
     )
 
 
-# Callbacks that do not affect a step: they write, need a validation or print. The last line's set what the search sets.
+# Callbacks that write, need a validation or print; and, in the last line, those that set what the search sets.
 _EXCLUDED_CALLBACKS = (
     *(Checkpoint, EarlyStopping, ModelSummary),
     *(BatchSizeFinder, LearningRateFinder, GradientAccumulationScheduler),

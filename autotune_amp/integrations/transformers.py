@@ -1,13 +1,14 @@
-"""Transformers: a Trainer whose scaler is the PrecisionController, and its callback.
+"""Transformers: a Trainer whose autocast and scaler are the PrecisionController's, and its callback.
 
-`Workload.from_trainer` makes a workload of your Trainer. The predicted throughput is the Trainer's: a confirmation is a
-short `train()` of its own, with your callbacks and your logging, without evaluation, checkpoints, uploads and
-`report_to`. It is ended early, so that nothing that follows the training is run. `AutotuneTrainer` is a Trainer whose
-scaler is the controller. Its checkpoints hold the controller's state; it logs rung, scale, skips and moves. It guards
-bf16 and fp32 runs too: a plain Trainer with `config.to_training_arguments(like=today)` trains in the config's
-precision, but takes steps with infinite or NaN gradients. `like=` keeps the class of your arguments and the values that
-the config does not set: learning rate, optimizer, schedule. So `class MyTrainer(AutotuneTrainer, Seq2SeqTrainer)`
-trains with your `Seq2SeqTrainingArguments`. Pass the controller's options by `AutotuneTrainer(...,
+`Workload.from_trainer` makes a workload of your Trainer. The recommended setting is confirmed by a short `train()`,
+with your callbacks and logging but without evaluation, checkpoints, uploads and `report_to`. It is ended early, so that
+no hook of the end of training runs.
+
+`AutotuneTrainer` logs the precision's index in the fallbacks (`rung`), the loss scale, skipped steps and moves, and its
+checkpoints hold the controller's state. It also skips bf16 and fp32 steps with infinite or NaN gradients, which a plain
+Trainer takes. `config.to_training_arguments(like=today)` keeps the class of your arguments and the values that the
+config does not set: learning rate, optimizer, schedule. So `class MyTrainer(AutotuneTrainer, Seq2SeqTrainer)` trains
+with your `Seq2SeqTrainingArguments`. Pass the controller's options as `AutotuneTrainer(...,
 controller_options={"run_log": "run.jsonl", "on_demotion": "checkpoint_and_stop"})`, and likewise to
 `AutotuneAccelerator`. A fallback with another batch size or accumulation always ends `train()`, with a checkpoint and a
 `DemotedError` that has the config to continue with.

@@ -33,7 +33,7 @@ from autotune_amp.precision.modes import MODES
 
 __all__ = ["workload"]
 
-NUM_STEPS = 10_000  # length of the training run for its schedule; longer than any trial
+NUM_STEPS = 10_000  # assumed length of the training run, for its schedule
 
 # Attributes that are set to None in trials: unused by training_step, reporting, writing, or not picklable.
 _UNSENT_ATTRIBUTES = (
@@ -53,7 +53,7 @@ _TRIAL_ARGUMENTS = {
 # Methods that do nothing in trials, since the user's callbacks may request them.
 _DISABLED_METHODS = ("_save_checkpoint", "save_model", "evaluate", "push_to_hub", "create_model_card")
 # Callbacks left out of trials: those that report or upload, and those that need an evaluation or write checkpoints.
-_REPORTING_MODULES = "transformers.integrations."
+_REPORTING_PACKAGE = "transformers.integrations."
 _EVALUATION_CALLBACKS = (EarlyStoppingCallback, JITCheckpointCallback)
 
 
@@ -181,9 +181,7 @@ class _StepLoss:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._ready_models: WeakSet[nn.Module] | None = (
-            None  # models set up in this process; None before the first call
-        )
+        self._ready_models: WeakSet[nn.Module] | None = None  # models set up in this process, if any
         self._prepared: tuple[nn.Module, nn.Module] | None = None  # the latest model, and its prepared wrapper
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
@@ -273,8 +271,8 @@ class _TrainFunction:
 
 
 def _is_excluded(callback: TrainerCallback) -> bool:
-    is_outside = any(kind.__module__.startswith(_REPORTING_MODULES) for kind in type(callback).__mro__)
-    return is_outside or isinstance(callback, _EVALUATION_CALLBACKS)
+    is_reporting = any(kind.__module__.startswith(_REPORTING_PACKAGE) for kind in type(callback).__mro__)
+    return is_reporting or isinstance(callback, _EVALUATION_CALLBACKS)
 
 
 def _redirect_callback(callback: TrainerCallback, trainer: Trainer, copied_trainer: Trainer) -> TrainerCallback:

@@ -225,7 +225,7 @@ def _role_rings(recommendation: Recommendation) -> Iterable[Scatter]:
 
 
 def _ring(name: str, config: AmpConfig, speed: float, interval: tuple[float, float] | None) -> Scatter:
-    """Return a ring around a median over processes, with whiskers for the `interval` in which a new run is expected.
+    """Return a ring at `speed`, a median over processes, with whiskers for the `interval` expected of a new run.
 
     There are no whiskers if the interval is unknown (None) or wide.
     """

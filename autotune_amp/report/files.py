@@ -11,7 +11,7 @@ from autotune_amp.core.errors import AutotuneAmpError, FormatError, StudyError
 from autotune_amp.core.recommendation import Recommendation, write_atomically
 from autotune_amp.search.storage.folder import StudyFolder
 
-NAME, OUTCOMES = "report.html", "outcomes.jsonl"
+REPORT, OUTCOMES = "report.html", "outcomes.jsonl"
 RELOAD_SECONDS = 5  # between two reads of a training run's log, and two reloads of its page
 _OTHER_FOLDER = "Name a file that can be written: `autotune-amp report --out FILE.html`."
 
@@ -78,7 +78,7 @@ def write_report(study: Path, out: Path | None = None) -> Path:
     source = study
     if study.is_dir() or study.name == OUTCOMES:
         source = _report_source(study if study.is_dir() else study.parent)
-    return _write_page(out or source.parent / NAME, _search_page_html(source), "search", "report of a search")
+    return _write_page(out or source.parent / REPORT, _search_page_html(source), "search", "report of a search")
 
 
 def write_run_report(log: Path, out: Path | None = None, reload_seconds: int | None = None) -> Path:
@@ -119,7 +119,7 @@ def update_report(folder: Path, note: Callable[[str], None], warn: Callable[[str
     Nothing is raised, not even at Ctrl-C, since the result of a search is complete without a report. A search that
     ended before its first outcome gets no report.
     """
-    report = folder / NAME
+    report = folder / REPORT
     try:
         source = _report_source(folder)
         if source.exists() and (not report.exists() or report.stat().st_mtime_ns < source.stat().st_mtime_ns):

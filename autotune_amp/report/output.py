@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def json_document(document: object) -> bytes:
-    """Return a struct or builtin data as one JSON document."""
+    """Encode a msgspec struct or builtin data as one indented JSON document."""
     import msgspec
 
     return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"

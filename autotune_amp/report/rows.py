@@ -131,7 +131,7 @@ def _variant_cells(row: VariantRow) -> tuple[str, str, str, str]:
         if row.break_even_steps is not None and row.first_step_seconds is not None
         else "",
         count(row.num_graph_breaks, "graph break") if row.num_graph_breaks else "",
-        f"by a profile {times(row.max_speedup)} at most" if row.max_speedup is not None else "",
+        f"at most {times(row.max_speedup)} by the profile" if row.max_speedup is not None else "",
     ]
     reason = f": {one_line(row.reason)}" if row.reason else ""
     return f"{row.name} {row.value}", gain, memory, ", ".join(filter(None, parts)) + reason
