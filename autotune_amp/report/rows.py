@@ -127,7 +127,7 @@ def _variant_cells(row: VariantRow) -> tuple[str, str, str, str]:
         if row.status == "chosen"
         else outcome_name(row.status),
         f"beside {row.beside}" if row.beside else "",
-        f"first step {duration(row.first_step_seconds)}, pays after {row.break_even_steps:,.0f} steps"
+        f"first step {duration(row.first_step_seconds)}, which pays off after {row.break_even_steps:,.0f} steps"
         if row.break_even_steps is not None and row.first_step_seconds is not None
         else "",
         count(row.num_graph_breaks, "graph break") if row.num_graph_breaks else "",
@@ -206,7 +206,7 @@ def usage_lines(recommendation: Recommendation, path: str | None = None) -> list
 
 
 def short_usage_lines(recommendation: Recommendation, path: str | None = None) -> list[tuple[str, list[str]]]:
-    """Return `usage_lines` for a terminal: of the Python code only the lines that load the config, without the loop."""
+    """Return `usage_lines` for a terminal: of the Python only the lines that load the config (none if it is kept)."""
     essential = () if recommendation.is_kept else ("autotune_amp.", explain.loader_line(recommendation.config))
     shown = []
     for title, lines in usage_lines(recommendation, path):
