@@ -156,7 +156,7 @@ class ExportSource:
         steps = self.config.accumulation_steps
         if steps == 1 or self.loss == "mean":
             return []
-        instruction = f"it is a sum: multiply it by {steps}"
+        instruction = f"this loss is a sum: multiply it by {steps}"
         if self.loss == "weighted":
             instruction = f"multiply it by {steps} and by the batch's share of all {self.share} in them"
         return [f"{framework} divides the loss by the {steps} batches of a step; {instruction}."]
@@ -271,7 +271,7 @@ def _source_in_line(value: object) -> str:
     return " ".join(_source(value).split())
 
 
-_ATTACH = "attach(model)  # the one in the state whose layers are in fp8"
+_ATTACH = "attach(model)  # the model of the state that has fp8 layers"
 _ACCELERATOR = "autotune_amp.integrations.accelerate.AutotuneAccelerator"
 
 

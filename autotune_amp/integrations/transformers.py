@@ -126,8 +126,8 @@ class AutotuneTrainer(Trainer):
         self._attached_model = None
 
     def _raise_if_window_differs(self) -> None:
-        why = "a running Trainer cannot change its batch size or accumulation"
-        raise_if_window_differs(self.controller, self._amp_config, why, f"Go on with {_NEXT_TRAINER}.")
+        reason = "a running Trainer cannot change its batch size or accumulation"
+        raise_if_window_differs(self.controller, self._amp_config, reason, f"Go on with {_NEXT_TRAINER}.")
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Create the optimizer as in Trainer, and apply the config's settings that TrainingArguments lack."""

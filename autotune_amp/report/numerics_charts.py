@@ -102,11 +102,11 @@ def chosen_calibration(recommendation: Recommendation, records: Sequence[Record]
             parameters = calibration.best if scale is None else (scale.init_scale, scale.growth_interval)
             return ChosenCalibration(calibration, parameters, f"fp16 batch {key.batch_size}")
     for key, answer in calibrations.items():
-        why = answer.reason if isinstance(answer, Uncalibrated) else answer.refusal
-        return f"fp16 batch {key.batch_size} has no loss scale: {why}"
-    everywhere = [e.reason for e in recommendation.excluded if e.precision == "fp16" and e.batch_size is None]
-    why = everywhere[0].rstrip(".") if everywhere else "no fp16 setting was calibrated"
-    return f"fp16 was not calibrated: {why}"
+        reason = answer.reason if isinstance(answer, Uncalibrated) else answer.refusal
+        return f"fp16 batch {key.batch_size} has no loss scale: {reason}"
+    reasons = [e.reason for e in recommendation.excluded if e.precision == "fp16" and e.batch_size is None]
+    reason = reasons[0].rstrip(".") if reasons else "no fp16 setting was calibrated"
+    return f"fp16 was not calibrated: {reason}"
 
 
 def gradients(recommendation: Recommendation, calibration: ChosenCalibration | str) -> FigureOrReason:
