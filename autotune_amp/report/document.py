@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def marker(kind: str) -> str:
-    """Return the tag of a page of autotune_amp, which `files` checks before overwriting; `kind` is "search" or "run"."""
+    """Return the tag of autotune_amp pages, which `files` checks before overwriting; `kind` is "search" or "run"."""
     return f'<meta name="generator" content="autotune_amp {kind}">'
 
 

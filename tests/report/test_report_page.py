@@ -23,7 +23,7 @@ from autotune_amp.report.numerics_charts import (
     ChosenCalibration,
     chosen_calibration,
     gradients,
-    label,
+    module_label,
     predicted_loss_scale,
 )
 from autotune_amp.report.search_page import search_page
@@ -222,8 +222,8 @@ def test_the_file_stands_alone_is_small_and_escapes_foreign_text(tmp_path: Path)
     assert "<script>document" not in page
     assert page.count("<script") == page.count("</script>")
     assert "<" not in hover_label(made_study.HOSTILE).replace("<br>", "")
-    assert "<" not in label(made_study.HOSTILE)
-    assert label("encoder.block.0.layer.1.wo").endswith(".block.0.layer.1.wo"), "what tells modules apart"
+    assert "<" not in module_label(made_study.HOSTILE)
+    assert module_label("encoder.block.0.layer.1.wo").endswith(".block.0.layer.1.wo"), "what tells modules apart"
     assert "<b>" not in code("<b>", "<b>") + table(["<b>"], [["<b>"]])
 
 
