@@ -86,7 +86,7 @@ def test_what_failed_is_drawn_where_nothing_was_recommended(
     assert capsys.readouterr().out == "studies/broken/report.html\n"
     page = (broken / "report.html").read_text()
     assert "broken: nothing was recommended" in page
-    assert "of 2 trials, 2 failed" in page, "of the last search in the folder"
+    assert "after 2 trials, 2 failed" in page, "of the last search in the folder"
     assert page.count("<td>the loss was nan</td>") == 2
     assert "Traceback &lt;here&gt;" in page
 
